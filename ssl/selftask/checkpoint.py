@@ -1,0 +1,153 @@
+"""How a state reaches the disk and comes back: atomic, checked, the last few kept.
+
+What is in a state is the task's business; when to save is a hook's. A file holds tensors and plain
+python only, so ``torch.load(path, weights_only=True)`` reads it where selftask is not installed.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from selftask.errors import UserError
+from selftask.logs import get_logger
+
+log = get_logger(__name__)
+
+_NAME = re.compile(r"step_(\d+)\.pt")
+_PLAIN = (bool, int, float, str, type(None), torch.Tensor)
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint file that cannot be trusted."""
+
+
+def save(state: dict[str, Any], folder: Path, step: int, *, keep: int) -> Path:
+    """Write ``folder/step_N.pt`` so that a kill at any instant leaves it whole or absent.
+
+    Temporary file, fsync, rename, fsync of the folder; beside it a small JSON with length and
+    CRC-32. All but the newest ``keep`` are removed. Raises TypeError, naming the key, for a state
+    that holds anything but tensors and plain python.
+    """
+    check_plain(state)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step_{step:09d}.pt"
+    temporary = folder / f".{path.name}.tmp"
+    with temporary.open("wb") as file:
+        writer = _Checked(file)
+        torch.save(state, writer)
+        file.flush()
+        os.fsync(file.fileno())
+    seal = {"step": step, "bytes": writer.length, "crc32": writer.crc}
+    seal_path = path.with_suffix(".json")
+    seal_path.unlink(missing_ok=True)  # of a damaged file of the same step, if any
+    os.replace(temporary, path)
+    _write_durably(seal_path, json.dumps(seal))
+    _sync_folder(folder)
+    for old in checkpoints(folder)[keep:]:
+        old.with_suffix(".json").unlink(missing_ok=True)
+        old.unlink(missing_ok=True)
+    return path
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoint files of a folder, newest first."""
+    found = [path for path in folder.glob("step_*.pt") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: -int(path.stem.removeprefix("step_")))
+
+
+def load_newest(folder: Path) -> tuple[dict[str, Any], Path] | None:
+    """The newest good checkpoint and its path; None where there is none at all.
+
+    A damaged file is named in the log and the one before it is taken. Raises UserError when all
+    are damaged: starting anew silently would throw a run away.
+    """
+    found = checkpoints(folder)
+    for path in found:
+        try:
+            return load(path), path
+        except DamagedCheckpoint as damage:
+            log.warning("%s is damaged (%s); trying the one before it", path.name, damage)
+    if found:
+        raise UserError(
+            f"none of the {len(found)} checkpoints in {folder} can be read; "
+            "use resume=never (and another out=) to start anew"
+        )
+    return None
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read and verify one checkpoint file, onto the CPU. Raises DamagedCheckpoint."""
+    seal_path = path.with_suffix(".json")
+    if seal_path.exists():  # killed between the two renames, a whole file has no seal yet
+        _verify(path, json.loads(seal_path.read_text()))
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises five kinds for a damaged zip
+        raise DamagedCheckpoint(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+    if not isinstance(state, dict):
+        raise DamagedCheckpoint("holds no state dict")
+    return state
+
+
+def check_plain(value: Any, key: str = "state") -> None:
+    """Raise TypeError naming the first key whose value only pickle could store."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            check_plain(item, f"{key}.{name}")
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            check_plain(item, f"{key}[{number}]")
+    elif not isinstance(value, _PLAIN):
+        raise TypeError(f"{key} is a {type(value).__name__}: checkpoints hold tensors and scalars")
+
+
+def _verify(path: Path, seal: dict[str, int]) -> None:
+    size = path.stat().st_size
+    if size != seal["bytes"]:
+        raise DamagedCheckpoint(f"{size} of {seal['bytes']} bytes")
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    if crc != seal["crc32"]:
+        raise DamagedCheckpoint("checksum differs")
+
+
+class _Checked(io.RawIOBase):
+    """A file that adds up length and CRC-32 of what passes through, in order."""
+
+    def __init__(self, file: io.BufferedWriter) -> None:
+        self.file, self.length, self.crc = file, 0, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, block: Any) -> int:
+        self.crc = zlib.crc32(block, self.crc)
+        self.length += len(block)
+        return self.file.write(block)
+
+
+def _write_durably(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

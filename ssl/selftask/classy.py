@@ -1,0 +1,140 @@
+"""The one door to Classy Vision: what we take from it, and how its registered names are built.
+
+Taken: the contracts of task, hook, meter and optimizer, the parameter schedulers, the losses.
+Whatever anyone registered with Classy works in a selftask config as ``classy:NAME`` (or by its
+bare name once an ``import:``ed module has registered it). Not taken, because measured to break:
+its models under compile, ``all_reduce_mean`` (overwrites its input), its checkpoint files.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import warnings
+from types import ModuleType
+from typing import Any
+
+from selftask.errors import UserError, nearest
+
+
+def _load_alone(name: str) -> ModuleType:
+    """Import one module without running its package's ``__init__``.
+
+    ``classy_vision.tasks`` and ``.hooks`` import every model, data set and hook of Classy, which
+    costs a second of start-up. The module is registered under its own name, so the whole package,
+    imported later by someone else, finds and reuses it.
+    """
+    if name not in sys.modules:
+        package, _, leaf = name.rpartition(".")
+        root = importlib.util.find_spec("classy_vision")
+        if root is None or not root.submodule_search_locations:
+            raise UserError("classy-vision is not installed; `pip install classy-vision`")
+        folder = "/".join([root.submodule_search_locations[0], *package.split(".")[1:]])
+        spec = importlib.util.spec_from_file_location(name, f"{folder}/{leaf}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+ClassyTask: Any = _load_alone("classy_vision.tasks.classy_task").ClassyTask
+ClassyHook: Any = _load_alone("classy_vision.hooks.classy_hook").ClassyHook
+ClassyMeter: Any = _load_alone("classy_vision.meters.classy_meter").ClassyMeter
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # deprecations inside torch that its optimizers touch
+    from classy_vision.optim import ClassyOptimizer
+    from classy_vision.optim import param_scheduler as schedulers
+
+__all__ = [
+    "ClassyHook",
+    "ClassyMeter",
+    "ClassyOptimizer",
+    "ClassyTask",
+    "ClassyTaskNames",
+    "build",
+    "has",
+    "names",
+    "schedulers",
+]
+
+
+
+class ClassyTaskNames(ClassyTask):  # type: ignore[misc]  # classy-vision ships no types
+    """The names under which Classy's own hooks and trainers look for things in a task."""
+
+    ema = False  # evaluate the model itself; Classy's EMA hook asks
+
+    @property
+    def phase_type(self) -> str:
+        return "train" if self.train else "test"
+
+    @property
+    def phase_idx(self) -> int:
+        return int(self.clock.phase)
+
+    @property
+    def train_phase_idx(self) -> int:
+        return int(self.clock.epoch)
+
+    @property
+    def eval_phase_idx(self) -> int:
+        return int(self.clock.phase) // 2
+
+    @property
+    def num_batches_per_phase(self) -> int:
+        return int(self.length.batches_per_epoch if self.train else self.feed.num_test_batches)
+
+    @property
+    def use_gpu(self) -> bool:
+        return bool(self.device.type == "cuda")
+
+    def get_batchsize_per_replica(self) -> int:
+        """Images per process and batch."""
+        return int(self.length.batch_size // self.world.size)
+
+
+_PACKAGES = {
+    "hook": ("classy_vision.hooks", "HOOK_REGISTRY"),
+    "meter": ("classy_vision.meters", "METER_REGISTRY"),
+    "optimizer": ("classy_vision.optim", "OPTIMIZER_REGISTRY"),
+    "loss": ("classy_vision.losses", "LOSS_REGISTRY"),
+    "schedule": ("classy_vision.optim.param_scheduler", "PARAM_SCHEDULER_REGISTRY"),
+}
+
+
+def has(kind: str, name: str) -> bool:
+    """Whether Classy knows ``name``: ``classy:NAME``, or a bare name registered by now.
+
+    A bare name is looked up only in what is already imported: loading Classy takes two seconds,
+    too long to answer a typo.
+    """
+    if kind not in _PACKAGES:
+        return False
+    if name.startswith("classy:"):
+        return name.removeprefix("classy:") in _registry(kind)
+    module = sys.modules.get(_PACKAGES[kind][0])
+    return module is not None and name in getattr(module, _PACKAGES[kind][1], {})
+
+
+def names(kind: str) -> list[str]:
+    """All names Classy has for this kind, without the prefix. Imports that part of Classy."""
+    return sorted(_registry(kind))
+
+
+def build(kind: str, name: str, args: dict[str, Any]) -> Any:
+    """The Classy hook, meter, optimizer, loss or schedule called ``name``, from its config."""
+    bare = name.removeprefix("classy:")
+    known = _registry(kind)
+    if bare not in known:
+        raise UserError(f"Classy Vision has no {kind} named {bare!r}; {nearest(bare, known)}")
+    return known[bare].from_config({**args, "name": bare} if kind != "hook" else dict(args))
+
+
+def _registry(kind: str) -> dict[str, Any]:
+    package, attribute = _PACKAGES[kind]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations of torchvision video and torch.jit, not ours
+        return dict(getattr(importlib.import_module(package), attribute))

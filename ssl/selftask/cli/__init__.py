@@ -1,0 +1,1 @@
+"""The ``selftask`` command; each subcommand is one module here."""

@@ -1,0 +1,93 @@
+"""``selftask env``: what is installed, what this machine has, what can be used on it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from selftask import __version__
+from selftask.config.derive import cores
+from selftask.errors import UserError
+
+USAGE = "usage: selftask env"
+
+REQUIRED = ["torch", "torchvision", "classy-vision", "fvcore", "iopath", "hydra-core", "omegaconf"]
+OPTIONAL = {
+    "scikit-learn": "digits, linear scores",
+    "timm": "backbone=timm:NAME",
+    "rich": "progress bar",
+    "safetensors": "export to safetensors",
+    "submitit": "jobs on SLURM",
+}
+
+
+def main(argv: list[str]) -> int:
+    """Print the report."""
+    if any(word in ("-h", "--help") for word in argv):
+        print(USAGE)
+        return 0
+    if argv:
+        raise UserError(f"env takes no arguments, got {' '.join(argv)!r}\n{USAGE}")
+    for topic, value in report():
+        print(f"{topic:<16} {value}")
+    return 0
+
+
+def report() -> Iterator[tuple[str, str]]:
+    """Topic and finding, line by line; what is missing is said, never raised."""
+    yield "selftask", f"{__version__} ({os.path.dirname(os.path.dirname(__file__))})"
+    yield "python", f"{platform.python_version()} ({sys.executable})"
+    yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
+    yield "cores", f"{cores()} usable of {os.cpu_count()}"
+    for name in REQUIRED:
+        yield name, _version(name) or "MISSING, and required"
+    for name, purpose in OPTIONAL.items():
+        yield name, _version(name) or f"not installed (for: {purpose})"
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError) as error:  # OSError: a shared library of torch is missing
+        yield "devices", f"unknown: torch cannot be imported: {error}"
+    else:
+        yield from _devices(torch)
+    yield "slurm", shutil.which("sbatch") or "no sbatch here"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices(torch: Any) -> Iterator[tuple[str, str]]:
+    cuda = torch.cuda.is_available()
+    for index in range(torch.cuda.device_count() if cuda else 0):
+        found = torch.cuda.get_device_properties(index)
+        yield f"cuda:{index}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB"
+    if not cuda:
+        built = (
+            f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+        )
+        yield "cuda", f"no device ({built})"
+    yield "precision", ", ".join(_precisions(torch, cuda))
+    backends = ("nccl", "gloo", "mpi")
+    distributed = torch.distributed
+    usable = distributed.is_available() and [
+        name for name in backends if getattr(distributed, f"is_{name}_available")()
+    ]
+    yield "collectives", ", ".join(usable or ["none"])
+
+
+def _precisions(torch: Any, cuda: bool) -> Iterator[str]:
+    """The values of ``train.precision`` that the device ``auto`` picks can run."""
+    yield "float32"
+    if not cuda or torch.cuda.is_bf16_supported():
+        yield "bfloat16"
+    if cuda:
+        yield "float16"

@@ -1,0 +1,61 @@
+"""``selftask list``: every name a config may use, read from the sources, nothing imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from selftask.errors import UserError, nearest
+from selftask.registry import REGISTRIES, Registry
+
+USAGE = """\
+usage: selftask list [KIND ...]
+
+KIND is one of: {kinds}
+Names of Classy Vision's hooks, meters, optimizers and schedules work too, written classy:NAME."""
+
+
+def main(argv: list[str]) -> int:
+    """Print name, summary and file:line of all kinds, or of those asked for."""
+    kinds = ["recipes", *REGISTRIES]
+    if any(word in ("-h", "--help") for word in argv):
+        print(USAGE.format(kinds=", ".join(kinds)))
+        return 0
+    for kind in argv:
+        if kind not in kinds:
+            raise UserError(f"there is no kind {kind!r}; {nearest(kind, kinds)}")
+    from selftask.config.extensions import import_entry_points
+
+    import_entry_points()
+    for kind in argv or kinds:
+        rows = _recipes() if kind == "recipes" else _names(REGISTRIES[kind])
+        print(f"{kind}:")
+        _print_rows(rows)
+    return 0
+
+
+def _names(registry: Registry) -> Iterable[tuple[str, str, str]]:
+    for name in registry:
+        address = registry.address(name)
+        yield name, registry.summary(name), f"{_shorter(str(address.path))}:{address.line}"
+
+
+def _recipes() -> Iterable[tuple[str, str, str]]:
+    """Each recipe with its promise: the second line of its header, the first being its title."""
+    from selftask.config.recipes import shipped
+
+    for name, recipe in shipped().items():
+        title, promise = [*recipe.header, "", ""][:2]
+        yield name, f"{title} {promise}".strip(), _shorter(str(recipe.path))
+
+
+def _print_rows(rows: Iterable[tuple[str, str, str]]) -> None:
+    rows = list(rows)
+    width = max((len(name) for name, _, _ in rows), default=0)
+    for name, summary, place in rows:
+        print(f"  {name:<{width}}  {summary}  [{place}]")
+
+
+def _shorter(path: str) -> str:
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

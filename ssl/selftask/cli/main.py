@@ -1,0 +1,64 @@
+"""``selftask COMMAND ...``: find the command, run it, turn the user's mistakes into messages.
+
+Nothing heavy is imported here: ``selftask --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from selftask.errors import ConfigError, UserError, nearest
+
+COMMANDS = {
+    "train": ("selftask.cli.train", "RECIPE [key=value ...]", "pretrain; again: resume"),
+    "eval": ("selftask.cli.evaluate", "knn|linear RUN_OR_MODEL data=...", "judge features"),
+    "export": ("selftask.cli.export", "RUN [--to FORMAT]", "write the backbone for others"),
+    "config": ("selftask.cli.show", "RECIPE [key=value ...]", "every value and its origin"),
+    "list": ("selftask.cli.list", "[methods|hooks|recipes|...]", "the names a config may use"),
+    "env": ("selftask.cli.env", "", "versions, devices, what is supported"),
+}  # name -> module with main(argv) -> exit code, arguments, one line
+
+ABOUT = """\
+RECIPE is a method (simclr), a shipped recipe (simclr/digits) or a yaml file.
+key=value sets anything in it: train.epochs=10, optimizer=sgd, data=FOLDER_OF_IMAGES.
+`selftask COMMAND --help` says more."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit code, 2 for what the user has to put right."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        from selftask import __version__
+
+        print(f"selftask {__version__}")
+        return 0
+    try:
+        return _run(argv[0], argv[1:])
+    except UserError as error:
+        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+        for problem in problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # `selftask list | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def usage() -> str:
+    """The text of ``selftask --help``."""
+    lines = ["usage: selftask COMMAND ...", ""]
+    for name, (_, arguments, about) in COMMANDS.items():
+        lines.append(f"  selftask {name:<7}{arguments:<34} {about}")
+    return "\n".join([*lines, "", ABOUT])
+
+
+def _run(name: str, argv: list[str]) -> int:
+    if name not in COMMANDS:
+        raise UserError(f"there is no command {name!r}; {nearest(name, COMMANDS)}")
+    code = importlib.import_module(COMMANDS[name][0]).main(argv)
+    return int(code or 0)

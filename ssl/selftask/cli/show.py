@@ -1,0 +1,25 @@
+"""``selftask config``: the resolved config and where each value comes from."""
+
+from __future__ import annotations
+
+from selftask.errors import UserError
+
+USAGE = """\
+usage: selftask config RECIPE [key=value ...]
+
+Prints the whole config as yaml, each value with its origin: file:line, command line or default.
+The output is itself a recipe: selftask config simclr > mine.yaml; selftask train mine.yaml"""
+
+
+def main(argv: list[str]) -> int:
+    """Print the explained config of a recipe with overrides."""
+    if any(word in ("-h", "--help") for word in argv):
+        print(USAGE)
+        return 0
+    if not argv or "=" in argv[0]:
+        raise UserError(f"config needs a RECIPE before any key=value\n{USAGE}")
+    from selftask.config.explain import explain
+    from selftask.config.load import load_config
+
+    print(explain(load_config(argv[0], argv[1:])))
+    return 0

@@ -1,0 +1,30 @@
+"""``selftask train``: train, or go on with the run in ``out``."""
+
+from __future__ import annotations
+
+from selftask.errors import UserError
+
+USAGE = """\
+usage: selftask train RECIPE [key=value ...]
+
+Trains what the recipe says, with key=value on top; the same command again goes on after a stop.
+The run's folder is out=DIR; `selftask config RECIPE` shows every key and its value."""
+
+
+def main(argv: list[str]) -> int:
+    """Check all that can be checked without torch, then train."""
+    if any(word in ("-h", "--help") for word in argv):
+        print(USAGE)
+        return 0
+    if not argv or "=" in argv[0]:
+        raise UserError(f"train needs a RECIPE before any key=value\n{USAGE}")
+    from selftask.config.load import load_config
+    from selftask.data.dataset import check_sizes, open_data
+
+    config = load_config(argv[0], argv[1:])
+    sources = open_data(config.data)
+    check_sizes(config, sources.train)
+
+    from selftask.launch.run import run  # imports torch: not before the config is known to be right
+
+    return run(config, sources)

@@ -1,0 +1,1 @@
+"""From a recipe and ``key=value`` to one validated, typed, explained Config."""

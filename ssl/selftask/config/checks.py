@@ -1,0 +1,98 @@
+"""What single values cannot show: sections that contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from selftask.config.layers import Key
+from selftask.config.schema import Config
+from selftask.errors import nearest
+from selftask.registry import SCHEDULES, TRAIN_STEPS, Registry
+
+Problem = tuple[Key, str]
+
+
+def contradictions(config: Config) -> Iterator[Problem]:
+    """The key meant and what is wrong, for every contradiction in a config whose types are right."""
+    yield from _names(config)
+    yield from _length(config)
+    yield from _batch(config)
+    yield from _precision(config)
+    yield from _views(config)
+    yield from _weights(config)
+
+
+def _names(config: Config) -> Iterator[Problem]:
+    yield from _known(TRAIN_STEPS, config.train.step, ("train", "step"))
+    if not isinstance(config.optimizer.lr, dict):
+        yield from _known(SCHEDULES, config.optimizer.schedule, ("optimizer", "schedule"))
+
+
+def _known(registry: Registry, name: str, key: Key) -> Iterator[Problem]:
+    if name not in registry:
+        yield key, f"no {registry.kind} named {name!r}; {nearest(name, registry.names())}"
+
+
+def _length(config: Config) -> Iterator[Problem]:
+    if config.train.epochs is None and config.train.max_steps is None:
+        yield ("train",), "train.epochs and train.max_steps are both null; give at least one"
+
+
+def _batch(config: Config) -> Iterator[Problem]:
+    train, world = config.train, config.launch.world_size
+    if train.batch_size % world:
+        right = max(train.batch_size // world, 1) * world
+        yield (
+            ("train", "batch_size"),
+            f"train.batch_size={train.batch_size} is the global batch and must be divisible by "
+            f"the {world} processes of launch; try {right}",
+        )
+    if train.accumulate > 1 and train.step == "standard":
+        yield (
+            ("train", "accumulate"),
+            f"train.accumulate={train.accumulate} has no effect on train.step='standard'; "
+            "use train.step=accumulate",
+        )
+
+
+def _precision(config: Config) -> Iterator[Problem]:
+    if config.train.precision == "float16" and config.train.device == "cpu":
+        yield (
+            ("train", "precision"),
+            "train.precision='float16' needs a GPU and train.device is 'cpu'; use 'bfloat16' or "
+            "'float32'",
+        )
+
+
+def _views(config: Config) -> Iterator[Problem]:
+    if not config.views:
+        yield ("views",), "views is empty: a method needs at least one group of views"
+    pipelines = {("views", name, "transforms"): v.transforms for name, v in config.views.items()}
+    pipelines[("eval", "transforms")] = config.eval.transforms
+    for key, transforms in pipelines.items():
+        names = [transform.name for transform in transforms]
+        if key[0] == "eval" and not names and not config.eval.evaluations:
+            continue
+        if not names or names[-1] != "normalize":
+            last = f"its last is {names[-1]!r}" if names else "it is empty"
+            yield key, f"{'.'.join(key)} must end with 'normalize' ({last})"
+        for index, name in enumerate(names[:-1]):
+            if name == "normalize":
+                where = (*key, str(index))
+                yield where, f"{'.'.join(where)}: 'normalize' must come last, once"
+
+
+def _weights(config: Config) -> Iterator[Problem]:
+    if config.resume not in ("auto", "never") and not Path(config.resume).expanduser().exists():
+        hint = nearest(config.resume, ["auto", "never"])
+        yield (
+            ("resume",),
+            f"resume={config.resume!r}: neither 'auto', 'never' nor an existing checkpoint; {hint}",
+        )
+    start = config.init.backbone
+    if start is not None and ":" not in start and not Path(start).expanduser().exists():
+        yield (
+            ("init", "backbone"),
+            f"init.backbone={start!r}: there is no such file or run; or timm:NAME, torchvision:NAME",
+        )

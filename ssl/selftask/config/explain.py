@@ -1,0 +1,53 @@
+"""The resolved config with, beside each value, where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from selftask.config.layers import Key
+from selftask.config.schema import Config
+
+COLUMN = 48  # where the comments begin, unless a value is longer
+
+
+def explain(config: Config) -> str:
+    """``config.yaml`` with a comment at each value: file and line, command line or default."""
+    lines = []
+    for text, key in _lines(config.to_dict(), (), indent=0):
+        origin = _origin(config, key)
+        lines.append(f"{text:<{COLUMN}}# {origin}" if origin else text)
+    return "\n".join(lines)
+
+
+def _lines(value: dict[str, Any], key: Key, *, indent: int) -> Iterator[tuple[str, Key | None]]:
+    """Each line of the yaml and the key whose value stands on it (None: a section's title)."""
+    pad = " " * indent
+    for name, item in value.items():
+        inner = (*key, str(name))
+        if isinstance(item, dict) and item:
+            yield f"{pad}{_text(name)}:", None
+            yield from _lines(item, inner, indent=indent + 2)
+        elif isinstance(item, list) and item and all(isinstance(i, dict) for i in item):
+            yield f"{pad}{_text(name)}:", None
+            for index, entry in enumerate(item):
+                lines = _lines(entry, (*inner, str(index)), indent=indent + 4)
+                first, first_key = next(lines)
+                yield f"{pad}  - {first.lstrip()}", first_key
+                yield from lines
+        else:
+            yield f"{pad}{_text(name)}: {_text(item)}", inner
+
+
+def _origin(config: Config, key: Key | None) -> str | None:
+    if key is None:
+        return None
+    return " ".join(config.place(".".join(key)).split())
+
+
+def _text(value: Any) -> str:
+    """A value on one line of yaml."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")

@@ -1,0 +1,96 @@
+"""A recipe and ``key=value``s into a Config, or everything that is wrong with them at once.
+
+Parse the command line, find the recipe, compose (Hydra), import the user's modules, merge the
+command line, read each section by its schema, look for contradictions. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from selftask.config import recipes
+from selftask.config.checks import contradictions
+from selftask.config.compose import compose_recipe
+from selftask.config.extensions import import_entry_points, import_extensions
+from selftask.config.layers import Key, Layers
+from selftask.config.overrides import Override, apply_overrides, parse_overrides
+from selftask.config.read import Reader
+from selftask.config.schema import Config
+from selftask.config.sections import OURS, own_problems, read_config
+from selftask.errors import ConfigError
+
+
+def load_config(recipe: str, overrides: list[str]) -> Config:
+    """The validated config of a method, shipped recipe or yaml file with ``key=value`` on top.
+
+    Raises ConfigError with every problem, each at its ``file:line`` or ``command line: ...``.
+    """
+    parsed, problems = parse_overrides(overrides)
+    import_entry_points()
+    _import(_given(parsed, ("import",)), [Path.cwd()], "command line")
+    try:
+        path = recipes.locate(recipe, _source_name(parsed))
+        merged, layers = compose_recipe(path, recipes.folder())
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *problems]) from error
+    problems += apply_overrides(merged, layers, parsed)
+    values = OmegaConf.to_container(merged, resolve=False)
+    assert isinstance(values, dict)
+    layers.forget_renamed(values, OURS)
+    values = _resolve(values, layers, problems)
+    _import(values.get("import"), [Path.cwd(), path.parent], layers.place(("import",)) or "import")
+
+    reader = Reader(layers)
+    config = read_config(reader, values, recipe)
+    problems += reader.problems
+    if problems or config is None:
+        raise ConfigError(problems)
+    for key, text in [*contradictions(config), *own_problems(config)]:
+        reader.problem(key, text)
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """What ``config.yaml`` of a run holds; ``load_config`` of that file gives an equal Config."""
+    return yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+def _import(modules: Any, folders: list[Path], place: str) -> None:
+    """Import the user's modules before any name is looked up."""
+    if modules is None:
+        return
+    names = [modules] if isinstance(modules, str) else modules
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError([f"{place}: import={modules!r}: expected a list of module names"])
+    import_extensions(names, folders, place)
+
+
+def _given(overrides: list[Override], key: Key) -> Any:
+    """The value the command line gives for ``key``."""
+    return next((o.value for o in reversed(overrides) if o.key == key and not o.delete), None)
+
+
+def _source_name(overrides: list[Override]) -> str | None:
+    data = _given(overrides, ("data",))
+    name = data.get("name") if isinstance(data, dict) else _given(overrides, ("data", "name"))
+    return name if isinstance(name, str) else None
+
+
+def _resolve(values: dict[str, Any], layers: Layers, problems: list[str]) -> dict[str, Any]:
+    """Follow ``${...}``; a reference to nothing is a problem that ends the reading."""
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+    except OmegaConfBaseException as error:
+        key = tuple(str(error.full_key or "").replace("[", ".").replace("]", "").split("."))
+        place = layers.place_or_around(key)
+        text = str(error).splitlines()[0]
+        raise ConfigError([*problems, f"{place or 'config'}: {'.'.join(key)}: {text}"]) from error
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}

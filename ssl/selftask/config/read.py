@@ -1,0 +1,246 @@
+"""Plain values into the typed sections of the schema, collecting every problem on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from types import SimpleNamespace
+from typing import Any
+
+from selftask.config.duration import parse_duration
+from selftask.config.layers import Key, Layers, show_path
+from selftask.config.schema import Component
+from selftask.config.typed import Mismatch, convert, describe
+from selftask.errors import UserError, nearest
+from selftask.registry import Registry
+
+MISSING = "???"  # how yaml says that a value must be given
+
+
+@dataclasses.dataclass(frozen=True)
+class Schema:
+    """The fields a section may have, and who says so."""
+
+    fields: dict[str, dataclasses.Field[Any]]
+    types: dict[str, Any]
+    owner: str  # for messages and origins: "simclr (ssl/selftask/methods/simclr.py:31)"
+
+    @classmethod
+    def of(cls, config: type | None, owner: str = "", without: Iterable[str] = ()) -> Schema:
+        """The schema that a dataclass is; none allows nothing."""
+        if config is None:
+            return cls({}, {}, owner)
+        fields = {f.name: f for f in dataclasses.fields(config) if f.name not in without}
+        try:
+            return cls(fields, typing.get_type_hints(config), owner)
+        except NameError as error:
+            raise UserError(
+                f"the Config of {owner}: {error}; its fields may use builtins and typing only"
+            ) from error
+
+
+class Reader:
+    """Reads sections; afterwards ``problems`` says all that is wrong, ``places`` where values are from."""
+
+    def __init__(self, layers: Layers) -> None:
+        self.layers = layers
+        self.problems: list[str] = []
+        self.places: dict[str, str] = {}
+
+    def problem(self, key: Key, text: str) -> None:
+        """Note what is wrong with the value at ``key``."""
+        place = self.layers.place_or_around(key)
+        self.problems.append(f"{place}: {text}" if place else f"{'.'.join(key)}: {text}")
+
+    def mapping(self, value: Any, key: Key) -> dict[str, Any]:
+        """``value`` if it is a section, an empty one for null; otherwise a problem."""
+        if value is None or isinstance(value, dict):
+            return value or {}
+        self.problem(key, f"{_dotted(key)}={value!r}: expected a section of key: value pairs")
+        return {}
+
+    def section(self, values: dict[str, Any], schema: Schema, key: Key) -> dict[str, Any]:
+        """All fields of ``schema``, from ``values`` or by default; wrong ones are left out."""
+        result: dict[str, Any] = {}
+        for name, field in schema.fields.items():
+            if values.get(name, MISSING) != MISSING:
+                self._value(result, values[name], field, schema, (*key, name))
+            elif name in values and values[name] is None:
+                self._value(result, None, field, schema, (*key, name))
+            elif has_default(field):
+                result[name] = default_of(field)
+                owner = f"default of {schema.owner}" if schema.owner else "default"
+                self.places[_dotted((*key, name))] = owner
+            else:
+                wanted = describe(schema.types[name])
+                self.problem((*key, name), f"{_dotted((*key, name))} is missing: {wanted}")
+        return result
+
+    def unknown_keys(self, values: dict[str, Any], key: Key, *schemas: Schema) -> None:
+        """A problem for each key that no schema has."""
+        known = {name: field for schema in schemas for name, field in schema.fields.items()}
+        owner = next((f" of {schema.owner}" for schema in reversed(schemas) if schema.owner), "")
+        for name in values:
+            if name not in known:
+                wrong = _dotted((*key, str(name)))
+                hint = hint_for(str(name), known, key)
+                self.problem((*key, str(name)), f"unknown key {wrong!r}{owner}; {hint}")
+
+    def component(
+        self, value: Any, registry: Registry, key: Key, *, ours: Schema | None = None
+    ) -> tuple[Component | None, dict[str, Any]]:
+        """A named thing, and the values of ``ours``: the section's fields that it does not own.
+
+        None for the thing where its name is unknown or missing.
+        """
+        if not isinstance(value, dict):
+            wanted = f"expected the name of a {registry.kind} or a section with `name`"
+            self.problem(key, f"{_dotted(key)}={value!r}: {wanted}")
+            return None, {}
+        ours = ours or Schema.of(None)
+        fixed = self.section(value, ours, key)
+        name = value.get("name", MISSING)
+        if name == MISSING or not isinstance(name, str):
+            self.problem((*key, "name"), f"{_dotted(key)} needs the name of a {registry.kind}")
+            return None, fixed
+        self.note_place((*key, "name"))
+        own = {k: v for k, v in value.items() if k != "name" and k not in ours.fields}
+        if name not in registry:
+            if _classy_has(registry.kind, name):
+                for field in own:
+                    self.note_place((*key, field))
+                return Component(name=name, args=own), fixed
+            hint = nearest(name, registry.names())
+            self.problem((*key, "name"), f"no {registry.kind} named {name!r}; {hint}")
+            return None, fixed
+        schema = schema_of(registry, name)
+        self.unknown_keys(own, key, ours, schema)
+        return Component(name=name, args=self.section(own, schema, key)), fixed
+
+    def components(self, value: Any, registry: Registry, key: Key) -> dict[str, Component]:
+        """``key: {args}`` entries, with an optional ``name``; null ones are left out."""
+        found = {}
+        for name, entry in self.mapping(value, key).items():
+            inner = (*key, str(name))
+            if entry is None:
+                continue
+            if isinstance(entry, dict):
+                entry = {"name": name, **entry}
+            self.note_place(inner)
+            component, _ = self.component(entry, registry, inner)
+            if component is not None:
+                found[str(name)] = component
+        return found
+
+    def pipeline(self, value: Any, registry: Registry, key: Key) -> list[Component]:
+        """A list of named things."""
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            self.problem(key, f"{_dotted(key)}={value!r}: expected a list of {registry.kind}s")
+            return []
+        read = (
+            self.component(
+                {"name": item} if isinstance(item, str) else item, registry, (*key, str(index))
+            )[0]
+            for index, item in enumerate(value)
+        )
+        return [component for component in read if component is not None]
+
+    def _value(
+        self, result: dict[str, Any], value: Any, field: Any, schema: Schema, key: Key
+    ) -> None:
+        try:
+            converted = convert(value, schema.types[field.name])
+            check_limits(converted, field.metadata)
+        except (Mismatch, ValueError) as error:
+            self.problem(key, f"{_dotted(key)}={_shown(value)}: {error}")
+            return
+        self.note_place(key)
+        result[field.name] = converted
+
+    def note_place(self, key: Key) -> None:
+        """Remember where the value at ``key`` comes from."""
+        place = self.layers.place(key)
+        self.places[_dotted(key)] = place or "default"
+
+
+def schema_of(registry: Registry, name: str) -> Schema:
+    """The schema of a named thing."""
+    address = registry.address(name)
+    owner = f"{name} ({show_path(address.path)}:{address.line})"
+    return Schema.of(registry.config_class(name), owner)
+
+
+def has_default(field: dataclasses.Field[Any]) -> bool:
+    """Whether a field may be left out."""
+    return not (
+        field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    )
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """A fresh default value."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError where a field's metadata (``min``, ``max``, ``duration``) forbids ``value``."""
+    if metadata.get("duration") and value is not None:
+        if parse_duration(value).value < (metadata.get("min") or 0):
+            raise ValueError("must be longer than nothing")
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if metadata.get("min") is not None and value < metadata["min"]:
+        raise ValueError(f"must be at least {metadata['min']}")
+    if metadata.get("max") is not None and value > metadata["max"]:
+        raise ValueError(f"must be at most {metadata['max']}")
+
+
+def hint_for(name: str, known: Mapping[str, dataclasses.Field[Any]], key: Key) -> str:
+    """``did you mean 'optimizer.lr'?``, also for what other frameworks call it."""
+    called = [right for right, f in known.items() if name.lower() in f.metadata.get("also", ())]
+    close = called or get_close_matches(name, known, n=1)
+    return f"did you mean {_dotted((*key, close[0]))!r}?" if close else nearest(name, known)
+
+
+def iter_problems(
+    component: Component, registry: Registry, key: Key, whole: dict[str, Any]
+) -> Iterator[tuple[Key, str]]:
+    """What a named thing itself has against its own and the whole config, with the keys meant."""
+    if component.name not in registry:  # Classy's: no schema
+        return
+    config = registry.config_class(component.name)
+    if config is None or not hasattr(config, "problems"):
+        return
+    # a bare namespace as self: making the real thing may open a data set
+    for message in config.problems(SimpleNamespace(**component.args), whole):
+        name, _, rest = message.partition(":")
+        path = tuple(name.split("."))
+        if path[0] in component.args:
+            yield (*key, *path), f"{_dotted((*key, *path))}:{rest}"
+        else:
+            yield path if path[0] in whole else key, message
+
+
+def _classy_has(kind: str, name: str) -> bool:
+    """Whether Classy Vision has it; only asked where that does not import Classy for a typo."""
+    if not name.startswith("classy:") and "classy_vision" not in sys.modules:
+        return False
+    from selftask import classy
+
+    return classy.has(kind, name)
+
+
+def _dotted(key: Key) -> str:
+    return ".".join(key)
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else str(value).replace("None", "null")

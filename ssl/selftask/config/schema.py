@@ -1,0 +1,258 @@
+"""What a config may say: the sections of ours, with units.
+
+The fields of a *named* thing (method, backbone, hook, ...) are not here: its ``Config``, beside
+its code, is their schema, and in the yaml they stand flat beside ``name``.
+
+``load.py`` makes these objects; everybody else only reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal
+
+
+DEFAULT_HOOKS = (
+    "health",
+    "evaluation",
+    "metrics",
+    "progress",
+    "export",
+    "checkpoint",
+    "preemption",
+)
+"""Hooks that every run has unless its config takes them out: ``hooks.health=null``."""
+
+
+def _setting(
+    default: Any = MISSING,
+    *,
+    min: float | None = None,
+    max: float | None = None,
+    duration: bool = False,
+    also: Sequence[str] = (),
+) -> Any:
+    """A field with its limits and, in ``also``, what other frameworks call it (for the hints)."""
+    metadata = {"min": min, "max": max, "duration": duration, "also": tuple(also)}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """A named thing and its complete, validated arguments."""
+
+    name: str
+    args: dict[str, Any] = field(default_factory=dict)  # of its Config, complete with defaults
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the yaml: ``{name: ..., **args}``."""
+        return {"name": self.name, **plain(self.args)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which images, and how they are read."""
+
+    source: Component  # yaml: data.name and the source's own fields, flat in `data:`
+    val: Component | None = None  # labelled images for evaluations; none: no k-NN while training
+    num_workers: int = _setting(0, min=0, also=["workers"])  # processes; yaml `auto`: see derive
+    on_error: Literal["skip", "fail"] = "skip"  # what an unreadable file does
+    max_bad: float = _setting(0.001, min=0, max=1)  # share of unreadable files that stops the run
+    max_pixels: int = _setting(100_000_000, min=1)  # larger images are refused: they are bombs
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the yaml: the source's fields flat beside ours."""
+        val = self.val.to_dict() if self.val else None
+        return {**self.source.to_dict(), "val": val, **_own(self, without=("source", "val"))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewConfig:
+    """A group of views made by one pipeline."""
+
+    count: int = _setting(1, min=1, also=["num", "crops", "num_crops", "number"])  # views per image
+    transforms: list[Component] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the yaml."""
+        return {"count": self.count, "transforms": [t.to_dict() for t in self.transforms]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, how big, how exact."""
+
+    epochs: int | None = _setting(None, min=1, also=["num_epochs", "max_epochs", "n_epochs"])
+    max_steps: int | None = _setting(None, min=1, also=["steps", "num_steps", "iterations"])
+    # epochs and max_steps: at least one; with both, whichever comes first
+    batch_size: int = _setting(256, min=1, also=["batch", "bs"])  # images, over all processes
+    precision: Literal["float32", "bfloat16", "float16"] = _setting(
+        "float32", also=["amp", "fp16", "bf16", "dtype"]
+    )
+    step: str = _setting("standard", also=["train_step"])  # the train step's registered name
+    accumulate: int = _setting(1, min=1, also=["accum", "grad_accum", "accumulation"])
+    # batches per update (step: accumulate), each of batch_size; a loss sees one batch at a time
+    seed: int = _setting(0, min=0)
+    compile: bool = False
+    log_every: int = _setting(50, min=1, also=["log_interval"])  # steps
+    device: Literal["auto", "cpu", "cuda"] = _setting("auto", also=["gpu", "accelerator"])
+    checkpoint_every: int | str = _setting(
+        "1 epoch", duration=True, min=1, also=["save_every", "save_interval"]
+    )
+    keep_checkpoints: int = _setting(3, min=1)  # the newest; older ones are deleted
+    gradients: Literal["manual", "ddp"] = "manual"  # who averages gradients over processes
+    threads: int | Literal["auto"] = _setting("auto", min=1)  # of torch on the CPU, per process
+    stop_at: int | None = _setting(None, min=1)  # stop after this step as if interrupted
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the yaml."""
+        return _own(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer and what drives it over the training."""
+
+    name: str
+    args: dict[str, Any] = field(default_factory=dict)  # the named optimizer's own fields
+    lr: float | dict[str, Any] = _setting(
+        min=0, also=["learning_rate", "learning_rat", "base_lr", "blr"]
+    )  # peak; or a Classy parameter scheduler ({name: ..., ...}), which then is the schedule
+    lr_scale: Literal["none", "linear", "sqrt"] = "none"  # lr times batch_size/256, or its root
+    schedule: str = _setting("cosine", also=["scheduler", "lr_schedule", "lr_scheduler"])
+    warmup: int | str = _setting(0, duration=True, also=["warmup_epochs", "warmup_steps"])
+    end_lr: float = _setting(0.0, min=0, also=["min_lr", "final_lr"])  # at the end of training
+    weight_decay: float = _setting(0.0, min=0, also=["wd"])
+    end_weight_decay: float | None = _setting(None, min=0)  # none: constant
+    decay_norm_and_bias: bool = False  # whether one-dimensional parameters decay too
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the yaml: the optimizer's fields flat beside ours."""
+        return {"name": self.name, **plain(self.args), **_own(self, without=("name", "args"))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """What is measured on the frozen backbone while training."""
+
+    transforms: list[Component] = field(default_factory=list)
+    evaluations: dict[str, Component] = field(default_factory=dict)  # {"knn": ...}
+    every: int | str | None = _setting(None, duration=True, min=1)  # none: step 0 and the end only
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the yaml."""
+        return {
+            "transforms": [t.to_dict() for t in self.transforms],
+            "evaluations": _entries(self.evaluations),
+            "every": self.every,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    """Weights to start from; not to be confused with ``resume``."""
+
+    backbone: str | None = None  # a file, a run, timm:NAME or torchvision:NAME
+    coverage: float = _setting(1.0, min=0, max=1)  # least share of the backbone's tensors loaded
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the yaml."""
+        return _own(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """How many machines and processes; what SLURM is told."""
+
+    nodes: int = _setting(1, min=1, also=["num_nodes"])
+    processes: int = _setting(1, min=1, also=["gpus", "num_gpus", "nproc_per_node"])  # per node
+    slurm: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """Processes in all."""
+        return self.nodes * self.processes
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the yaml."""
+        return _own(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything one training is; equal configs are equal trainings."""
+
+    recipe: str  # as given on the command line
+    data: DataConfig
+    views: dict[str, ViewConfig]  # in the order in which they reach the method
+    backbone: Component
+    method: Component
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    meters: dict[str, Component]
+    hooks: dict[str, Component]
+    eval: EvalConfig
+    init: InitConfig
+    resume: str  # auto | never | a checkpoint
+    launch: LaunchConfig
+    out: str  # the run folder
+    imports: list[str]  # yaml `import`: the user's own modules
+    places: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+    # dotted key -> where its value comes from; read through `place`
+
+    def place(self, key: str) -> str:
+        """Where ``train.epochs`` was set: ``file.yaml:14``, ``command line: ...`` or a default.
+
+        For a key without a place of its own, that of the section around it.
+        """
+        while key not in self.places and "." in key:
+            key = key.rpartition(".")[0]
+        return self.places.get(key, "default")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain and nested, exactly what ``config.yaml`` holds; it loads back to an equal Config."""
+        return {
+            "recipe": self.recipe,
+            "import": list(self.imports),
+            "data": self.data.to_dict(),
+            "views": {name: view.to_dict() for name, view in self.views.items()},
+            "backbone": self.backbone.to_dict(),
+            "method": self.method.to_dict(),
+            "train": self.train.to_dict(),
+            "optimizer": self.optimizer.to_dict(),
+            "meters": _entries(self.meters),
+            "hooks": _entries(self.hooks),
+            "eval": self.eval.to_dict(),
+            "init": self.init.to_dict(),
+            "resume": self.resume,
+            "launch": self.launch.to_dict(),
+            "out": self.out,
+        }
+
+
+def plain(value: Any) -> Any:
+    """The same with lists for tuples and fresh containers, fit for yaml."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def _own(section: Any, *, without: Sequence[str] = ()) -> dict[str, Any]:
+    names = [f.name for f in fields(section) if f.name not in without]
+    return {name: plain(getattr(section, name)) for name in names}
+
+
+def _entries(named: dict[str, Component]) -> dict[str, Any]:
+    """``key: {args}``, with ``name`` only where it is not the key."""
+    entries = {}
+    for key, component in named.items():
+        entry = component.to_dict()
+        if component.name == key:
+            del entry["name"]
+        entries[key] = entry
+    return entries

@@ -1,0 +1,264 @@
+"""Each section of a config by its schema: what ``load.py`` composed, as typed objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from selftask.config import derive
+from selftask.config.layers import Key
+from selftask.config.read import Reader, Schema, has_default, hint_for, iter_problems
+from selftask.config.schema import (
+    Component,
+    Config,
+    DataConfig,
+    EvalConfig,
+    InitConfig,
+    LaunchConfig,
+    OptimizerConfig,
+    TrainConfig,
+    ViewConfig,
+)
+from selftask.registry import (
+    BACKBONES,
+    EVALUATIONS,
+    HOOKS,
+    METERS,
+    METHODS,
+    OPTIMIZERS,
+    SOURCES,
+    TRANSFORMS,
+    Registry,
+)
+
+T = TypeVar("T")
+
+DATA = Schema.of(DataConfig, without=["source", "val"])
+OPTIMIZER = Schema.of(OptimizerConfig, without=["name", "args"])
+SECTIONS: dict[str, type | None] = {
+    "recipe": None,
+    "import": None,
+    "data": DataConfig,
+    "views": None,
+    "backbone": None,
+    "method": None,
+    "train": TrainConfig,
+    "optimizer": OptimizerConfig,
+    "meters": None,
+    "hooks": None,
+    "eval": EvalConfig,
+    "init": InitConfig,
+    "resume": None,
+    "launch": LaunchConfig,
+    "out": None,
+}
+OURS: dict[
+    Key, frozenset[str]
+] = {  # of the sections with a name, the fields that stay when it changes
+    ("data",): frozenset(DATA.fields),
+    ("optimizer",): frozenset(OPTIMIZER.fields),
+}
+
+
+def read_config(reader: Reader, values: dict[str, Any], recipe: str) -> Config | None:
+    """All sections; None if a problem was found on the way."""
+    _unknown_sections(reader, values)
+    launch = _plain_section(reader, values, "launch", LaunchConfig)
+    data = _read_data(reader, values.get("data"), launch.processes if launch else 1)
+    views = _read_views(reader, values.get("views"))
+    backbone = _read_named(reader, values, "backbone", BACKBONES)
+    method = _read_named(reader, values, "method", METHODS)
+    train = _plain_section(reader, values, "train", TrainConfig)
+    optimizer = _read_optimizer(reader, values.get("optimizer"))
+    evaluation = _read_eval(reader, values.get("eval"))
+    init = _plain_section(reader, values, "init", InitConfig)
+    name = _text(reader, values, "recipe", recipe)
+    config = {
+        "recipe": name,
+        "data": data,
+        "views": views,
+        "backbone": backbone,
+        "method": method,
+        "train": train,
+        "optimizer": optimizer,
+        "meters": reader.components(values.get("meters"), METERS, ("meters",)),
+        "hooks": reader.components(_with_default_hooks(values.get("hooks")), HOOKS, ("hooks",)),
+        "eval": evaluation,
+        "init": init,
+        "resume": _text(reader, values, "resume", "auto"),
+        "launch": launch,
+        "out": _text(reader, values, "out", default_out(name)),
+        "imports": _module_names(reader, values.get("import")),
+    }
+    if reader.problems or any(value is None for value in config.values()):
+        return None
+    return Config(**config, places=reader.places)
+
+
+def _with_default_hooks(given: Any) -> Any:
+    """The hooks of every run, then those of the config; ``null`` takes one out."""
+    if given is not None and not isinstance(given, dict):
+        return given  # not a section: the reader says so
+    return {**{name: {} for name in DEFAULT_HOOKS}, **(given or {})}
+
+
+def default_out(recipe: str) -> str:
+    """``runs/simclr_resnet18_cifar10`` for ``simclr/resnet18_cifar10``; a file gives its name."""
+    path = Path(recipe)
+    name = path.stem if path.suffix in (".yaml", ".yml") else recipe.replace("/", "_")
+    return f"runs/{name}"
+
+
+def _unknown_sections(reader: Reader, values: dict[str, Any]) -> None:
+    """A problem for each unknown top-level key; the hint looks into the sections, too."""
+    inner: dict[str, Field[Any]] = {
+        f"{section}.{field.name}": field
+        for section, schema in SECTIONS.items()
+        if schema is not None
+        for field in fields(schema)
+        if field.name not in ("source", "args")
+    }
+    for name in values:
+        if name in SECTIONS:
+            continue
+        meant = [
+            dotted
+            for dotted, field in inner.items()
+            if name == dotted.rpartition(".")[2] or name in field.metadata.get("also", ())
+        ]
+        top = dict.fromkeys(SECTIONS, next(iter(inner.values())))
+        hint = f"did you mean {meant[0]!r}?" if meant else hint_for(name, top, ())
+        reader.problem((name,), f"unknown key {name!r}; {hint}")
+
+
+def _plain_section(reader: Reader, values: dict[str, Any], name: str, kind: type[T]) -> T | None:
+    schema = Schema.of(kind)
+    section = reader.mapping(values.get(name), (name,))
+    reader.unknown_keys(section, (name,), schema)
+    return _make(kind, schema, reader.section(section, schema, (name,)))
+
+
+def _make(kind: Callable[..., T], schema: Schema, values: dict[str, Any], **more: Any) -> T | None:
+    """The section's object, or None if a value that it needs turned out wrong."""
+    needed = [name for name, field in schema.fields.items() if not has_default(field)]
+    if any(name not in values for name in needed):
+        return None
+    return kind(**values, **more)
+
+
+def _read_named(
+    reader: Reader, values: dict[str, Any], name: str, registry: Registry
+) -> Component | None:
+    if values.get(name) is None:
+        reader.problem((name,), f"{name} is missing: give the name of a {registry.kind}")
+        return None
+    return reader.component(values[name], registry, (name,))[0]
+
+
+def _read_data(reader: Reader, value: Any, processes: int) -> DataConfig | None:
+    if value is None:
+        reader.problem(("data",), "data is missing: a folder of images, or a named source")
+        return None
+    derived = None
+    if isinstance(value, dict):
+        value = dict(value)
+        val = value.pop("val", None)
+        if value.get("num_workers", "auto") == "auto":
+            value["num_workers"], derived = derive.num_workers(processes)
+    else:
+        val = None
+    source, ours = reader.component(value, SOURCES, ("data",), ours=DATA)
+    if derived:
+        reader.places["data.num_workers"] = derived
+    validation = None
+    reader.note_place(("data", "val"))
+    if val is not None:
+        validation, _ = reader.component(val, SOURCES, ("data", "val"))
+    return source and DataConfig(source=source, val=validation, **ours)
+
+
+def _read_views(reader: Reader, value: Any) -> dict[str, ViewConfig]:
+    schema = Schema.of(ViewConfig, without=["transforms"])
+    allowed = Schema.of(ViewConfig)
+    views = {}
+    for name, group in reader.mapping(value, ("views",)).items():
+        key = ("views", str(name))
+        if group is None:
+            continue
+        group = reader.mapping(group, key)
+        reader.unknown_keys(group, key, allowed)
+        pipeline = reader.pipeline(group.get("transforms"), TRANSFORMS, (*key, "transforms"))
+        views[str(name)] = ViewConfig(**reader.section(group, schema, key), transforms=pipeline)
+    return views
+
+
+def _read_optimizer(reader: Reader, value: Any) -> OptimizerConfig | None:
+    if value is None:
+        reader.problem(("optimizer",), "optimizer is missing: give its name and lr")
+        return None
+    component, ours = reader.component(value, OPTIMIZERS, ("optimizer",), ours=OPTIMIZER)
+    if component is None:
+        return None
+    return _make(OptimizerConfig, OPTIMIZER, ours, name=component.name, args=component.args)
+
+
+def _read_eval(reader: Reader, value: Any) -> EvalConfig:
+    section = reader.mapping(value, ("eval",))
+    reader.unknown_keys(section, ("eval",), Schema.of(EvalConfig))
+    schema = Schema.of(EvalConfig, without=["transforms", "evaluations"])
+    key = ("eval", "transforms")
+    return EvalConfig(
+        transforms=reader.pipeline(section.get("transforms"), TRANSFORMS, key),
+        evaluations=reader.components(
+            section.get("evaluations"), EVALUATIONS, ("eval", "evaluations")
+        ),
+        **reader.section(section, schema, ("eval",)),
+    )
+
+
+def _text(reader: Reader, values: dict[str, Any], name: str, default: str) -> str:
+    value = values.get(name)
+    if value is None:
+        reader.places[name] = "default"
+        return default
+    if isinstance(value, dict | list):
+        reader.problem((name,), f"{name}={value!r}: expected text")
+        return default
+    reader.places[name] = reader.layers.place((name,)) or "default"
+    return str(value)
+
+
+def _module_names(reader: Reader, value: Any) -> list[str]:
+    reader.places["import"] = reader.layers.place(("import",)) or "default"
+    return [value] if isinstance(value, str) else list(value or [])
+
+
+def own_problems(config: Config) -> Iterator[tuple[Key, str]]:
+    """What each named thing has against its arguments or the rest of the config."""
+    whole = config.to_dict()
+    named: list[tuple[Component, Registry, Key]] = [
+        (config.data.source, SOURCES, ("data",)),
+        (config.backbone, BACKBONES, ("backbone",)),
+        (config.method, METHODS, ("method",)),
+        (
+            Component(name=config.optimizer.name, args=config.optimizer.args),
+            OPTIMIZERS,
+            ("optimizer",),
+        ),
+    ]
+    if config.data.val is not None:
+        named.append((config.data.val, SOURCES, ("data", "val")))
+    groups: list[tuple[dict[str, Component], Registry, Key]] = [
+        (config.meters, METERS, ("meters",)),
+        (config.hooks, HOOKS, ("hooks",)),
+        (config.eval.evaluations, EVALUATIONS, ("eval", "evaluations")),
+    ]
+    for things, registry, key in groups:
+        named += [(thing, registry, (*key, name)) for name, thing in things.items()]
+    pipelines = {("views", name, "transforms"): v.transforms for name, v in config.views.items()}
+    for key, transforms in {**pipelines, ("eval", "transforms"): config.eval.transforms}.items():
+        named += [(t, TRANSFORMS, (*key, str(index))) for index, t in enumerate(transforms)]
+    for thing, registry, key in named:
+        yield from iter_problems(thing, registry, key, whole)

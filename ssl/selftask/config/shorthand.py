@@ -1,0 +1,79 @@
+"""Short forms: a plain string where a section is expected.
+
+``data=DIR``, ``backbone=timm:vit_small_patch16_224``, ``method=moco``, ``- horizontal_flip``.
+They are written out before anything is merged, so that a short form in a file and one on the
+command line mean the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+Path = tuple[str, ...]
+
+_NAMED = {("backbone",), ("method",), ("optimizer",)}
+_SOURCES = {("data",), ("data", "val")}
+_NAMED_ENTRIES = {("hooks",), ("meters",), ("eval", "evaluations")}
+
+
+def expand(value: Any, path: Path = ()) -> Any:
+    """``value``, which stands at ``path`` of a config, with every short form in it written out."""
+    if isinstance(value, str):
+        return _expand_text(value, path)
+    if isinstance(value, dict):
+        return {key: expand(item, (*path, str(key))) for key, item in value.items()}
+    if isinstance(value, list) and is_pipeline(path):
+        return [{"name": item} if isinstance(item, str) else item for item in value]
+    return value
+
+
+def is_pipeline(path: Path) -> bool:
+    """Whether a list of transforms stands there: ``views.NAME.transforms``, ``eval.transforms``."""
+    return path == ("eval", "transforms") or (
+        len(path) == 3 and path[0] == "views" and path[2] == "transforms"
+    )
+
+
+def named_places(config: dict[str, Any]) -> list[Path]:
+    """The paths of all sections that have a ``name``, outside of lists."""
+    entries = [(*place, key) for place in sorted(_NAMED_ENTRIES) for key in _mapping(config, place)]
+    return [*sorted(_NAMED), *sorted(_SOURCES), *entries]
+
+
+def expand_backbone(text: str) -> dict[str, Any]:
+    """``resnet18``, ``timm:NAME``, ``torchvision:NAME`` or ``package.module:function``."""
+    before, colon, after = text.partition(":")
+    if not colon:
+        return {"name": text}
+    if before in ("timm", "torchvision"):
+        return {"name": before, "model": after}
+    return {"name": "custom", "target": text}
+
+
+def expand_source(text: str) -> dict[str, Any]:
+    """``digits``, a folder, a list of paths, an array file, ``torchvision:NAME``, ``module:Class``.
+
+    What these mean is the data level's to say, which this level may not import, only call.
+    """
+    shorthand = importlib.import_module("selftask.data.shorthand")
+    return dict(shorthand.expand_source(text))
+
+
+def _expand_text(text: str, path: Path) -> Any:
+    if "${" in text or text == "???":  # OmegaConf's: a reference, or missing
+        return text
+    if path in _SOURCES:
+        return expand_source(text)
+    if path == ("backbone",):
+        return expand_backbone(text)
+    if path in _NAMED or path[:-1] in _NAMED_ENTRIES:
+        return {"name": text}
+    return text
+
+
+def _mapping(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    value: Any = config
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}

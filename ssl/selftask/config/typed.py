@@ -1,0 +1,124 @@
+"""Values checked and converted by the type a field is annotated with.
+
+Scalars follow OmegaConf's typed nodes (``3`` is a float, ``"3"`` an int, ``3.5`` no int); Literal,
+unions, tuples and nested containers, which OmegaConf has no nodes for, are added here.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any, Literal, Union, get_args, get_origin
+
+from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
+from omegaconf.errors import ValidationError
+
+from selftask.errors import UserError, nearest
+
+_NODES = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+class Mismatch(Exception):
+    """The message says what was expected."""
+
+
+def convert(value: Any, annotation: Any) -> Any:
+    """``value`` as an instance of ``annotation``; raises Mismatch where it is none."""
+    if annotation is Any:
+        return value
+    if annotation in _NODES:
+        return _scalar(value, annotation)
+    if annotation is None or annotation is type(None):
+        if value is None:
+            return None
+        raise Mismatch("expected null")
+    origin, inner = get_origin(annotation) or annotation, get_args(annotation)
+    if origin is Literal:
+        return _choice(value, inner)
+    if origin in (Union, types.UnionType):
+        return _first_of(value, annotation)
+    if origin is list:
+        return _list(value, inner)
+    if origin is tuple:
+        return _tuple(value, inner, annotation)
+    if origin is dict:
+        return _dict(value, inner)
+    raise UserError(f"a config field may not be annotated with {annotation!r}")
+
+
+def describe(annotation: Any) -> str:
+    """An annotation in words: ``a whole number``, ``'sum' or 'mean'``, ``a list of numbers``."""
+    if annotation in _WORDS:
+        return _WORDS[annotation]
+    if annotation is None or annotation is type(None):
+        return "null"
+    origin, inner = get_origin(annotation) or annotation, get_args(annotation)
+    if origin is Literal:
+        return " or ".join(repr(choice) for choice in inner)
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(option) for option in inner)
+    if origin is list:
+        return f"a list, each {describe(inner[0])}" if inner else "a list"
+    if origin is tuple:
+        if len(inner) == 2 and inner[1] is Ellipsis:
+            return f"a list, each {describe(inner[0])}"
+        return f"a list of {len(inner)}: " + ", ".join(describe(item) for item in inner)
+    return "key: value pairs" if origin is dict else "anything"
+
+
+def _scalar(value: Any, kind: type) -> Any:
+    """By OmegaConf's node, but without its readings of bools as numbers and numbers as bools."""
+    odd = isinstance(value, bool) != (kind is bool) and not isinstance(value, str)
+    if value is None or odd or isinstance(value, list | dict | tuple):
+        raise Mismatch(f"expected {_WORDS[kind]}")
+    try:
+        return _NODES[kind](value, is_optional=False)._value()
+    except ValidationError:
+        raise Mismatch(f"expected {_WORDS[kind]}") from None
+
+
+def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
+    for choice in choices:
+        if value == choice and isinstance(value, bool) == isinstance(choice, bool):
+            return choice
+    hint = nearest(str(value), [str(choice) for choice in choices])
+    hint = hint if hint.startswith("did") else "one of " + ", ".join(map(str, choices))
+    raise Mismatch(hint)
+
+
+def _first_of(value: Any, annotation: Any) -> Any:
+    """The option the value already is, else the first it converts to: 3 stays an int for int | float."""
+    options = get_args(annotation)
+    exact = [option for option in options if option is type(value)]
+    hint = None
+    for option in [*exact, *options]:
+        try:
+            return convert(value, option)
+        except Mismatch as mismatch:
+            if "did you mean" in str(mismatch):
+                hint = str(mismatch)
+    raise Mismatch(f"expected {describe(annotation)}" + (f"; {hint}" if hint else ""))
+
+
+def _list(value: Any, inner: tuple[Any, ...]) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise Mismatch(f"expected {describe(list[inner] if inner else list)}")
+    return [convert(item, inner[0]) for item in value] if inner else list(value)
+
+
+def _tuple(value: Any, inner: tuple[Any, ...], annotation: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise Mismatch(f"expected {describe(annotation)}")
+    if len(inner) == 2 and inner[1] is Ellipsis:
+        return tuple(convert(item, inner[0]) for item in value)
+    if inner and len(value) != len(inner):
+        raise Mismatch(f"expected {describe(annotation)}")
+    return tuple(convert(item, kind) for item, kind in zip(value, inner)) if inner else tuple(value)
+
+
+def _dict(value: Any, inner: tuple[Any, ...]) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise Mismatch(f"expected {describe(dict)}")
+    if not inner:
+        return dict(value)
+    return {convert(key, inner[0]): convert(item, inner[1]) for key, item in value.items()}

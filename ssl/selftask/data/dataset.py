@@ -1,0 +1,205 @@
+"""Samples for the loader: views of an image, and what happens when it cannot be read.
+
+Nothing here imports torch, so that a wrong ``data:`` section is reported at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from selftask.data.draws import draw_rng
+from selftask.data.image import BadImage
+from selftask.data.sampler import hash_words, steps_per_epoch
+from selftask.data.source import Source
+from selftask.errors import ConfigError, UserError
+from selftask.registry import SOURCES
+
+if TYPE_CHECKING:
+    import torch
+
+    from selftask.config.schema import Component, Config, DataConfig
+    from selftask.data.views import Pipeline, Views
+
+MAX_REPLACEMENTS = 100  # tried for one sample before giving up
+_REPLACEMENT = 0x7265706C  # "repl": keeps the chain of replacements apart from other hashes
+
+
+class Sources(NamedTuple):
+    """The opened sources of a ``data:`` section."""
+
+    train: Source
+    val: Source | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One item of a dataset, on its way from a worker to the batch."""
+
+    views: list[torch.Tensor]  # V float32 (3, H, W); empty if the image was left out
+    target: int  # -1 where there is none
+    index: int  # of the image that is shown
+    epoch: int
+    bad: list[BadImage]  # what could not be read on the way
+
+
+def open_source(component: Component, max_pixels: int | None = None) -> Source:
+    """Open a named source; raises UserError or ConfigError for what the user can put right."""
+    registered = SOURCES[component.name]
+    config = getattr(registered, "Config", None)
+    source = registered(config(**component.args)) if config else registered(**component.args)
+    if max_pixels is not None:
+        source.max_pixels = max_pixels
+    opened: Source = source
+    return opened
+
+
+def open_data(data: DataConfig) -> Sources:
+    """Open the training images and, if there are any, the labelled ones for evaluation."""
+    train = open_source(data.source, data.max_pixels)
+    return Sources(train, None if data.val is None else open_source(data.val, data.max_pixels))
+
+
+def check_sizes(config: Config, source: Source) -> None:
+    """Raise ConfigError if an epoch has no step, or if one update takes more than an epoch."""
+    batch_size, accumulate = config.train.batch_size, config.train.accumulate
+    steps = steps_per_epoch(len(source), batch_size)
+    if accumulate > steps:
+        raise ConfigError(
+            [
+                f"train.accumulate: {accumulate} batches are more than the {steps} of an epoch "
+                f"({len(source)} images in batches of {batch_size}); at most {steps} is possible"
+            ]
+        )
+
+
+class ViewDataset:
+    """Training samples: ``dataset[epoch, index]`` is a Sample with all views of one image.
+
+    The image in place of one that cannot be read is a pure function of (seed, epoch, index), and
+    the draws stay those of (epoch, index): whatever the worker, rank or resume, the same sample.
+    ``Sample.index`` is that of the image shown, since methods with a memory keep a slot per image.
+    """
+
+    def __init__(self, source: Source, views: Views, seed: int) -> None:
+        self.source = source
+        self.views = views
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
+        epoch, index = key
+        shown, bad = index, []
+        for attempt in range(MAX_REPLACEMENTS + 1):
+            try:
+                image, target = self.source[shown]
+            except BadImage as error:
+                bad.append(error)
+                words = (self.seed, _REPLACEMENT, epoch, index, attempt)
+                shown = hash_words(*words) % len(self.source)
+            else:
+                views = self.views(image, self.seed, epoch, index)
+                return Sample(views, target, shown, epoch, bad)
+        return Sample([], -1, index, epoch, bad)
+
+
+class EvalDataset:
+    """Samples for evaluation: one view by the evaluation's transforms, the same every time.
+
+    An image that cannot be read is left out (no views) instead of replaced: it must not be
+    counted under another's name.
+    """
+
+    def __init__(self, source: Source, pipeline: Pipeline, seed: int = 0) -> None:
+        self.source = source
+        self.pipeline = pipeline
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, key: tuple[int, int] | int) -> Sample:
+        index = key if isinstance(key, int) else key[1]
+        try:
+            image, target = self.source[index]
+        except BadImage as error:
+            return Sample([], -1, index, 0, [error])
+        view = self.pipeline(image, draw_rng(self.seed, 0, index, 0))
+        return Sample([view], target, index, 0, [])
+
+
+class BadFiles:
+    """The images that could not be read, listed in a file; decides when they are too many.
+
+    Lives in the main process. The list is read back when a run resumes, and before each new line,
+    since other ranks write to it too; it holds each path once.
+    """
+
+    def __init__(
+        self, path: Path | None, num_images: int, *, on_error: str = "skip", max_bad: float = 0.001
+    ) -> None:
+        self.path = path
+        self.num_images = num_images
+        self.on_error = on_error
+        self.max_bad = max_bad
+        self.reasons: dict[str, str] = {}  # path of the image -> why
+        self._read()
+
+    def __len__(self) -> int:
+        return len(self.reasons)
+
+    def add(self, bad: Iterable[BadImage]) -> None:
+        """Record unreadable images; raises UserError as ``data.on_error`` and ``max_bad`` say."""
+        found = {_one_line(error.path): error.reason for error in bad}
+        new = {path: why for path, why in found.items() if path not in self.reasons}
+        if not new:
+            return
+        self._read()
+        self._write({path: why for path, why in new.items() if path not in self.reasons})
+        self.reasons |= new
+        if self.on_error == "fail":
+            path, why = next(iter(new.items()))
+            raise UserError(
+                f"cannot read {path}: {why}\n(data.on_error=skip replaces unreadable images)"
+            )
+        if len(self) > self.max_bad * self.num_images:
+            raise UserError(self._too_many())
+
+    def _too_many(self) -> str:
+        share = len(self) / self.num_images
+        first = [f"  {path}: {why}" for path, why in list(self.reasons.items())[:3]]
+        listed = f"all are listed in {self.path}; " if self.path else ""
+        return "\n".join(
+            [
+                f"{len(self)} of {self.num_images} images ({share:.2%}) cannot be read, more than "
+                f"data.max_bad={self.max_bad:g} ({self.max_bad:.2%}) allows:",
+                *first,
+                f"({listed}mend or remove them, or raise data.max_bad)",
+            ]
+        )
+
+    def _read(self) -> None:
+        if self.path is None or not self.path.exists():
+            return
+        for line in self.path.read_text(encoding="utf-8", errors="surrogateescape").split("\n"):
+            image, tab, why = line.partition("\t")
+            if tab:
+                self.reasons.setdefault(image, why)
+
+    def _write(self, new: dict[str, str]) -> None:
+        """Append in one write, so that lines of several processes do not mix."""
+        if self.path is None or not new:
+            return
+        text = "".join(f"{path}\t{why}\n" for path, why in new.items())
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab", buffering=0) as file:
+            file.write(os.fsencode(text))
+
+
+def _one_line(path: str) -> str:
+    return path.replace("\t", "\\t").replace("\n", "\\n")

@@ -1,0 +1,132 @@
+"""All that a run reads: the training samples from any batch on, and the labelled ones for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from selftask.data.dataset import BadFiles, EvalDataset, Sources, ViewDataset, check_sizes
+from selftask.data.loader import Batches, EvalBatches
+from selftask.data.views import Views, build_pipeline
+
+if TYPE_CHECKING:
+    from selftask.config.schema import Config
+    from selftask.data.source import Source
+    from selftask.environment import World
+
+
+class Feed:
+    """The data of a run on one rank.
+
+    Raises UserError and ConfigError for what is wrong with the ``data:``, ``views:`` and
+    ``eval.transforms`` sections, before any worker is started.
+    """
+
+    def __init__(
+        self, config: Config, sources: Sources, world: World, device: torch.device
+    ) -> None:
+        self.config = config
+        self.world = world
+        self.device = device
+        self.train_source, self.val_source = sources
+        check_sizes(config, self.train_source)
+        out = Path(config.out)
+        self.eval_pipeline = build_pipeline(config.eval.transforms, key="eval.transforms")
+        self._bad_val_list = out / "bad_files_val.txt"
+        self.batches = Batches(
+            ViewDataset(self.train_source, Views(config.views), config.train.seed),
+            batch_size=config.train.batch_size,
+            seed=config.train.seed,
+            num_workers=config.data.num_workers,
+            rank=world.rank,
+            world_size=world.size,
+            device=device,
+            bad_files=BadFiles(
+                out / "bad_files.txt",
+                len(self.train_source),
+                on_error=config.data.on_error,
+                max_bad=config.data.max_bad,
+            ),
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """Images of one epoch, over all ranks."""
+        return len(self.train_source)
+
+    @property
+    def num_classes(self) -> int:
+        """Classes among the labels; 0 without labels."""
+        return self.train_source.num_classes
+
+    @property
+    def num_test_batches(self) -> int:
+        """Batches of one test phase on this rank."""
+        share = -(-len(self.val_source or ()) // self.world.size)
+        return -(-share // self._eval_batch_size)
+
+    @property
+    def has_test(self) -> bool:
+        """Whether there are labelled images to test on."""
+        return self.val_source is not None and self.val_source.labels is not None
+
+    @property
+    def data_wait_s(self) -> float:
+        """Seconds that training has waited for samples so far."""
+        return self.batches.data_wait_s
+
+    def train_samples(self, batch: int) -> Iterator[dict[str, Any]]:
+        """The endless training samples from a global batch number on."""
+        self.batches.start(batch)
+        return self.batches
+
+    def sweep(self) -> Iterator[dict[str, Any]]:
+        """Every training image once, in order, in the views of epoch 0: this rank's part.
+
+        For methods that look at the whole set before the first step; no image is dropped.
+        """
+        yield from self._pass(self.batches.dataset, self.batches.bad_files)
+
+    def labelled_samples(self) -> Iterator[dict[str, Any]]:
+        """One pass over this rank's part of the training images, by the evaluation's transforms."""
+        yield from self._eval_batches(self.train_source, self.batches.bad_files)
+
+    def test_samples(self) -> Iterator[dict[str, Any]]:
+        """One pass over this rank's part of the labelled images, by the evaluation's transforms."""
+        assert self.val_source is not None, "has_test says whether there is something to test on"
+        data = self.config.data
+        yield from self._eval_batches(
+            self.val_source,
+            BadFiles(
+                self._bad_val_list,
+                len(self.val_source),
+                on_error=data.on_error,
+                max_bad=data.max_bad,
+            ),
+        )
+
+    def _eval_batches(self, source: Source, bad_files: BadFiles) -> EvalBatches:
+        dataset = EvalDataset(source, self.eval_pipeline, self.config.train.seed)
+        return self._pass(dataset, bad_files)
+
+    def _pass(self, dataset: EvalDataset | ViewDataset, bad_files: BadFiles) -> EvalBatches:
+        return EvalBatches(
+            dataset,
+            batch_size=self._eval_batch_size,
+            num_workers=self.config.data.num_workers,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            device=self.device,
+            bad_files=bad_files,
+        )
+
+    @property
+    def _eval_batch_size(self) -> int:
+        return max(1, self.config.train.batch_size // self.world.size)
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self.batches.close()

@@ -1,0 +1,269 @@
+"""Batches from worker processes that live as long as the run, from any step on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from selftask.data.dataset import BadFiles, EvalDataset, Sample, ViewDataset
+from selftask.data.image import BadImage
+from selftask.data.sampler import BatchSampler
+from selftask.errors import UserError
+
+PREFETCH = 3  # batches that each worker makes ahead
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+
+
+class Batches:
+    """The training samples of this rank, one batch a step, without an end.
+
+    ``start(step)`` goes to any global step in O(1) time; the samples do not depend on the number
+    of workers or of ranks, nor on where the run was stopped. Workers are started once: the order
+    of epochs is one endless sequence for them.
+
+    A sample is a dict: ``views``, V float32 tensors (B, 3, H, W); ``target`` and ``index``, (B,)
+    int64; ``epoch`` and ``step``, ints.
+    """
+
+    def __init__(
+        self,
+        dataset: ViewDataset,
+        *,
+        batch_size: int,
+        seed: int,
+        num_workers: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | None = None,
+        bad_files: BadFiles | None = None,
+    ) -> None:
+        """``batch_size`` is the global one. Raises ConfigError if it does not fit the data."""
+        self.dataset = dataset
+        self.num_workers = num_workers
+        self.device = device or torch.device("cpu")
+        self.bad_files = bad_files or BadFiles(None, len(dataset))
+        self.sampler = BatchSampler(
+            len(dataset), batch_size, seed=seed, rank=rank, world_size=world_size
+        )
+        self.step = 0  # of the next batch
+        self.data_wait_s = 0.0  # time that callers of next() have waited so far
+        self._reader: _Reader | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.sampler.steps_per_epoch
+
+    def start(self, step: int) -> None:
+        """Make ``step`` the next one; running workers are kept if it already is."""
+        if self._reader is not None and step == self.step:
+            return
+        self.close()
+        self.step = self.sampler.start = step
+        self._reader = _Reader(self.dataset, self.sampler, self.num_workers, self.device)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        """The sample of the next step; raises UserError for bad files and dead workers."""
+        started = time.perf_counter()
+        self.start(self.step)
+        assert self._reader is not None
+        batch = next(self._reader)
+        self.bad_files.add(batch.bad)
+        if batch.num_left_out:
+            raise UserError(
+                "data: no readable image was found in place of an unreadable one; "
+                f"{len(self.bad_files)} are known to be bad"
+            )
+        sample = {**batch.to_sample(self.device), "epoch": batch.epoch, "step": self.step}
+        self.step += 1
+        self.data_wait_s += time.perf_counter() - started
+        return sample
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._reader = None
+
+
+class EvalBatches:
+    """All samples of a dataset in order, this rank's contiguous part of them.
+
+    A sample has ``views`` (one tensor), ``input`` (the same), ``target`` and ``index``; images that
+    cannot be read are left out, so count by ``index``.
+    """
+
+    def __init__(
+        self,
+        dataset: EvalDataset | ViewDataset,
+        *,
+        batch_size: int,
+        num_workers: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | None = None,
+        bad_files: BadFiles | None = None,
+    ) -> None:
+        """``batch_size`` is that of one rank; the last batch may be smaller."""
+        self.dataset = dataset
+        self.num_workers = num_workers
+        self.device = device or torch.device("cpu")
+        self.bad_files = bad_files or BadFiles(None, len(dataset), max_bad=1.0)
+        share = -(-len(dataset) // world_size)
+        indices = range(len(dataset))[rank * share : (rank + 1) * share]
+        self.keys = [
+            [(0, index) for index in indices[first : first + batch_size]]
+            for first in range(0, len(indices), batch_size)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in _Reader(self.dataset, self.keys, self.num_workers, self.device):
+            self.bad_files.add(batch.bad)
+            if batch.views:
+                sample = batch.to_sample(self.device)
+                yield {**sample, "input": sample["views"][0]}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch on its way from a worker."""
+
+    views: list[torch.Tensor]
+    target: torch.Tensor
+    index: torch.Tensor
+    epoch: int
+    bad: list[BadImage]
+    num_left_out: int
+    problem: str = ""  # what the user has to put right, instead of views
+
+    def pin_memory(self) -> Batch:
+        """The same in page-locked memory; called by the DataLoader's pinning thread."""
+        return replace(
+            self,
+            views=[view.pin_memory() for view in self.views],
+            target=self.target.pin_memory(),
+            index=self.index.pin_memory(),
+        )
+
+    def to_sample(self, device: torch.device) -> dict[str, Any]:
+        """Views, target and index, on the device."""
+        return {
+            "views": [view.to(device, non_blocking=True) for view in self.views],
+            "target": self.target.to(device, non_blocking=True),
+            "index": self.index.to(device, non_blocking=True),
+        }
+
+
+def collate(samples: list[Sample]) -> Batch:
+    """Stack samples into contiguous tensors (in shared memory, when called in a worker)."""
+    shown = [sample for sample in samples if sample.views]
+    by_view = list(zip(*(sample.views for sample in shown), strict=True))
+    problem = _size_problem(by_view)
+    return Batch(
+        views=[] if problem else [default_collate(list(views)) for views in by_view],
+        target=torch.tensor([sample.target for sample in shown], dtype=torch.int64),
+        index=torch.tensor([sample.index for sample in shown], dtype=torch.int64),
+        epoch=samples[0].epoch,
+        bad=[error for sample in samples for error in sample.bad],
+        num_left_out=len(samples) - len(shown),
+        problem=problem,
+    )
+
+
+class _Reader:
+    """One DataLoader over a sequence of batches of keys, with errors a user can read."""
+
+    def __init__(
+        self, dataset: Any, batches: Iterable[Any], num_workers: int, device: torch.device
+    ) -> None:
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_sampler=batches,
+            num_workers=num_workers,
+            collate_fn=collate,
+            pin_memory=device.type == "cuda",
+            prefetch_factor=PREFETCH if num_workers else None,
+            worker_init_fn=_start_worker,
+            generator=torch.Generator(),  # its own: starting must not draw from the global one
+        )
+        others = set(multiprocessing.active_children())
+        with _own_sigchld_handler():
+            self._iterator = iter(loader)
+        self._workers: list[BaseProcess] = [
+            process for process in multiprocessing.active_children() if process not in others
+        ]
+
+    def __iter__(self) -> _Reader:
+        return self
+
+    def __next__(self) -> Batch:
+        try:
+            batch: Batch = next(self._iterator)
+        except RuntimeError as error:
+            death = _describe_death(self._workers)
+            if death is None:
+                raise
+            raise UserError(death) from error
+        if batch.problem:
+            raise UserError(batch.problem)
+        return batch
+
+
+class _own_sigchld_handler:
+    """Take back the SIGCHLD handler that starting a DataLoader installs.
+
+    torch's raises out of any line of the main thread, such as one that writes a checkpoint. The
+    next read finds a dead worker anyway, at most five seconds later.
+    """
+
+    def __enter__(self) -> None:
+        self.before = signal.getsignal(signal.SIGCHLD)
+
+    def __exit__(self, *exception: object) -> None:
+        if self.before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, self.before)
+
+
+def _start_worker(worker: int) -> None:
+    """Leave signals to the main process, which saves a checkpoint and then lets workers go."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+def _describe_death(workers: list[BaseProcess]) -> str | None:
+    """How a worker ended that should still be alive, or None."""
+    dead = next((worker for worker in workers if not worker.is_alive()), None)
+    if dead is None:
+        return None
+    code = dead.exitcode or 0
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    hint = {
+        -signal.SIGKILL: "; out of memory, perhaps: use fewer data.num_workers",
+        -signal.SIGBUS: "; /dev/shm is too small, perhaps: use fewer data.num_workers",
+    }.get(code, "")
+    return f"data: worker process {dead.pid} {how}{hint}"
+
+
+def _size_problem(by_view: list[tuple[torch.Tensor, ...]]) -> str:
+    """What to say if the images of a view differ in size and so make no batch; else nothing."""
+    for number, views in enumerate(by_view):
+        sizes = sorted({f"{view.shape[-1]}x{view.shape[-2]}" for view in views})
+        if len(sizes) > 1:
+            return (
+                f"view {number}: its images have different sizes ({', '.join(sizes[:3])}) and make "
+                "no batch; its transforms need a crop (random_resized_crop or center_crop)"
+            )
+    return ""

@@ -1,0 +1,1 @@
+"""Where images come from, registered by name; nothing here imports torch."""

@@ -1,0 +1,77 @@
+"""Images in one numpy file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from selftask.data.image import from_array
+from selftask.data.source import NO_LABEL, Source
+from selftask.errors import UserError, nearest
+from selftask.registry import register_source
+
+
+@register_source("array")
+class ArrayFile(Source):
+    """Images of one .npz or .npy file: (N, H, W), (N, H, W, C) or (N, C, H, W), any number type."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        path: str
+        images: str = "images"  # the key in a .npz
+        labels: str | None = "labels"  # the key in a .npz, used if it is there
+
+    def __init__(self, config: Config) -> None:
+        self.file = os.path.expanduser(config.path)
+        self.images, labels = _load(self.file, config)
+        if self.images.ndim not in (3, 4) or len(self.images) == 0:
+            raise UserError(
+                f"data: {self.file}: images have shape {self.images.shape}; "
+                "(N, H, W), (N, H, W, C) or (N, C, H, W) is expected"
+            )
+        try:
+            from_array(self.images[0])
+        except ValueError as error:
+            raise UserError(f"data: {self.file}: {error}") from error
+        if labels is not None and labels.shape != (len(self.images),):
+            raise UserError(
+                f"data: {self.file}: {len(self.images)} images but labels of shape {labels.shape}"
+            )
+        self.labels = None if labels is None else labels.astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        label = NO_LABEL if self.labels is None else int(self.labels[index])
+        return from_array(self.images[index]), label
+
+    def path(self, index: int) -> str:
+        return f"{self.file}[{index}]"
+
+    def describe(self) -> str:
+        """``50000 images of 32x32x3, 10 classes``."""
+        shape = "x".join(map(str, self.images.shape[1:]))
+        classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
+        return f"{len(self)} images of {shape}, {classes}"
+
+
+def _load(path: str, config: ArrayFile.Config) -> tuple[np.ndarray, np.ndarray | None]:
+    """Images and labels of the file; a .npy stays on disk and is mapped."""
+    if not os.path.isfile(path):
+        raise UserError(f"data: no such file: {path}")
+    try:
+        loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise UserError(f"data: {path} is not a numpy file of numbers: {error}") from error
+    if isinstance(loaded, np.ndarray):
+        return loaded, None
+    with loaded:
+        if config.images not in loaded:
+            hint = nearest(config.images, loaded.files)
+            raise UserError(f"data.images: {path} has no array {config.images!r}; {hint}")
+        has_labels = config.labels is not None and config.labels in loaded
+        return loaded[config.images], loaded[config.labels] if has_labels else None

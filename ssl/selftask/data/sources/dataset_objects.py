@@ -1,0 +1,155 @@
+"""Data sets that other code defines: torchvision's, or any map-style class of the user's."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from selftask.data.image import BadImage, as_rgb
+from selftask.data.source import NO_LABEL, Source
+from selftask.errors import UserError, nearest
+from selftask.registry import register_source
+
+
+class DatasetSource(Source):
+    """Wraps a map-style data set whose items are an image or begin with (image, label)."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        for method in ("__len__", "__getitem__"):
+            if not hasattr(dataset, method):
+                raise UserError(
+                    f"data.dataset: {name} has no {method}; a map-style data set is expected"
+                )
+        if len(dataset) == 0:
+            raise UserError(f"data.dataset: {name} has no images")
+        self.dataset = dataset
+        self.name = name
+        self.labels = _known_labels(dataset)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        try:
+            item = self.dataset[index]
+        except OSError as error:  # what image libraries raise for a damaged file
+            raise BadImage(self.path(index), str(error) or type(error).__name__) from error
+        image, label = (item[0], item[1]) if isinstance(item, tuple | list) else (item, NO_LABEL)
+        return as_rgb(image), _as_label(label)
+
+    def path(self, index: int) -> str:
+        return f"{self.name}[{index}]"
+
+    def describe(self) -> str:
+        """``50000 images, 10 classes (torchvision:CIFAR10)``."""
+        classes = f"{self.num_classes} classes" if self.num_classes else "labels not known"
+        return f"{len(self)} images, {classes} ({self.name})"
+
+
+@register_source("torchvision")
+class Torchvision(DatasetSource):
+    """A torchvision data set that is already on disk; nothing is ever downloaded."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        dataset: str  # the name of the class, such as CIFAR10
+        root: str = "data"  # the folder that its own download made
+        split: str = "train"  # or val, test: whatever the class knows
+        args: dict[str, Any] = field(default_factory=dict)  # more arguments of the class
+
+    def __init__(self, config: Config) -> None:
+        root = os.path.expanduser(config.root)
+        if not os.path.isdir(root):
+            raise UserError(f"data.root: no such folder: {root} (nothing is downloaded)")
+        super().__init__(_open_torchvision(config, root), f"torchvision:{config.dataset}")
+
+
+@register_source("custom")
+class Custom(DatasetSource):
+    """Your own map-style class or function, ``package.module:Dataset``."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        dataset: str  # package.module:Dataset; the current folder is searched too
+        args: dict[str, Any] = field(default_factory=dict)  # its keyword arguments
+
+    def __init__(self, config: Config) -> None:
+        factory = _import_object(config.dataset)
+        try:
+            inspect.signature(factory).bind(**config.args)
+        except TypeError as error:
+            raise UserError(f"data.args: {config.dataset}: {error}") from error
+        super().__init__(factory(**config.args), config.dataset)
+
+
+def _open_torchvision(config: Torchvision.Config, root: str) -> Any:
+    import torchvision
+
+    classes = [name for name in torchvision.datasets.__all__ if name != "VisionDataset"]
+    if config.dataset not in classes:
+        hint = nearest(config.dataset, classes)
+        raise UserError(f"data.dataset: torchvision has no data set {config.dataset!r}; {hint}")
+    factory = getattr(torchvision.datasets, config.dataset)
+    known = inspect.signature(factory).parameters
+    args = dict(config.args)
+    if "train" in known:
+        args.setdefault("train", config.split == "train")
+    elif "split" in known:
+        args.setdefault("split", config.split)
+    if "download" in known:
+        args["download"] = False
+    try:
+        return factory(root, **args)
+    except (RuntimeError, OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"data: torchvision's {config.dataset} (split {config.split}) cannot be opened under "
+            f"{root}: {error} (selftask downloads nothing)"
+        ) from error
+
+
+def _import_object(address: str) -> Any:
+    module_name, _, name = address.partition(":")
+    if not name:
+        raise UserError(f"data.dataset: {address!r} is no package.module:Dataset")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there; something that it imports is not
+        raise UserError(
+            f"data.dataset: no module named {error.name!r} (searched the current folder and "
+            "everything installed)"
+        ) from error
+    if not hasattr(module, name):
+        hint = nearest(name, [known for known in vars(module) if not known.startswith("_")])
+        raise UserError(f"data.dataset: {module_name} has no {name!r}; {hint}")
+    return getattr(module, name)
+
+
+def _known_labels(dataset: Any) -> np.ndarray | None:
+    """The labels that a data set keeps in ``targets`` or ``labels``, if they are plain numbers."""
+    for name in ("targets", "labels"):
+        found = getattr(dataset, name, None)
+        if found is None or callable(found):
+            continue
+        labels = np.asarray(found)
+        if labels.shape == (len(dataset),) and np.issubdtype(labels.dtype, np.integer):
+            return labels.astype(np.int64)
+    return None
+
+
+def _as_label(label: Any) -> int:
+    """An int of whatever is one number; -1 for boxes, captions and the like."""
+    array = np.asarray(label) if not isinstance(label, str | dict | list | tuple) else None
+    if array is None or array.size != 1 or not np.issubdtype(array.dtype, np.integer):
+        return NO_LABEL
+    return int(array.reshape(()))

@@ -1,0 +1,72 @@
+"""Handwritten digits that ship inside scikit-learn: real images without a download."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from PIL import Image
+
+from selftask.data.source import Source
+from selftask.errors import UserError
+from selftask.registry import register_source
+
+NUM_VAL = 450  # the last ones: other writers than the rest
+INK_LEVELS = 16  # the file holds 8x8 counts of 0..16
+
+
+@register_source("digits")
+class Digits(Source):
+    """scikit-learn's 1797 handwritten digits as RGB images, bright strokes on black.
+
+    Read from the package's own file; scikit-learn itself is not imported (it takes a second).
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        split: Literal["train", "val"] = "train"  # the last 450 are val, by other writers
+        size: int = 32  # pixels, from 8 by bicubic scaling
+
+    def __init__(self, config: Config) -> None:
+        with gzip.open(_packaged_file(), "rt") as file:
+            table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
+        rows = slice(None, -NUM_VAL) if config.split == "train" else slice(-NUM_VAL, None)
+        self.first = 0 if config.split == "train" else len(table) - NUM_VAL
+        self.split = config.split
+        self.size = config.size
+        self.labels = table[rows, -1].astype(np.int64)
+        self.images = np.stack([_enlarge(row, config.size) for row in table[rows, :-1]])
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        gray = Image.fromarray(self.images[index])
+        return Image.merge("RGB", (gray, gray, gray)), int(self.labels[index])
+
+    def path(self, index: int) -> str:
+        return f"digits.csv.gz:{self.first + index + 1}"
+
+    def describe(self) -> str:
+        """``1347 images of 32x32, 10 classes (handwritten digits, train)``."""
+        shape = f"{self.size}x{self.size}"
+        return f"{len(self)} images of {shape}, 10 classes (handwritten digits, {self.split})"
+
+
+def _enlarge(ink: np.ndarray, size: int) -> np.ndarray:
+    small = Image.fromarray((ink.reshape(8, 8) * (255.0 / INK_LEVELS)).round().astype(np.uint8))
+    return np.asarray(small.resize((size, size), Image.Resampling.BICUBIC))
+
+
+def _packaged_file() -> Path:
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or spec.origin is None:
+        raise UserError("data: digits come with scikit-learn: pip install scikit-learn")
+    path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    if not path.is_file():
+        raise UserError(f"data: scikit-learn is installed without its digits ({path} is missing)")
+    return path

@@ -1,0 +1,1 @@
+"""Image transforms, registered by name; every draw comes from an explicit generator."""

@@ -1,0 +1,30 @@
+"""What is the user's to mend: these end a command with a message, never with a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class UserError(Exception):
+    """Something only the user can put right; the message says what was wrong and what would be right."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """Everything that is wrong with a config, together: one problem a line."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def nearest(name: str, known: Iterable[str], *, show: int = 12) -> str:
+    """The hint that follows a wrong name: ``did you mean 'moco'?`` or the known names."""
+    known = sorted(known)
+    close = get_close_matches(name, known, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    listed = ", ".join(known[:show]) + (", ..." if len(known) > show else "")
+    return f"known: {listed}" if known else "there are none"

@@ -1,0 +1,87 @@
+"""What a hook is, and the loop it hooks into::
+
+    on_start
+    for each phase:                 # an epoch of training, or a pass over the test set
+        on_phase_start
+        for each step:
+            forward;  on_forward
+            loss;     on_loss_and_meter
+            backward; on_backward   # training only: gradients are final and unscaled
+            update;   on_update     # training only
+            on_step
+        on_phase_end
+    on_end
+    before_save / after_load        # around checkpoints
+    on_exception                    # whatever went wrong, before the process ends
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from selftask.classy import ClassyHook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+POINTS = (
+    "on_start",
+    "on_phase_start",
+    "on_forward",
+    "on_loss_and_meter",
+    "on_backward",
+    "on_update",
+    "on_step",
+    "on_phase_end",
+    "on_end",
+    "before_save",
+    "after_load",
+    "on_exception",
+)
+
+
+class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
+    """Defines the points it needs and nothing else; a misspelt point is a TypeError at once.
+
+    Hooks run in the order of ``priority``, lowest first, the method before all of them. A hook
+    with something to remember returns it from ``state_dict`` as tensors and plain python.
+    """
+
+    priority: ClassVar[int] = 50
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in vars(cls):
+            if name.startswith(("on_", "before_", "after_")) and name not in POINTS:
+                raise TypeError(f"{cls.__name__}.{name} is no hook point; there are: {', '.join(POINTS)}")
+
+    def on_start(self, task: Task) -> None: ...
+    def on_phase_start(self, task: Task) -> None: ...
+    def on_forward(self, task: Task) -> None: ...
+    def on_loss_and_meter(self, task: Task) -> None: ...
+    def on_backward(self, task: Task) -> None: ...
+    def on_update(self, task: Task) -> None: ...
+    def on_step(self, task: Task) -> None: ...
+    def on_phase_end(self, task: Task) -> None: ...
+    def on_end(self, task: Task) -> None: ...
+    def before_save(self, task: Task) -> None: ...
+    def after_load(self, task: Task) -> None: ...
+    def on_exception(self, task: Task) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def get_classy_state(self) -> dict[str, Any]:
+        return self.state_dict()
+
+    def set_classy_state(self, state_dict: dict[str, Any]) -> None:
+        self.load_state_dict(state_dict)
+
+
+def defines(hook: Any, point: str) -> bool:
+    """Whether a hook does something at ``point``; Classy's own hooks know five of the points."""
+    method = getattr(type(hook), point, None)
+    idle = (getattr(Hook, point), getattr(ClassyHook, point, None), ClassyHook._noop)
+    return method is not None and method not in idle

@@ -1,0 +1,45 @@
+"""When to save: every so many steps or epochs, and at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from selftask.config.duration import parse_duration
+from selftask.hooks.base import Hook
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_hook("checkpoint")
+@dataclass(eq=False, kw_only=True)
+class SaveCheckpoints(Hook):
+    """Saves a checkpoint every ``train.checkpoint_every``.
+
+    At the end of a phase it waits for the phase's own end, so that what other hooks do there
+    (evaluations, k-means) is never done twice nor forgotten by a resume.
+    """
+
+    priority: ClassVar[int] = 90
+
+    def on_start(self, task: Task) -> None:
+        every = parse_duration(task.config.train.checkpoint_every)
+        self.every = max(1, every.steps(task.length.updates_per_epoch, task.length.total_updates))
+        self.saved_at = task.iteration
+
+    def on_step(self, task: Task) -> None:
+        if task.train and self._due(task) and not task.phase_finished:
+            self._save(task)
+
+    def on_phase_end(self, task: Task) -> None:
+        if task.train and (self._due(task) or task.clock.done):
+            self._save(task)
+
+    def _due(self, task: Task) -> bool:
+        return task.iteration // self.every > self.saved_at // self.every
+
+    def _save(self, task: Task) -> None:
+        task.save_checkpoint()
+        self.saved_at = task.iteration

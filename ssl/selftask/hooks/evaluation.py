@@ -1,0 +1,46 @@
+"""What has been learned so far: evaluations of the frozen backbone during the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from selftask.config.duration import parse_duration
+from selftask.hooks.base import Hook
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_hook("evaluation")
+@dataclass(eq=False, kw_only=True)
+class EvaluateBackbone(Hook):
+    """Runs ``eval.evaluations`` at step 0, every ``eval.every`` and at the end, if there are labels.
+
+    The numbers go to ``metrics.jsonl``. How to evaluate is the launcher's to say
+    (``task.evaluate``); nothing it does touches the state of the run.
+    """
+
+    priority: ClassVar[int] = 65
+
+    def on_start(self, task: Task) -> None:
+        every = task.config.eval.every
+        self.every = (
+            max(1, parse_duration(every).steps(task.length.updates_per_epoch, task.length.total_updates))
+            if every is not None
+            else 0
+        )
+        if task.iteration == 0:
+            self._run(task)
+
+    def on_step(self, task: Task) -> None:
+        if self.every and task.train and task.iteration % self.every == 0 and not task.clock.done:
+            self._run(task)
+
+    def on_end(self, task: Task) -> None:
+        self._run(task)
+
+    def _run(self, task: Task) -> None:
+        if task.evaluate is not None:
+            task.write_row(task.evaluate(task))

@@ -1,0 +1,53 @@
+"""The weights to keep: ``export/backbone.pt``, as the library of the backbone would save them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from selftask.collectives import is_primary
+from selftask.data.transforms.normalize import STATISTICS
+from selftask.hooks.base import Hook
+from selftask.models.export import save_backbone
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_hook("export")
+@dataclass(eq=False, kw_only=True)
+class ExportBackbone(Hook):
+    """Writes ``export/backbone.pt``, ``.safetensors`` and ``.json`` when the run ends."""
+
+    priority: ClassVar[int] = 80
+
+    def on_end(self, task: Task) -> None:
+        if is_primary():
+            save_backbone(task.loss.export_backbone(task.base_model), task.out / "export", facts(task))
+
+
+def facts(task: Task) -> dict[str, Any]:
+    """What one must know to use the exported weights: architecture, input, where they come from."""
+    config = task.config
+    transforms = [transform.to_dict() for transform in config.eval.transforms]
+    normalize = next((t for t in transforms if t["name"] == "normalize"), None)
+    mean, std = statistics(normalize) if normalize else (None, None)
+    sizes = [t["size"] for t in transforms if "size" in t]
+    return {
+        "architecture": {"name": config.backbone.name, "args": dict(config.backbone.args)},
+        "normalization": {"mean": mean, "std": std},
+        "input_size": sizes[-1] if sizes else None,
+        "transforms": transforms,
+        "method": config.method.name,
+        "step": task.iteration,
+        "recipe": config.recipe,
+    }
+
+
+def statistics(normalize: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Mean and std of a ``normalize`` transform."""
+    if normalize["mean"] is not None:
+        return normalize["mean"], normalize["std"]
+    mean, std = STATISTICS[normalize["of"]]
+    return list(mean), list(std)

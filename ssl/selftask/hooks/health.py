@@ -1,0 +1,74 @@
+"""Is it learning? Spread and rank of the embeddings, and the loss against chance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selftask.hooks.base import Hook
+from selftask.logs import get_logger
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+log = get_logger(__name__)
+
+
+@register_hook("health")
+@dataclass(eq=False, kw_only=True)
+class Health(Hook):
+    """Logs ``emb_std``, ``effective_rank`` and ``chance_ratio``; warns once of a collapse.
+
+    ``emb_std`` is the mean standard deviation of the unit-length embeddings times sqrt(E): 1 for
+    directions spread evenly, 0 for a collapse (SimSiam, arXiv:2011.10566, section 4.1).
+    """
+
+    priority: ClassVar[int] = 60
+    collapsed: float = 0.1  # emb_std below this is a collapse
+    max_rows: int = 512  # embeddings looked at per log line
+
+    def on_update(self, task: Task) -> None:
+        if not task.at_log_point:
+            return
+        embedding = getattr(task.base_model, "embedding", None)
+        if embedding is not None:
+            rows = embedding[: self.max_rows].float()
+            task.log("emb_std", embedding_std(rows))
+            task.log("effective_rank", effective_rank(rows))
+        chance = task.loss.chance
+        if chance:
+            task.log("chance_ratio", task.last_batch.loss / chance)
+
+    def on_step(self, task: Task) -> None:
+        spread = task.scalars.get("emb_std")
+        if spread is not None and not getattr(self, "warned", False) and float(spread) < self.collapsed:
+            self.warned = True
+            log.warning(
+                "step %d: emb_std %.3f: the embeddings of different images are almost the same "
+                "(collapse); see the loss's chance_ratio, lower the lr or check the views",
+                task.iteration,
+                float(spread),
+            )
+
+
+def embedding_std(rows: Tensor) -> Tensor:
+    """sqrt(E) times the mean over features of the std over (N, E) unit-length rows: 0 to about 1."""
+    directions = F.normalize(rows, dim=1)
+    return directions.std(dim=0).mean() * rows.shape[1] ** 0.5
+
+
+def effective_rank(rows: Tensor) -> Tensor:
+    """exp of the entropy of the normalised singular values of centred (N, E) rows.
+
+    Roy and Vetterli, The effective rank, EUSIPCO 2007: between 1 and min(N, E).
+    """
+    centred = rows - rows.mean(dim=0)
+    gram = centred @ centred.T if len(rows) < rows.shape[1] else centred.T @ centred
+    singular = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
+    share = singular / singular.sum().clamp(min=1e-12)
+    return torch.exp(-torch.special.xlogy(share, share).sum())

@@ -1,0 +1,103 @@
+"""The numbers of a run, as rows of ``metrics.jsonl`` and lines of the log."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from selftask.collectives import rank
+from selftask.hooks.base import Hook
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss became NaN or infinite; no checkpoint holds it."""
+
+
+@register_hook("metrics")
+@dataclass(eq=False, kw_only=True)
+class Metrics(Hook):
+    """Writes a row every ``train.log_every`` steps; stops a run whose loss is not finite.
+
+    Losses stay on the device in between: the row is the only time the host waits for it. That is
+    also when the first step with a loss that is not finite is named; so is the moment before each
+    save.
+    """
+
+    priority: ClassVar[int] = 70
+
+    def on_start(self, task: Task) -> None:
+        self.window = [loss.to(task.device) for loss in getattr(self, "restored", ())]
+        self.samples = 0  # since ``since``, for images_per_s
+        self.since, self.waited_s = time.perf_counter(), 0.0
+
+    def on_loss_and_meter(self, task: Task) -> None:
+        loss = task.last_batch.loss
+        task.losses.append(loss)
+        if task.train:
+            self.window.append(loss)
+            self.samples += task.length.batch_size
+
+    def on_step(self, task: Task) -> None:
+        due = task.iteration % task.config.train.log_every == 0
+        if task.train and (due or task.clock.done):
+            self._write(task)
+
+    def on_phase_end(self, task: Task) -> None:
+        if not task.train and task.scalars:
+            task.write_row(task.take_scalars())
+
+    def before_save(self, task: Task) -> None:
+        self._losses(task)  # a state that is not finite is not worth keeping
+
+    def _write(self, task: Task) -> None:
+        losses = self._losses(task)
+        now = time.perf_counter()
+        seconds = max(now - self.since, 1e-9)
+        row = {
+            "loss": math.fsum(losses) / len(losses),
+            "lr": task.optimizer.param_groups[0]["lr"],
+            "images_per_s": self.samples / seconds,
+            "data_wait": min((task.feed.data_wait_s - self.waited_s) / seconds, 1.0),
+            **{name: float(value) for name, value in task.loss.terms.items()},
+            **task.take_scalars(),
+        }
+        self.window.clear()
+        self.since, self.samples, self.waited_s = now, 0, task.feed.data_wait_s
+        task.write_row(row)
+
+    def _losses(self, task: Task) -> list[float]:
+        """The window's losses on the host. Raises NonFiniteLoss naming the first bad step."""
+        losses: list[float] = torch.stack(self.window).tolist() if self.window else []
+        for number, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                step = max(task.iteration - len(losses) + number + 1, 1)
+                raise NonFiniteLoss(_explain(task, loss, step))
+        return losses
+
+    def state_dict(self) -> dict[str, Any]:
+        window: list[Tensor] = getattr(self, "window", [])
+        return {"window": torch.stack(window).cpu() if window else torch.empty(0)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.restored = list(state["window"].unbind())
+
+
+def _explain(task: Task, loss: float, step: int) -> str:
+    terms = {name: float(value) for name, value in task.loss.terms.items()}
+    bad = [name for name, value in terms.items() if not math.isfinite(value)]
+    which = f"; terms: {', '.join(bad)}" if bad else ""
+    lr = task.optimizer.param_groups[0]["lr"]
+    return (
+        f"the loss is {loss} at step {step} on rank {rank()}{which}; lr was {lr:.3g}. Try a lower "
+        "optimizer.lr, a longer optimizer.warmup or train.precision=float32; checkpoints before "
+        "this are intact"
+    )

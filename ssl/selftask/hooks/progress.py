@@ -1,0 +1,75 @@
+"""A live progress bar on a terminal; elsewhere the log's own lines are enough."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from selftask.collectives import is_primary
+from selftask.hooks.base import Hook
+from selftask.logs import draw_over
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_hook("progress")
+@dataclass(eq=False, kw_only=True)
+class ProgressBar(Hook):
+    """Shows steps, epoch, time left, and what the newest row of metrics said.
+
+    The bar moves with every step but reads nothing from the device: the numbers are those of the
+    last row. Without a terminal, or on other ranks, it does nothing.
+    """
+
+    priority: ClassVar[int] = 75
+
+    def on_start(self, task: Task) -> None:
+        self.bar: Any = None
+        if is_primary() and sys.stdout.isatty():
+            self._open(task)
+
+    def _open(self, task: Task) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.bar = Progress(
+            TextColumn("epoch {task.fields[epoch]:.1f}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            refresh_per_second=4,
+        )
+        total, done = task.length.total_updates, task.iteration
+        self.line = self.bar.add_task("", total=total, completed=done, epoch=0.0, numbers="")
+        self.bar.start()
+        draw_over(self.bar.console)
+
+    def on_step(self, task: Task) -> None:
+        if self.bar is not None and task.train:
+            epoch = task.clock.batch / task.length.batches_per_epoch
+            self.bar.update(self.line, completed=task.iteration, epoch=epoch, numbers=_numbers(task))
+
+    def on_end(self, task: Task) -> None:
+        self._close()
+
+    def on_exception(self, task: Task) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if getattr(self, "bar", None) is not None:
+            draw_over(None)
+            self.bar.stop()
+            self.bar = None
+
+
+def _numbers(task: Task) -> str:
+    row = task.last_row
+    if "loss" not in row:
+        return ""
+    return (
+        f"loss {row['loss']:.3f}  lr {row['lr']:.2e}  {row['images_per_s']:,.0f} images/s  "
+        f"data wait {100 * row['data_wait']:.0f}%"
+    )

@@ -1,0 +1,125 @@
+"""One process of a run, from config to exit code: its folder, its log, its status, its last line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from selftask import environment
+from selftask.collectives import is_primary
+from selftask.config.load import to_yaml
+from selftask.config.schema import Config
+from selftask.data.dataset import Sources
+from selftask.errors import UserError
+from selftask.evaluate.online import evaluate_task
+from selftask.logs import LOGGER, start_log, stop_log, write_json
+from selftask.task import Task
+from selftask.trainer import Interrupted, Trainer
+
+
+def run(config: Config, sources: Sources) -> int:
+    """Train what ``config`` says on ``sources``, or go on with it; the exit code.
+
+    The last line is ``RUN finished``, ``RUN interrupted by`` or ``RUN FAILED``, and
+    ``status.json`` says the same. UserError passes through: nothing had begun.
+    """
+    out = Path(config.out)
+    status = Status(out, config)
+    if status.says_finished():
+        print(f"RUN finished already: {out} is complete; another out= or resume=never starts anew")
+        return 0
+    world = environment.read_world()
+    if config.train.threads != "auto":
+        torch.set_num_threads(int(config.train.threads))
+    out.mkdir(parents=True, exist_ok=True)
+    start_log(out, world.rank)
+    LOGGER.info("data: %s", sources.train.describe())
+    task = Task(config, sources=sources)
+    task.evaluate = evaluate_task
+    try:
+        if world.rank == 0:
+            (out / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+            write_json(out / "environment.json", environment.describe())
+        status.write("running")
+        Trainer().train(task)
+        return _finished(task, status)
+    except Interrupted as stop:
+        return _interrupted(task, status, stop)
+    except UserError as error:
+        status.write("failed", error=str(error))
+        raise
+    except BaseException as error:
+        return _failed(task, status, error)
+    finally:
+        stop_log()
+        environment.leave_world()
+
+
+class Status:
+    """``status.json``: state, step, process; written by the first rank only."""
+
+    def __init__(self, out: Path, config: Config) -> None:
+        self.path = out / "status.json"
+        self.config = config
+        self.started = time.time()
+
+    def says_finished(self) -> bool:
+        """Whether this very run is complete: asking for more steps than it had goes on with it."""
+        if self.config.resume == "never" or not self.path.exists():
+            return False
+        status = json.loads(self.path.read_text(encoding="utf-8"))
+        asked = [self.config.train.epochs, self.config.train.max_steps]
+        return status.get("state") == "finished" and status.get("length") == asked
+
+    def write(self, state: str, **more: Any) -> None:
+        if is_primary():
+            content = {
+                "state": state,
+                "length": [self.config.train.epochs, self.config.train.max_steps],
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "started": self.started,
+                "updated": time.time(),
+                **more,
+            }
+            write_json(self.path, content)
+
+
+def _finished(task: Task, status: Status) -> int:
+    status.write("finished", step=task.iteration)
+    seconds = time.time() - status.started
+    LOGGER.info("RUN finished: %d steps in %.0f s, %s", task.iteration, seconds, task.out)
+    return 0
+
+
+def _interrupted(task: Task, status: Status, stop: Interrupted) -> int:
+    status.write("interrupted", step=task.iteration, by=str(stop))
+    LOGGER.info(
+        "RUN interrupted by %s at step %d; checkpoint saved in %s; the same command goes on",
+        stop,
+        task.iteration,
+        task.out / "checkpoints",
+    )
+    number = getattr(signal, str(stop), None)
+    return 128 + int(number) if number is not None else 75  # EX_TEMPFAIL: try again
+
+
+def _failed(task: Task, status: Status, error: BaseException) -> int:
+    trace = "".join(traceback.format_exception(error))
+    folder = task.out / "errors"
+    folder.mkdir(exist_ok=True)
+    (folder / f"rank{task.world.rank}.txt").write_text(trace, encoding="utf-8")
+    step = task.iteration if hasattr(task, "clock") else 0
+    status.write("failed", step=step, error=f"{type(error).__name__}: {error}")
+    where = f"at step {step} on rank {task.world.rank}"
+    LOGGER.error("%s", trace.rstrip())
+    LOGGER.error("RUN FAILED %s: %s: %s", where, type(error).__name__, error)
+    return 1

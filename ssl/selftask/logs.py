@@ -1,0 +1,121 @@
+"""What a run says: lines on the console and in ``log.txt``, rows in ``metrics.jsonl``, its status."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+LOGGER = logging.getLogger("selftask")
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of a module; silent until a run sets it up."""
+    return logging.getLogger(name if name.startswith("selftask") else f"selftask.{name}")
+
+
+def start_log(folder: Path, rank: int) -> None:
+    """Rank 0 speaks on the console and in ``log.txt``; the others only write ``log_rankN.txt``."""
+    stop_log()
+    LOGGER.setLevel(logging.INFO)
+    LOGGER.propagate = False
+    name = "log.txt" if rank == 0 else f"log_rank{rank}.txt"
+    file = logging.FileHandler(folder / name, encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    LOGGER.addHandler(file)
+    if rank == 0:
+        LOGGER.addHandler(_Console())
+
+
+def stop_log() -> None:
+    """Flush and close what ``start_log`` opened."""
+    for handler in list(LOGGER.handlers):
+        LOGGER.removeHandler(handler)
+        handler.close()
+
+
+class _Console(logging.Handler):
+    """Prints lines; through the progress bar's console while there is one, so as not to tear it."""
+
+    bar: Any = None  # a rich Console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record)
+        if self.bar is not None:
+            self.bar.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(line, file=sys.stdout, flush=True)
+
+
+def draw_over(console: Any) -> None:
+    """Send the lines of the log through the console of a live display; None: print them plainly."""
+    _Console.bar = console
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one object a line, appended; a resume cuts it back to its checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("ab")
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append one row; numbers that JSON cannot hold become null."""
+        self._file.write(json.dumps({k: _plain(v) for k, v in row.items()}).encode() + b"\n")
+        self._file.flush()
+
+    @property
+    def length(self) -> int:
+        """Bytes written so far: what a checkpoint remembers."""
+        return self._file.tell()
+
+    def cut(self, length: int) -> None:
+        """Drop what was written after the checkpoint that remembered ``length``."""
+        size = os.path.getsize(self.path)
+        if length < size:
+            os.truncate(self.path, length)
+        self._file.seek(0, os.SEEK_END)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a ``metrics.jsonl``; a half-written last line is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def format_row(row: dict[str, Any]) -> str:
+    """One readable line: ``step 50  epoch 1.25  loss 4.12  812 images/s  data_wait 3%``."""
+    parts = []
+    for name, value in row.items():
+        if name == "data_wait":
+            parts.append(f"data_wait {100 * value:.0f}%")
+        elif name == "images_per_s":
+            parts.append(f"{value:,.0f} images/s")
+        else:
+            parts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+    return "  ".join(parts)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a small JSON file so that a reader sees the old one or the new one, never half."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.9g}") if math.isfinite(value) else None
+    return value

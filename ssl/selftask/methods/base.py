@@ -1,0 +1,59 @@
+"""A method: loss, state and hook points of one paper in one object.
+
+It is an ``nn.Module``, so its queue, centre, prototypes or teacher are moved, saved and resumed as
+buffers and sub-modules without a line of code, and its parameters (a predictor) are trained. It is
+a hook, called first at each point. ``task.loss`` is the method: ``forward`` is the loss.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor, nn
+
+from selftask.hooks.base import Hook
+from selftask.models.build import embed_dim
+from selftask.models.network import Network
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+class Method(nn.Module, Hook):
+    """Definitions come in the order of time: build, attach, then what each step calls."""
+
+    Config: ClassVar[Any]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.terms: dict[str, Tensor] = {}  # detached parts of the loss, for the log
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        """What is trained on top of the backbone and thrown away."""
+        return nn.Identity()
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        """The trained network around ``backbone``, (B, 3, H, W) -> (B, E); it keeps that name."""
+        return Network(backbone, self.build_head(embed_dim(backbone)))
+
+    def attach(self, task: Task) -> None:
+        """Build what depends on network or data (teacher, memory), before anything is loaded."""
+
+    def prepare(self, sample: dict[str, Any], task: Task) -> None:
+        """Choose what the network sees: ``sample["input"]``; every view by default."""
+        sample["input"] = sample["views"]
+
+    def forward(self, output: Any, target: Tensor) -> Tensor:
+        """The loss of this rank's share of the batch, a mean over its samples."""
+        raise NotImplementedError(f"{type(self).__name__} has no loss")
+
+    @property
+    def chance(self) -> float | None:
+        """The loss of a network that knows nothing, where that is a number."""
+        return None
+
+    def export_backbone(self, network: nn.Module) -> nn.Module:
+        """The backbone to keep: the teacher's, where the method says so."""
+        backbone: nn.Module = network.backbone  # type: ignore[assignment]
+        return backbone

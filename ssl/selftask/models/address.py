@@ -1,0 +1,140 @@
+"""Models by address: a run's folder, an exported file, ``timm:NAME`` or ``torchvision:NAME``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from selftask.config.schema import Component
+from selftask.errors import UserError
+from selftask.models.build import build_backbone, embed_dim
+from selftask.models.export import META, WEIGHTS
+from selftask.models.weights import load_weights, read_state
+
+PRETRAINED = "pretrained"
+NONE = "none"
+
+_LIBRARIES = ("timm", "torchvision")
+_IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an exported backbone lies."""
+
+    weights: Path
+    meta: Path
+
+
+def open_model(address: str, *, weights: str = PRETRAINED) -> tuple[nn.Module, dict[str, Any]]:
+    """The backbone at an address, in eval mode on the CPU, and the facts about it.
+
+    ``address`` is a run's folder, an exported ``backbone.pt`` with its ``backbone.json`` beside it,
+    ``timm:NAME`` or ``torchvision:NAME``. ``weights`` is for the last two: ``pretrained`` for the
+    library's own, ``none`` for random ones, else a file. The facts are those of ``backbone.json``:
+    architecture, embed_dim, normalization, input_size, and for runs method and step.
+    Raises UserError for whatever is not there or does not fit.
+    """
+    library, name = _split(address)
+    if library:
+        backbone, facts = _open_library(library, name, weights)
+    else:
+        place = _place(address)
+        facts = _read_facts(place)
+        backbone = build_backbone(Component(**facts["architecture"]))
+        load_weights(backbone, read_state(place.weights), what=str(place.weights))
+    return backbone.eval(), facts
+
+
+def read_weights(address: str) -> dict[str, Tensor]:
+    """Only the weights at an address, to start a network from (``init.backbone``).
+
+    As ``open_model``, and of a file of weights from anywhere else too: nothing has to say which
+    architecture they belong to, ``load_weights`` finds out whether they fit.
+    """
+    library, name = _split(address)
+    if library:
+        return dict(_open_library(library, name, PRETRAINED)[0].state_dict())
+    path = Path(address)
+    return read_state(_place(address).weights if path.is_dir() else path)
+
+
+def _split(address: str) -> tuple[str, str]:
+    """``timm:NAME`` -> ("timm", NAME); a path -> ("", path)."""
+    library, colon, name = address.partition(":")
+    return (library, name) if colon and library in _LIBRARIES else ("", address)
+
+
+def _place(address: str) -> _Place:
+    """The export of a run folder, of its export folder, or a file itself."""
+    path = Path(address)
+    if not path.is_dir():
+        return _Place(path, path.with_suffix(".json"))
+    for folder in (path / "export", path):
+        if (folder / WEIGHTS).is_file():
+            return _Place(folder / WEIGHTS, folder / META)
+    raise UserError(
+        f"{path}: holds no {WEIGHTS}, nor does {path / 'export'}: has the run ended, or is it one? "
+        f"`selftask export {path}` makes one of its newest checkpoint"
+    )
+
+
+def _read_facts(place: _Place) -> dict[str, Any]:
+    if not place.weights.is_file():
+        raise UserError(
+            f"{place.weights}: there is no such file or run; a model is a run's folder, a file, "
+            f"timm:NAME or torchvision:NAME"
+        )
+    if not place.meta.is_file():
+        raise UserError(
+            f"{place.weights}: nothing says which architecture it is for, {place.meta} is missing; "
+            f"use timm:NAME or torchvision:NAME with weights={place.weights}"
+        )
+    try:
+        facts = json.loads(place.meta.read_text(encoding="utf-8"))
+        Component(**facts["architecture"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{place.meta}: is not what selftask writes ({error!r})") from error
+    return dict(facts)
+
+
+def _open_library(library: str, name: str, weights: str) -> tuple[nn.Module, dict[str, Any]]:
+    architecture = {"name": library, "args": {"model": name, "args": {}}}
+    backbone = build_backbone(Component(**architecture))
+    config = getattr(backbone, "default_cfg", {})
+    mean, std = (list(config.get(key, _IMAGENET[key])) for key in ("mean", "std"))
+    if weights == PRETRAINED:
+        load_weights(backbone, _download(library, name), what=f"{library}:{name}")
+    elif weights != NONE:
+        load_weights(backbone, read_state(weights), what=weights)
+    return backbone, {
+        "architecture": architecture,
+        "embed_dim": embed_dim(backbone),
+        "normalization": {"mean": mean, "std": std},
+        "input_size": config.get("input_size", (3, 224, 224))[-1],
+        "method": library,
+        "weights": weights,
+    }
+
+
+def _download(library: str, name: str) -> dict[str, Tensor]:
+    """The library's own trained weights, from its cache or the network."""
+    try:
+        if library == "timm":
+            import timm
+
+            return dict(timm.create_model(name, pretrained=True).state_dict())
+        import torchvision
+
+        weights = torchvision.models.get_model_weights(name).DEFAULT
+        return dict(weights.get_state_dict(progress=False))
+    except Exception as error:  # each library and its client have kinds of their own
+        raise UserError(
+            f"{library}:{name}: cannot fetch its trained weights "
+            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); give a file "
+            f"with weights=FILE, or weights=none for random ones"
+        ) from error

@@ -1,0 +1,81 @@
+"""Who belongs to which prototype: balanced assignments (Sinkhorn-Knopp) and spherical k-means.
+
+B samples on this rank, K prototypes or clusters, N rows of a memory, D features.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selftask.collectives import all_gather_cat
+
+
+@torch.no_grad()
+def sinkhorn_knopp(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor:
+    """Assign the samples of all ranks to prototypes so that each prototype gets an equal share.
+
+    Eq. 3 to 5 of SwAV (arXiv:2006.09882): the (B, K) scores of this rank become (B, K) assignments
+    in float32 whose rows sum to one. ``epsilon`` is the weight of the entropy; small is hard.
+
+    The paper alternates between scaling rows and columns of exp(scores / epsilon). The same
+    alternation is done here on logarithms, so that no exponential can overflow and no sum vanish,
+    and without the constant factors 1/K and 1/B, which the last normalisation removes anyway.
+    """
+    if iterations < 1:
+        raise ValueError(f"sinkhorn_knopp needs at least one iteration, got {iterations}")
+    logits = scores.float() / epsilon  # (B, K)
+    for _ in range(iterations):
+        local_mass = logits.logsumexp(dim=0, keepdim=True)  # (1, K)
+        mass = all_gather_cat(local_mass).logsumexp(dim=0, keepdim=True)  # (1, K) over all ranks
+        logits = (logits - mass).log_softmax(dim=1)  # prototypes level, then samples sum to one
+    return logits.exp()
+
+
+@torch.no_grad()
+def spherical_kmeans(
+    x: Tensor,
+    num_clusters: int,
+    *,
+    iterations: int = 10,
+    generator: torch.Generator | None = None,
+    chunk: int = 16_384,
+) -> tuple[Tensor, Tensor]:
+    """k-means under the cosine: (N, D) -> unit centroids (K, D) and the cluster of each row (N,).
+
+    As in DeepCluster v2 (arXiv:2006.09882, appendix): the first centroids are K different rows,
+    drawn with the (CPU) ``generator``; nothing else is random. A cluster that lost all its rows
+    starts anew from the row that its own centroid fits least. Every rank is to call it with the
+    same memory and generator, and then has the same result. ``chunk`` rows at a time are compared.
+    """
+    if len(x) < num_clusters:
+        raise ValueError(f"cannot make {num_clusters} clusters of {len(x)} rows; ask for fewer")
+    x = F.normalize(x.float(), dim=1)
+    first = torch.randperm(len(x), generator=generator)[:num_clusters]
+    centroids = x[first.to(x.device)]  # (K, D)
+    for _ in range(iterations):
+        similarity, cluster = _nearest(x, centroids, chunk)
+        sums = _sum_by_cluster(x, cluster, num_clusters, chunk)
+        empty = cluster.bincount(minlength=num_clusters) == 0
+        worst = similarity.argsort(stable=True)[: int(empty.sum())]  # as many as are empty
+        sums[empty] = x[worst]
+        centroids = F.normalize(sums, dim=1)
+    return centroids, _nearest(x, centroids, chunk)[1]
+
+
+def _nearest(x: Tensor, centroids: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Cosine of each row with its nearest centroid and which that is, (N,) and (N,)."""
+    best = [(rows @ centroids.T).max(dim=1) for rows in x.split(chunk)]
+    return torch.cat([b.values for b in best]), torch.cat([b.indices for b in best])
+
+
+def _sum_by_cluster(x: Tensor, cluster: Tensor, num_clusters: int, chunk: int) -> Tensor:
+    """Sum of the rows of each cluster, (K, D); as matrix products, whose order of summing is fixed.
+
+    ``index_add_`` would be shorter, but adds in any order on a GPU, so that ranks would differ.
+    """
+    sums = x.new_zeros(num_clusters, x.shape[1])
+    for rows, members in zip(x.split(chunk), cluster.split(chunk), strict=True):
+        sums += F.one_hot(members, num_clusters).to(x.dtype).T @ rows
+    return sums

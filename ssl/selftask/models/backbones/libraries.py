@@ -1,0 +1,120 @@
+"""Any backbone of torchvision and timm by its name there, and any of your own by its address."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from selftask.errors import UserError, nearest
+from selftask.registry import register_backbone
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_CLASSIFIERS = ("fc", "classifier", "head", "heads")
+"""What torchvision's image classifiers call the layers behind their features."""
+
+
+@register_backbone("timm")
+@dataclass(frozen=True, kw_only=True)
+class Timm:
+    """Any timm model by its name there, without classifier: timm:vit_small_patch16_224."""
+
+    model: str
+    args: dict[str, Any] = field(default_factory=dict)  # of timm.create_model: img_size, ...
+
+    def build(self) -> nn.Module:
+        """The model with its own parameter names; random weights.
+
+        Raises UserError for an unknown name and for arguments the model does not take.
+        """
+        import timm
+
+        if not timm.is_model(self.model):
+            # the short spelling: a whole listing is of no use in a message
+            raise UserError(
+                f"backbone.model: timm has no model named {self.model!r}; "
+                f"{nearest(self.model.partition('.')[0], timm.list_models())}"
+            )
+        args = {"num_classes": 0, **self.args}
+        return _call(lambda: timm.create_model(self.model, pretrained=False, **args), "timm", self)
+
+
+@register_backbone("torchvision")
+@dataclass(frozen=True, kw_only=True)
+class Torchvision:
+    """Any torchvision classification model by its name there, without classifier."""
+
+    model: str
+    args: dict[str, Any] = field(default_factory=dict)  # of torchvision.models.get_model
+
+    def build(self) -> nn.Module:
+        """The model with its own parameter names; random weights.
+
+        Raises UserError for an unknown name and for arguments the model does not take.
+        """
+        import torchvision
+        from torch import nn
+
+        known = torchvision.models.list_models(module=torchvision.models)
+        if self.model not in known:
+            raise UserError(
+                f"backbone.model: torchvision has no model named {self.model!r}; "
+                f"{nearest(self.model, known)}"
+            )
+        model = _call(
+            lambda: torchvision.models.get_model(self.model, weights=None, **self.args),
+            "torchvision",
+            self,
+        )
+        for name in _CLASSIFIERS:
+            if hasattr(model, name):
+                setattr(model, name, nn.Identity())
+        return model
+
+
+@register_backbone("custom")
+@dataclass(frozen=True, kw_only=True)
+class Custom:
+    """Your own: a function or class at package.module:name that returns an nn.Module."""
+
+    model: str
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def problems(self, config: dict[str, Any]) -> Any:
+        if ":" not in self.model:
+            yield f"backbone.model: {self.model!r} is no address; write package.module:function"
+
+    def build(self) -> nn.Module:
+        """Import and call it. Raises UserError if it is not there or makes no module."""
+        from torch import nn
+
+        module_name, _, name = self.model.partition(":")
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"backbone.model: cannot import {module_name!r} for {self.model!r}: {error}; "
+                f"is its folder on PYTHONPATH or the current one?"
+            ) from error
+        if not hasattr(module, name):
+            raise UserError(
+                f"backbone.model: {module_name} ({module.__file__}) has no {name!r}; "
+                f"{nearest(name, [n for n in vars(module) if not n.startswith('_')])}"
+            )
+        model = _call(lambda: getattr(module, name)(**self.args), module_name, self)
+        if not isinstance(model, nn.Module):
+            raise UserError(f"backbone.model: {self.model} returned {type(model)}, not nn.Module")
+        return model
+
+
+def _call(build: Callable[[], nn.Module], library: str, config: Timm | Torchvision | Custom) -> Any:
+    """``build()``, with the TypeError of a wrong argument turned into a message."""
+    try:
+        return build()
+    except TypeError as error:
+        raise UserError(
+            f"backbone.args: {library} cannot build {config.model!r} with {config.args}: {error}"
+        ) from error

@@ -1,0 +1,153 @@
+"""What masked methods (MAE, I-JEPA) need of timm's VisionTransformer, with its keys untouched.
+
+B images, N patches of an image (row by row), K of them kept, E width, T prefix tokens (class,
+registers).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from selftask.errors import UserError
+
+if TYPE_CHECKING:
+    from timm.models import VisionTransformer
+    from torch import nn
+
+
+def as_vit(backbone: nn.Module, *, method: str) -> VisionTransformer:
+    """``backbone`` itself if it is a transformer that can be masked; UserError otherwise."""
+    from timm.models import VisionTransformer
+
+    if not isinstance(backbone, VisionTransformer):
+        raise UserError(
+            f"backbone: {method} hides patches and so needs a vision transformer of timm, not "
+            f"{type(backbone).__name__}; take backbone=vit_small, vit_tiny or timm:vit_..."
+        )
+    if backbone.dynamic_img_size:
+        raise UserError(f"backbone.dynamic_img_size: {method} needs a fixed grid; set it to false")
+    return backbone
+
+
+def grid_size(vit: VisionTransformer) -> tuple[int, int]:
+    """Rows and columns of patches."""
+    rows, columns = vit.patch_embed.grid_size
+    return rows, columns
+
+
+def num_patches(vit: VisionTransformer) -> int:
+    """N, prefix tokens not counted."""
+    rows, columns = grid_size(vit)
+    return rows * columns
+
+
+def patch_tokens(vit: VisionTransformer, images: Tensor) -> Tensor:
+    """Images (B, 3, H, W) -> all patches with their positions added, (B, N, E), without prefix."""
+    tokens: Tensor = vit.patch_embed(images)  # (B, N, E)
+    if vit.pos_embed is None:
+        return tokens
+    first = vit.pos_embed.shape[1] - tokens.shape[1]  # positions of prefix tokens come first
+    return tokens + vit.pos_embed[:, first:]
+
+
+def encode(
+    vit: VisionTransformer,
+    tokens: Tensor,
+    keep: Tensor | None = None,
+    *,
+    padding: Tensor | None = None,
+) -> Tensor:
+    """The transformer over the kept patches only: (B, T + K, E), normalised as vit does.
+
+    ``tokens`` (B, N, E) are those of ``patch_tokens``; ``keep`` (B, K) are indices into N, None
+    keeps all. Where ``padding`` (B, K) is true an index only fills the row: no token attends to
+    it, so that the other outputs do not depend on it; its own output means nothing.
+
+    With all patches kept in order this is ``vit.forward_features``.
+    """
+    if keep is not None:
+        tokens = gather_tokens(tokens, keep)  # (B, K, E)
+    prefix = _prefix_tokens(vit, len(tokens))  # (B, T, E)
+    x = vit.pos_drop(torch.cat([prefix, tokens], dim=1))
+    x = vit.norm_pre(x)
+    if padding is None:
+        x = vit.blocks(x)
+    else:
+        attend = _attention_mask(padding, prefix.shape[1])
+        for block in vit.blocks:
+            x = block(x, attn_mask=attend)
+    output: Tensor = vit.norm(x)
+    return output
+
+
+def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
+    """Rows of (B, N, E) chosen for each image by (B, K) indices: (B, K, E)."""
+    return tokens.gather(1, indices[..., None].expand(-1, -1, tokens.shape[2]))
+
+
+def patchify(images: Tensor, patch: int) -> Tensor:
+    """Cut images (B, C, H, W) into patches (B, N, patch * patch * C), row by row.
+
+    Within a patch the channel runs fastest, as in MAE's published code.
+    """
+    b, c, height, width = images.shape
+    if height % patch or width % patch:
+        raise ValueError(f"images of {height} x {width} pixels are no whole number of {patch}")
+    x = images.reshape(b, c, height // patch, patch, width // patch, patch)
+    return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
+def unpatchify(patches: Tensor, patch: int, grid: tuple[int, int]) -> Tensor:
+    """The inverse of ``patchify`` for a grid of (rows, columns): images (B, C, H, W)."""
+    rows, columns = grid
+    x = patches.unflatten(2, (patch, patch, -1)).unflatten(1, (rows, columns))
+    return x.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+
+
+def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
+    """Fixed positions of a grid of patches, (N, dim): MAE, appendix A.1.
+
+    The first half codes the column, the second the row, each as sines then cosines of the
+    frequencies 10000 ** (-4i / dim).
+    """
+    if dim % 4:
+        raise ValueError(f"2-D sine-cosine positions need a width divisible by 4, got {dim}")
+    rows, columns = grid
+    frequency = 10_000.0 ** (-torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
+    y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    angles = [axis.reshape(-1, 1) * frequency for axis in (x, y)]  # each (N, dim / 4)
+    parts = [part for angle in angles for part in (angle.sin(), angle.cos())]
+    return torch.cat(parts, dim=1).float()
+
+
+@torch.no_grad()
+def fix_sincos_positions(vit: VisionTransformer) -> None:
+    """Give a transformer fixed sine-cosine positions, as MAE and I-JEPA do; prefix tokens get 0."""
+    if vit.pos_embed is None:
+        raise UserError("backbone: this transformer has no position embedding to fix")
+    positions = sincos_positions(vit.pos_embed.shape[-1], grid_size(vit))  # (N, E)
+    vit.pos_embed.zero_()
+    vit.pos_embed[0, -len(positions) :] = positions
+    vit.pos_embed.requires_grad_(False)
+
+
+def _prefix_tokens(vit: VisionTransformer, num_images: int) -> Tensor:
+    """Class and register tokens, with their positions where they have any: (B, T, E)."""
+    tokens = [token for token in (vit.cls_token, vit.reg_token) if token is not None]
+    width = vit.embed_dim
+    if not tokens:
+        return next(vit.parameters()).new_zeros(num_images, 0, width)
+    prefix = torch.cat(tokens, dim=1)  # (1, T, E)
+    if vit.pos_embed is not None and not vit.no_embed_class:
+        prefix = prefix + vit.pos_embed[:, : prefix.shape[1]]
+    return prefix.expand(num_images, -1, -1)
+
+
+def _attention_mask(padding: Tensor, num_prefix: int) -> Tensor:
+    """Which keys may be attended to, the same for every query: bool (B, 1, T + K, T + K)."""
+    keys = torch.cat([padding.new_ones(len(padding), num_prefix), ~padding], dim=1)  # (B, T + K)
+    length = keys.shape[1]
+    return keys[:, None, None, :].expand(-1, 1, length, length)

@@ -1,0 +1,65 @@
+"""The network that is trained: a backbone that is kept and a head that is thrown away.
+
+V views, B images, E features of the backbone (``embed_dim``), D outputs of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Network(nn.Module):
+    """``head(backbone(views))`` with one backbone pass for all views of one size."""
+
+    embedding: Tensor | None
+    """The backbone's last features, (V*B, E), detached: a reference for the log, never state."""
+
+    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+        self.embedding = None
+
+    def forward(self, views: Sequence[Tensor]) -> Tensor:
+        """V tensors (B, C, H, W), of any mixture of sizes -> (V, B, D) in the order of the views.
+
+        The head sees all views together, as one batch (V*B, E): its BatchNorm statistics are over
+        all of them, as in SwAV's and DINO's multi-crop; those of the backbone are over the views
+        of one size.
+        """
+        features = forward_by_size(self.backbone, views)  # (V*B, E)
+        self.embedding = features.detach()
+        output: Tensor = self.head(features)  # (V*B, D)
+        return output.unflatten(0, (len(views), -1))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave the last features behind."""
+        return {**self.__dict__, "embedding": None}
+
+
+def forward_by_size(backbone: nn.Module, views: Sequence[Tensor]) -> Tensor:
+    """One pass of ``backbone`` for each size among the views; features (V*B, E) in view order.
+
+    Views of one size need not be neighbours. Raises ValueError if they differ in the number of images.
+    """
+    num_images = [len(view) for view in views]
+    if len(set(num_images)) != 1:
+        raise ValueError(f"every view must hold the same images, got batches of {num_images}")
+    places: dict[torch.Size, list[int]] = {}
+    for place, view in enumerate(views):
+        places.setdefault(view.shape, []).append(place)
+
+    features: dict[int, Tensor] = {}
+    for same_size in places.values():
+        images = torch.cat(
+            [views[place] for place in same_size]
+        )  # (views of this size * B, C, H, W)
+        output: Tensor = backbone(images)
+        if len(places) == 1:
+            return output  # in view order already: no copy
+        features.update(zip(same_size, output.chunk(len(same_size)), strict=True))
+    return torch.cat([features[place] for place in range(len(views))])

@@ -1,0 +1,72 @@
+"""From the ``optimizer:`` section to an optimizer that steps *at* a place in the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from selftask import classy
+from selftask.classy import ClassyOptimizer
+from selftask.config.duration import parse_duration
+from selftask.config.schema import OptimizerConfig
+from selftask.optim.param_groups import split_decay
+from selftask.optim.schedules import Schedule, build_schedule, classy_schedule
+from selftask.progress import RunLength
+from selftask.registry import OPTIMIZERS
+
+
+class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-vision ships no types
+    """A torch optimizer under Classy's contract: ``step(where=...)`` sets lr and decay, then steps."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def prepare(self, param_groups: list[dict[str, Any]]) -> None:
+        self.optimizer: torch.optim.Optimizer = self.config.build(param_groups)
+
+
+def build_optimizer(
+    config: OptimizerConfig, modules: Iterable[tuple[str, nn.Module]], length: RunLength, *, batch: int
+) -> Any:
+    """The optimizer of named ``modules``; ``batch`` is the number of samples behind one update.
+
+    Ours by name, or any registered with Classy Vision as ``classy:NAME``.
+    """
+    groups = split_decay(modules, decay_all=config.decay_norm_and_bias)
+    decay = weight_decay_schedule(config)
+    for group in groups:
+        group["weight_decay"] = decay if group.pop("decay") else 0.0
+    if config.name in OPTIMIZERS:
+        optimizer = ScheduledOptimizer(OPTIMIZERS[config.name](**config.args))
+    else:
+        for group in groups:
+            group.pop("adapt")
+        optimizer = classy.build("optimizer", config.name, {"num_epochs": 1, **config.args})
+    optimizer.set_param_groups(groups, lr=lr_schedule(config, length, batch=batch))
+    return optimizer
+
+
+def lr_schedule(config: OptimizerConfig, length: RunLength, *, batch: int) -> Schedule:
+    """The learning rate over the run: scaled with the batch, warmed up, then annealed."""
+    if isinstance(config.lr, dict):
+        return classy_schedule(config.lr)
+    factor = {"none": 1.0, "linear": batch / 256, "sqrt": math.sqrt(batch / 256)}[config.lr_scale]
+    warmup = parse_duration(config.warmup).steps(length.updates_per_epoch, length.total_updates)
+    return build_schedule(
+        config.schedule,
+        config.lr * factor,
+        config.end_lr * factor,
+        warmup=warmup / length.total_updates,
+    )
+
+
+def weight_decay_schedule(config: OptimizerConfig) -> Schedule | float:
+    """Weight decay: a number, or along a cosine to ``end_weight_decay`` (DINO's)."""
+    if config.end_weight_decay is None:
+        return config.weight_decay
+    return build_schedule("cosine", config.weight_decay, config.end_weight_decay)

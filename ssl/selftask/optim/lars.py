@@ -1,0 +1,85 @@
+"""Layer-wise adaptive rate scaling, for large batches (You et al., arXiv:1708.03888)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selftask.registry import register_optimizer
+
+
+@register_optimizer("lars")
+@dataclass(frozen=True, kw_only=True)
+class LARSConfig:
+    """LARS; weights are adapted, biases and norms take the plain learning rate."""
+
+    sgd_momentum: float = 0.9
+    trust: float = 1e-3  # eta in the paper; SimCLR and BYOL use 1e-3, solo-learn's CIFAR 2e-2
+    clip_lr: bool = False  # never exceed the global lr (LARC's clip mode)
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return LARS(groups, momentum=self.sgd_momentum, trust=self.trust, clip_lr=self.clip_lr)
+
+
+class LARS(torch.optim.Optimizer):
+    """One update of a parameter w with gradient g, equation 6 and algorithm 1 of the paper::
+
+        g <- g + weight_decay * w
+        rate <- trust * |w| / |g|        (1 where the group has adapt=False, or a norm is zero)
+        v <- momentum * v + rate * g
+        w <- w - lr * v
+
+    ``|g|`` is the norm with decay included, which SimCLR's and BYOL's code use; with ``clip_lr``
+    the rate is at most lr: min(rate / lr, 1).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 1e-3,
+        clip_lr: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust": trust,
+            "clip_lr": clip_lr,
+            "adapt": True,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient; no host sync."""
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _update(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        grad = grad.add(weight, alpha=group["weight_decay"])
+        if group["adapt"]:
+            grad = grad * self._rate(weight, grad, group)
+        state = self.state[weight]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(weight)
+        velocity = state["momentum"].mul_(group["momentum"]).add_(grad)
+        weight.add_(velocity, alpha=-group["lr"])
+
+    def _rate(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        weight_norm, grad_norm = weight.norm(), grad.norm()
+        rate = group["trust"] * weight_norm / grad_norm
+        rate = torch.where((weight_norm > 0) & (grad_norm > 0), rate, torch.ones_like(rate))
+        if group["clip_lr"]:
+            rate = (rate / max(group["lr"], 1e-12)).clamp(max=1.0)
+        return rate

@@ -1,0 +1,33 @@
+"""Which parameters decay: weights do; biases, norms, tokens and positions do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+_POSITIONS = ("cls_token", "pos_embed", "mask_token", "reg_token", "dist_token")
+
+
+def split_decay(modules: Iterable[tuple[str, nn.Module]], *, decay_all: bool) -> list[dict[str, Any]]:
+    """Two groups of the trainable parameters of named modules, ``decay: True`` and ``False``.
+
+    A parameter shared by two modules is counted once. ``adapt`` marks those that LARS scales
+    layer by layer: the same ones that decay (You et al., section 4).
+    """
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    seen: set[int] = set()
+    for prefix, module in modules:
+        for name, parameter in module.named_parameters(prefix):
+            if not parameter.requires_grad or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            small = parameter.ndim <= 1 or name.rpartition(".")[2] in _POSITIONS
+            (plain if small else decayed).append(parameter)
+    groups = [
+        {"params": decayed, "decay": True, "adapt": True},
+        {"params": plain, "decay": decay_all, "adapt": False},
+    ]
+    return [group for group in groups if group["params"]]

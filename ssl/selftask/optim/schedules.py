@@ -1,0 +1,53 @@
+"""Values over a run, as pure functions of progress ``where`` in [0, 1): nothing to step or save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from selftask import classy
+from selftask.classy import schedulers
+from selftask.registry import SCHEDULES, register_schedule
+
+Schedule = Callable[[float], float]
+
+
+@register_schedule("constant")
+def constant(start: float, end: float) -> Schedule:
+    """The start value throughout."""
+    return schedulers.ConstantParamScheduler(start)
+
+
+@register_schedule("linear")
+def linear(start: float, end: float) -> Schedule:
+    """A straight line from start to end."""
+    return schedulers.LinearParamScheduler(start, end)
+
+
+@register_schedule("cosine")
+def cosine(start: float, end: float) -> Schedule:
+    """Half a cosine from start to end (Loshchilov and Hutter, arXiv:1608.03983, no restarts)."""
+    return schedulers.CosineParamScheduler(start, end)
+
+
+def build_schedule(
+    kind: str, start: float, end: float, *, warmup: float = 0.0, warmup_start: float = 0.0
+) -> Schedule:
+    """``kind`` from ``start`` to ``end``, after a linear ``warmup`` taking that fraction of the run.
+
+    With warm-up the main schedule is squeezed into the remaining 1 - ``warmup``.
+    """
+    main: Schedule = SCHEDULES[kind](start, end)
+    if warmup <= 0.0:
+        return main
+    rise = schedulers.LinearParamScheduler(warmup_start, start)
+    if warmup >= 1.0:
+        return rise
+    return schedulers.CompositeParamScheduler([rise, main], [warmup, 1.0 - warmup], ["rescaled"] * 2)
+
+
+def classy_schedule(config: dict[str, Any]) -> Schedule:
+    """A schedule registered with Classy Vision, from its config: ``{name: multistep, ...}``."""
+    args = {key: item for key, item in config.items() if key != "name"}
+    schedule: Schedule = classy.build("schedule", config["name"], args)
+    return schedule

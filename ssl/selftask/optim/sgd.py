@@ -1,0 +1,22 @@
+"""Stochastic gradient descent with momentum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from selftask.registry import register_optimizer
+
+
+@register_optimizer("sgd")
+@dataclass(frozen=True, kw_only=True)
+class SGD:
+    """torch.optim.SGD."""
+
+    sgd_momentum: float = 0.9
+    nesterov: bool = False
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, momentum=self.sgd_momentum, nesterov=self.nesterov, fused=True)

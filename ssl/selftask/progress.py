@@ -1,0 +1,80 @@
+"""The clock of a run: how long it is, and where it stands. Pure arithmetic, no torch.
+
+A *batch* is one read of ``batch_size`` samples; an *update* is one optimizer step, made of
+``accumulate`` batches (fewer at the end of an epoch that does not divide).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The length of a run, from ``epochs``, ``max_steps`` (updates) or both: the shorter counts."""
+
+    num_samples: int
+    batch_size: int
+    accumulate: int = 1
+    epochs: int | None = None
+    max_steps: int | None = None
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self.num_samples // self.batch_size  # the last partial batch is dropped
+
+    @property
+    def updates_per_epoch(self) -> int:
+        return -(-self.batches_per_epoch // self.accumulate)
+
+    @property
+    def total_updates(self) -> int:
+        by_epochs = None if self.epochs is None else self.epochs * self.updates_per_epoch
+        bounds = [bound for bound in (by_epochs, self.max_steps) if bound is not None]
+        return min(bounds)
+
+    @property
+    def total_batches(self) -> int:
+        whole, rest = divmod(self.total_updates, self.updates_per_epoch)
+        return whole * self.batches_per_epoch + min(rest * self.accumulate, self.batches_per_epoch)
+
+    @property
+    def num_epochs(self) -> int:
+        """Train phases, the last one perhaps cut short."""
+        return -(-self.total_updates // self.updates_per_epoch)
+
+
+@dataclass
+class Clock:
+    """What has been done so far: the counters of a checkpoint."""
+
+    length: RunLength
+    iteration: int = 0  # finished updates
+    batch: int = 0  # global batches whose gradients are in the parameters
+    phase: int = 0  # finished phases, train and test
+
+    @property
+    def where(self) -> float:
+        """Progress in [0, 1): every schedule is a function of it."""
+        return min(self.batch / self.length.total_batches, 1.0 - 1e-9)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self.batch // self.length.batches_per_epoch
+
+    @property
+    def batch_in_epoch(self) -> int:
+        return self.batch % self.length.batches_per_epoch
+
+    @property
+    def done(self) -> bool:
+        return self.batch >= self.length.total_batches
+
+    def state_dict(self) -> dict[str, int]:
+        return {"iteration": self.iteration, "batch": self.batch, "phase": self.phase}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.iteration, self.batch, self.phase = (
+            state[name] for name in ("iteration", "batch", "phase")
+        )

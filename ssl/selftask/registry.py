@@ -1,0 +1,227 @@
+"""A name in a config is the address of a piece of code.
+
+``METHODS["moco"]`` finds the file of the package that says ``@register_method("moco")``, imports
+it and returns what it registered. Nobody lists names anywhere: the folder is the list. A name's
+summary and config fields are read from its source, so that listing names and checking a config
+needs neither torch nor the import of anything.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import importlib.util
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from selftask.errors import UserError, nearest
+
+T = TypeVar("T")
+
+
+class UnknownName(UserError, KeyError):
+    """A name that no registered piece of code has."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a name is registered: module, file and line."""
+
+    module: str
+    path: Path
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+class Registry:
+    """The names of one ``kind`` of thing (method, hook, ...), kept in one ``package``."""
+
+    def __init__(self, kind: str, package: str) -> None:
+        self.kind = kind
+        self.package = package
+        self.decorator = f"register_{kind}"
+        self._registered: dict[str, Any] = {}
+        self._addresses: dict[str, Address] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator: make ``name`` the address of a class or function.
+
+        Raises UserError if the name is taken, showing both places.
+        """
+
+        caller = sys._getframe(1)  # the line of the decorator, as in the index
+        here = Address(
+            caller.f_globals["__name__"], Path(caller.f_code.co_filename), caller.f_lineno
+        )
+
+        def add(thing: T) -> T:
+            taken = self._addresses.get(name) or self._index().get(name)
+            if taken is not None and str(taken) != str(here):
+                raise UserError(
+                    f"the {self.kind} name {name!r} is taken: registered at {taken}, again at {here}"
+                )
+            self._registered[name] = thing
+            self._addresses[name] = here
+            return thing
+
+        return add
+
+    def __getitem__(self, name: str) -> Any:
+        """What is registered as ``name``, importing its module on first use."""
+        if name not in self._registered:
+            importlib.import_module(self.address(name).module)
+        return self._registered[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._registered or name in self._index()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def names(self) -> list[str]:
+        """All known names, sorted; nothing is imported."""
+        return sorted({*self._index(), *self._registered})
+
+    def address(self, name: str) -> Address:
+        """File and line of ``name``; raises UnknownName with the nearest known name."""
+        found = self._addresses.get(name) or self._index().get(name)
+        if found is None:
+            raise UnknownName(f"no {self.kind} named {name!r}; {nearest(name, self.names())}")
+        return found
+
+    def summary(self, name: str) -> str:
+        """The first line of the docstring of ``name``, read from its source."""
+        address = self.address(name)
+        node = _definition(address)
+        doc = ast.get_docstring(node) or ast.get_docstring(_parse(address.path)) or ""
+        return doc.partition("\n")[0]
+
+    def config_class(self, name: str) -> type | None:
+        """The dataclass of ``name``'s config fields: its ``Config``, or itself if it is a dataclass.
+
+        None where there is nothing to configure. Not imported yet, the fields are read from the
+        source alone; they then may use only builtins and ``typing``.
+        """
+        if name in self._registered:
+            return _config_of(self._registered[name])
+        return _read_config(_definition(self.address(name)), self.address(name).module)
+
+    @cache  # noqa: B019 - registries live as long as the process
+    def _index(self) -> dict[str, Address]:
+        """name -> address for every ``@register_<kind>("name")`` in the package's files."""
+        spec = importlib.util.find_spec(self.package)
+        pattern = re.compile(rf'^@{self.decorator}\(\s*"([\w.]+)"', re.MULTILINE)
+        index: dict[str, Address] = {}
+        for folder in spec.submodule_search_locations or [] if spec else []:
+            for path in sorted(Path(folder).glob("*.py")):
+                text = path.read_text(encoding="utf-8")
+                for match in pattern.finditer(text):
+                    line = text.count("\n", 0, match.start()) + 1
+                    index[match[1]] = Address(f"{self.package}.{path.stem}", path, line)
+        return index
+
+
+@cache
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _definition(address: Address) -> ast.ClassDef | ast.FunctionDef:
+    """The class or function whose first decorator stands at ``address``."""
+    for node in _parse(address.path).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.decorator_list:
+            if min(d.lineno for d in node.decorator_list) <= address.line <= node.lineno:
+                return node
+    raise UserError(f"{address}: nothing is defined under this registration")
+
+
+def _config_of(thing: Any) -> type | None:
+    config = getattr(thing, "Config", None)
+    if config is not None:
+        return typing.cast(type, config)
+    return thing if is_dataclass(thing) and isinstance(thing, type) else None
+
+
+def _read_config(node: ast.ClassDef | ast.FunctionDef, module: str) -> type | None:
+    """The config dataclass of a definition, made from its annotated fields without importing it."""
+    if isinstance(node, ast.FunctionDef):
+        return None
+    config = next(
+        (n for n in node.body if isinstance(n, ast.ClassDef) and n.name == "Config"), None
+    )
+    if config is None and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
+        config = node
+    if config is None:
+        return None
+    source = "\n".join(ast.unparse(node) for node in _fields_and_problems(config)) or "pass"
+    indented = "\n".join("    " + line for line in source.splitlines())
+    namespace: dict[str, Any] = {
+        name: getattr(typing, name) for name in ("Any", "Literal", "Optional")
+    }
+    namespace |= {"dataclass": dataclass, "field": field, "__name__": module, "typing": typing}
+    code = f"@dataclass(frozen=True, kw_only=True)\nclass Config:\n{indented}\n"
+    # dont_inherit: this file postpones its annotations, the class must have evaluated ones
+    exec(compile(code, f"<Config of {module}>", "exec", dont_inherit=True), namespace)
+    return typing.cast(type, namespace["Config"])
+
+
+def _fields_and_problems(config: ast.ClassDef) -> Iterator[ast.stmt]:
+    """What of a config class is kept: its fields, and ``problems`` without annotations."""
+    for node in config.body:
+        if isinstance(node, ast.AnnAssign):
+            if not ast.unparse(node.annotation).startswith("ClassVar"):
+                yield node
+        elif isinstance(node, ast.FunctionDef) and node.name == "problems":
+            bare = copy.deepcopy(node)
+            bare.returns = None
+            for argument in bare.args.args:
+                argument.annotation = None
+            yield bare
+
+
+METHODS = Registry("method", "selftask.methods")
+TRAIN_STEPS = Registry("train_step", "selftask.train_steps")
+HOOKS = Registry("hook", "selftask.hooks")
+BACKBONES = Registry("backbone", "selftask.models.backbones")
+SOURCES = Registry("source", "selftask.data.sources")
+TRANSFORMS = Registry("transform", "selftask.data.transforms")
+OPTIMIZERS = Registry("optimizer", "selftask.optim")
+SCHEDULES = Registry("schedule", "selftask.optim")
+METERS = Registry("meter", "selftask.meters")
+EVALUATIONS = Registry("evaluation", "selftask.evaluate")
+
+REGISTRIES: dict[str, Registry] = {
+    "methods": METHODS,
+    "train_steps": TRAIN_STEPS,
+    "hooks": HOOKS,
+    "backbones": BACKBONES,
+    "sources": SOURCES,
+    "transforms": TRANSFORMS,
+    "optimizers": OPTIMIZERS,
+    "schedules": SCHEDULES,
+    "meters": METERS,
+    "evaluations": EVALUATIONS,
+}
+
+register_method = METHODS.register
+register_train_step = TRAIN_STEPS.register
+register_hook = HOOKS.register
+register_backbone = BACKBONES.register
+register_source = SOURCES.register
+register_transform = TRANSFORMS.register
+register_optimizer = OPTIMIZERS.register
+register_schedule = SCHEDULES.register
+register_meter = METERS.register
+register_evaluation = EVALUATIONS.register

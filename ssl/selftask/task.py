@@ -1,0 +1,381 @@
+"""The task: everything a run is made of, and what a train step may ask for.
+
+Built by ``prepare`` in this order: device, data, backbone (and the weights it starts from),
+network, what the method attaches to it, optimizer, hooks; only then is a checkpoint loaded, so
+that every part of it has a place to go.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selftask import checkpoint, classy, environment
+from selftask.classy import ClassyTaskNames
+from selftask.collectives import (
+    all_reduce_gradients,
+    broadcast_buffers,
+    broadcast_module,
+    gather_objects,
+    is_primary,
+)
+from selftask.config.load import to_yaml
+from selftask.config.schema import Component, Config
+from selftask.data.dataset import Sources, open_data
+from selftask.data.feed import Feed
+from selftask.hooks.base import POINTS, defines
+from selftask.logs import MetricsFile, format_row, get_logger
+from selftask.models.address import read_weights
+from selftask.models.build import build_backbone
+from selftask.models.weights import load_weights
+from selftask.optim.build import build_optimizer
+from selftask.progress import Clock, RunLength
+from selftask.registry import HOOKS, METERS, METHODS, TRAIN_STEPS, Registry
+from selftask.timing import NoTimer
+
+log = get_logger(__name__)
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class LastBatch:
+    """What the step has made so far of the batch at hand; hooks read it, each at its point."""
+
+    sample: dict[str, Any]
+    output: Any
+    local_loss: Tensor | None = None  # of this rank, with graph
+    loss: Tensor | None = None  # mean over ranks, without
+
+    @property
+    def target(self) -> Tensor:
+        """The labels, -1 where there are none."""
+        target: Tensor = self.sample["target"]
+        return target
+
+
+class Task(ClassyTaskNames):
+    """Model, loss, meters, optimizer and hooks of one run; Classy's own trainer can drive it."""
+
+    def __init__(self, config: Config, *, sources: Sources | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.sources = sources
+        self.out = Path(config.out)
+        self.world = environment.read_world()
+        self.device = environment.pick_device(config.train.device, self.world)
+        self.timer: Callable[[str], AbstractContextManager[None]] = NoTimer()
+        self.evaluate: Callable[[Task], dict[str, float]] | None = None  # set by the launcher
+        self.train_step_function: Callable[[Task], None] = TRAIN_STEPS[config.train.step]
+        self.train = True
+        self.scalars: dict[str, Any] = {}  # what goes into the next line of the log
+        self.losses: list[Tensor] = []  # of this phase; stay on the device
+        self.interrupted_by: str | None = None  # the signal that asks to stop after this step
+        self.last_row: dict[str, Any] = {}  # of metrics.jsonl
+        self._calls: dict[str, list[Callable[[Task], None]]] = {}  # point -> what hooks define it
+        self._saved: tuple[int, int] | None = None  # the clock of the newest checkpoint
+
+    @classmethod
+    def from_config(cls, config: Config) -> Task:  # type: ignore[override]
+        return cls(config)
+
+    # -- building -------------------------------------------------------------------------------
+
+    def prepare(self, num_dataloader_workers: int = 0, dataloader_mp_context: Any = None) -> None:
+        """Build every part, then load the checkpoint the config asks to resume from.
+
+        The arguments are Classy's; workers come from ``data.num_workers``.
+        """
+        train = self.config.train
+        environment.join_world(self.world, self.device)
+        environment.seed_all(train.seed, rank=0)  # the same first weights on every rank
+        self.out.mkdir(parents=True, exist_ok=True)
+        sources = self.sources or open_data(self.config.data)
+        self.feed = Feed(self.config, sources, self.world, self.device)
+        self.length = RunLength(
+            num_samples=self.feed.num_samples,
+            batch_size=train.batch_size,
+            accumulate=train.accumulate,
+            epochs=train.epochs,
+            max_steps=train.max_steps,
+        )
+        self.clock = Clock(self.length)
+        self._build_model()
+        self._build_optimizer()
+        self._build_hooks()
+        environment.seed_all(train.seed, self.world.rank)
+        self.rows = MetricsFile(self.out / "metrics.jsonl") if is_primary() else None
+        self.resumed = self._resume()
+        self.data_iterator: Iterator[dict[str, Any]] = iter(())
+
+    def _build_model(self) -> None:
+        config = self.config
+        backbone = build_backbone(config.backbone)
+        if config.init.backbone is not None:
+            state = read_weights(config.init.backbone)
+            load_weights(backbone, state, coverage=config.init.coverage, what="init.backbone")
+        method = METHODS[config.method.name]
+        self.loss = method(method.Config(**config.method.args))
+        self.base_model = self.loss.build_network(backbone, self).to(self.device)
+        self.loss.attach(self)
+        self.loss.to(self.device)
+        for module in (self.base_model, self.loss):
+            broadcast_module(module)
+        self.model = torch.compile(self.base_model) if config.train.compile else self.base_model
+
+    def _build_optimizer(self) -> None:
+        train = self.config.train
+        self.trained = [("network", self.base_model), ("loss", self.loss)]
+        batch = train.batch_size * train.accumulate
+        self.optimizer = build_optimizer(self.config.optimizer, self.trained, self.length, batch=batch)
+        self.grad_scaler = torch.amp.GradScaler(
+            self.device.type, enabled=train.precision == "float16"
+        )
+        self._parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
+
+    def _build_hooks(self) -> None:
+        self.named_hooks = {key: _build(HOOKS, c) for key, c in self.config.hooks.items()}
+        self.meters = [_build(METERS, c) for c in self.config.meters.values()]
+        ranked = sorted(self.named_hooks.values(), key=lambda hook: getattr(hook, "priority", 50))
+        self.hooks = [self.loss, *ranked]
+        self._calls = {
+            point: [getattr(hook, point) for hook in self.hooks if defines(hook, point)]
+            for point in POINTS
+        }
+
+    # -- what the step asks for -----------------------------------------------------------------
+
+    @property
+    def where(self) -> float:
+        """Progress in [0, 1)."""
+        return self.clock.where
+
+    @property
+    def iteration(self) -> int:
+        """Finished updates."""
+        return self.clock.iteration
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision of the forward pass; nothing in float32."""
+        dtype = _DTYPES.get(self.config.train.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    def update_meters(self, output: Any, target: Tensor) -> None:
+        """Show the batch to the meters: those of a test phase."""
+        if not self.train:
+            for meter in self.meters:
+                meter.update(output.detach(), target)
+
+    def reduce_gradients(self) -> None:
+        """Gradients become their mean over ranks."""
+        all_reduce_gradients(self._parameters)
+
+    def advance(self, batches: int = 1) -> None:
+        """Count one finished update made of that many batches."""
+        self.clock.iteration += 1
+        self.clock.batch += batches
+
+    def run_hooks(self, point: str) -> None:  # type: ignore[override]
+        """Call every hook that defines ``point``, the method first."""
+        for call in self._calls.get(point, ()):
+            call(self)
+
+    def log(self, name: str, value: Any) -> None:
+        """Show ``value`` (a number, or a tensor that stays on the device) in the next log line."""
+        self.scalars[name] = value
+
+    def write_row(self, row: dict[str, Any]) -> None:
+        """One line of the log and of ``metrics.jsonl``, stamped with step and epoch."""
+        epoch = round(self.clock.batch / self.length.batches_per_epoch, 4)
+        self.last_row = {"step": self.iteration, "epoch": epoch, **row}
+        if self.rows is not None:
+            self.rows.write(self.last_row)
+            log.info("%s", format_row(self.last_row))
+
+    def take_scalars(self) -> dict[str, float]:
+        """What was given to ``log`` since the last row, as numbers. Waits for the device."""
+        row = {name: float(value) for name, value in self.scalars.items()}
+        self.scalars.clear()
+        return row
+
+    @property
+    def at_log_point(self) -> bool:
+        """Whether a log line is written after the update at hand: the time to compute what is dear."""
+        done = self.clock.iteration + 1
+        return done % self.config.train.log_every == 0 or done == self.length.total_updates
+
+    # -- the life of a run: Classy's contract ---------------------------------------------------
+
+    def done_training(self) -> bool:
+        """Whether no phase is left."""
+        return self.clock.done and not self._test_is_next()
+
+    def on_start(self) -> None:
+        self.run_hooks("on_start")
+
+    def on_phase_start(self) -> None:
+        """Begin a train phase (or the rest of it, after a resume) or a test phase."""
+        self.train = not self._test_is_next()
+        self.losses.clear()
+        self.base_model.train(self.train)
+        self.loss.train(self.train)
+        if not self.train:
+            broadcast_buffers(self.base_model)
+        for meter in self.meters:
+            meter.reset()
+        if self.train and hasattr(self.optimizer, "on_epoch"):
+            self.optimizer.on_epoch(self.where)
+        self.run_hooks("on_phase_start")
+        self.data_iterator = self._samples()
+
+    def step(self) -> None:
+        """One call of the registered train step; StopIteration when the phase is over."""
+        self.train_step()
+        self.run_hooks("on_step")
+
+    def train_step(self) -> None:
+        self.train_step_function(self)
+
+    def eval_step(self) -> None:
+        self.train_step_function(self)
+
+    def on_phase_end(self) -> None:
+        """Sum the meters over ranks, and count the phase."""
+        for meter in self.meters:
+            meter.sync_state()
+        if not self.train:
+            for meter in self.meters:
+                for name, value in meter.value.items():
+                    self.log(f"test_{meter.name}_{name}", value)
+        self.clock.phase += 1
+        self.run_hooks("on_phase_end")
+
+    def on_end(self) -> None:
+        self.run_hooks("on_end")
+
+    def on_exception(self) -> None:
+        """Let hooks put things away, whatever went wrong."""
+        self.run_hooks("on_exception")
+
+    def close(self) -> None:
+        """Stop the loader's workers and close the files."""
+        if hasattr(self, "feed"):
+            self.feed.close()
+        if getattr(self, "rows", None) is not None:
+            self.rows.close()
+
+    def _samples(self) -> Iterator[dict[str, Any]]:
+        """The samples of this phase, from where the clock stands, each as the method wants it."""
+        samples = self._rest_of_epoch() if self.train else self.feed.test_samples()
+        for sample in samples:
+            self.loss.prepare(sample, self)
+            yield sample
+
+    def _rest_of_epoch(self) -> Iterator[dict[str, Any]]:
+        stop = min(self.batches_left, self.length.total_batches - self.clock.batch)
+        batches = self.feed.train_samples(self.clock.batch)
+        for _ in range(stop):
+            yield next(batches)
+
+    @property
+    def batches_left(self) -> int:
+        """Batches from here to the end of the epoch."""
+        return self.length.batches_per_epoch - self.clock.batch_in_epoch
+
+    @property
+    def phase_finished(self) -> bool:
+        """Whether the update just counted was the last of its train phase."""
+        return self.train and (self.clock.batch_in_epoch == 0 or self.clock.done)
+
+    def _test_is_next(self) -> bool:
+        """With meters and a test set, each train phase is followed by a test phase."""
+        return bool(self.meters) and self.feed.has_test and self.clock.phase % 2 == 1
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that stopping now would lose, as tensors and plain python."""
+        return {
+            "model": self.base_model.state_dict(),
+            "method": self.loss.state_dict(),
+            "optimizer": self.optimizer.get_classy_state(),
+            "scaler": self.grad_scaler.state_dict(),
+            "clock": self.clock.state_dict(),
+            "hooks": {key: hook.get_classy_state() for key, hook in self.named_hooks.items()},
+            "meters": [meter.get_classy_state() for meter in self.meters],
+            "rng": gather_objects(environment.rng_state()),
+            "metrics_bytes": self.rows.length if self.rows is not None else 0,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put everything back; parts must match exactly."""
+        self.base_model.load_state_dict(state["model"])
+        self.loss.load_state_dict(state["method"])
+        self.optimizer.set_classy_state(state["optimizer"])
+        self.grad_scaler.load_state_dict(state["scaler"])
+        self.clock.load_state_dict(state["clock"])
+        for key, hook in self.named_hooks.items():
+            if key in state["hooks"]:
+                hook.set_classy_state(state["hooks"][key])
+        for meter, meter_state in zip(self.meters, state["meters"], strict=False):
+            meter.set_classy_state(meter_state)
+        if self.world.rank < len(state["rng"]):
+            environment.set_rng_state(state["rng"][self.world.rank])
+
+    def get_classy_state(self, deep_copy: bool = False) -> dict[str, Any]:
+        state = self.state_dict()
+        return copy.deepcopy(state) if deep_copy else state
+
+    def set_classy_state(self, state: dict[str, Any]) -> None:
+        self.load_state_dict(state)
+
+    def save_checkpoint(self) -> None:
+        """Write ``checkpoints/step_N.pt``; every rank calls, the first one writes."""
+        now = (self.clock.iteration, self.clock.phase)
+        if now == self._saved:
+            return
+        self._saved = now
+        self.run_hooks("before_save")
+        state = self.state_dict()
+        if is_primary():
+            keep = self.config.train.keep_checkpoints
+            checkpoint.save(
+                {"format": 1, "config": to_yaml(self.config), **state},
+                self.out / "checkpoints",
+                self.iteration,
+                keep=keep,
+            )
+
+    def _resume(self) -> bool:
+        """Load what ``resume`` says; whether there was something to load."""
+        resume = self.config.resume
+        found = None
+        if resume == "auto":
+            found = checkpoint.load_newest(self.out / "checkpoints")
+        elif resume != "never":
+            found = checkpoint.load(Path(resume)), Path(resume)
+        if found is None:
+            if self.rows is not None:
+                self.rows.cut(0)  # what a run that never came to a checkpoint left
+            return False
+        state, path = found
+        self.load_state_dict(state)
+        if self.rows is not None:
+            self.rows.cut(state["metrics_bytes"])
+        self.run_hooks("after_load")
+        log.info("resumed from %s: step %d, epoch %d", path, self.iteration, self.clock.epoch)
+        return True
+
+
+def _build(registry: Registry, component: Component) -> Any:
+    """The hook or meter of that name: ours, or one registered with Classy Vision."""
+    if component.name in registry:
+        return registry[component.name](**component.args)
+    return classy.build(registry.kind, component.name, component.args)

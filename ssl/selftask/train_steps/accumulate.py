@@ -1,0 +1,59 @@
+"""Several batches, one parameter update: a larger batch for the optimizer than memory allows."""
+
+from __future__ import annotations
+
+import torch
+
+from selftask.collectives import all_reduce_mean
+from selftask.registry import register_train_step
+from selftask.task import LastBatch, Task
+
+
+@register_train_step("accumulate")
+def accumulate_train_step(task: Task) -> None:
+    """Forward and backward ``train.accumulate`` times, then one reduction and one update.
+
+    The gradient is the mean over the batches; at the end of an epoch that leaves fewer, it is the
+    mean over those. Each loss still sees one batch: accumulation does *not* enlarge the set of
+    negatives of a contrastive method, nor the batch that BatchNorm or Barlow Twins look at.
+    """
+    if not task.train:
+        _forward(task, share=1.0)
+        return
+
+    with task.timer("train_step"):
+        batches = min(task.config.train.accumulate, task.batches_left)
+        for number in range(batches):
+            loss = _forward(task, share=1.0 / batches)
+            with task.timer("backward"):
+                if number == 0:
+                    task.optimizer.zero_grad()
+                task.grad_scaler.scale(loss).backward()
+
+        with task.timer("reduce"):
+            task.reduce_gradients()  # once per update
+            task.grad_scaler.unscale_(task.optimizer)
+        task.run_hooks("on_backward")
+
+        with task.timer("optimizer_step"):
+            task.grad_scaler.step(task.optimizer, where=task.where)
+            task.grad_scaler.update()
+        task.run_hooks("on_update")
+        task.advance(batches)
+
+
+def _forward(task: Task, *, share: float) -> torch.Tensor:
+    """One batch through network and loss; the loss's ``share`` of the update, with its graph."""
+    with task.timer("read_sample"):
+        sample = next(task.data_iterator)
+    with torch.set_grad_enabled(task.train), task.autocast():
+        with task.timer("forward"):
+            output = task.model(sample["input"])
+        task.last_batch = batch = LastBatch(sample, output)
+        task.run_hooks("on_forward")
+        with task.timer("loss"):
+            batch.local_loss = task.loss(output, sample["target"])
+    batch.loss = all_reduce_mean(batch.local_loss.detach())
+    task.update_meters(output, sample["target"])
+    task.run_hooks("on_loss_and_meter")
+    return batch.local_loss * share

@@ -1,0 +1,152 @@
+"""Any file becomes upright 8-bit RGB, or BadImage."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from selftask.data.image import BadImage, as_rgb, check_header, from_array, read_image, to_rgb
+
+ODD_IMAGES = Path(__file__).parents[3] / "shared" / "data" / "odd_images"
+
+
+@pytest.fixture
+def picture() -> Image.Image:
+    """A 12x8 RGB image without any symmetry."""
+    ramp = np.arange(8 * 12 * 3, dtype=np.uint8).reshape(8, 12, 3)
+    return Image.fromarray(ramp)
+
+
+def test_orientation_is_undone(picture: Image.Image, tmp_path: Path) -> None:
+    pixels = np.asarray(picture)
+    stored = {  # what a camera would store for each orientation, so that upright is `pixels`
+        1: pixels,
+        2: pixels[:, ::-1],
+        3: pixels[::-1, ::-1],
+        4: pixels[::-1],
+        5: pixels.transpose(1, 0, 2),
+        6: np.rot90(pixels, 1),
+        7: pixels[::-1, ::-1].transpose(1, 0, 2),
+        8: np.rot90(pixels, -1),
+    }
+    for orientation, array in stored.items():
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        path = tmp_path / f"{orientation}.png"
+        Image.fromarray(np.ascontiguousarray(array)).save(path, exif=exif)
+        assert np.array_equal(np.asarray(read_image(str(path))), pixels), orientation
+
+
+def test_16_bit_is_scaled_not_clipped(tmp_path: Path) -> None:
+    deep = np.array([[0, 257, 32896, 65535]], dtype=np.uint16)
+    for suffix in ("png", "tif", "pgm"):
+        path = tmp_path / f"deep.{suffix}"
+        Image.fromarray(deep).save(path)
+        image = read_image(str(path))
+        assert image.mode == "RGB"
+        assert np.asarray(image)[0, :, 0].tolist() == [0, 1, 128, 255], suffix
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "RGBA", "CMYK", "YCbCr", "HSV", "I", "F", "La", "RGBa"])
+def test_every_mode_becomes_rgb(mode: str, picture: Image.Image) -> None:
+    through = {"La": "LA", "RGBa": "RGBA", "HSV": "RGB"}.get(mode)
+    image = (picture.convert(through) if through else picture).convert(mode)
+    assert to_rgb(image).mode == "RGB"
+    assert to_rgb(image).size == picture.size
+
+
+def test_gray_modes_keep_their_values(picture: Image.Image) -> None:
+    gray = picture.convert("L")
+    for mode in ("LA", "F"):
+        assert np.array_equal(np.asarray(to_rgb(gray.convert(mode)))[..., 1], np.asarray(gray))
+
+
+def test_palette_with_transparency(tmp_path: Path) -> None:
+    image = Image.new("P", (2, 1))
+    image.putpalette([255, 0, 0, 0, 0, 255])
+    image.putdata([0, 1])
+    image.save(tmp_path / "p.png", transparency=bytes([0, 128]))
+    assert np.asarray(read_image(str(tmp_path / "p.png"))).tolist() == [[[255, 0, 0], [0, 0, 255]]]
+
+
+def test_cmyk_jpeg(tmp_path: Path) -> None:
+    Image.new("CMYK", (16, 16), (0, 255, 255, 0)).save(tmp_path / "red.jpg", quality=95)
+    red = np.asarray(read_image(str(tmp_path / "red.jpg")))[8, 8].astype(int)
+    assert np.abs(red - [255, 0, 0]).max() <= 4
+
+
+def test_first_frame_of_an_animation(tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (4, 4), color) for color in ("red", "lime")]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    assert np.asarray(read_image(str(tmp_path / "a.gif")))[0, 0].tolist() == [255, 0, 0]
+
+
+def test_content_decides_not_the_name(picture: Image.Image, tmp_path: Path) -> None:
+    picture.save(tmp_path / "x.jpg", format="PNG")
+    assert np.array_equal(np.asarray(read_image(str(tmp_path / "x.jpg"))), np.asarray(picture))
+
+
+def test_truncated_and_foreign_files_are_bad(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, format="JPEG")
+    contents = {"cut.jpg": buffer.getvalue()[:-2000], "text.jpg": b"no image", "empty.jpg": b""}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(BadImage) as caught:
+            read_image(str(tmp_path / name))
+        assert caught.value.path == str(tmp_path / name)
+        assert caught.value.reason
+        assert "\n" not in caught.value.reason
+    with pytest.raises(BadImage, match="no such file"):
+        read_image(str(tmp_path / "gone.jpg"))
+    assert check_header(str(tmp_path / "cut.jpg")) is None  # a header is all it looks at
+    assert check_header(str(tmp_path / "text.jpg")) is not None
+
+
+def test_bombs_are_refused_before_decoding(tmp_path: Path) -> None:
+    Image.new("1", (5000, 5000)).save(tmp_path / "bomb.png")
+    for look in (read_image, check_header):
+        assert look(str(tmp_path / "bomb.png"), 25_000_000) is not None or look is check_header
+    with pytest.raises(BadImage, match=r"5000x5000 pixels.*max_pixels=24999999"):
+        read_image(str(tmp_path / "bomb.png"), 24_999_999)
+
+
+def test_pillows_own_limit_is_as_before(tmp_path: Path) -> None:
+    before = Image.MAX_IMAGE_PIXELS
+    check_header(str(tmp_path / "gone.png"), 10)
+    assert before == Image.MAX_IMAGE_PIXELS
+
+
+def test_arrays_of_any_layout() -> None:
+    channels_last = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    assert np.array_equal(np.asarray(from_array(channels_last)), channels_last)
+    assert np.array_equal(np.asarray(from_array(channels_last.transpose(2, 0, 1))), channels_last)
+    assert np.array_equal(np.asarray(from_array(channels_last / 255.0)), channels_last)
+    assert np.array_equal(np.asarray(from_array(channels_last.astype(np.uint16) * 257)), channels_last)
+    gray = channels_last[..., :1]
+    assert np.array_equal(np.asarray(from_array(gray)), gray.repeat(3, axis=2))
+    with pytest.raises(ValueError, match=r"\(5, 7, 6\)"):
+        from_array(np.zeros((5, 7, 6)))
+
+
+def test_torch_tensors_are_images_too() -> None:
+    torch = pytest.importorskip("torch")
+    pixels = torch.arange(60, dtype=torch.uint8).reshape(3, 4, 5)
+    assert np.array_equal(np.asarray(as_rgb(pixels)), pixels.permute(1, 2, 0).numpy())
+
+
+@pytest.mark.skipif(not ODD_IMAGES.is_dir(), reason="shared test images are not here")
+def test_odd_images() -> None:
+    for entry in json.loads((ODD_IMAGES / "manifest.json").read_text()):
+        path = str(ODD_IMAGES / entry["file"])
+        if entry.get("fresh_open_convert_RGB") == "ok":
+            assert read_image(path).mode == "RGB"
+        else:
+            with pytest.raises(BadImage):
+                read_image(path)

@@ -1,0 +1,128 @@
+"""Features of a frozen backbone, and nearest neighbours against scikit-learn and plain loops."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from sklearn.neighbors import KNeighborsClassifier
+from torch import nn
+
+from selftask.errors import UserError
+from selftask.evaluate import knn
+from selftask.evaluate.features import Features, extract_features
+from selftask.evaluate.knn import KNN, knn_accuracy
+from selftask.registry import EVALUATIONS
+
+
+def _set(num: int, seed: int, *, classes: int = 5, dim: int = 8) -> Features:
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(classes, (num,), generator=generator)
+    features = torch.eye(classes, dim)[targets] + torch.randn(num, dim, generator=generator) * 0.7
+    return Features(features, targets, torch.arange(num))
+
+
+def _batches(num: int) -> list[dict]:
+    return [
+        {
+            "views": [torch.full((2, 3, 4, 4), float(i))],
+            "target": torch.tensor([i, i + 1]),
+            "index": torch.tensor([2 * i, 2 * i + 1]),
+        }
+        for i in range(num)
+    ]
+
+
+def test_extraction_leaves_nothing_behind() -> None:
+    backbone = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(48), nn.Dropout(0.5), nn.Linear(48, 4))
+    backbone[2].eval()
+    before = {key: value.clone() for key, value in backbone.state_dict().items()}
+    state = torch.get_rng_state()
+
+    def drawing():
+        for batch in _batches(3):
+            torch.rand(1)  # as a DataLoader does
+            yield batch
+
+    features = extract_features(backbone, drawing(), device="cpu")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[key], value) for key, value in backbone.state_dict().items())
+    assert [module.training for module in backbone] == [True, True, False, True]
+    assert features.features.shape == (6, 4) and features.features.dtype == torch.float32
+    assert not features.features.requires_grad and not features.features.is_inference()
+    assert features.targets.tolist() == [0, 1, 1, 2, 2, 3]
+    assert features.indices.tolist() == list(range(6))
+    with torch.no_grad():
+        expected = backbone.eval()(torch.full((1, 3, 4, 4), 2.0))
+    assert torch.allclose(features.features[5:], expected)
+
+
+def test_modes_return_after_an_exception() -> None:
+    backbone = nn.Linear(3, 3)
+    with pytest.raises(RuntimeError):
+        extract_features(backbone, _batches(1), device="cpu")
+    assert backbone.training
+
+
+def test_features_that_are_not_finite_are_told() -> None:
+    broken = nn.Sequential(nn.Flatten(), nn.Linear(48, 2))
+    nn.init.constant_(broken[1].bias, math.nan)
+    with pytest.raises(UserError, match="6 of 6 images are not finite"):
+        extract_features(broken, _batches(3), device="cpu")
+    with pytest.raises(UserError, match="no images"):
+        extract_features(broken, [], device="cpu")
+
+
+@pytest.mark.parametrize("blocks", [(512, 32_768), (7, 13), (64, 5)])
+@pytest.mark.parametrize("temperature", [0.07, 1.0])
+def test_equals_scikit_learn(
+    blocks: tuple[int, int], temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(knn, "_TEST_ROWS", blocks[0])
+    monkeypatch.setattr(knn, "_TRAIN_ROWS", blocks[1])
+    train, test = _set(150, 0), _set(60, 1)
+    got = knn_accuracy(train, test, k=(20, 5, 1), temperature=temperature)
+    for k, key in [(20, "knn_top1"), (5, "knn_top1_k5"), (1, "knn_top1_k1")]:
+        reference = KNeighborsClassifier(
+            k, metric="cosine", weights=lambda d: np.exp((1 - d) / temperature)
+        )
+        reference.fit(train.features.double().numpy(), train.targets.numpy())
+        expected = reference.score(test.features.double().numpy(), test.targets.numpy())
+        assert got[key] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("blocks", [(512, 32_768), (7, 13)])
+def test_leave_one_out_is_a_loop_over_sets_without_one(
+    blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(knn, "_TEST_ROWS", blocks[0])
+    monkeypatch.setattr(knn, "_TRAIN_ROWS", blocks[1])
+    data = _set(40, 2)
+    hits = 0.0
+    for i in range(40):
+        rest = torch.tensor([j for j in range(40) if j != i])
+        hits += knn_accuracy(data[rest], data[torch.tensor([i])], k=(5,))["knn_top1"]
+    assert knn_accuracy(data, data, k=(5,))["knn_top1"] == pytest.approx(hits / 40)
+    copy = Features(data.features, data.targets, data.indices)
+    assert knn_accuracy(data, copy, k=(1,))["knn_top1"] == 1.0  # there each finds itself
+
+
+def test_k_above_the_set_and_classes_that_are_absent() -> None:
+    train = Features(torch.eye(3), torch.tensor([0, 7, 7]), torch.arange(3))
+    test = Features(torch.eye(3)[:2], torch.tensor([0, 9]), torch.arange(2))
+    got = knn_accuracy(train, test, k=(200,), temperature=0.01)  # exp(100) overflows in float32
+    assert got == {"knn_top1": 0.5}
+
+
+def test_labels_are_needed() -> None:
+    train = _set(10, 0)
+    blank = Features(train.features, torch.full((10,), -1), train.indices)
+    with pytest.raises(UserError, match="test set: 10 of 10 images have no label"):
+        knn_accuracy(train, blank)
+
+
+def test_is_registered_with_its_fields() -> None:
+    assert EVALUATIONS["knn"] is KNN
+    assert set(KNN(k=[3, 4])(_set(30, 0), _set(10, 1))) == {"knn_top1", "knn_top1_k4"}

@@ -1,0 +1,91 @@
+"""The linear probe against scikit-learn's logistic regression."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
+
+from selftask.errors import UserError
+from selftask.evaluate import linear
+from selftask.evaluate.features import Features
+from selftask.evaluate.linear import Linear
+from selftask.registry import EVALUATIONS
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[Features, Features]:
+    x, y = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(x))
+    sets = [
+        Features(torch.tensor(x[i]).float(), torch.tensor(y[i]).long(), torch.tensor(i))
+        for i in (order[:1200], order[1200:])
+    ]
+    return sets[0], sets[1]
+
+
+def _sklearn(train: Features, test: Features, weight_decay: float) -> float:
+    scaler = StandardScaler().fit(train.features.numpy())
+    model = LogisticRegression(C=1 / (weight_decay * len(train)), max_iter=2000)
+    model.fit(scaler.transform(train.features.numpy()), train.targets.numpy())
+    return float(model.score(scaler.transform(test.features.numpy()), test.targets.numpy()))
+
+
+def test_is_as_good_as_scikit_learn(digits: tuple[Features, Features]) -> None:
+    train, test = digits
+    reference = max(_sklearn(train, test, wd) for wd in (1e-4, 1e-3, 1e-2))
+    got = Linear()(train, test)["linear_top1"]
+    assert abs(got - reference) < 0.02
+
+
+@pytest.mark.parametrize("weight_decay", [1e-3, 1e-2, 1.0])
+@pytest.mark.parametrize("rows", [8192, 100])
+def test_finds_the_minimum_that_scikit_learn_finds(
+    weight_decay: float,
+    rows: int,
+    digits: tuple[Features, Features],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear, "_ROWS", rows)
+    train, test = linear._standardised(*digits)
+    fit = linear._fit(train, [0.1, weight_decay], 200)
+    model = LogisticRegression(C=1 / (weight_decay * len(train)), max_iter=5000, tol=1e-8)
+    model.fit(train.features.double().numpy(), train.targets.numpy())
+    expected = torch.tensor(model.predict_log_proba(test.features.double().numpy()))
+    got = torch.cat([logits for logits, _ in fit.logits(test)])[:, 1].log_softmax(dim=1)
+    assert (got - expected).abs().max() < 0.02
+    assert fit.accuracy(test)[1] == pytest.approx(
+        model.score(test.features.double().numpy(), test.targets.numpy())
+    )
+
+
+def test_few_labels_grow_towards_all(digits: tuple[Features, Features]) -> None:
+    train, test = digits
+    probe = Linear(few_labels=[1, 10], repeats=3)
+    state = torch.get_rng_state()
+    got = probe(train, test)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert got == probe(train, test)
+    assert 0.3 < got["linear_1_labels_top1"] < got["linear_10_labels_top1"] < got["linear_top1"]
+    few = linear._draw(train, 10, torch.Generator().manual_seed(0))
+    assert few.targets.bincount().tolist() == [10] * 10
+    assert len(few.indices.unique()) == 100
+
+
+def test_constant_features_rare_and_unseen_classes() -> None:
+    features = torch.cat([torch.eye(4).repeat(10, 1), torch.full((40, 1), 5.0)], dim=1)
+    targets = torch.arange(4).repeat(10) * 100
+    train = Features(features, targets, torch.arange(40))
+    test = Features(features[:5], torch.tensor([0, 100, 200, 300, 900]), torch.arange(5))
+    got = Linear(few_labels=[50])(train, test)
+    assert got["linear_top1"] == got["linear_50_labels_top1"] == pytest.approx(0.8)
+
+
+def test_labels_are_needed() -> None:
+    blank = Features(torch.zeros(3, 2), torch.full((3,), -1), torch.arange(3))
+    with pytest.raises(UserError, match="linear probe, training set"):
+        Linear()(blank, blank)
+    assert EVALUATIONS["linear"] is Linear

@@ -1,0 +1,109 @@
+"""Backbones: shapes, the libraries' own keys, messages for what cannot be built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from selftask.config.schema import Component
+from selftask.errors import UserError
+from selftask.models.build import build_backbone, embed_dim
+
+
+def _build(name: str, **args: object) -> nn.Module:
+    return build_backbone(Component(name=name, args=dict(args)))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "size", "dim"),
+    [
+        ("small_resnet", {}, 32, 128),
+        ("small_resnet", {"width": 8, "blocks": 2, "stem_stride": 1}, 32, 32),
+        ("resnet18", {"stem": "cifar"}, 32, 512),
+        ("resnet50", {"zero_init_residual": True}, 64, 2048),
+        ("vit_tiny", {"img_size": 32, "patch_size": 4, "depth": 2}, 32, 192),
+        (
+            "vit_tiny",
+            {"img_size": 32, "patch_size": 8, "depth": 1, "dynamic_img_size": True},
+            16,
+            192,
+        ),
+        ("timm", {"model": "vit_tiny_patch16_224", "args": {"img_size": 32, "depth": 1}}, 32, 192),
+        ("timm", {"model": "resnet18"}, 32, 512),
+        ("torchvision", {"model": "mobilenet_v3_small"}, 32, 576),
+        ("torchvision", {"model": "vit_b_16", "args": {"image_size": 32}}, 32, 768),
+    ],
+)
+def test_maps_images_to_embed_dim_features(name: str, args: dict, size: int, dim: int) -> None:
+    backbone = _build(name, **args)
+    assert embed_dim(backbone) == dim
+    assert backbone(torch.randn(2, 3, size, size)).shape == (2, dim)
+    assert all(module.training for module in backbone.modules())
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_resnet_is_torchvisions_without_fc(name: str) -> None:
+    ours = _build(name)
+    theirs = torchvision.models.get_model(name)
+    theirs.fc = nn.Identity()
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    x = torch.randn(2, 3, 64, 64)
+    assert torch.equal(ours.eval()(x), theirs.eval()(x))
+
+
+def test_cifar_stem_keeps_the_size() -> None:
+    sizes = {}
+    for padding in (1, 2):
+        backbone = _build("resnet18", stem="cifar", stem_padding=padding)
+        x = torch.zeros(1, 3, 32, 32)
+        sizes[padding] = backbone.maxpool(backbone.conv1(x)).shape[-1]
+    assert sizes == {1: 32, 2: 34}
+
+
+def test_zero_init_residual_makes_blocks_identities() -> None:
+    backbone = _build("resnet18", zero_init_residual=True)
+    assert float(backbone.layer1[0].bn2.weight.detach().abs().max()) == 0
+
+
+def test_your_own_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_nets.py").write_text(
+        "import torch\n"
+        "def pooled(width=4):\n"
+        "    conv = torch.nn.Conv2d(3, width, 3)\n"
+        "    return torch.nn.Sequential(conv, torch.nn.BatchNorm2d(width),\n"
+        "        torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())\n"
+        "def maps():\n    return torch.nn.Conv2d(3, 4, 3)\n"
+        "def nothing():\n    return 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    backbone = _build("custom", model="my_nets:pooled", args={"width": 6})
+    assert embed_dim(backbone) == 6
+    assert backbone.training and int(backbone[1].num_batches_tracked) == 0  # only looked at
+    for model, args, message in [
+        ("my_nets:pooled", {"size": 1}, "size"),
+        ("my_nets:poled", {}, "did you mean 'pooled'"),
+        ("no_such_nets:f", {}, "cannot import 'no_such_nets'"),
+        ("my_nets:nothing", {}, "not nn.Module"),
+        ("my_nets:maps", {}, r"\(1, 4, 222, 222\)"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            _build("custom", model=model, args=args)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("timm", {"model": "vit_tinny_patch16_224"}, "vit_tiny_patch16_224"),
+        ("timm", {"model": "resnet18", "args": {"img_sise": 3}}, "img_sise"),
+        ("torchvision", {"model": "resnet19"}, "did you mean 'resnet1"),
+        ("torchvision", {"model": "resnet18", "args": {"widht": 3}}, "widht"),
+        ("resnet9", {}, "no backbone named 'resnet9'"),
+    ],
+)
+def test_what_cannot_be_built_is_told(name: str, args: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        _build(name, **args)

@@ -1,0 +1,152 @@
+"""Network, teacher and the pieces of heads."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from selftask.models.heads import DINOHead, Prototypes, WeightNormLinear, mlp
+from selftask.models.network import Network, forward_by_size
+from selftask.models.teacher import Teacher
+
+
+class _MeanColour(nn.Module):
+    """Each image's mean colour, and a count of the passes."""
+
+    embed_dim = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return images.mean(dim=(2, 3))
+
+
+@pytest.mark.parametrize("sizes", [[8, 8], [8, 8, 4, 4, 4], [4, 8, 4, 8, 6]])
+def test_views_of_one_size_share_a_pass_and_keep_their_order(sizes: list[int]) -> None:
+    views = [torch.randn(5, 3, size, size) for size in sizes]
+    backbone = _MeanColour()
+    output = Network(backbone, nn.Identity())(views)
+    assert backbone.passes == len(set(sizes))
+    assert torch.allclose(output, torch.stack([v.mean(dim=(2, 3)) for v in views]))
+
+
+def test_embedding_is_a_detached_reference_in_row_order_and_never_state() -> None:
+    head = nn.Linear(3, 2)
+    network = Network(nn.Sequential(_MeanColour(), nn.Linear(3, 3)), head)
+    output = network([torch.randn(4, 3, 8, 8), torch.randn(4, 3, 6, 6)])
+    assert network.embedding is not None and not network.embedding.requires_grad
+    assert torch.equal(head(network.embedding).view(2, 4, 2), output)
+    assert "embedding" not in network.state_dict()
+    for twin in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        assert twin.embedding is None
+        assert all(
+            torch.equal(a, b) for a, b in zip(twin.parameters(), network.parameters(), strict=True)
+        )
+    assert network.embedding is not None
+    torch.save(network.state_dict(), io.BytesIO())
+
+
+def test_one_size_is_not_copied() -> None:
+    features = torch.randn(6, 4)
+    backbone = nn.Module()
+    backbone.forward = lambda images: features  # type: ignore[method-assign]
+    assert forward_by_size(backbone, [torch.zeros(3, 3, 2, 2)] * 2) is features
+
+
+def test_views_of_different_batches_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[4, 3\]"):
+        forward_by_size(_MeanColour(), [torch.zeros(4, 3, 2, 2), torch.zeros(3, 3, 2, 2)])
+
+
+def test_teacher_follows_by_the_formula_and_keeps_its_own_statistics() -> None:
+    torch.manual_seed(0)
+    student = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    teacher = Teacher(student)
+    expected = [p.detach().double().clone() for p in student.parameters()]
+    for step in range(5):
+        momentum = 1 - 0.1 / (step + 1)
+        with torch.no_grad():
+            for parameter in student.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        student(torch.randn(8, 3))
+        teacher.follow(student, momentum=momentum)
+        for e, p in zip(expected, student.parameters(), strict=True):
+            e.copy_(momentum * e + (1 - momentum) * p.double())
+    for e, p in zip(expected, teacher.parameters(), strict=True):
+        assert torch.allclose(e.float(), p, atol=1e-6)
+        assert not p.requires_grad
+    statistics = teacher.state_dict()
+    assert torch.equal(statistics["network.1.running_mean"], torch.zeros(4))
+    assert not teacher(torch.randn(8, 3)).requires_grad
+    assert not torch.equal(teacher.state_dict()["network.1.running_mean"], torch.zeros(4))
+
+
+def test_teacher_shares_nothing_with_its_student() -> None:
+    student = nn.Linear(2, 2)
+    teacher = Teacher(student)
+    teacher.follow(student, momentum=0.5)
+    assert {p.data_ptr() for p in student.parameters()}.isdisjoint(
+        p.data_ptr() for p in teacher.parameters()
+    )
+    with pytest.raises(ValueError, match="2 parameters cannot follow 4"):
+        teacher.follow(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), momentum=0.9)
+
+
+def _kinds(module: nn.Sequential) -> list[str]:
+    return [type(layer).__name__ for layer in module]
+
+
+def test_mlp_has_the_layers_of_the_papers() -> None:
+    assert _kinds(mlp(8, 16, 4)) == ["Linear", "BatchNorm1d", "ReLU", "Linear"]  # BYOL
+    assert _kinds(mlp(8, 16, 4, norm=False)) == ["Linear", "ReLU", "Linear"]  # MoCo v2
+    simsiam = mlp(8, 16, 16, 4, bias=False, last_norm=True, last_affine=False)
+    assert _kinds(simsiam) == ["Linear", "BatchNorm1d", "ReLU"] * 2 + ["Linear", "BatchNorm1d"]
+    assert simsiam[0].bias is None and simsiam[-2].bias is not None and simsiam[-1].weight is None
+    assert _kinds(mlp(8, 4)) == ["Linear"]
+    with pytest.raises(ValueError, match="sizes"):
+        mlp(8)
+
+
+def test_prototypes_return_to_the_unit_sphere() -> None:
+    prototypes = Prototypes(4, 6)
+    assert torch.allclose(prototypes.weight.norm(dim=1), torch.ones(6))
+    with torch.no_grad():
+        prototypes.weight.mul_(3)
+    directions = F.normalize(prototypes.weight.detach(), dim=1)
+    prototypes.normalize_()
+    assert torch.allclose(prototypes.weight, directions)
+    x = torch.randn(2, 5, 4)
+    assert torch.allclose(prototypes(x), x @ prototypes.weight.T)
+
+
+def test_weight_norm_is_torchs_with_length_one() -> None:
+    ours = WeightNormLinear(5, 7)
+    reference = nn.utils.parametrizations.weight_norm(nn.Linear(5, 7, bias=False))
+    with torch.no_grad():
+        reference.parametrizations.weight.original0.fill_(1.0)
+        reference.parametrizations.weight.original1.copy_(ours.weight)
+    x, y = torch.randn(4, 5), torch.randn(4, 7)
+    assert torch.allclose(ours(x), reference(x), atol=1e-6)
+    (ours(x) * y).sum().backward()
+    (reference(x) * y).sum().backward()
+    expected = reference.parametrizations.weight.original1.grad
+    assert torch.allclose(ours.weight.grad, expected, atol=1e-6)
+
+
+def test_dino_head_scores_are_cosines() -> None:
+    head = copy.deepcopy(DINOHead(8, 12, hidden=16, bottleneck=4))
+    assert _kinds(head.mlp) == ["Linear", "GELU", "Linear", "GELU", "Linear"]
+    scores = head(torch.randn(32, 8) * 100)
+    assert scores.shape == (32, 12) and scores.abs().max() <= 1 + 1e-6
+    assert math.isclose(head.mlp[0].weight.std().item(), 0.02, rel_tol=0.3)
+    assert "BatchNorm1d" in _kinds(DINOHead(8, 12, hidden=16, norm=True).mlp)

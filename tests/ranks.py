@@ -1,0 +1,36 @@
+"""Run a function on several gloo ranks of this machine, for tests of distributed claims."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """What ``function(rank, *args)``, defined at module level, returns on each rank.
+
+    An exception on any rank is raised here, with its traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_one_rank, (function, world_size, folder, args), nprocs=world_size)
+        return [
+            torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)
+        ]
+
+
+def _one_rank(
+    rank: int, function: Callable[..., Any], world_size: int, folder: str, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    try:
+        torch.save(function(rank, *args), Path(folder) / f"{rank}.pt")
+    finally:
+        dist.destroy_process_group()
