@@ -12,6 +12,10 @@ class UserError(Exception):
     exit_code = 2
 
 
+class RunError(Exception):
+    """A run that went wrong in a way we understand: its message is enough, no traceback."""
+
+
 class ConfigError(UserError):
     """Everything that is wrong with a config, together: one problem a line."""
 

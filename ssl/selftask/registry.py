@@ -60,7 +60,6 @@ class Registry:
 
         Raises UserError if the name is taken, showing both places.
         """
-
         caller = sys._getframe(1)  # the line of the decorator, as in the index
         here = Address(
             caller.f_globals["__name__"], Path(caller.f_code.co_filename), caller.f_lineno
@@ -70,7 +69,7 @@ class Registry:
             taken = self._addresses.get(name) or self._index().get(name)
             if taken is not None and str(taken) != str(here):
                 raise UserError(
-                    f"the {self.kind} name {name!r} is taken: registered at {taken}, again at {here}"
+                    f"the {self.kind} name {name!r} is taken: at {taken}, and again at {here}"
                 )
             self._registered[name] = thing
             self._addresses[name] = here
@@ -109,7 +108,7 @@ class Registry:
         return doc.partition("\n")[0]
 
     def config_class(self, name: str) -> type | None:
-        """The dataclass of ``name``'s config fields: its ``Config``, or itself if it is a dataclass.
+        """The dataclass of ``name``'s config fields: its ``Config``, or itself if it is one.
 
         None where there is nothing to configure. Not imported yet, the fields are read from the
         source alone; they then may use only builtins and ``typing``.
@@ -141,9 +140,10 @@ def _parse(path: Path) -> ast.Module:
 def _definition(address: Address) -> ast.ClassDef | ast.FunctionDef:
     """The class or function whose first decorator stands at ``address``."""
     for node in _parse(address.path).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.decorator_list:
-            if min(d.lineno for d in node.decorator_list) <= address.line <= node.lineno:
-                return node
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef) or not node.decorator_list:
+            continue
+        if min(d.lineno for d in node.decorator_list) <= address.line <= node.lineno:
+            return node
     raise UserError(f"{address}: nothing is defined under this registration")
 
 

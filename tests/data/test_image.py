@@ -111,8 +111,8 @@ def test_truncated_and_foreign_files_are_bad(tmp_path: Path) -> None:
 
 def test_bombs_are_refused_before_decoding(tmp_path: Path) -> None:
     Image.new("1", (5000, 5000)).save(tmp_path / "bomb.png")
-    for look in (read_image, check_header):
-        assert look(str(tmp_path / "bomb.png"), 25_000_000) is not None or look is check_header
+    assert check_header(str(tmp_path / "bomb.png"), 25_000_000) is None
+    assert check_header(str(tmp_path / "bomb.png"), 24_999_999) is not None
     with pytest.raises(BadImage, match=r"5000x5000 pixels.*max_pixels=24999999"):
         read_image(str(tmp_path / "bomb.png"), 24_999_999)
 

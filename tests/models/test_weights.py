@@ -109,7 +109,7 @@ def test_one_renamed_key_is_named_with_its_nearest(resnet: nn.Module) -> None:
 
 def test_another_architecture_is_refused(resnet: nn.Module) -> None:
     deeper = build_backbone(Component(name="resnet34", args={}))
-    with pytest.raises(UserError, match="unexpected: layer1.2.conv1.weight"):
+    with pytest.raises(UserError, match=r"unexpected: layer1\.2\.conv1\.weight"):
         load_weights(build_backbone(RESNET), deeper.state_dict())
     small_stem = build_backbone(Component(name="resnet18", args={"stem": "cifar"}))
     with pytest.raises(UserError, match=r"conv1.weight is \(64, 3, 7, 7\), wanted \(64, 3, 3, 3\)"):

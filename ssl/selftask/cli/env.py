@@ -9,6 +9,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from selftask import __version__
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> int:
 
 def report() -> Iterator[tuple[str, str]]:
     """Topic and finding, line by line; what is missing is said, never raised."""
-    yield "selftask", f"{__version__} ({os.path.dirname(os.path.dirname(__file__))})"
+    yield "selftask", f"{__version__} ({Path(__file__).resolve().parents[1]})"
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
     yield "cores", f"{cores()} usable of {os.cpu_count()}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from selftask.config.layers import Key
-from selftask.config.schema import Config
+from selftask.config.schema import Component, Config
 from selftask.errors import nearest
 from selftask.registry import SCHEDULES, TRAIN_STEPS, Registry
 
@@ -14,13 +14,21 @@ Problem = tuple[Key, str]
 
 
 def contradictions(config: Config) -> Iterator[Problem]:
-    """The key meant and what is wrong, for every contradiction in a config whose types are right."""
+    """The key meant and what is wrong, for each contradiction in a config whose types are right."""
     yield from _names(config)
     yield from _length(config)
     yield from _batch(config)
     yield from _precision(config)
     yield from _views(config)
     yield from _weights(config)
+
+
+def pipelines(config: Config) -> dict[Key, list[Component]]:
+    """Every list of transforms by its key."""
+    found: dict[Key, list[Component]] = {("eval", "transforms"): config.eval.transforms}
+    for name, group in config.views.items():
+        found["views", name, "transforms"] = group.transforms
+    return found
 
 
 def _names(config: Config) -> Iterator[Problem]:
@@ -68,9 +76,7 @@ def _precision(config: Config) -> Iterator[Problem]:
 def _views(config: Config) -> Iterator[Problem]:
     if not config.views:
         yield ("views",), "views is empty: a method needs at least one group of views"
-    pipelines = {("views", name, "transforms"): v.transforms for name, v in config.views.items()}
-    pipelines[("eval", "transforms")] = config.eval.transforms
-    for key, transforms in pipelines.items():
+    for key, transforms in pipelines(config).items():
         names = [transform.name for transform in transforms]
         if key[0] == "eval" and not names and not config.eval.evaluations:
             continue
@@ -94,5 +100,5 @@ def _weights(config: Config) -> Iterator[Problem]:
     if start is not None and ":" not in start and not Path(start).expanduser().exists():
         yield (
             ("init", "backbone"),
-            f"init.backbone={start!r}: there is no such file or run; or timm:NAME, torchvision:NAME",
+            f"init.backbone={start!r}: neither a file or run nor timm:NAME or torchvision:NAME",
         )

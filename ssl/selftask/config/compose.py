@@ -42,7 +42,7 @@ def compose_recipe(path: Path, shipped: Path) -> tuple[DictConfig, Layers]:
     name, root = _address(path, shipped)
     with _hydra(name, [root, shipped]) as primary:
         try:
-            config = compose(primary)
+            composed = compose(primary)
             loader = GlobalHydra.instance().config_loader()
             results = loader.compute_defaults_list(primary, [], RunMode.RUN).defaults
         except (HydraException, OmegaConfBaseException) as error:
@@ -52,9 +52,8 @@ def compose_recipe(path: Path, shipped: Path) -> tuple[DictConfig, Layers]:
             raise ConfigError([f"{place}: defaults: recipes that inherit each other"]) from error
     read = [_find(result.config_path, [root, shipped]) for result in results]
     layers = Layers(copy.deepcopy(_read_file(file)[1]) for file in read if file is not None)
-    config = OmegaConf.create(OmegaConf.to_container(config))
-    assert isinstance(config, DictConfig)
-    return config, layers
+    OmegaConf.set_struct(composed, False)  # what is unknown is found, with its place, later
+    return composed, layers
 
 
 class _Recipes(ConfigSource):

@@ -18,7 +18,7 @@ def explain(config: Config) -> str:
     lines = []
     for text, key in _lines(config.to_dict(), (), indent=0):
         origin = _origin(config, key)
-        lines.append(f"{text:<{COLUMN}}# {origin}" if origin else text)
+        lines.append(f"{text:<{COLUMN - 2}}  # {origin}" if origin else text)
     return "\n".join(lines)
 
 
@@ -49,5 +49,7 @@ def _origin(config: Config, key: Key | None) -> str | None:
 
 def _text(value: Any) -> str:
     """A value on one line of yaml."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    text: str = yaml.safe_dump(
+        value, default_flow_style=True, width=float("inf"), allow_unicode=True
+    )
     return text.removesuffix("\n").removesuffix("\n...")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from selftask.config import recipes
@@ -39,8 +39,7 @@ def load_config(recipe: str, overrides: list[str]) -> Config:
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from error
     problems += apply_overrides(merged, layers, parsed)
-    values = OmegaConf.to_container(merged, resolve=False)
-    assert isinstance(values, dict)
+    values = _plain(merged, resolve=False)
     layers.forget_renamed(values, OURS)
     values = _resolve(values, layers, problems)
     _import(values.get("import"), [Path.cwd(), path.parent], layers.place(("import",)) or "import")
@@ -59,7 +58,8 @@ def load_config(recipe: str, overrides: list[str]) -> Config:
 
 def to_yaml(config: Config) -> str:
     """What ``config.yaml`` of a run holds; ``load_config`` of that file gives an equal Config."""
-    return yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
+    text: str = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
+    return text
 
 
 def _import(modules: Any, folders: list[Path], place: str) -> None:
@@ -86,11 +86,15 @@ def _source_name(overrides: list[Override]) -> str | None:
 def _resolve(values: dict[str, Any], layers: Layers, problems: list[str]) -> dict[str, Any]:
     """Follow ``${...}``; a reference to nothing is a problem that ends the reading."""
     try:
-        resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+        return _plain(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:
         key = tuple(str(error.full_key or "").replace("[", ".").replace("]", "").split("."))
         place = layers.place_or_around(key)
         text = str(error).splitlines()[0]
         raise ConfigError([*problems, f"{place or 'config'}: {'.'.join(key)}: {text}"]) from error
-    assert isinstance(resolved, dict)
-    return {str(key): value for key, value in resolved.items()}
+
+
+def _plain(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
+    values = OmegaConf.to_container(config, resolve=resolve)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}

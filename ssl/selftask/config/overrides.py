@@ -96,7 +96,8 @@ def _delete(config: DictConfig, override: Override) -> str | None:
         del section[name]
         return None
     known = [str(key) for key in section] if isinstance(section, DictConfig) else []
-    return f"{override.place}: there is no {'.'.join(override.key)!r} to delete; {nearest(name, known)}"
+    wrong, hint = ".".join(override.key), nearest(name, known)
+    return f"{override.place}: there is no {wrong!r} to delete; {hint}"
 
 
 def _plain(value: Any) -> Any:

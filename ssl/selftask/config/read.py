@@ -43,7 +43,7 @@ class Schema:
 
 
 class Reader:
-    """Reads sections; afterwards ``problems`` says all that is wrong, ``places`` where values are from."""
+    """Reads sections; then ``problems`` is all that is wrong, ``places`` where values are from."""
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
@@ -125,12 +125,11 @@ class Reader:
         found = {}
         for name, entry in self.mapping(value, key).items():
             inner = (*key, str(name))
+            self.note_place(inner)
             if entry is None:
                 continue
-            if isinstance(entry, dict):
-                entry = {"name": name, **entry}
-            self.note_place(inner)
-            component, _ = self.component(entry, registry, inner)
+            named = {"name": name, **entry} if isinstance(entry, dict) else entry
+            component, _ = self.component(named, registry, inner)
             if component is not None:
                 found[str(name)] = component
         return found
@@ -190,7 +189,7 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
-    """Raise ValueError where a field's metadata (``min``, ``max``, ``duration``) forbids ``value``."""
+    """Raise ValueError where a field's metadata (min, max, duration) forbids ``value``."""
     if metadata.get("duration") and value is not None:
         if parse_duration(value).value < (metadata.get("min") or 0):
             raise ValueError("must be longer than nothing")

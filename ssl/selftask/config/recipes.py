@@ -30,7 +30,7 @@ class Recipe:
 
 @cache
 def folder() -> Path:
-    """The shipped recipes: ``configs/`` of the checkout, or the copy inside an installed package."""
+    """The shipped recipes: ``configs/`` of the checkout, or the copy in an installed package."""
     package = Path(selftask.__file__).resolve().parent
     for candidate in (package.parents[1] / "configs", package / "configs"):
         if candidate.is_dir():

@@ -213,7 +213,7 @@ class Config:
         return self.places.get(key, "default")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain and nested, exactly what ``config.yaml`` holds; it loads back to an equal Config."""
+        """Plain and nested, exactly what ``config.yaml`` holds; loads back to an equal Config."""
         return {
             "recipe": self.recipe,
             "import": list(self.imports),
@@ -224,7 +224,10 @@ class Config:
             "train": self.train.to_dict(),
             "optimizer": self.optimizer.to_dict(),
             "meters": _entries(self.meters),
-            "hooks": _entries(self.hooks),
+            "hooks": {
+                **dict.fromkeys([n for n in DEFAULT_HOOKS if n not in self.hooks]),
+                **_entries(self.hooks),
+            },
             "eval": self.eval.to_dict(),
             "init": self.init.to_dict(),
             "resume": self.resume,

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from selftask.config import derive
+from selftask.config.checks import pipelines
 from selftask.config.layers import Key
 from selftask.config.read import Reader, Schema, has_default, hint_for, iter_problems
 from selftask.config.schema import (
+    DEFAULT_HOOKS,
     Component,
     Config,
     DataConfig,
@@ -54,16 +56,15 @@ SECTIONS: dict[str, type | None] = {
     "launch": LaunchConfig,
     "out": None,
 }
-OURS: dict[
-    Key, frozenset[str]
-] = {  # of the sections with a name, the fields that stay when it changes
+# Of the sections with a name, the fields that stay when another thing is named:
+OURS: dict[Key, frozenset[str]] = {
     ("data",): frozenset(DATA.fields),
     ("optimizer",): frozenset(OPTIMIZER.fields),
 }
 
 
 def read_config(reader: Reader, values: dict[str, Any], recipe: str) -> Config | None:
-    """All sections; None if a problem was found on the way."""
+    """All sections; None if one of them could not be read. Problems are the reader's to tell."""
     _unknown_sections(reader, values)
     launch = _plain_section(reader, values, "launch", LaunchConfig)
     data = _read_data(reader, values.get("data"), launch.processes if launch else 1)
@@ -75,26 +76,31 @@ def read_config(reader: Reader, values: dict[str, Any], recipe: str) -> Config |
     evaluation = _read_eval(reader, values.get("eval"))
     init = _plain_section(reader, values, "init", InitConfig)
     name = _text(reader, values, "recipe", recipe)
-    config = {
-        "recipe": name,
-        "data": data,
-        "views": views,
-        "backbone": backbone,
-        "method": method,
-        "train": train,
-        "optimizer": optimizer,
-        "meters": reader.components(values.get("meters"), METERS, ("meters",)),
-        "hooks": reader.components(_with_default_hooks(values.get("hooks")), HOOKS, ("hooks",)),
-        "eval": evaluation,
-        "init": init,
-        "resume": _text(reader, values, "resume", "auto"),
-        "launch": launch,
-        "out": _text(reader, values, "out", default_out(name)),
-        "imports": _module_names(reader, values.get("import")),
-    }
-    if reader.problems or any(value is None for value in config.values()):
+    meters = reader.components(values.get("meters"), METERS, ("meters",))
+    hooks = reader.components(_with_default_hooks(values.get("hooks")), HOOKS, ("hooks",))
+    resume = _text(reader, values, "resume", "auto")
+    out = _text(reader, values, "out", default_out(name))
+    imports = _module_names(reader, values.get("import"))
+    if not (data and backbone and method and train and optimizer and init and launch):
         return None
-    return Config(**config, places=reader.places)
+    return Config(
+        recipe=name,
+        data=data,
+        views=views,
+        backbone=backbone,
+        method=method,
+        train=train,
+        optimizer=optimizer,
+        meters=meters,
+        hooks=hooks,
+        eval=evaluation,
+        init=init,
+        resume=resume,
+        launch=launch,
+        out=out,
+        imports=imports,
+        places=reader.places,
+    )
 
 
 def _with_default_hooks(given: Any) -> Any:
@@ -176,7 +182,7 @@ def _read_data(reader: Reader, value: Any, processes: int) -> DataConfig | None:
     reader.note_place(("data", "val"))
     if val is not None:
         validation, _ = reader.component(val, SOURCES, ("data", "val"))
-    return source and DataConfig(source=source, val=validation, **ours)
+    return DataConfig(source=source, val=validation, **ours) if source else None
 
 
 def _read_views(reader: Reader, value: Any) -> dict[str, ViewConfig]:
@@ -187,10 +193,10 @@ def _read_views(reader: Reader, value: Any) -> dict[str, ViewConfig]:
         key = ("views", str(name))
         if group is None:
             continue
-        group = reader.mapping(group, key)
-        reader.unknown_keys(group, key, allowed)
-        pipeline = reader.pipeline(group.get("transforms"), TRANSFORMS, (*key, "transforms"))
-        views[str(name)] = ViewConfig(**reader.section(group, schema, key), transforms=pipeline)
+        section = reader.mapping(group, key)
+        reader.unknown_keys(section, key, allowed)
+        pipeline = reader.pipeline(section.get("transforms"), TRANSFORMS, (*key, "transforms"))
+        views[str(name)] = ViewConfig(**reader.section(section, schema, key), transforms=pipeline)
     return views
 
 
@@ -257,8 +263,7 @@ def own_problems(config: Config) -> Iterator[tuple[Key, str]]:
     ]
     for things, registry, key in groups:
         named += [(thing, registry, (*key, name)) for name, thing in things.items()]
-    pipelines = {("views", name, "transforms"): v.transforms for name, v in config.views.items()}
-    for key, transforms in {**pipelines, ("eval", "transforms"): config.eval.transforms}.items():
+    for key, transforms in pipelines(config).items():
         named += [(t, TRANSFORMS, (*key, str(index))) for index, t in enumerate(transforms)]
     for thing, registry, key in named:
         yield from iter_problems(thing, registry, key, whole)

@@ -48,7 +48,7 @@ def expand_backbone(text: str) -> dict[str, Any]:
         return {"name": text}
     if before in ("timm", "torchvision"):
         return {"name": before, "model": after}
-    return {"name": "custom", "target": text}
+    return {"name": "custom", "model": text}
 
 
 def expand_source(text: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from omegaconf.errors import ValidationError
 
 from selftask.errors import UserError, nearest
 
-_NODES = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
+_NODES: dict[type, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -87,7 +87,7 @@ def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
 
 
 def _first_of(value: Any, annotation: Any) -> Any:
-    """The option the value already is, else the first it converts to: 3 stays an int for int | float."""
+    """The option the value already is (3 stays an int in int | float), else the first that fits."""
     options = get_args(annotation)
     exact = [option for option in options if option is type(value)]
     hint = None
@@ -102,7 +102,7 @@ def _first_of(value: Any, annotation: Any) -> Any:
 
 def _list(value: Any, inner: tuple[Any, ...]) -> list[Any]:
     if not isinstance(value, list | tuple):
-        raise Mismatch(f"expected {describe(list[inner] if inner else list)}")
+        raise Mismatch("expected a list" + (f", each {describe(inner[0])}" if inner else ""))
     return [convert(item, inner[0]) for item in value] if inner else list(value)
 
 
@@ -113,7 +113,11 @@ def _tuple(value: Any, inner: tuple[Any, ...], annotation: Any) -> tuple[Any, ..
         return tuple(convert(item, inner[0]) for item in value)
     if inner and len(value) != len(inner):
         raise Mismatch(f"expected {describe(annotation)}")
-    return tuple(convert(item, kind) for item, kind in zip(value, inner)) if inner else tuple(value)
+    return (
+        tuple(convert(item, kind) for item, kind in zip(value, inner, strict=True))
+        if inner
+        else tuple(value)
+    )
 
 
 def _dict(value: Any, inner: tuple[Any, ...]) -> dict[Any, Any]:

@@ -45,9 +45,7 @@ class Linear:
             result[f"linear_{count}_labels_top1"] = self._accuracy(draws, test, generator)
         return result
 
-    def _accuracy(
-        self, draws: list[Features], test: Features, generator: torch.Generator
-    ) -> float:
+    def _accuracy(self, draws: list[Features], test: Features, generator: torch.Generator) -> float:
         """Mean test accuracy over the draws, with the weight decay that is best where held out."""
         best = self._best(draws, generator)
         fits = [_fit(draw, [best], self.iterations) for draw in draws]
@@ -78,8 +76,11 @@ class _Fit:
 
     def logits(self, data: Features) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits (n, S, C) and targets (n,), some rows at a time."""
-        for rows in torch.arange(len(data), device=data.targets.device).split(_ROWS):
-            yield _logits(data.features[rows], self.weight, self.bias), data.targets[rows]
+        parts = zip(
+            torch.split(data.features, _ROWS), torch.split(data.targets, _ROWS), strict=True
+        )
+        for x, targets in parts:
+            yield _logits(x, self.weight, self.bias), targets
 
     def accuracy(self, data: Features) -> Tensor:
         """Of each weight decay, (S,); a class that training did not have is always missed."""
@@ -95,9 +96,7 @@ class _Fit:
         total = self.bias.new_zeros(len(self.bias), dtype=torch.float64)
         for logits, targets in self.logits(known):
             target = torch.searchsorted(self.classes, targets)[:, None].expand(-1, len(total))
-            total += F.cross_entropy(
-                logits.transpose(1, 2), target, reduction="none"
-            ).sum(dim=0)
+            total += F.cross_entropy(logits.transpose(1, 2), target, reduction="none").sum(dim=0)
         return total / max(1, len(known))
 
 
@@ -126,9 +125,9 @@ def _fit(train: Features, weight_decay: list[float], iterations: int) -> _Fit:
         next_weight = ahead_weight - weight_gradient / bound
         next_bias = ahead_bias - bias_gradient * 2
         weight_move, bias_move = next_weight - weight, next_bias - bias
-        uphill = (weight_gradient * weight_move).sum(dim=(0, 2)) + (
-            bias_gradient * bias_move
-        ).sum(dim=1) > 0  # (S,)
+        uphill = (weight_gradient * weight_move).sum(dim=(0, 2)) + (bias_gradient * bias_move).sum(
+            dim=1
+        ) > 0  # (S,)
         pace = pace.masked_fill(uphill[:, None], 1.0)
         next_pace = (1 + (1 + 4 * pace.square()).sqrt()) / 2
         push = (pace - 1) / next_pace
@@ -153,10 +152,10 @@ def _principal_axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _gradient(z: Tensor, target: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Of the mean cross-entropies with respect to weight (E, S, C) and bias (S, C)."""
     weight_sum, bias_sum = torch.zeros_like(weight), torch.zeros_like(bias)
-    for rows in torch.arange(len(z), device=z.device).split(_ROWS):
-        error = _logits(z[rows], weight, bias).softmax(dim=2)  # (n, S, C)
-        error -= F.one_hot(target[rows], bias.shape[1]).to(error.dtype)[:, None]
-        weight_sum += (z[rows].T @ error.flatten(1)).view_as(weight)
+    for x, targets in zip(torch.split(z, _ROWS), torch.split(target, _ROWS), strict=True):
+        error = _logits(x, weight, bias).softmax(dim=2)  # (n, S, C)
+        error -= F.one_hot(targets, bias.shape[1]).to(error.dtype)[:, None]
+        weight_sum += (x.T @ error.flatten(1)).view_as(weight)
         bias_sum += error.sum(dim=0)
     return weight_sum / len(z), bias_sum / len(z)
 
@@ -182,5 +181,5 @@ def _draw(train: Features, count: int, generator: torch.Generator) -> Features:
     """``count`` images of each class at random; all of a class that has fewer."""
     order = torch.randperm(len(train), generator=generator).to(train.targets.device)
     shuffled = train.targets[order]
-    chosen = [order[shuffled == label][:count] for label in train.targets.unique()]
+    chosen = [order[shuffled == label][:count] for label in torch.unique(train.targets)]
     return train[torch.cat(chosen)]

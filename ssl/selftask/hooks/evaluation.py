@@ -42,5 +42,6 @@ class EvaluateBackbone(Hook):
         self._run(task)
 
     def _run(self, task: Task) -> None:
-        if task.evaluate is not None:
-            task.write_row(task.evaluate(task))
+        row = task.evaluate(task) if task.evaluate is not None else {}
+        if row:
+            task.write_row(row)

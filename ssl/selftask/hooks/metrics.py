@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from selftask.collectives import rank
+from selftask.errors import RunError
 from selftask.hooks.base import Hook
 from selftask.registry import register_hook
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from selftask.task import Task
 
 
-class NonFiniteLoss(RuntimeError):
+class NonFiniteLoss(RunError):
     """The loss became NaN or infinite; no checkpoint holds it."""
 
 

@@ -18,7 +18,7 @@ from selftask.collectives import is_primary
 from selftask.config.load import to_yaml
 from selftask.config.schema import Config
 from selftask.data.dataset import Sources
-from selftask.errors import UserError
+from selftask.errors import RunError, UserError
 from selftask.evaluate.online import evaluate_task
 from selftask.logs import LOGGER, start_log, stop_log, write_json
 from selftask.task import Task
@@ -29,7 +29,7 @@ def run(config: Config, sources: Sources) -> int:
     """Train what ``config`` says on ``sources``, or go on with it; the exit code.
 
     The last line is ``RUN finished``, ``RUN interrupted by`` or ``RUN FAILED``, and
-    ``status.json`` says the same. UserError passes through: nothing had begun.
+    ``status.json`` says the same.
     """
     out = Path(config.out)
     status = Status(out, config)
@@ -53,9 +53,6 @@ def run(config: Config, sources: Sources) -> int:
         return _finished(task, status)
     except Interrupted as stop:
         return _interrupted(task, status, stop)
-    except UserError as error:
-        status.write("failed", error=str(error))
-        raise
     except BaseException as error:
         return _failed(task, status, error)
     finally:
@@ -113,13 +110,25 @@ def _interrupted(task: Task, status: Status, stop: Interrupted) -> int:
 
 
 def _failed(task: Task, status: Status, error: BaseException) -> int:
+    """Tell what went wrong: the message where we know the cause, else the traceback too."""
     trace = "".join(traceback.format_exception(error))
     folder = task.out / "errors"
     folder.mkdir(exist_ok=True)
     (folder / f"rank{task.world.rank}.txt").write_text(trace, encoding="utf-8")
+    known = isinstance(error, UserError | RunError)
+    message = str(error) if known else f"{type(error).__name__}: {error}"
     step = task.iteration if hasattr(task, "clock") else 0
-    status.write("failed", step=step, error=f"{type(error).__name__}: {error}")
-    where = f"at step {step} on rank {task.world.rank}"
-    LOGGER.error("%s", trace.rstrip())
-    LOGGER.error("RUN FAILED %s: %s: %s", where, type(error).__name__, error)
-    return 1
+    status.write("failed", step=step, error=message)
+    if not known:
+        LOGGER.error("%s", trace.rstrip())
+    *details, last = _last_line_last(message)
+    for line in details:
+        LOGGER.error("%s", line)
+    LOGGER.error("RUN FAILED at step %d on rank %d: %s", step, task.world.rank, last)
+    return error.exit_code if isinstance(error, UserError) else 1
+
+
+def _last_line_last(message: str) -> list[str]:
+    """The details of a message, then its first line: what a run says last must say it all."""
+    first, *rest = message.splitlines() or [""]
+    return [*rest, first]

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.collectives import gather_cat_with_grad, rank, world_size
-from selftask.methods.base import Method
+from selftask.methods.base import Method, full_precision
 from selftask.models.heads import mlp
 from selftask.registry import register_method
 
@@ -45,7 +45,7 @@ class SimCLR(Method):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """Eq. 1 averaged over both views; ``output`` (2, B, D)."""
-        first, second = F.normalize(output.float(), dim=2)  # (B, D) each
+        first, second = F.normalize(full_precision(output), dim=2)  # (B, D) each
         self.num_rows = 2 * len(first) * world_size()
         return info_nce(first, second, temperature=self.config.temperature)
 

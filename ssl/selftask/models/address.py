@@ -103,8 +103,8 @@ def _read_facts(place: _Place) -> dict[str, Any]:
 
 
 def _open_library(library: str, name: str, weights: str) -> tuple[nn.Module, dict[str, Any]]:
-    architecture = {"name": library, "args": {"model": name, "args": {}}}
-    backbone = build_backbone(Component(**architecture))
+    architecture = Component(name=library, args={"model": name, "args": {}})
+    backbone = build_backbone(architecture)
     config = getattr(backbone, "default_cfg", {})
     mean, std = (list(config.get(key, _IMAGENET[key])) for key in ("mean", "std"))
     if weights == PRETRAINED:
@@ -112,7 +112,7 @@ def _open_library(library: str, name: str, weights: str) -> tuple[nn.Module, dic
     elif weights != NONE:
         load_weights(backbone, read_state(weights), what=weights)
     return backbone, {
-        "architecture": architecture,
+        "architecture": {"name": architecture.name, "args": architecture.args},
         "embed_dim": embed_dim(backbone),
         "normalization": {"mean": mean, "std": std},
         "input_size": config.get("input_size", (3, 224, 224))[-1],

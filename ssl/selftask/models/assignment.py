@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selftask.collectives import all_gather_cat
+from selftask.models.precision import full_precision
 
 
 @torch.no_grad()
@@ -17,7 +18,7 @@ def sinkhorn_knopp(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor
     """Assign the samples of all ranks to prototypes so that each prototype gets an equal share.
 
     Eq. 3 to 5 of SwAV (arXiv:2006.09882): the (B, K) scores of this rank become (B, K) assignments
-    in float32 whose rows sum to one. ``epsilon`` is the weight of the entropy; small is hard.
+    in full precision whose rows sum to one. ``epsilon`` is the weight of the entropy; small is hard.
 
     The paper alternates between scaling rows and columns of exp(scores / epsilon). The same
     alternation is done here on logarithms, so that no exponential can overflow and no sum vanish,
@@ -25,7 +26,7 @@ def sinkhorn_knopp(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor
     """
     if iterations < 1:
         raise ValueError(f"sinkhorn_knopp needs at least one iteration, got {iterations}")
-    logits = scores.float() / epsilon  # (B, K)
+    logits = full_precision(scores) / epsilon  # (B, K)
     for _ in range(iterations):
         local_mass = logits.logsumexp(dim=0, keepdim=True)  # (1, K)
         mass = all_gather_cat(local_mass).logsumexp(dim=0, keepdim=True)  # (1, K) over all ranks
@@ -51,7 +52,7 @@ def spherical_kmeans(
     """
     if len(x) < num_clusters:
         raise ValueError(f"cannot make {num_clusters} clusters of {len(x)} rows; ask for fewer")
-    x = F.normalize(x.float(), dim=1)
+    x = F.normalize(full_precision(x), dim=1)
     first = torch.randperm(len(x), generator=generator)[:num_clusters]
     centroids = x[first.to(x.device)]  # (K, D)
     for _ in range(iterations):
@@ -66,7 +67,7 @@ def spherical_kmeans(
 
 def _nearest(x: Tensor, centroids: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     """Cosine of each row with its nearest centroid and which that is, (N,) and (N,)."""
-    best = [(rows @ centroids.T).max(dim=1) for rows in x.split(chunk)]
+    best = [(rows @ centroids.T).max(dim=1) for rows in torch.split(x, chunk)]
     return torch.cat([b.values for b in best]), torch.cat([b.indices for b in best])
 
 
@@ -76,6 +77,6 @@ def _sum_by_cluster(x: Tensor, cluster: Tensor, num_clusters: int, chunk: int) -
     ``index_add_`` would be shorter, but adds in any order on a GPU, so that ranks would differ.
     """
     sums = x.new_zeros(num_clusters, x.shape[1])
-    for rows, members in zip(x.split(chunk), cluster.split(chunk), strict=True):
+    for rows, members in zip(torch.split(x, chunk), torch.split(cluster, chunk), strict=True):
         sums += F.one_hot(members, num_clusters).to(x.dtype).T @ rows
     return sums

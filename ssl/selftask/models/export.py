@@ -1,4 +1,4 @@
-"""A backbone as others can use it: plain tensors under its library's own names, and a page of facts."""
+"""A backbone as others can use it: plain tensors under its library's own names, and their facts."""
 
 from __future__ import annotations
 

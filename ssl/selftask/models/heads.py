@@ -5,11 +5,14 @@ N rows, E features in, D features out, K prototypes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from selftask.models.precision import full_precision
 
 
 def mlp(
@@ -39,7 +42,7 @@ def mlp(
     if len(sizes) < 2:
         raise ValueError(f"an mlp needs the sizes of its input and its output, got {sizes}")
     layers: list[nn.Module] = []
-    for num_in, num_out in zip(sizes[:-2], sizes[1:-1], strict=True):
+    for num_in, num_out in itertools.pairwise(sizes[:-1]):
         layers.append(nn.Linear(num_in, num_out, bias=bias))
         if norm:
             layers.append(nn.BatchNorm1d(num_out))
@@ -115,6 +118,6 @@ class DINOHead(nn.Module):
         self.last_layer = WeightNormLinear(bottleneck, num_prototypes)
 
     def forward(self, features: Tensor) -> Tensor:
-        bottleneck = F.normalize(self.mlp(features).float(), dim=-1)  # (N, bottleneck)
+        bottleneck = F.normalize(full_precision(self.mlp(features)), dim=-1)  # (N, bottleneck)
         scores: Tensor = self.last_layer(bottleneck)  # (N, K)
         return scores

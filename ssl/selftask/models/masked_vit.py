@@ -103,7 +103,7 @@ def patchify(images: Tensor, patch: int) -> Tensor:
 def unpatchify(patches: Tensor, patch: int, grid: tuple[int, int]) -> Tensor:
     """The inverse of ``patchify`` for a grid of (rows, columns): images (B, C, H, W)."""
     rows, columns = grid
-    x = patches.unflatten(2, (patch, patch, -1)).unflatten(1, (rows, columns))
+    x = patches.reshape(len(patches), rows, columns, patch, patch, -1)
     return x.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
 
@@ -136,7 +136,7 @@ def fix_sincos_positions(vit: VisionTransformer) -> None:
 
 def _prefix_tokens(vit: VisionTransformer, num_images: int) -> Tensor:
     """Class and register tokens, with their positions where they have any: (B, T, E)."""
-    tokens = [token for token in (vit.cls_token, vit.reg_token) if token is not None]
+    tokens: list[Tensor] = [t for t in (vit.cls_token, vit.reg_token) if t is not None]
     width = vit.embed_dim
     if not tokens:
         return next(vit.parameters()).new_zeros(num_images, 0, width)

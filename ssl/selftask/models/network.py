@@ -34,7 +34,7 @@ class Network(nn.Module):
         features = forward_by_size(self.backbone, views)  # (V*B, E)
         self.embedding = features.detach()
         output: Tensor = self.head(features)  # (V*B, D)
-        return output.unflatten(0, (len(views), -1))
+        return output.view(len(views), -1, *output.shape[1:])
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave the last features behind."""
@@ -44,7 +44,8 @@ class Network(nn.Module):
 def forward_by_size(backbone: nn.Module, views: Sequence[Tensor]) -> Tensor:
     """One pass of ``backbone`` for each size among the views; features (V*B, E) in view order.
 
-    Views of one size need not be neighbours. Raises ValueError if they differ in the number of images.
+    Views of one size need not be neighbours. Raises ValueError if they hold different numbers of
+    images.
     """
     num_images = [len(view) for view in views]
     if len(set(num_images)) != 1:

@@ -6,11 +6,11 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Teacher(nn.Module):
-    """An exponential moving average of a network's parameters (mean teacher, MoCo eq. 2, BYOL eq. 1).
+    """An exponential moving average of a network's parameters (MoCo eq. 2, BYOL eq. 1).
 
     Its parameters do not require gradients, so optimizers leave it out and DDP does not reduce it.
 
@@ -35,7 +35,8 @@ class Teacher(nn.Module):
 
         ``network`` must have the parameters of the one copied, in the same order.
         """
-        mine, theirs = list(self.network.parameters()), list(network.parameters())
+        mine: list[Tensor] = list(self.network.parameters())
+        theirs: list[Tensor] = list(network.parameters())
         if len(mine) != len(theirs):
             raise ValueError(f"a teacher of {len(mine)} parameters cannot follow {len(theirs)}")
         if mine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from selftask.errors import UserError, nearest
@@ -33,13 +34,13 @@ class Timm:
         import timm
 
         if not timm.is_model(self.model):
-            # the short spelling: a whole listing is of no use in a message
             raise UserError(
                 f"backbone.model: timm has no model named {self.model!r}; "
                 f"{nearest(self.model.partition('.')[0], timm.list_models())}"
             )
         args = {"num_classes": 0, **self.args}
-        return _call(lambda: timm.create_model(self.model, pretrained=False, **args), "timm", self)
+        create = partial(timm.create_model, self.model, pretrained=False, **args)
+        return _call(create, "timm", self)
 
 
 @register_backbone("torchvision")
@@ -64,11 +65,8 @@ class Torchvision:
                 f"backbone.model: torchvision has no model named {self.model!r}; "
                 f"{nearest(self.model, known)}"
             )
-        model = _call(
-            lambda: torchvision.models.get_model(self.model, weights=None, **self.args),
-            "torchvision",
-            self,
-        )
+        create = partial(torchvision.models.get_model, self.model, weights=None, **self.args)
+        model = _call(create, "torchvision", self)
         for name in _CLASSIFIERS:
             if hasattr(model, name):
                 setattr(model, name, nn.Identity())
@@ -104,13 +102,15 @@ class Custom:
                 f"backbone.model: {module_name} ({module.__file__}) has no {name!r}; "
                 f"{nearest(name, [n for n in vars(module) if not n.startswith('_')])}"
             )
-        model = _call(lambda: getattr(module, name)(**self.args), module_name, self)
+        model = _call(partial(getattr(module, name), **self.args), module_name, self)
         if not isinstance(model, nn.Module):
             raise UserError(f"backbone.model: {self.model} returned {type(model)}, not nn.Module")
         return model
 
 
-def _call(build: Callable[[], nn.Module], library: str, config: Timm | Torchvision | Custom) -> Any:
+def _call(
+    build: Callable[[], nn.Module], library: str, config: Timm | Torchvision | Custom
+) -> nn.Module:
     """``build()``, with the TypeError of a wrong argument turned into a message."""
     try:
         return build()

@@ -7,7 +7,7 @@ of stride 1 in place of the 7 x 7 one of stride 2, and no max-pooling.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from selftask.registry import register_backbone
 
@@ -85,7 +85,9 @@ def _build(name: str, stem: str, stem_padding: int, zero_init_residual: bool) ->
     import torchvision  # costs seconds, hence only when used
     from torch import nn
 
-    model = torchvision.models.get_model(name, weights=None, zero_init_residual=zero_init_residual)
+    model: Any = torchvision.models.get_model(
+        name, weights=None, zero_init_residual=zero_init_residual
+    )
     model.embed_dim = model.fc.in_features
     model.fc = nn.Identity()
     if stem == "cifar":
@@ -93,4 +95,4 @@ def _build(name: str, stem: str, stem_padding: int, zero_init_residual: bool) ->
         model.conv1 = nn.Conv2d(3, width, 3, stride=1, padding=stem_padding, bias=False)
         nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
         model.maxpool = nn.Identity()
-    return model
+    return cast(nn.Module, model)

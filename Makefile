@@ -1,0 +1,35 @@
+# Everything a newcomer needs: `make demo` and `make test`, on a machine with Python 3.10 or newer.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-all check install clean
+
+demo: $(VENV)/.installed ## pretrain on handwritten digits and show what was learned
+	$(BIN)/python tools/demo.py
+
+test: check ## style, types and all quick tests: under 10 minutes on 2 cores
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/.tests ## what takes longer: the kill matrix and the gates of all methods
+	$(BIN)/python -m pytest -m slow
+	$(BIN)/python tools/gates.py
+
+check: $(VENV)/.tests ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/.tests: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,48 @@
+"""Packaging. ``ssl/`` is a source root, not a package: Python's own ``ssl`` stays itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "ssl/selftask/__init__.py").read_text())
+assert VERSION is not None
+
+setup(
+    name="selftask",
+    version=VERSION[1],
+    description="Self-supervised learning in vision that stops anywhere and resumes bit for bit",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    package_dir={"": "ssl", "selftask.configs": "configs"},
+    packages=[*find_packages(where="ssl"), "selftask.configs"],
+    package_data={"selftask.configs": ["**/*.yaml"], "selftask": ["py.typed"]},
+    install_requires=[
+        "torch>=2.5",
+        "torchvision>=0.20",
+        "classy-vision>=0.7.0",
+        "fvcore>=0.1.5.post20221221",
+        "iopath>=0.1.9",
+        "submitit>=1.5",
+        "hydra-core>=1.3",
+        "omegaconf>=2.3",
+        "timm>=1.0.12",
+        "scikit-learn>=1.3",
+        "safetensors>=0.4",
+        "rich>=13",
+        "numpy>=1.24",
+        "pillow>=10",
+        "pyyaml>=6",
+    ],
+    extras_require={
+        "test": ["pytest>=8", "lightly>=1.5", "lightning>=2.2", "tensorboard>=2.15"],
+        "dev": ["ruff>=0.12", "mypy>=1.14", "types-PyYAML"],
+        "onnx": ["onnx>=1.16", "onnxscript>=0.1"],
+    },
+    entry_points={"console_scripts": ["selftask = selftask.cli.main:main"]},
+)

@@ -1,0 +1,41 @@
+"""The number format of what must not be rounded: norms, softmaxes, assignments, losses."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def full_precision(x: Tensor) -> Tensor:
+    """``x`` in float32 at least: what leaves autocast is raised, doubles stay doubles."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: ``function`` runs outside autocast and gets its half-precision tensors as float32.
+
+    Raising the arguments alone is not enough for a loss with a matrix product: autocast, which
+    is on while the loss is computed, would round both factors again (to 3 digits in bfloat16).
+    The first argument must be a tensor.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        raised = [_raise(argument) for argument in args]
+        assert isinstance(args[0], Tensor)
+        with torch.autocast(args[0].device.type, enabled=False):
+            return function(*raised, **kwargs)  # type: ignore[arg-type]
+
+    return run
+
+
+def _raise(argument: object) -> object:
+    half = isinstance(argument, Tensor) and argument.dtype in (torch.float16, torch.bfloat16)
+    return argument.float() if isinstance(argument, Tensor) and half else argument

@@ -1,0 +1,198 @@
+"""Composition, short forms, types, defaults and the round trip of a config."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from selftask.config import recipes
+from selftask.config.load import load_config, to_yaml
+from selftask.config.schema import DEFAULT_HOOKS, Config, DataConfig, OptimizerConfig
+from selftask.errors import ConfigError
+from selftask.registry import OPTIMIZERS, REGISTRIES, SOURCES
+
+
+def load(*overrides: str) -> Config:
+    return load_config("my.yaml", list(overrides))
+
+
+def test_values_come_from_file_command_line_and_defaults(project: Path) -> None:
+    config = load("train.epochs=7", "method.temperature=1")
+    assert config.train.epochs == 7
+    assert config.method.args == {"temperature": 1.0, "crops": 2, "mode": "mean"}
+    assert config.views["main"].transforms[0].args == {"size": 32, "scale": (0.2, 1.0)}
+    assert config.place("train.epochs") == "command line: train.epochs=7"
+    assert config.place("backbone.width") == "my.yaml:9"
+    assert config.place("method.crops").startswith("default of toy_method (toy.py:")
+    assert config.place("train.seed") == "default"
+
+
+def test_round_trip_through_yaml(project: Path) -> None:
+    config = load("hooks.progress=null", "train.stop_at=3", "data.val={name: toy_source, path: v}")
+    Path("config.yaml").write_text(to_yaml(config))
+    again = load_config("config.yaml", [])
+    assert again == config
+    assert "progress" not in again.hooks
+    assert again.recipe == "my.yaml" and again.out == "runs/my"
+
+
+def test_config_command_prints_a_recipe(project: Path) -> None:
+    from selftask.config.explain import explain
+
+    config = load("optimizer=toy_adam", "train.max_steps=5")
+    text = explain(config)
+    Path("explained.yaml").write_text(text)
+    assert load_config("explained.yaml", []) == config
+    by_key = {line.split(":")[0].strip(): line for line in text.splitlines()}
+    assert by_key["max_steps"].endswith("# command line: train.max_steps=5")
+    assert by_key["width"].endswith("# my.yaml:9")
+    assert "default of toy_adam (toy.py:" in by_key["betas"]
+
+
+def test_defaults_list_inherits_shipped_and_own_files(project: Path) -> None:
+    Path("sub").mkdir()
+    Path("sub/child.yaml").write_text("defaults: [/my, _self_]\ntrain: {epochs: 9}\n")
+    os.rename("sub/child.yaml", "child.yaml")
+    config = load_config("child.yaml", [])
+    assert (config.train.epochs, config.train.batch_size) == (9, 8)
+    assert config.place("train.epochs") == "child.yaml:2"
+    assert config.place("train.batch_size") == "my.yaml:11"
+    shipped = f"defaults: [/simclr/digits, _self_]\ntrain: {{epochs: 2}}\n"
+    Path("mine.yaml").write_text(shipped)
+    config = load_config("mine.yaml", [])
+    assert config.method.name == "simclr" and config.train.epochs == 2
+    assert config.place("method.name").endswith("configs/simclr/digits.yaml:" + _line("method:"))
+
+
+def _line(start: str) -> str:
+    lines = (recipes.folder() / "simclr/digits.yaml").read_text().splitlines()
+    return str(next(n for n, line in enumerate(lines, 1) if line.startswith(start)))
+
+
+def test_another_name_forgets_the_old_ones_fields(project: Path) -> None:
+    config = load("backbone=toy_wide", "optimizer=toy_adam", "method=toy_other")
+    assert config.backbone.args == {"factor": 2}
+    assert config.method.args == {"temperature": 0.9}, "0.2 was said for toy_method"
+    assert config.place("method.temperature").startswith("default of toy_other")
+    assert config.optimizer.args == {"betas": (0.9, 0.999)}
+    assert config.optimizer.lr == 0.1, "the learning rate is not the optimizer's own"
+
+
+def test_same_name_keeps_its_fields(project: Path) -> None:
+    config = load("backbone=toy_net", "optimizer={name: toy_sgd, lr: 0.3}")
+    assert config.backbone.args == {"width": 16}
+    assert (config.optimizer.lr, config.optimizer.args["momentum"]) == (0.3, 0.8)
+
+
+def test_order_on_the_command_line_does_not_matter(project: Path) -> None:
+    one = load("backbone.factor=3", "backbone=toy_wide")
+    assert one.backbone == load("backbone=toy_wide", "backbone.factor=3").backbone
+    assert one.backbone.args == {"factor": 3}
+
+
+def test_another_source_does_not_keep_the_labelled_images_of_the_old(project: Path) -> None:
+    text = Path("my.yaml").read_text().replace("path: here", "path: here, val: {name: digits}")
+    Path("my.yaml").write_text(text)
+    assert load().data.val is not None
+    config = load("data=./there")
+    assert config.data.source.name == "folder" and config.data.val is None
+
+
+def test_short_forms(project: Path) -> None:
+    config = load("data=digits", "data.val=digits", "backbone=timm:vit_tiny_patch16_224")
+    assert config.data.source.name == "digits" and config.data.val == config.data.source
+    assert config.backbone.name == "timm"
+    assert config.backbone.args["model"] == "vit_tiny_patch16_224"
+    assert load("backbone=torchvision:resnet18").backbone.args["model"] == "resnet18"
+    custom = load("backbone=pkg.mod:make").backbone
+    assert custom.name == "custom" and custom.args["model"] == "pkg.mod:make"
+
+
+def test_hydras_grammar(project: Path) -> None:
+    config = load(
+        "~hooks.toy_hook",
+        "launch.slurm={partition: 'a b', hours: 3}",
+        'out="with, comma"',
+        "views.main.transforms.0.size=28",
+        "views.main.transforms.0.scale=[0.5,1]",
+        "train.max_steps=${train.batch_size}",
+    )
+    assert "toy_hook" not in config.hooks
+    assert config.launch.slurm == {"partition": "a b", "hours": 3}
+    assert config.out == "with, comma"
+    assert config.views["main"].transforms[0].args == {"size": 28, "scale": (0.5, 1.0)}
+    assert config.train.max_steps == 8
+    assert config.place("views.main.transforms.0.size").startswith("command line: views")
+
+
+def test_a_folder_called_like_a_section_is_no_hydra_group(project: Path) -> None:
+    Path("data").mkdir()
+    Path("data/x.yaml").write_text("path: y\n")
+    assert load("data=./imgs").data.source.args["path"] == "./imgs"
+
+
+def test_hooks_of_every_run_and_those_of_the_recipe(project: Path) -> None:
+    config = load("hooks.second={name: toy_hook, every: 2}", "hooks.toy_hook=null")
+    assert [*config.hooks] == [*DEFAULT_HOOKS, "second"]
+    assert config.hooks["second"].name == "toy_hook"
+
+
+def test_workers_are_derived_unless_given(project: Path) -> None:
+    config = load()
+    assert 0 <= config.data.num_workers <= 8
+    assert config.place("data.num_workers").startswith("auto: ")
+    assert load("data.num_workers=11").data.num_workers == 11
+    with pytest.raises(ConfigError, match="data.num_workers='al': expected a whole number"):
+        load("data.num_workers=al")
+
+
+def test_a_file_that_changed_is_read_again(project: Path) -> None:
+    assert load().train.epochs == 3
+    Path("my.yaml").write_text(Path("my.yaml").read_text().replace("epochs: 3", "epochs: 4"))
+    assert load().train.epochs == 4
+
+
+def test_nothing_is_left_behind(project: Path) -> None:
+    from hydra.core.global_hydra import GlobalHydra
+
+    before = sorted(os.listdir())
+    load()
+    assert sorted(set(os.listdir()) - {"__pycache__"}) == before
+    assert not GlobalHydra.instance().is_initialized()
+
+
+@pytest.mark.parametrize("name", sorted(recipes.shipped()))
+def test_shipped_recipes_load_and_round_trip(name: str, tmp_path: Path) -> None:
+    config = load_config(name, [])
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    assert load_config(str(path), []) == config
+    assert len(recipes.shipped()[name].header) >= 2, "a recipe opens with its promise"
+
+
+def test_no_source_or_optimizer_field_is_called_like_one_of_ours() -> None:
+    for registry, ours in ((SOURCES, DataConfig), (OPTIMIZERS, OptimizerConfig)):
+        fixed = {*ours.__dataclass_fields__} - {"source", "args"}
+        for name in registry:
+            config = registry.config_class(name)
+            own = {*config.__dataclass_fields__} if config else set()
+            assert not own & (fixed | {"name"}), f"{registry.kind} {name}"
+
+
+@pytest.mark.parametrize("kind", sorted(REGISTRIES))
+def test_fields_read_from_source_are_those_of_the_imported_class(kind: str) -> None:
+    registry = REGISTRIES[kind]
+    for name in registry:
+        read = registry.config_class(name)
+        registry[name]
+        real = registry.config_class(name)
+        assert (read is None) == (real is None), name
+        if read is not None and real is not None:
+            assert [*read.__dataclass_fields__] == [*real.__dataclass_fields__], name
+
+
+def test_dumped_yaml_has_no_python_tags(project: Path) -> None:
+    assert yaml.safe_load(to_yaml(load()))["views"]["main"]["transforms"][0]["scale"] == [0.2, 1.0]

@@ -1,0 +1,78 @@
+"""Draws belong to (seed, epoch, sample, view)."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from selftask.config.schema import Component, ViewConfig
+from selftask.data.draws import ViewDraws, draw_rng
+from selftask.data.views import Views, build_pipeline
+from selftask.errors import ConfigError
+
+CROP = Component(name="random_resized_crop", args={"size": 8})
+SMALL = Component(name="random_resized_crop", args={"size": 6})
+NORMALIZE = Component(name="normalize", args={})
+
+
+@pytest.fixture
+def image() -> Image.Image:
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 20, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def test_streams_are_distinct_and_repeatable() -> None:
+    places = list(itertools.product((0, 1), (0, 1), (0, 1, 2), (0, 1)))
+    firsts = {draw_rng(*place).integers(0, 2**63) for place in places}
+    assert len(firsts) == len(places)
+    draws = ViewDraws(1)
+    for epoch, index, view in [(3, 10**12, 1), (0, 0, 0), (3, 10**12, 1)]:
+        generator = draws.at(epoch, index, view)
+        expected = draw_rng(1, epoch, index, view)
+        assert np.array_equal(generator.random(50), expected.random(50))
+        assert generator.integers(0, 7, dtype=np.int32) == expected.integers(0, 7, dtype=np.int32)
+
+
+def test_streams_look_independent() -> None:
+    values = np.array([draw_rng(0, 0, index, 0).random(8) for index in range(2000)])
+    correlation = np.corrcoef(np.concatenate([values[:-1], values[1:]], axis=1).T)
+    assert np.abs(correlation - np.eye(16)).max() < 5 / np.sqrt(2000)
+    assert abs(values.mean() - 0.5) < 5 * np.sqrt(1 / 12 / values.size)
+
+
+def test_views_come_in_order_and_size(image: Image.Image) -> None:
+    config = {
+        "global": ViewConfig(count=2, transforms=[CROP, NORMALIZE]),
+        "local": ViewConfig(count=3, transforms=[SMALL]),
+    }
+    views = Views(config)
+    out = views(image, 0, 0, 5)
+    assert [view.shape[-1] for view in out] == [8, 8, 6, 6, 6]
+    assert all(view.dtype == torch.float32 and view.is_contiguous() for view in out)
+    assert not torch.equal(out[0], out[1])
+    again = pickle.loads(pickle.dumps(views))(image, 0, 0, 5)
+    assert all(torch.equal(a, b) for a, b in zip(out, again, strict=True))
+    assert not torch.equal(out[0], views(image, 0, 1, 5)[0])
+    assert not torch.equal(out[0], views(image, 1, 0, 5)[0])
+    assert torch.equal(out[0], views(image, 0, 0, 5)[0])
+
+
+def test_a_view_does_not_depend_on_the_others(image: Image.Image) -> None:
+    jitter = Component(name="color_jitter", args={"brightness": 0.5})
+    plain = Views({"a": ViewConfig(count=2, transforms=[CROP])})
+    longer = Views(
+        {"a": ViewConfig(transforms=[jitter, CROP]), "b": ViewConfig(transforms=[CROP])}
+    )
+    assert torch.equal(plain(image, 0, 0, 0)[1], longer(image, 0, 0, 0)[1])
+
+
+def test_impossible_orders_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"eval\.transforms\[1\]: random_resized_crop .* after normalize"):
+        build_pipeline([NORMALIZE, CROP], key="eval.transforms")
+    with pytest.raises(ConfigError, match="views: there is none"):
+        Views({})

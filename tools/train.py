@@ -1,0 +1,30 @@
+"""Train from a checkout: ``python tools/train.py simclr out=runs/mine``; again: resume.
+
+The same as ``selftask train``, step by step, for those who want to change a step.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ssl"))
+
+from selftask.cli.main import guarded
+from selftask.config.load import load_config
+from selftask.data.dataset import check_sizes, open_data
+
+
+def main(argv: list[str]) -> int:
+    """Read the config, open the data, train; the exit code."""
+    config = load_config(argv[0] if argv else "simclr", argv[1:])
+    sources = open_data(config.data)
+    check_sizes(config, sources.train)
+
+    from selftask.launch.run import run
+
+    return run(config, sources)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main, sys.argv[1:]))
