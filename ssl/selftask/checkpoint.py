@@ -11,6 +11,7 @@ import json
 import os
 import re
 import zlib
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from selftask.logs import get_logger
 log = get_logger(__name__)
 
 _NAME = re.compile(r"step_(\d+)\.pt")
-_PLAIN = (bool, int, float, str, type(None), torch.Tensor)
+_SCALARS = (bool, int, float, str, type(None))
 
 
 class DamagedCheckpoint(Exception):
@@ -38,6 +39,8 @@ def save(state: dict[str, Any], folder: Path, step: int, *, keep: int) -> Path:
     """
     check_plain(state)
     folder.mkdir(parents=True, exist_ok=True)
+    for left_over in folder.glob(".step_*.tmp"):  # by a run that was killed while it saved
+        left_over.unlink(missing_ok=True)
     path = folder / f"step_{step:09d}.pt"
     temporary = folder / f".{path.name}.tmp"
     with temporary.open("wb") as file:
@@ -60,7 +63,46 @@ def save(state: dict[str, Any], folder: Path, step: int, *, keep: int) -> Path:
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoint files of a folder, newest first."""
     found = [path for path in folder.glob("step_*.pt") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: -int(path.stem.removeprefix("step_")))
+    return sorted(found, key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))
+
+
+def find(resume: str, folder: Path) -> tuple[dict[str, Any], Path] | None:
+    """The state that ``resume`` asks for, and its path; None to start anew.
+
+    ``auto``: the newest good one of ``folder``. ``never``: none. A file of ``folder``: that one. A
+    file from elsewhere is where a run starts; once ``folder`` has a checkpoint, the run goes on
+    with that, so that the same command again resumes. Raises UserError for a damaged file.
+    """
+    if resume == "never":
+        return None
+    path = Path(resume).expanduser()
+    if resume == "auto" or (checkpoints(folder) and path.resolve().parent != folder.resolve()):
+        return load_newest(folder)
+    try:
+        return load(path), path
+    except (DamagedCheckpoint, OSError) as error:
+        raise UserError(f"resume={resume}: cannot be read ({error})") from error
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Move checkpoints after ``step`` to ``folder/replaced_N``: another course of the run begins.
+
+    Left in place, they would be taken for its newest ones by ``keep`` and by the next resume.
+    """
+    newer = [path for path in checkpoints(folder) if _step(path) > step]
+    if not newer:
+        return
+    aside = folder / f"replaced_{sum(1 for _ in folder.glob('replaced_*')) + 1}"
+    aside.mkdir()
+    for path in newer:
+        for file in (path, path.with_suffix(".json")):
+            if file.exists():
+                os.replace(file, aside / file.name)
+    log.info("moved %d checkpoints after step %d to %s", len(newer), max(step, 0), aside)
 
 
 def load_newest(folder: Path) -> tuple[dict[str, Any], Path] | None:
@@ -87,7 +129,7 @@ def load(path: Path) -> dict[str, Any]:
     """Read and verify one checkpoint file, onto the CPU. Raises DamagedCheckpoint."""
     seal_path = path.with_suffix(".json")
     if seal_path.exists():  # killed between the two renames, a whole file has no seal yet
-        _verify(path, json.loads(seal_path.read_text()))
+        _verify(path, seal_path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises five kinds for a damaged zip
@@ -98,26 +140,35 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def check_plain(value: Any, key: str = "state") -> None:
-    """Raise TypeError naming the first key whose value only pickle could store."""
-    if isinstance(value, dict):
+    """Raise TypeError naming the first key whose value only pickle could store.
+
+    Subclasses do not count: numpy's float64 is a float, and yet ``weights_only`` refuses it.
+    """
+    if type(value) in (dict, OrderedDict):
         for name, item in value.items():
+            check_plain(name, f"a key of {key}")
             check_plain(item, f"{key}.{name}")
-    elif isinstance(value, list | tuple):
+    elif type(value) in (list, tuple):
         for number, item in enumerate(value):
             check_plain(item, f"{key}[{number}]")
-    elif not isinstance(value, _PLAIN):
+    elif type(value) not in _SCALARS and not isinstance(value, torch.Tensor):
         raise TypeError(f"{key} is a {type(value).__name__}: checkpoints hold tensors and scalars")
 
 
-def _verify(path: Path, seal: dict[str, int]) -> None:
+def _verify(path: Path, seal_path: Path) -> None:
+    try:
+        seal = json.loads(seal_path.read_text(encoding="utf-8"))
+        length, expected_crc = seal["bytes"], seal["crc32"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"{seal_path.name} is no seal") from error
     size = path.stat().st_size
-    if size != seal["bytes"]:
-        raise DamagedCheckpoint(f"{size} of {seal['bytes']} bytes")
+    if size != length:
+        raise DamagedCheckpoint(f"{size} of {length} bytes")
     crc = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
             crc = zlib.crc32(block, crc)
-    if crc != seal["crc32"]:
+    if crc != expected_crc:
         raise DamagedCheckpoint("checksum differs")
 
 

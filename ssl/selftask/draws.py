@@ -23,13 +23,14 @@ def uniform(seed: int, epoch: int, index: Tensor, n: int) -> Tensor:
     or for other samples changes none: the epoch-th number of the stream that ``seed`` starts itself
     starts a stream, whose index-th number starts the one read here.
     """
-    key = torch.full_like(index, _signed(seed ^ _METHOD), dtype=torch.int64)  # (B,)
-    key = splitmix64(splitmix64(key, epoch), index)[:, None]  # (B, 1)
-    bits = splitmix64(key, torch.arange(n, device=index.device))  # (B, n)
+    key = torch.full_like(index, _signed(seed ^ _METHOD))  # (B,)
+    key = splitmix64(key, torch.full_like(index, epoch))
+    key = splitmix64(key, index)
+    bits = splitmix64(key[:, None], torch.arange(n, device=index.device))  # (B, n)
     return _shift_right(bits, 64 - _BITS).float() * 2.0**-_BITS
 
 
-def splitmix64(start: Tensor, place: Tensor | int) -> Tensor:
+def splitmix64(start: Tensor, place: Tensor) -> Tensor:
     """The 64 bits at ``place`` (from 0) of the stream from ``start``; both int64, broadcast.
 
     Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014, with the

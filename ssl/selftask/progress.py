@@ -59,6 +59,11 @@ class Clock:
         return min(self.batch / self.length.total_batches, 1.0 - 1e-9)
 
     @property
+    def where_of_epoch(self) -> float:
+        """``where`` as it was when this epoch began: the same before and after a resume."""
+        return min((self.batch - self.batch_in_epoch) / self.length.total_batches, 1.0 - 1e-9)
+
+    @property
     def epoch(self) -> int:
         """The epoch of the next batch."""
         return self.batch // self.length.batches_per_epoch

@@ -9,7 +9,6 @@ needs neither torch nor the import of anything.
 from __future__ import annotations
 
 import ast
-import copy
 import importlib
 import importlib.util
 import re
@@ -66,8 +65,8 @@ class Registry:
         )
 
         def add(thing: T) -> T:
-            taken = self._addresses.get(name) or self._index().get(name)
-            if taken is not None and str(taken) != str(here):
+            taken = self._taken(name, thing, here)
+            if taken is not None:
                 raise UserError(
                     f"the {self.kind} name {name!r} is taken: at {taken}, and again at {here}"
                 )
@@ -76,6 +75,17 @@ class Registry:
             return thing
 
         return add
+
+    def _taken(self, name: str, thing: Any, here: Address) -> Address | None:
+        """Where something else has this name; the same thing again (a reload) is fine."""
+        if name in self._registered:
+            other = self._registered[name]
+            same = (other.__module__, other.__qualname__) == (thing.__module__, thing.__qualname__)
+            return None if same else self._addresses[name]
+        indexed = self._index().get(name)
+        if indexed is None or indexed.path.resolve() == here.path.resolve():
+            return None
+        return indexed
 
     def __getitem__(self, name: str) -> Any:
         """What is registered as ``name``, importing its module on first use."""
@@ -103,7 +113,7 @@ class Registry:
     def summary(self, name: str) -> str:
         """The first line of the docstring of ``name``, read from its source."""
         address = self.address(name)
-        node = _definition(address)
+        node = _definition(address, self.decorator, name)
         doc = ast.get_docstring(node) or ast.get_docstring(_parse(address.path)) or ""
         return doc.partition("\n")[0]
 
@@ -115,7 +125,8 @@ class Registry:
         """
         if name in self._registered:
             return _config_of(self._registered[name])
-        return _read_config(_definition(self.address(name)), self.address(name).module)
+        address = self.address(name)
+        return _read_config(_definition(address, self.decorator, name), address.module)
 
     @cache  # noqa: B019 - registries live as long as the process
     def _index(self) -> dict[str, Address]:
@@ -137,14 +148,14 @@ def _parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def _definition(address: Address) -> ast.ClassDef | ast.FunctionDef:
-    """The class or function whose first decorator stands at ``address``."""
+def _definition(address: Address, decorator: str, name: str) -> ast.ClassDef | ast.FunctionDef:
+    """The class or function in the file of ``address`` that is decorated with this name."""
     for node in _parse(address.path).body:
-        if not isinstance(node, ast.ClassDef | ast.FunctionDef) or not node.decorator_list:
-            continue
-        if min(d.lineno for d in node.decorator_list) <= address.line <= node.lineno:
-            return node
-    raise UserError(f"{address}: nothing is defined under this registration")
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            for call in node.decorator_list:
+                if ast.unparse(call).endswith(f"{decorator}({name!r})"):
+                    return node
+    raise UserError(f"{address}: no class or function stands under this registration")
 
 
 def _config_of(thing: Any) -> type | None:
@@ -184,11 +195,10 @@ def _fields_and_problems(config: ast.ClassDef) -> Iterator[ast.stmt]:
             if not ast.unparse(node.annotation).startswith("ClassVar"):
                 yield node
         elif isinstance(node, ast.FunctionDef) and node.name == "problems":
-            bare = copy.deepcopy(node)
-            bare.returns = None
-            for argument in bare.args.args:
+            node.returns = None
+            for argument in node.args.args:
                 argument.annotation = None
-            yield bare
+            yield node
 
 
 METHODS = Registry("method", "selftask.methods")

@@ -30,6 +30,7 @@ from selftask.config.load import to_yaml
 from selftask.config.schema import Component, Config
 from selftask.data.dataset import Sources, open_data
 from selftask.data.feed import Feed
+from selftask.errors import UserError
 from selftask.hooks.base import POINTS, defines
 from selftask.logs import MetricsFile, format_row, get_logger
 from selftask.models.address import read_weights
@@ -231,7 +232,7 @@ class Task(ClassyTaskNames):
         for meter in self.meters:
             meter.reset()
         if self.train and hasattr(self.optimizer, "on_epoch"):
-            self.optimizer.on_epoch(self.where)
+            self.optimizer.on_epoch(self.clock.where_of_epoch)
         self.run_hooks("on_phase_start")
         self.data_iterator = self._samples()
 
@@ -307,12 +308,24 @@ class Task(ClassyTaskNames):
             "method": self.loss.state_dict(),
             "optimizer": self.optimizer.get_classy_state(),
             "scaler": self.grad_scaler.state_dict(),
+            "backbone": self._place_of_backbone(),
             "clock": self.clock.state_dict(),
             "hooks": {key: hook.get_classy_state() for key, hook in self.named_hooks.items()},
             "meters": [meter.get_classy_state() for meter in self.meters],
             "rng": gather_objects(environment.rng_state()),
             "metrics_bytes": self.rows.length if self.rows is not None else 0,
         }
+
+    def _place_of_backbone(self) -> str:
+        """Where in this state the weights to keep lie: ``model.backbone``, or in the teacher."""
+        backbone = self.loss.export_backbone(self.base_model)
+        parts = (("model", self.base_model), ("method", self.loss))
+        return next(
+            f"{part}.{name}"
+            for part, module in parts
+            for name, inner in module.named_modules()
+            if inner is backbone
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put everything back; parts must match exactly."""
@@ -355,20 +368,18 @@ class Task(ClassyTaskNames):
 
     def _resume(self) -> bool:
         """Load what ``resume`` says; whether there was something to load."""
-        resume = self.config.resume
-        found = None
-        if resume == "auto":
-            found = checkpoint.load_newest(self.out / "checkpoints")
-        elif resume != "never":
-            found = checkpoint.load(Path(resume)), Path(resume)
+        folder = self.out / "checkpoints"
+        found = checkpoint.find(self.config.resume, folder)
+        if self.rows is not None:
+            checkpoint.set_aside(folder, -1 if found is None else found[0]["clock"]["iteration"])
+            self.rows.cut(0 if found is None else found[0]["metrics_bytes"])
         if found is None:
-            if self.rows is not None:
-                self.rows.cut(0)  # what a run that never came to a checkpoint left
             return False
         state, path = found
-        self.load_state_dict(state)
-        if self.rows is not None:
-            self.rows.cut(state["metrics_bytes"])
+        try:
+            self.load_state_dict(state)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UserError(f"{path} is of another config: {error}\nuse another out=") from error
         self.run_hooks("after_load")
         log.info("resumed from %s: step %d, epoch %d", path, self.iteration, self.clock.epoch)
         return True

@@ -27,7 +27,7 @@ def test_in_steps(text: str | int, steps: int) -> None:
 
 @pytest.mark.parametrize("text", ["ten epochs", "-1", "5 hours", "", "1.5 steps", "101%", True])
 def test_what_is_none(text: str) -> None:
-    with pytest.raises(ValueError, match="duration|whole|more than"):
+    with pytest.raises(ValueError, match=r"duration|whole|more than"):
         parse_duration(text)
 
 

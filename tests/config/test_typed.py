@@ -34,7 +34,8 @@ from selftask.config.typed import Mismatch, convert
 )
 def test_fits(value: Any, annotation: Any, expected: Any) -> None:
     converted = convert(value, annotation)
-    assert converted == expected and type(converted) is type(expected)
+    assert converted == expected
+    assert type(converted) is type(expected)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,9 @@ def test_16_bit_is_scaled_not_clipped(tmp_path: Path) -> None:
         assert np.asarray(image)[0, :, 0].tolist() == [0, 1, 128, 255], suffix
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "RGBA", "CMYK", "YCbCr", "HSV", "I", "F", "La", "RGBa"])
+@pytest.mark.parametrize(
+    "mode", ["1", "L", "P", "LA", "RGBA", "CMYK", "YCbCr", "HSV", "I", "F", "La", "RGBa"]
+)
 def test_every_mode_becomes_rgb(mode: str, picture: Image.Image) -> None:
     through = {"La": "LA", "RGBa": "RGBA", "HSV": "RGB"}.get(mode)
     image = (picture.convert(through) if through else picture).convert(mode)
@@ -128,7 +130,9 @@ def test_arrays_of_any_layout() -> None:
     assert np.array_equal(np.asarray(from_array(channels_last)), channels_last)
     assert np.array_equal(np.asarray(from_array(channels_last.transpose(2, 0, 1))), channels_last)
     assert np.array_equal(np.asarray(from_array(channels_last / 255.0)), channels_last)
-    assert np.array_equal(np.asarray(from_array(channels_last.astype(np.uint16) * 257)), channels_last)
+    assert np.array_equal(
+        np.asarray(from_array(channels_last.astype(np.uint16) * 257)), channels_last
+    )
     gray = channels_last[..., :1]
     assert np.array_equal(np.asarray(from_array(gray)), gray.repeat(3, axis=2))
     with pytest.raises(ValueError, match=r"\(5, 7, 6\)"):

@@ -53,7 +53,10 @@ def test_folder_is_recursive_sorted_and_labelled(tree: Path) -> None:
 
 
 def test_folder_without_labels(tree: Path) -> None:
-    for source in (build("folder", path=str(tree), labels=False), build("folder", path=str(tree / "b"))):
+    for source in (
+        build("folder", path=str(tree), labels=False),
+        build("folder", path=str(tree / "b")),
+    ):
         assert source.labels is None
         assert source.num_classes == 0
         assert source[0][1] == -1
@@ -145,7 +148,9 @@ def test_array_errors(tmp_path: Path) -> None:
         build("array", path=str(tmp_path / "y.npz"))
 
 
-def test_custom_dataset_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_dataset_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine_data.py").write_text(
         "import numpy as np\n"
         "class Pairs:\n"

@@ -55,7 +55,9 @@ def test_random_resized_crop_draws_like_torchvision(size: tuple[int, int]) -> No
     ours = np.stack([ours[:, 0], ours[:, 1], ours[:, 2] - ours[:, 0], ours[:, 3] - ours[:, 1]], 1)
     torch.manual_seed(0)
     blank = Image.new("L", size)
-    boxes = [tv.RandomResizedCrop.get_params(blank, [0.2, 1.0], [3 / 4, 4 / 3]) for _ in range(2000)]
+    boxes = [
+        tv.RandomResizedCrop.get_params(blank, [0.2, 1.0], [3 / 4, 4 / 3]) for _ in range(2000)
+    ]
     theirs = np.array(boxes, dtype=float)[:, [1, 0, 3, 2]]
     error = np.sqrt((ours.var(0) + theirs.var(0)) / 2000)
     assert (np.abs(ours.mean(0) - theirs.mean(0)) <= 5 * error + 1e-9).all()
@@ -105,7 +107,9 @@ def test_random_affine(photo: Image.Image, seed: int) -> None:
         interpolation=tv.InterpolationMode.BILINEAR,
         fill=[0, 0, 0],
     )
-    difference = np.abs(np.asarray(transform(photo, rng(seed)), float) - np.asarray(expected, float))
+    difference = np.abs(
+        np.asarray(transform(photo, rng(seed)), float) - np.asarray(expected, float)
+    )
     assert difference.max() <= 1  # the matrix is rounded differently
 
 
@@ -124,7 +128,9 @@ def test_rotation(photo: Image.Image) -> None:
     ],
 )
 @pytest.mark.parametrize("strength", [0.4, 0.8, 1.5])
-def test_color_jitter_factors(photo: Image.Image, key: str, reference: Any, strength: float) -> None:
+def test_color_jitter_factors(
+    photo: Image.Image, key: str, reference: Any, strength: float
+) -> None:
     place = ["brightness", "contrast", "saturation"].index(key)
     for seed in range(5):
         draw = rng(seed).random(5)[1 + place]
@@ -165,7 +171,9 @@ def test_gaussian_blur_is_close_to_the_gaussian(photo: Image.Image, sigma: float
 def test_contrast_noise(photo: Image.Image) -> None:
     transform = build("contrast_noise", contrast=(0.35, 1.0), offset=(0.0, 0.2), noise=0.05)
     factor, offset = rng().random(2)
-    clean = np.asarray(photo, float).transpose(2, 0, 1) / 255 * (0.35 + 0.65 * factor) + 0.2 * offset
+    clean = (
+        np.asarray(photo, float).transpose(2, 0, 1) / 255 * (0.35 + 0.65 * factor) + 0.2 * offset
+    )
     values = transform(photo, rng())
     assert values.dtype == np.float32
     assert 0 <= values.min() and values.max() <= 1

@@ -65,14 +65,14 @@ def test_views_come_in_order_and_size(image: Image.Image) -> None:
 def test_a_view_does_not_depend_on_the_others(image: Image.Image) -> None:
     jitter = Component(name="color_jitter", args={"brightness": 0.5})
     plain = Views({"a": ViewConfig(count=2, transforms=[CROP])})
-    longer = Views(
-        {"a": ViewConfig(transforms=[jitter, CROP]), "b": ViewConfig(transforms=[CROP])}
-    )
+    longer = Views({"a": ViewConfig(transforms=[jitter, CROP]), "b": ViewConfig(transforms=[CROP])})
     assert torch.equal(plain(image, 0, 0, 0)[1], longer(image, 0, 0, 0)[1])
 
 
 def test_impossible_orders_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"eval\.transforms\[1\]: random_resized_crop .* after normalize"):
+    with pytest.raises(
+        ConfigError, match=r"eval\.transforms\[1\]: random_resized_crop .* after normalize"
+    ):
         build_pipeline([NORMALIZE, CROP], key="eval.transforms")
     with pytest.raises(ConfigError, match="views: there is none"):
         Views({})

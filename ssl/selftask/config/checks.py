@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from selftask.config.layers import Key
+from selftask.config.read import classy_has
 from selftask.config.schema import Component, Config
 from selftask.errors import nearest
 from selftask.registry import SCHEDULES, TRAIN_STEPS, Registry
@@ -38,7 +39,7 @@ def _names(config: Config) -> Iterator[Problem]:
 
 
 def _known(registry: Registry, name: str, key: Key) -> Iterator[Problem]:
-    if name not in registry:
+    if name not in registry and not classy_has(registry.kind, name):
         yield key, f"no {registry.kind} named {name!r}; {nearest(name, registry.names())}"
 
 
@@ -51,26 +52,23 @@ def _batch(config: Config) -> Iterator[Problem]:
     train, world = config.train, config.launch.world_size
     if train.batch_size % world:
         right = max(train.batch_size // world, 1) * world
-        yield (
-            ("train", "batch_size"),
+        text = (
             f"train.batch_size={train.batch_size} is the global batch and must be divisible by "
-            f"the {world} processes of launch; try {right}",
+            f"the {world} processes of launch; try {right}"
         )
+        yield ("train", "batch_size"), text
     if train.accumulate > 1 and train.step == "standard":
-        yield (
-            ("train", "accumulate"),
+        text = (
             f"train.accumulate={train.accumulate} has no effect on train.step='standard'; "
-            "use train.step=accumulate",
+            "use train.step=accumulate"
         )
+        yield ("train", "accumulate"), text
 
 
 def _precision(config: Config) -> Iterator[Problem]:
     if config.train.precision == "float16" and config.train.device == "cpu":
-        yield (
-            ("train", "precision"),
-            "train.precision='float16' needs a GPU and train.device is 'cpu'; use 'bfloat16' or "
-            "'float32'",
-        )
+        text = "train.precision='float16' needs a GPU and train.device is 'cpu'; use 'bfloat16'"
+        yield ("train", "precision"), text
 
 
 def _views(config: Config) -> Iterator[Problem]:

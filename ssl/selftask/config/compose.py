@@ -139,7 +139,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], Layer]:
         raise ConfigError([f"{show_path(path)}: cannot be read: {error}"]) from error
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.load(text, Loader=get_yaml_loader())  # noqa: S506 - a SafeLoader
+        values = yaml.load(text, Loader=get_yaml_loader())
     except yaml.YAMLError as error:
         raise ConfigError([_explain_yaml(error, path)]) from error
     values = {} if values is None else values

@@ -47,7 +47,7 @@ def _import(name: str, place: str) -> str | None:
             looked = "the current folder, the recipe's folder and the installed packages"
             return f"{place}: no module named {name!r} (looked in {looked})"
         return _failed(name, place, error)
-    except Exception as error:  # a user's module may raise anything
+    except Exception as error:  # noqa: BLE001 - a user's module may raise anything
         return _failed(name, place, error)
     return None
 

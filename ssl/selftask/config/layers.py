@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from selftask.config.shorthand import named_places
+from selftask.config.shorthand import default_name, named_places
 
 Key = tuple[str, ...]  # ("train", "epochs"); the index of a list item is a key, too
 
@@ -108,7 +108,7 @@ class Layers(list[Layer]):
             found, section = _walk(layer.values, place)
             if not found or not isinstance(section, dict):
                 continue
-            new = section.get("name", name or place[-1])
+            new = section.get("name", name or default_name(place))
             if name is not None and new != name:
                 renamed = index
             name = new

@@ -22,6 +22,7 @@ from selftask.config.overrides import Override, apply_overrides, parse_overrides
 from selftask.config.read import Reader
 from selftask.config.schema import Config
 from selftask.config.sections import OURS, own_problems, read_config
+from selftask.config.shorthand import expand
 from selftask.errors import ConfigError
 
 
@@ -64,7 +65,7 @@ def to_yaml(config: Config) -> str:
 
 def _import(modules: Any, folders: list[Path], place: str) -> None:
     """Import the user's modules before any name is looked up."""
-    if modules is None:
+    if not modules:
         return
     names = [modules] if isinstance(modules, str) else modules
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -86,12 +87,13 @@ def _source_name(overrides: list[Override]) -> str | None:
 def _resolve(values: dict[str, Any], layers: Layers, problems: list[str]) -> dict[str, Any]:
     """Follow ``${...}``; a reference to nothing is a problem that ends the reading."""
     try:
-        return _plain(OmegaConf.create(values), resolve=True)
+        resolved = _plain(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:
         key = tuple(str(error.full_key or "").replace("[", ".").replace("]", "").split("."))
         place = layers.place_or_around(key)
         text = str(error).splitlines()[0]
         raise ConfigError([*problems, f"{place or 'config'}: {'.'.join(key)}: {text}"]) from error
+    return {key: expand(value, (key,)) for key, value in resolved.items()}
 
 
 def _plain(config: DictConfig, *, resolve: bool) -> dict[str, Any]:

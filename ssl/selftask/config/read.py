@@ -109,11 +109,13 @@ class Reader:
         self.note_place((*key, "name"))
         own = {k: v for k, v in value.items() if k != "name" and k not in ours.fields}
         if name not in registry:
-            if _classy_has(registry.kind, name):
+            if classy_has(registry.kind, name):
                 for field in own:
                     self.note_place((*key, field))
                 return Component(name=name, args=own), fixed
             hint = nearest(name, registry.names())
+            if registry.kind in _CLASSY:
+                hint += "; Classy Vision's are written classy:NAME"
             self.problem((*key, "name"), f"no {registry.kind} named {name!r}; {hint}")
             return None, fixed
         schema = schema_of(registry, name)
@@ -204,9 +206,10 @@ def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
 
 def hint_for(name: str, known: Mapping[str, dataclasses.Field[Any]], key: Key) -> str:
     """``did you mean 'optimizer.lr'?``, also for what other frameworks call it."""
-    called = [right for right, f in known.items() if name.lower() in f.metadata.get("also", ())]
-    close = called or get_close_matches(name, known, n=1)
-    return f"did you mean {_dotted((*key, close[0]))!r}?" if close else nearest(name, known)
+    words = {word: right for right, f in known.items() for word in f.metadata.get("also", ())}
+    words |= {right: right for right in known}
+    close = get_close_matches(name, words, n=1)
+    return f"did you mean {_dotted((*key, words[close[0]]))!r}?" if close else nearest(name, known)
 
 
 def iter_problems(
@@ -228,9 +231,17 @@ def iter_problems(
             yield path if path[0] in whole else key, message
 
 
-def _classy_has(kind: str, name: str) -> bool:
-    """Whether Classy Vision has it; only asked where that does not import Classy for a typo."""
-    if not name.startswith("classy:") and "classy_vision" not in sys.modules:
+_CLASSY = {"hook": "hooks", "meter": "meters", "optimizer": "optim", "schedule": "optim"}
+
+
+def classy_has(kind: str, name: str) -> bool:
+    """Whether Classy Vision has ``name``, asked only where a typo does not import all of Classy.
+
+    That is: for ``classy:NAME``, and for any name once a user's module has imported the part of
+    Classy in which it registers.
+    """
+    loaded = kind in _CLASSY and f"classy_vision.{_CLASSY[kind]}" in sys.modules
+    if not loaded and not name.startswith("classy:"):
         return False
     from selftask import classy
 

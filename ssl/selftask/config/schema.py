@@ -9,9 +9,8 @@ its code, is their schema, and in the yaml they stand flat beside ``name``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
-
 
 DEFAULT_HOOKS = (
     "health",
@@ -26,7 +25,7 @@ DEFAULT_HOOKS = (
 
 
 def _setting(
-    default: Any = MISSING,
+    default: Any,
     *,
     min: float | None = None,
     max: float | None = None,
@@ -118,8 +117,8 @@ class OptimizerConfig:
 
     name: str
     args: dict[str, Any] = field(default_factory=dict)  # the named optimizer's own fields
-    lr: float | dict[str, Any] = _setting(
-        min=0, also=["learning_rate", "learning_rat", "base_lr", "blr"]
+    lr: float | dict[str, Any] = field(
+        metadata={"min": 0, "also": ("learning_rate", "base_lr", "blr")}
     )  # peak; or a Classy parameter scheduler ({name: ..., ...}), which then is the schedule
     lr_scale: Literal["none", "linear", "sqrt"] = "none"  # lr times batch_size/256, or its root
     schedule: str = _setting("cosine", also=["scheduler", "lr_schedule", "lr_scheduler"])

@@ -41,6 +41,11 @@ def named_places(config: dict[str, Any]) -> list[Path]:
     return [*sorted(_NAMED), *sorted(_SOURCES), *entries]
 
 
+def default_name(path: Path) -> str | None:
+    """What the thing there is called without a ``name``: a hook by its key, a method not at all."""
+    return path[-1] if path[:-1] in _NAMED_ENTRIES else None
+
+
 def expand_backbone(text: str) -> dict[str, Any]:
     """``resnet18``, ``timm:NAME``, ``torchvision:NAME`` or ``package.module:function``."""
     before, colon, after = text.partition(":")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -50,7 +53,7 @@ class Batches:
         self.dataset = dataset
         self.num_workers = num_workers
         self.device = device or torch.device("cpu")
-        self.bad_files = bad_files or BadFiles(None, len(dataset))
+        self.bad_files = BadFiles(None, len(dataset)) if bad_files is None else bad_files
         self.sampler = BatchSampler(
             len(dataset), batch_size, seed=seed, rank=rank, world_size=world_size
         )
@@ -92,6 +95,8 @@ class Batches:
 
     def close(self) -> None:
         """Stop the workers."""
+        if self._reader is not None:
+            self._reader.close()
         self._reader = None
 
 
@@ -117,7 +122,7 @@ class EvalBatches:
         self.dataset = dataset
         self.num_workers = num_workers
         self.device = device or torch.device("cpu")
-        self.bad_files = bad_files or BadFiles(None, len(dataset), max_bad=1.0)
+        self.bad_files = BadFiles(None, len(dataset)) if bad_files is None else bad_files
         share = -(-len(dataset) // world_size)
         indices = range(len(dataset))[rank * share : (rank + 1) * share]
         self.keys = [
@@ -199,11 +204,14 @@ class _Reader:
             generator=torch.Generator(),  # its own: starting must not draw from the global one
         )
         others = set(multiprocessing.active_children())
-        with _own_sigchld_handler():
+        with _signals_of_the_main_process():
             self._iterator = iter(loader)
         self._workers: list[BaseProcess] = [
             process for process in multiprocessing.active_children() if process not in others
         ]
+        _OPEN.add(self)
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)  # so that it runs before torch's own, which waits for workers
 
     def __iter__(self) -> _Reader:
         return self
@@ -220,20 +228,38 @@ class _Reader:
             raise UserError(batch.problem)
         return batch
 
+    def close(self) -> None:
+        """Stop the workers, even if a traceback still holds on to the iterator."""
+        shut_down = getattr(self._iterator, "_shutdown_workers", None)  # none without workers
+        if shut_down is not None:
+            shut_down()
 
-class _own_sigchld_handler:
-    """Take back the SIGCHLD handler that starting a DataLoader installs.
 
-    torch's raises out of any line of the main thread, such as one that writes a checkpoint. The
-    next read finds a dead worker anyway, at most five seconds later.
+_OPEN: weakref.WeakSet[_Reader] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Stop all workers at the exit of the main process: they would not hear its SIGTERM."""
+    for reader in list(_OPEN):
+        reader.close()
+
+
+@contextmanager
+def _signals_of_the_main_process() -> Iterator[None]:
+    """Start workers so that signals stay the main process's affair.
+
+    They begin with our signals blocked, lest one kills them before ``_start_worker`` runs. And
+    the SIGCHLD handler that a DataLoader installs is taken back: it raises out of any line of the
+    main thread, such as one that writes a checkpoint. The next read finds a dead worker anyway.
     """
-
-    def __enter__(self) -> None:
-        self.before = signal.getsignal(signal.SIGCHLD)
-
-    def __exit__(self, *exception: object) -> None:
-        if self.before is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGCHLD, self.before)
+    handler = signal.getsignal(signal.SIGCHLD)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _start_worker(worker: int) -> None:

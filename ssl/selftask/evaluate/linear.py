@@ -139,12 +139,20 @@ def _fit(train: Features, weight_decay: list[float], iterations: int) -> _Fit:
 
 
 def _principal_axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Centred rows in the basis of their covariance (n, E), the basis (E, E), the variances (E,).
+    """Centred rows in the basis of their covariance (n, R), the basis (E, R), the variances (R,).
 
-    Axes without variance get a small one: nothing moves along them, and nothing is divided by 0.
+    R = min(n, E): of fewer images than features (raw pixels, few labels) the axes come from the
+    products of images, which is the smaller problem; the best weights lie in their span. Axes
+    without variance get a small one: nothing moves along them, and nothing is divided by 0.
     """
-    covariance = (x.T @ x).double() / len(x)
-    variance, basis = torch.linalg.eigh(covariance)
+    num_images, num_features = x.shape
+    if num_images < num_features:
+        scale, left = torch.linalg.eigh((x @ x.T).double())  # (n,), (n, n)
+        variance = scale / num_images
+        length = scale.clamp_min(1e-12 * scale.max().clamp_min(1e-12)).sqrt()
+        basis = x.T.double() @ (left / length)
+    else:
+        variance, basis = torch.linalg.eigh((x.T @ x).double() / num_images)
     variance = variance.clamp_min(1e-6 * variance.max().clamp_min(1e-12)).float()
     return x @ basis.float(), basis.float(), variance
 
@@ -153,7 +161,11 @@ def _gradient(z: Tensor, target: Tensor, weight: Tensor, bias: Tensor) -> tuple[
     """Of the mean cross-entropies with respect to weight (E, S, C) and bias (S, C)."""
     weight_sum, bias_sum = torch.zeros_like(weight), torch.zeros_like(bias)
     for x, targets in zip(torch.split(z, _ROWS), torch.split(target, _ROWS), strict=True):
-        error = _logits(x, weight, bias).softmax(dim=2)  # (n, S, C)
+        error = _logits(x, weight, bias)  # (n, S, C)
+        error.sub_(error.amax(dim=2, keepdim=True)).exp_()
+        error /= error.sum(
+            dim=2, keepdim=True
+        )  # softmax; torch's is 3 times slower for few classes
         error -= F.one_hot(targets, bias.shape[1]).to(error.dtype)[:, None]
         weight_sum += (x.T @ error.flatten(1)).view_as(weight)
         bias_sum += error.sum(dim=0)

@@ -12,6 +12,7 @@ from selftask.models.export import save_backbone
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
+    from selftask.config.schema import Config
     from selftask.task import Task
 
 
@@ -24,12 +25,12 @@ class ExportBackbone(Hook):
 
     def on_end(self, task: Task) -> None:
         if is_primary():
-            save_backbone(task.loss.export_backbone(task.base_model), task.out / "export", facts(task))
+            backbone = task.loss.export_backbone(task.base_model)
+            save_backbone(backbone, task.out / "export", facts(task.config, task.iteration))
 
 
-def facts(task: Task) -> dict[str, Any]:
+def facts(config: Config, step: int) -> dict[str, Any]:
     """What one must know to use the exported weights: architecture, input, where they come from."""
-    config = task.config
     transforms = [transform.to_dict() for transform in config.eval.transforms]
     normalize = next((t for t in transforms if t["name"] == "normalize"), None)
     mean, std = statistics(normalize) if normalize else (None, None)
@@ -40,7 +41,7 @@ def facts(task: Task) -> dict[str, Any]:
         "input_size": sizes[-1] if sizes else None,
         "transforms": transforms,
         "method": config.method.name,
-        "step": task.iteration,
+        "step": step,
         "recipe": config.recipe,
     }
 

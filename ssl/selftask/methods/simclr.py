@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.collectives import gather_cat_with_grad, rank, world_size
-from selftask.methods.base import Method, full_precision
+from selftask.methods.base import Method
 from selftask.models.heads import mlp
+from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
 
 
@@ -31,36 +32,53 @@ class SimCLR(Method):
     class Config:
         dim: int = 128  # D
         hidden: int | None = None  # width of the head's hidden layer; None: the backbone's
-        norm: bool = True  # BatchNorm in the head, as in the paper's code
+        norm: bool = True  # BatchNorm after both layers of the head, as in the paper's code
         temperature: float = 0.1  # tau in eq. 1; 0.5 for CIFAR-10 in the paper, 0.2 in solo-learn
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             num_views = sum(group["count"] for group in config["views"].values())
             if num_views != 2:
                 yield f"views: simclr compares two views, got {num_views}"
+            if self.temperature <= 0:
+                yield f"temperature: {self.temperature}; above 0 is expected, such as 0.1"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.num_rows = 0  # 2BW, once a batch was seen
 
     def build_head(self, embed_dim: int) -> nn.Module:
+        """g in section 2.1; the last BatchNorm, unlike the paper's, has a shift, too."""
+        norm = self.config.norm
         hidden = self.config.hidden or embed_dim
-        return mlp(embed_dim, hidden, self.config.dim, norm=self.config.norm)
+        bias = not norm
+        return mlp(
+            embed_dim,
+            hidden,
+            self.config.dim,
+            norm=norm,
+            last_norm=norm,
+            bias=bias,
+            last_bias=bias,
+        )
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """Eq. 1 averaged over both views; ``output`` (2, B, D)."""
-        first, second = F.normalize(full_precision(output), dim=2)  # (B, D) each
-        self.num_rows = 2 * len(first) * world_size()
-        return info_nce(first, second, temperature=self.config.temperature)
+        self.num_rows = 2 * output.shape[1] * world_size()
+        return info_nce(output[0], output[1], temperature=self.config.temperature)
 
     @property
     def chance(self) -> float | None:
         """All similarities equal: the positive is one of the 2BW - 1 other views."""
-        num_rows = getattr(self, "num_rows", None)
-        return math.log(num_rows - 1) if num_rows else None
+        return math.log(self.num_rows - 1) if self.num_rows > 2 else None
 
 
+@in_full_precision
 def info_nce(first: Tensor, second: Tensor, *, temperature: float) -> Tensor:
-    """NT-Xent of this rank's 2B rows against the 2BW of all ranks; unit-length rows (B, D).
+    """NT-Xent of this rank's 2B rows against the 2BW of all ranks; both (B, D), of any length.
 
     An image is never its own negative: its similarity to itself is left out of the denominator.
     """
+    first, second = F.normalize(first, dim=1), F.normalize(second, dim=1)
     local = torch.cat([first, second])  # (2B, D)
     everyone = torch.cat([gather_cat_with_grad(first), gather_cat_with_grad(second)])  # (2BW, D)
     logits = local @ everyone.T / temperature  # (2B, 2BW)

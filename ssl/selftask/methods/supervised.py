@@ -6,6 +6,7 @@ B: images per rank, E: features of the backbone, C: classes.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from selftask import classy
 from selftask.errors import UserError, nearest
 from selftask.methods.base import Method
 from selftask.models.build import embed_dim
+from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -33,10 +35,18 @@ class Supervised(Method):
         loss: str = "CrossEntropyLoss"  # of torch.nn, or classy:NAME
         loss_args: dict[str, Any] = field(default_factory=dict)
 
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            num_views = sum(group["count"] for group in config["views"].values())
+            if num_views != 1:
+                yield f"views: supervised looks at one view, got {num_views}"
+
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        """The classifier. Raises UserError if the labels or the loss will not do."""
         self.num_classes = self.config.num_classes or task.feed.num_classes
         if not self.num_classes:
             raise UserError("method.name=supervised needs labels, and the data set has none")
+        _check_labels("data", task.feed.train_source, self.num_classes)
+        _check_labels("data.val", task.feed.val_source, self.num_classes)
         self.loss = _build_loss(self.config.loss, self.config.loss_args)
         return Classifier(backbone, self.num_classes, frozen=self.config.freeze_backbone)
 
@@ -45,7 +55,7 @@ class Supervised(Method):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """The loss of the scores ``output`` (B, C) for the labels ``target`` (B,)."""
-        loss: Tensor = self.loss(output.float(), target)
+        loss: Tensor = in_full_precision(self.loss)(output, target)
         return loss
 
     @property
@@ -64,15 +74,38 @@ class Classifier(nn.Module):
         self.head = nn.Linear(embed_dim(backbone), num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Images (B, 3, H, W) -> scores (B, C)."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             features = self.backbone(images)  # (B, E)
-        scores: Tensor = self.head(features)  # (B, C)
+        scores: Tensor = self.head(features)
         return scores
 
     def train(self, mode: bool = True) -> Classifier:
+        """As ever, but a frozen backbone's BatchNorm and dropout stay as in evaluation."""
         super().train(mode)
         self.backbone.train(mode and not self.frozen)
         return self
+
+
+def _check_labels(key: str, source: Any, num_classes: int) -> None:
+    """Raise UserError for images without a label, or with one the classifier has no score for.
+
+    Sources that do not know their labels before reading are believed.
+    """
+    labels = None if source is None else source.labels
+    if labels is None:
+        return
+    missing, high = int((labels < 0).sum()), int(labels.max(initial=-1))
+    if missing:
+        raise UserError(
+            f"{key}: {missing} of {len(labels)} images have no label, and method.name=supervised "
+            "needs all of them; leave those images out"
+        )
+    if high >= num_classes:
+        raise UserError(
+            f"{key}: its labels go up to {high}, and the classifier has {num_classes} classes; "
+            f"method.num_classes={high + 1} is the least that will do"
+        )
 
 
 def _build_loss(name: str, args: dict[str, Any]) -> nn.Module:
@@ -82,5 +115,8 @@ def _build_loss(name: str, args: dict[str, Any]) -> nn.Module:
     known = [loss for loss in nn.modules.loss.__all__ if loss.endswith("Loss")]
     if name not in known:
         raise UserError(f"method.loss={name!r} is no loss of torch.nn; {nearest(name, known)}")
-    built: nn.Module = getattr(nn, name)(**args)
+    try:
+        built: nn.Module = getattr(nn, name)(**args)
+    except TypeError as error:
+        raise UserError(f"method.loss_args={args} do not fit {name}: {error}") from error
     return built

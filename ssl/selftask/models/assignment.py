@@ -1,6 +1,6 @@
 """Who belongs to which prototype: balanced assignments (Sinkhorn-Knopp) and spherical k-means.
 
-B samples on this rank, K prototypes or clusters, N rows of a memory, D features.
+V views, B samples on this rank, K prototypes or clusters, N rows of a memory, D features.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def sinkhorn_knopp(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor
     """Assign the samples of all ranks to prototypes so that each prototype gets an equal share.
 
     Eq. 3 to 5 of SwAV (arXiv:2006.09882): the (B, K) scores of this rank become (B, K) assignments
-    in full precision whose rows sum to one. ``epsilon`` is the weight of the entropy; small is hard.
+    in full precision whose rows sum to one. ``epsilon`` weighs the entropy; small is hard.
 
     The paper alternates between scaling rows and columns of exp(scores / epsilon). The same
     alternation is done here on logarithms, so that no exponential can overflow and no sum vanish,
@@ -32,6 +32,18 @@ def sinkhorn_knopp(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor
         mass = all_gather_cat(local_mass).logsumexp(dim=0, keepdim=True)  # (1, K) over all ranks
         logits = (logits - mass).log_softmax(dim=1)  # prototypes level, then samples sum to one
     return logits.exp()
+
+
+def cross_entropy_of_pairs(probs: Tensor, log_probs: Tensor) -> Tensor:
+    """-sum_k p log q, averaged over images and over all pairs of *different* views.
+
+    ``probs`` p (A, B, K) are the assignments of the first A views, which all V views predict:
+    ``log_probs`` log q (V, B, K). Eq. 3 of DINO (arXiv:2104.14294), eq. 6 of SwAV. One matrix
+    product instead of A * (V - 1) passes over (B, K); keep it out of autocast, which rounds it.
+    """
+    pairs = -torch.einsum("abk,vbk->av", probs, log_probs) / probs.shape[1]  # (A, V)
+    others = pairs.sum() - pairs.diagonal().sum()
+    return others / (pairs.numel() - len(pairs))
 
 
 @torch.no_grad()

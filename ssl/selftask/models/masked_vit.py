@@ -1,21 +1,21 @@
 """What masked methods (MAE, I-JEPA) need of timm's VisionTransformer, with its keys untouched.
 
-B images, N patches of an image (row by row), K of them kept, E width, T prefix tokens (class,
-registers).
+B images, N patches of an image (row by row), K of them kept, Q asked for, E width, D width of the
+predictor, T prefix tokens (class, registers).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from selftask.errors import UserError
 
 if TYPE_CHECKING:
     from timm.models import VisionTransformer
-    from torch import nn
 
 
 def as_vit(backbone: nn.Module, *, method: str) -> VisionTransformer:
@@ -45,12 +45,22 @@ def num_patches(vit: VisionTransformer) -> int:
 
 
 def patch_tokens(vit: VisionTransformer, images: Tensor) -> Tensor:
-    """Images (B, 3, H, W) -> all patches with their positions added, (B, N, E), without prefix."""
+    """Images (B, 3, H, W) -> all patches with their positions added, (B, N, E), without prefix.
+
+    Raises UserError for images of another size than the transformer was built for.
+    """
+    size, expected = tuple(images.shape[-2:]), tuple(vit.patch_embed.img_size)
+    if size != expected:
+        raise UserError(
+            f"views: images of {size[0]}x{size[1]} pixels for a backbone built for "
+            f"{expected[0]}x{expected[1]}; make backbone.img_size and the views' size the same"
+        )
     tokens: Tensor = vit.patch_embed(images)  # (B, N, E)
     if vit.pos_embed is None:
         return tokens
     first = vit.pos_embed.shape[1] - tokens.shape[1]  # positions of prefix tokens come first
-    return tokens + vit.pos_embed[:, first:]
+    positions: Tensor = vit.pos_embed[:, first:]  # (1, N, E)
+    return tokens + positions
 
 
 def encode(
@@ -83,9 +93,73 @@ def encode(
     return output
 
 
+class PatchPredictor(nn.Module):
+    """A narrow transformer that tells from encoded patches what is at other patches.
+
+    MAE's decoder and I-JEPA's predictor. Its input are the encoded patches and, for each patch
+    asked for, the same learned mask token; all with fixed positions of its own, by which it knows
+    where they are. Attention is full: also among the patches asked for.
+    """
+
+    def __init__(
+        self, vit: VisionTransformer, *, dim: int, depth: int, num_heads: int, num_out: int
+    ) -> None:
+        """``dim`` (D) must be divisible by 4 and by ``num_heads``; ``num_out`` numbers a patch."""
+        from timm.models.vision_transformer import Block
+
+        super().__init__()
+        norm = partial(nn.LayerNorm, eps=1e-6)
+        self.embed = nn.Linear(vit.embed_dim, dim)
+        self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))
+        positions = sincos_positions(dim, grid_size(vit))  # (N, D)
+        self.register_buffer("positions", positions, persistent=False)
+        self.blocks = nn.ModuleList(
+            Block(dim, num_heads, qkv_bias=True, norm_layer=norm) for _ in range(depth)
+        )
+        self.norm = norm(dim)
+        self.project = nn.Linear(dim, num_out)
+
+    def forward(
+        self,
+        encoded: Tensor,
+        keep: Tensor,
+        asked: Tensor,
+        *,
+        padding: Tensor | None = None,
+        asked_padding: Tensor | None = None,
+    ) -> Tensor:
+        """What is at the patches ``asked`` (B, Q): (B, Q, num_out).
+
+        ``encoded`` (B, T + K, E) are prefix tokens and the patches ``keep`` (B, K). Where a padding
+        is true, nothing attends to that token; ``asked_padding`` (B, Q) needs ``padding`` (B, K).
+        """
+        known = self.embed(encoded)  # (B, T + K, D)
+        prefix, known = known.split([encoded.shape[1] - keep.shape[1], keep.shape[1]], dim=1)
+        unknown = self.mask_token + self.positions[asked]  # (B, Q, D)
+        x = torch.cat([prefix, known + self.positions[keep], unknown], dim=1)
+        attend = None
+        if padding is not None and asked_padding is not None:
+            attend = _attention_mask(torch.cat([padding, asked_padding], dim=1), prefix.shape[1])
+        for block in self.blocks:
+            x = block(x, attn_mask=attend)
+        output: Tensor = self.project(self.norm(x[:, -asked.shape[1] :]))
+        return output
+
+
 def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
     """Rows of (B, N, E) chosen for each image by (B, K) indices: (B, K, E)."""
     return tokens.gather(1, indices[..., None].expand(-1, -1, tokens.shape[2]))
+
+
+def padded_indices(mask: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The true places of each row of ``mask`` (..., N) in order, as (..., length) with padding.
+
+    Returns indices and where they only fill the row. A row with more than ``length`` places loses
+    its last. The shape does not depend on the mask, so that nothing waits for the device.
+    """
+    order = mask.int().argsort(dim=-1, descending=True, stable=True)  # true places first
+    padding = torch.arange(length, device=mask.device) >= mask.sum(dim=-1, keepdim=True)
+    return order[..., :length], padding
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
@@ -140,7 +214,7 @@ def _prefix_tokens(vit: VisionTransformer, num_images: int) -> Tensor:
     width = vit.embed_dim
     if not tokens:
         return next(vit.parameters()).new_zeros(num_images, 0, width)
-    prefix = torch.cat(tokens, dim=1)  # (1, T, E)
+    prefix: Tensor = torch.cat(tokens, dim=1)  # (1, T, E)
     if vit.pos_embed is not None and not vit.no_embed_class:
         prefix = prefix + vit.pos_embed[:, : prefix.shape[1]]
     return prefix.expand(num_images, -1, -1)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def full_precision(x: Tensor) -> Tensor:
@@ -28,14 +30,14 @@ def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        raised = [_raise(argument) for argument in args]
         assert isinstance(args[0], Tensor)
+        raised: Any = [_raise(argument) for argument in args]
         with torch.autocast(args[0].device.type, enabled=False):
-            return function(*raised, **kwargs)  # type: ignore[arg-type]
+            return function(*raised, **kwargs)
 
     return run
 
 
 def _raise(argument: object) -> object:
-    half = isinstance(argument, Tensor) and argument.dtype in (torch.float16, torch.bfloat16)
-    return argument.float() if isinstance(argument, Tensor) and half else argument
+    half = isinstance(argument, Tensor) and argument.dtype in _HALF
+    return argument.float() if half else argument  # type: ignore[attr-defined]

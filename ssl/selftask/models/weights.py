@@ -197,7 +197,8 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
-        return load_file(path)
+        state: dict[str, Tensor] = load_file(path)
+        return state
     except SafetensorError as error:
         raise UserError(f"{path}: {_damaged(path)} ({error})") from error
 

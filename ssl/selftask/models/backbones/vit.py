@@ -11,6 +11,32 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+@register_backbone("vit_micro")
+@dataclass(frozen=True, kw_only=True)
+class ViTMicro:
+    """For images of 32 x 32 pixels and two cores: 4 blocks of width 96, 3 heads, 0.5 M parameters."""
+
+    img_size: int = 32  # pixels
+    patch_size: int = 4  # pixels
+    depth: int = 4  # blocks
+    pool: Literal["token", "avg"] = "token"  # what becomes the feature: class token or mean patch
+    class_token: bool = True
+    drop_path: float = 0.0  # rate in the last block; grows linearly from 0
+    dynamic_img_size: bool = False  # other sizes too, positions interpolated: for multi-crop
+
+    def problems(self, config: dict[str, Any]) -> Any:
+        if self.img_size % self.patch_size:
+            yield (
+                f"backbone.img_size: {self.img_size} pixels are no whole number of patches of "
+                f"{self.patch_size}; try {self.img_size // self.patch_size * self.patch_size}"
+            )
+        if self.pool == "token" and not self.class_token:
+            yield "backbone.pool: 'token' needs class_token: true; use 'avg' without"
+
+    def build(self) -> nn.Module:
+        return _build(self, embed_dim=96, num_heads=3)
+
+
 @register_backbone("vit_tiny")
 @dataclass(frozen=True, kw_only=True)
 class ViTTiny:
@@ -89,10 +115,12 @@ class ViTBase:
         return _build(self, embed_dim=768, num_heads=12)
 
 
-def _build(config: ViTTiny | ViTSmall | ViTBase, *, embed_dim: int, num_heads: int) -> nn.Module:
+def _build(
+    config: ViTMicro | ViTTiny | ViTSmall | ViTBase, *, embed_dim: int, num_heads: int
+) -> nn.Module:
     from timm.models import VisionTransformer  # costs seconds, hence only when used
 
-    return VisionTransformer(
+    model: nn.Module = VisionTransformer(
         img_size=config.img_size,
         patch_size=config.patch_size,
         depth=config.depth,
@@ -105,3 +133,4 @@ def _build(config: ViTTiny | ViTSmall | ViTBase, *, embed_dim: int, num_heads: i
         dynamic_img_size=config.dynamic_img_size,
         num_classes=0,
     )
+    return model

@@ -1,0 +1,84 @@
+"""``selftask export``: the backbone of a run, from its newest checkpoint, for others to load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from selftask.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+USAGE = """\
+usage: selftask export RUN [--to torchvision|timm|safetensors] [--out DIR]
+
+Writes backbone.pt, backbone.safetensors and backbone.json from the newest checkpoint of the run
+into RUN/export (or DIR), with the key names of the library the backbone comes from.
+--to torchvision and --to timm also check that the library's own model loads them, strictly."""
+
+FORMATS = ("torchvision", "timm", "safetensors")
+
+
+def main(argv: list[str]) -> int:
+    """Export; prints the folder."""
+    if not argv or any(word in ("-h", "--help") for word in argv):
+        print(USAGE)
+        return 0
+    run, options = Path(argv[0]), _options(argv[1:])
+    if not (run / "config.yaml").exists():
+        raise UserError(f"{run}: is no run of selftask: it has no config.yaml")
+    out = Path(options.get("--out", run / "export"))
+    print(export_run(run, out, to=options.get("--to", "safetensors")))
+    return 0
+
+
+def export_run(run: Path, out: Path, *, to: str = "safetensors") -> Path:
+    """Write the weights of the newest checkpoint of ``run``; returns the path of backbone.pt.
+
+    Raises UserError without a checkpoint, and if the library named by ``to`` is another one.
+    """
+    from selftask import checkpoint
+    from selftask.config.load import load_config
+    from selftask.hooks.export import facts
+    from selftask.models.build import build_backbone
+    from selftask.models.export import save_backbone
+    from selftask.models.weights import load_weights
+
+    found = checkpoint.load_newest(run / "checkpoints")
+    if found is None:
+        raise UserError(f"{run}: has no checkpoint yet")
+    state, path = found
+    config = load_config(str(run / "config.yaml"), [])
+    backbone = build_backbone(config.backbone)
+    load_weights(backbone, backbone_state(state), what=str(path))
+    if to in ("torchvision", "timm"):
+        _check_library(backbone, to)
+    return save_backbone(backbone, out, facts(config, int(state["clock"]["iteration"])))
+
+
+def backbone_state(state: dict) -> dict[str, Tensor]:
+    """The weights to keep out of a checkpoint, which says where they lie."""
+    part, _, prefix = state["backbone"].partition(".")
+    weights: dict[str, Tensor] = state[part]
+    prefix += "."
+    return {k.removeprefix(prefix): value for k, value in weights.items() if k.startswith(prefix)}
+
+
+def _check_library(backbone: nn.Module, library: str) -> None:
+    home = type(backbone).__module__.partition(".")[0]
+    if home != library:
+        raise UserError(f"export: --to {library}: this backbone is a model of {home}")
+
+
+def _options(words: list[str]) -> dict[str, str]:
+    options = {}
+    for name, value in zip(words[::2], [*words[1::2], ""], strict=False):
+        if name not in ("--to", "--out"):
+            raise UserError(f"export: unknown option {name!r}; {nearest(name, ('--to', '--out'))}")
+        if not value:
+            raise UserError(f"export: {name} needs a value")
+        options[name] = value
+    if options.get("--to", "timm") not in FORMATS:
+        raise UserError(f"export: --to {options['--to']}; {nearest(options['--to'], FORMATS)}")
+    return options

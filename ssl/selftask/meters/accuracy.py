@@ -1,0 +1,104 @@
+"""How often the right class is among the k best scores.
+
+B: images of a batch, C: classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selftask.classy import ClassyMeter
+from selftask.collectives import gather_objects
+from selftask.errors import UserError
+from selftask.registry import register_meter
+
+
+@register_meter("accuracy")
+@dataclass(eq=False, repr=False, kw_only=True)
+class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no types
+    """Top-k accuracy over the images of all ranks, each counted once; unlabelled ones are not.
+
+    Counts, not means, are kept and summed, so ranks and batches may hold unequal numbers of
+    images. ``value`` is global as of the last ``sync_state`` plus local since.
+    """
+
+    topk: list[int] = field(default_factory=lambda: [1, 5])
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if not self.topk or min(self.topk) < 1 or len(set(self.topk)) < len(self.topk):
+            yield f"topk: {self.topk}; different numbers from 1 on are expected, such as [1, 5]"
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.reset()
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Accuracy:
+        """Classy's way to build a meter."""
+        return cls(topk=list(config["topk"]))
+
+    @property
+    def name(self) -> str:
+        return "accuracy"
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.synced = torch.zeros(len(self.topk) + 1, dtype=torch.int64)  # of all ranks
+        self.local = torch.zeros_like(self.synced)  # of this one, since: right for each k, images
+
+    @torch.no_grad()
+    def update(self, model_output: Tensor, target: Tensor, **kwargs: Any) -> None:
+        """Count a batch of scores (B, C) with labels (B,), -1 where there is none; no host sync.
+
+        Raises UserError for other shapes.
+        """
+        self.validate(model_output.shape, target.shape)
+        best = model_output.topk(max(self.topk), dim=1).indices  # (B, max k)
+        right = (best == target[:, None]).sum(dim=0).cumsum(dim=0)  # among the first 1, 2, ...
+        counts = [*(right[k - 1] for k in self.topk), (target >= 0).sum()]
+        self.local = self.local.to(target.device) + torch.stack(counts)
+
+    def sync_state(self) -> None:
+        """Add what every rank has counted since the last time; all ranks must call it."""
+        for counts in gather_objects(self.local.cpu()):
+            self.synced += counts
+        self.local = torch.zeros_like(self.synced)
+
+    @property
+    def value(self) -> dict[str, float]:
+        """``{"top_1": 0.7, ...}``; zeros before the first image. Waits for the device."""
+        *right, images = (self.synced + self.local.cpu()).tolist()
+        return {f"top_{k}": n / max(images, 1) for k, n in zip(self.topk, right, strict=True)}
+
+    def validate(self, model_output_shape: Any, target_shape: Any) -> None:
+        """Raise UserError unless the shapes are (B, C) with C of at least k, and (B,)."""
+        output, target = tuple(model_output_shape), tuple(target_shape)
+        if len(output) != 2 or target != output[:1]:
+            raise UserError(
+                f"meters.accuracy: scores (B, C) and labels (B,) are expected, not {output} and "
+                f"{target}; a method without class scores, such as SimCLR, has no accuracy"
+            )
+        if max(self.topk) > output[1]:
+            raise UserError(f"meters.accuracy.topk={self.topk}: there are only {output[1]} classes")
+
+    def get_classy_state(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "topk": list(self.topk),
+            "synced": self.synced.clone(),
+            "local": self.local.cpu(),
+        }
+
+    def set_classy_state(self, state: dict[str, Any]) -> None:
+        """Go on from ``get_classy_state``'s; raises UserError if it counted other things."""
+        if (state["name"], list(state["topk"])) != (self.name, self.topk):
+            raise UserError(
+                f"meters.accuracy.topk={self.topk}: the checkpoint has counted {state['name']} of "
+                f"topk={state['topk']}; meters cannot change within a run"
+            )
+        self.synced, self.local = state["synced"].clone(), state["local"].clone()

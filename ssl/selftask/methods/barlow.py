@@ -1,0 +1,75 @@
+"""Barlow Twins: each feature agrees with itself across views and with no other feature.
+
+Zbontar et al., Barlow Twins: Self-Supervised Learning via Redundancy Reduction, ICML 2021,
+arXiv:2103.03230.
+
+B: images per rank, W: ranks, D: width of the projector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selftask.collectives import sum_with_grad, world_size
+from selftask.methods.base import Method
+from selftask.models.heads import mlp
+from selftask.models.precision import in_full_precision
+from selftask.registry import register_method
+
+
+@register_method("barlow")
+class BarlowTwins(Method):
+    """The cross-correlation of two views over the global batch becomes the identity; no state."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        dim: int = 8192  # D
+        hidden: int = 8192  # width of the projector's two hidden layers
+        redundancy: float = 0.0051  # lambda in eq. 1
+        scale: float = 1.0  # of the whole loss; 0.1 in solo-learn
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            num_views = sum(group["count"] for group in config["views"].values())
+            if num_views != 2:
+                yield f"views: barlow compares two views, got {num_views}"
+            if config["train"]["batch_size"] < 2:
+                yield "train.batch_size: 1; a correlation needs at least 2 images"
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        """The projector: three layers, the last one bare."""
+        hidden = self.config.hidden
+        return mlp(embed_dim, hidden, hidden, self.config.dim, bias=False, last_bias=False)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Eq. 1, the same on every rank; ``output`` (2, B, D)."""
+        correlation = cross_correlation(output[0], output[1])  # (D, D)
+        diagonal = correlation.diagonal()  # (D,)
+        invariance = (1 - diagonal).square().sum()
+        redundancy = (correlation - diagonal.diag()).square().sum()
+        self.terms = {"invariance": invariance.detach(), "redundancy": redundancy.detach()}
+        return self.config.scale * (invariance + self.config.redundancy * redundancy)
+
+    @property
+    def chance(self) -> float:
+        """A correlation of zero everywhere."""
+        return float(self.config.scale * self.config.dim)
+
+
+@in_full_precision
+def cross_correlation(first: Tensor, second: Tensor) -> Tensor:
+    """C in eq. 2: (D, D) of the features (B, D) of two views, over the images of all ranks."""
+    num_images = len(first) * world_size()
+    return sum_with_grad(standardize(first).T @ standardize(second)) / num_images
+
+
+def standardize(x: Tensor, *, eps: float = 1e-5) -> Tensor:
+    """(B, D) with mean 0 and variance 1 of each column over the rows of all ranks."""
+    num_rows = len(x) * world_size()
+    x = x - sum_with_grad(x.sum(dim=0)) / num_rows
+    variance = sum_with_grad(x.square().sum(dim=0)) / num_rows
+    return x * torch.rsqrt(variance + eps)

@@ -1,0 +1,82 @@
+"""BYOL: predict what a slow teacher makes of the other view; no negatives.
+
+Grill et al., Bootstrap Your Own Latent: A New Approach to Self-Supervised Learning, NeurIPS 2020,
+arXiv:2006.07733.
+
+B: images per rank, D: width of projector and predictor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.methods.base import Method
+from selftask.models.heads import mlp
+from selftask.models.precision import in_full_precision
+from selftask.models.teacher import Teacher
+from selftask.optim.schedules import build_schedule
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("byol")
+class BYOL(Method):
+    """Network and predictor are trained, the teacher follows ever more slowly."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        dim: int = 256  # D
+        hidden: int = 4096  # width of the hidden layers of projector and predictor
+        momentum: float = 0.996  # tau_base in section 3.2; 0.99 for 300 epochs
+        end_momentum: float = 1.0  # at the end of training, along a cosine
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            num_views = sum(group["count"] for group in config["views"].values())
+            if num_views != 2:
+                yield f"views: byol compares two views, got {num_views}"
+            for key, value in (("momentum", self.momentum), ("end_momentum", self.end_momentum)):
+                if not 0 <= value <= 1:
+                    yield f"{key}: {value}; 0 to 1 is expected, such as 0.996"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.predictor = mlp(config.dim, config.hidden, config.dim, last_bias=False)
+        self.momentum = build_schedule("cosine", config.momentum, config.end_momentum)
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        """The projector; its output is not normalised, unlike SimCLR's."""
+        return mlp(embed_dim, self.config.hidden, self.config.dim, last_bias=False)
+
+    def attach(self, task: Task) -> None:
+        self.teacher = Teacher(task.base_model)
+
+    def on_forward(self, task: Task) -> None:
+        self.projection = self.teacher(task.last_batch.sample["input"])  # (2, B, D)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Eq. 2 in both directions, summed; ``output`` (2, B, D)."""
+        prediction = self.predictor(output.flatten(0, 1)).unflatten(0, (2, -1))  # (2, B, D)
+        return regression_loss(prediction, self.projection.flip(0))
+
+    @torch.no_grad()
+    def on_update(self, task: Task) -> None:
+        """Eq. 1, after the network's own step."""
+        self.teacher.follow(task.base_model, momentum=self.momentum(task.where))
+
+
+@in_full_precision
+def regression_loss(prediction: Tensor, projection: Tensor) -> Tensor:
+    """2 - 2 cos, the squared distance on the unit sphere: summed over views, mean over images.
+
+    Both (2, B, D); from 0 (the same directions) to 8 (opposite ones).
+    """
+    cosine = F.cosine_similarity(prediction, projection, dim=2)  # (2, B)
+    return (2 - 2 * cosine).sum(dim=0).mean()

@@ -1,0 +1,162 @@
+"""DeepCluster v2: cluster the features of all images, predict the clusters, and so on.
+
+Caron et al., Unsupervised Learning of Visual Features by Contrasting Cluster Assignments,
+NeurIPS 2020, arXiv:2006.09882, section 3.2 and appendix; v1 is Caron et al., ECCV 2018,
+arXiv:1807.05520.
+
+V: views, of which the first two are remembered; B: images per rank, W: ranks; N: images of the
+data set; D: width of the head; H: clusterings, K_h prototypes each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.collectives import all_gather_cat, all_reduce_sum
+from selftask.data.sampler import hash_words
+from selftask.errors import UserError
+from selftask.methods.base import Method, full_precision
+from selftask.models.assignment import spherical_kmeans
+from selftask.models.heads import mlp
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+NUM_REMEMBERED = 2  # views
+NO_CLUSTER = -100  # of an image that could not be read; cross_entropy passes over it
+_CLUSTERING = 0x6B6D6E73  # "kmns": keeps these draws apart from others of the same seed
+
+
+@register_method("deepcluster")
+class DeepCluster(Method):
+    """At each epoch, k-means over a memory of all images; its clusters are the labels to predict."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        dim: int = 128  # D
+        hidden: int = 2048  # width of the head's hidden layer
+        norm: bool = True  # BatchNorm in the head
+        num_prototypes: list[int] = field(default_factory=lambda: [3000, 3000, 3000])  # K_h
+        temperature: float = 0.1  # of the softmax over prototypes
+        kmeans_iterations: int = 10
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            num_views = sum(group["count"] for group in config["views"].values())
+            if num_views < 2:
+                yield f"views: deepcluster remembers two views of each image, got {num_views}"
+            if not self.num_prototypes or min(self.num_prototypes) < 2:
+                yield (
+                    f"num_prototypes: {self.num_prototypes}; one number for each clustering is "
+                    "expected, at least 2 each, such as [3000, 3000, 3000]"
+                )
+            if self.temperature <= 0:
+                yield f"temperature: {self.temperature}; must be above 0"
+            if self.kmeans_iterations < 0:
+                yield f"kmeans_iterations: {self.kmeans_iterations}; 0 or more is expected"
+
+    prototypes: Tensor
+    memory: Tensor
+    clusters: Tensor
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        prototypes = torch.zeros(sum(config.num_prototypes), config.dim)
+        self.register_buffer("prototypes", prototypes)  # (K_1 + ... + K_H, D): never trained
+        self.arrivals: list[tuple[Tensor, Tensor]] = []  # index and features since the last update
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        return mlp(embed_dim, self.config.hidden, self.config.dim, norm=self.config.norm)
+
+    def attach(self, task: Task) -> None:
+        """A slot for each image. Raises UserError where there are fewer images than clusters."""
+        config, num_images = self.config, task.feed.num_samples
+        if max(config.num_prototypes) > num_images:
+            raise UserError(
+                f"method.num_prototypes={config.num_prototypes}: {num_images} images cannot make "
+                f"{max(config.num_prototypes)} clusters; a tenth of the images is plenty"
+            )
+        memory = torch.zeros(num_images, NUM_REMEMBERED, config.dim)
+        clusters = torch.full((len(config.num_prototypes), num_images), NO_CLUSTER)
+        self.register_buffer("memory", memory)  # (N, 2, D)
+        self.register_buffer("clusters", clusters)  # (H, N)
+
+    def on_phase_start(self, task: Task) -> None:
+        """New clusters for the epoch; one that is taken up in its middle has them already."""
+        if not task.train or task.clock.batch_in_epoch != 0:
+            return
+        if task.clock.batch == 0:
+            self.fill_memory(task)
+        self.cluster_memory(task.config.train.seed, task.clock.epoch)
+        sizes = self.clusters[0][self.clusters[0] != NO_CLUSTER].bincount()
+        task.log("largest_cluster", sizes.max() / sizes.sum())  # towards 1: a collapse
+
+    @torch.no_grad()
+    def fill_memory(self, task: Task) -> None:
+        """One pass over the data with the first weights.
+
+        In evaluation mode, where the paper's code stays in training mode: so a feature does not
+        depend on which images are beside it, and the last batch may be of one image.
+        """
+        task.base_model.eval()
+        self.memory.zero_()
+        for sample in task.feed.sweep():
+            with task.autocast():
+                output = task.base_model(sample["views"][:NUM_REMEMBERED])  # (2, B, D)
+            features = F.normalize(full_precision(output), dim=2)
+            self.memory[sample["index"]] = features.transpose(0, 1)
+        self.memory.copy_(all_reduce_sum(self.memory))  # each row is zero on all ranks but one
+        task.base_model.train()
+
+    @torch.no_grad()
+    def cluster_memory(self, seed: int, epoch: int) -> None:
+        """k-means for each head, on the two views in turn; the centroids become its prototypes.
+
+        The same on every rank, as the memory is, and the same whenever this epoch is started.
+        """
+        known = self.memory[:, 0].any(dim=1)  # (N,)
+        draws = torch.Generator().manual_seed(hash_words(seed, _CLUSTERING, epoch))
+        for head, prototypes in enumerate(self.prototypes.split(self.config.num_prototypes)):
+            centroids, clusters = spherical_kmeans(
+                self.memory[known, head % NUM_REMEMBERED],
+                len(prototypes),
+                iterations=self.config.kmeans_iterations,
+                generator=draws,
+            )
+            prototypes.copy_(centroids)
+            self.clusters[head, known] = clusters
+
+    def on_forward(self, task: Task) -> None:
+        self.index = task.last_batch.sample["index"]  # (B,)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Cross-entropy of each view with its image's cluster, averaged over heads; (V, B, D)."""
+        with torch.autocast(output.device.type, enabled=False):
+            features = F.normalize(full_precision(output), dim=2)  # (V, B, D)
+            scores = features.flatten(0, 1) @ self.prototypes.T  # (V * B, K_1 + ... + K_H)
+        if self.training:
+            remembered = features[:NUM_REMEMBERED].detach().transpose(0, 1)  # (B, 2, D)
+            self.arrivals.append((self.index, remembered))
+        by_head = (scores / self.config.temperature).split(self.config.num_prototypes, dim=1)
+        clusters = self.clusters[:, self.index].repeat(1, len(features))  # (H, V * B)
+        losses = [F.cross_entropy(*pair) for pair in zip(by_head, clusters, strict=True)]
+        return torch.stack(losses).mean()
+
+    def on_update(self, task: Task) -> None:
+        """The features of the batch take their images' slots, on every rank."""
+        for index, features in self.arrivals:
+            self.memory[all_gather_cat(index)] = all_gather_cat(features)
+        self.arrivals.clear()
+
+    @property
+    def chance(self) -> float:
+        """A prediction that gives every prototype of a head the same probability."""
+        logs = [math.log(number) for number in self.config.num_prototypes]
+        return sum(logs) / len(logs)

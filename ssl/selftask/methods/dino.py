@@ -1,0 +1,140 @@
+"""DINO: whatever the student sees of an image, it must say what the teacher says of the whole.
+
+Caron et al., Emerging Properties in Self-Supervised Vision Transformers, ICCV 2021,
+arXiv:2104.14294, whose equations are numbered below.
+
+V: views, of which the first two are the global ones; B: images per rank; K: outputs of the head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.collectives import all_reduce_mean
+from selftask.config.duration import parse_duration
+from selftask.methods.base import Method, full_precision
+from selftask.models.assignment import cross_entropy_of_pairs
+from selftask.models.heads import DINOHead
+from selftask.models.teacher import Teacher
+from selftask.optim.schedules import build_schedule
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+NUM_GLOBAL = 2  # views that the teacher sees
+
+
+@register_method("dino")
+class DINO(Method):
+    """Self-distillation without labels: a centred and sharpened teacher, multi-crop students."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        num_prototypes: int = 65_536  # K
+        hidden: int = 2048  # width of the head's hidden layers
+        bottleneck: int = 256  # width before the last layer
+        num_layers: int = 3  # of the head, the bottleneck's included, the last layer not
+        norm: bool = False  # BatchNorm in the head: for convolutional backbones
+        temperature: float = 0.1  # tau_s in eq. 1
+        teacher_temperature: float = 0.07  # tau_t, once it is warm; 0.04 is safer where it diverges
+        start_teacher_temperature: float = 0.04
+        teacher_temperature_warmup: int | str = field(
+            default="30 epochs", metadata={"duration": True}
+        )
+        center_momentum: float = 0.9  # m in eq. 4
+        momentum: float = 0.996  # lambda of the teacher at first; larger for smaller batches
+        end_momentum: float = 1.0  # along half a cosine
+        freeze_last_layer: int | str = field(default="1 epoch", metadata={"duration": True})
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            num_views = sum(group["count"] for group in config["views"].values())
+            if num_views < 2:
+                yield f"views: dino needs two global views, local ones may follow; got {num_views}"
+            for key in ("center_momentum", "momentum", "end_momentum"):
+                if not 0 <= getattr(self, key) <= 1:
+                    yield f"{key}: {getattr(self, key)}; 0 to 1 is expected"
+            for key in ("temperature", "teacher_temperature", "start_teacher_temperature"):
+                if getattr(self, key) <= 0:
+                    yield f"{key}: {getattr(self, key)}; must be above 0"
+
+    center: Tensor
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.register_buffer("center", torch.zeros(config.num_prototypes))  # (K,), c in eq. 4
+        self.batch_centers: list[Tensor] = []  # of the batches since the last update
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        config = self.config
+        return DINOHead(
+            embed_dim,
+            config.num_prototypes,
+            hidden=config.hidden,
+            bottleneck=config.bottleneck,
+            num_layers=config.num_layers,
+            norm=config.norm,
+        )
+
+    def attach(self, task: Task) -> None:
+        config, length = self.config, task.length
+        self.teacher = Teacher(task.base_model)
+        self.momentum_at = build_schedule("cosine", config.momentum, config.end_momentum)
+        warmup, self.frozen_updates = (
+            parse_duration(text).steps(length.updates_per_epoch, length.total_updates)
+            for text in (config.teacher_temperature_warmup, config.freeze_last_layer)
+        )
+        self.teacher_temperature_at = build_schedule(
+            "constant",
+            config.teacher_temperature,
+            config.teacher_temperature,
+            warmup=warmup / length.total_updates,
+            warmup_start=config.start_teacher_temperature,
+        )
+
+    def on_forward(self, task: Task) -> None:
+        """The teacher looks at the global views: centred (eq. 4), then sharpened by tau_t."""
+        views = task.last_batch.sample["views"][:NUM_GLOBAL]
+        scores = full_precision(self.teacher(views))  # (2, B, K)
+        temperature = self.teacher_temperature_at(task.where)
+        self.teacher_probs = F.softmax((scores - self.center) / temperature, dim=2)  # (2, B, K)
+        if task.train:
+            self.batch_centers.append(scores.mean(dim=(0, 1)))  # (K,)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Eq. 3, averaged over its pairs; ``output`` (V, B, K)."""
+        with torch.autocast(output.device.type, enabled=False):
+            log_probs = F.log_softmax(full_precision(output) / self.config.temperature, dim=2)
+            loss = cross_entropy_of_pairs(self.teacher_probs, log_probs)
+        entropy = torch.special.entr(self.teacher_probs).sum(dim=2).mean()
+        self.terms = {"teacher_entropy": entropy, "kl": loss.detach() - entropy}
+        return loss
+
+    def on_backward(self, task: Task) -> None:
+        """The last layer waits: early gradients would move it away from a teacher still random."""
+        if task.iteration < self.frozen_updates:
+            task.base_model.head.last_layer.weight.grad = None
+
+    @torch.no_grad()
+    def on_update(self, task: Task) -> None:
+        """The teacher follows the student, and the centre the teacher's mean output (eq. 4)."""
+        self.teacher.follow(task.base_model, momentum=self.momentum_at(task.where))
+        center = all_reduce_mean(torch.stack(self.batch_centers).mean(dim=0))  # (K,)
+        self.center.lerp_(center, 1.0 - self.config.center_momentum)
+        self.batch_centers.clear()
+
+    @property
+    def chance(self) -> float:
+        """A student that gives every prototype the same probability."""
+        return math.log(self.config.num_prototypes)
+
+    def export_backbone(self, network: nn.Module) -> nn.Module:
+        """The teacher's, which is better than the student's throughout training (section 5.2)."""
+        return super().export_backbone(self.teacher.network)

@@ -1,0 +1,272 @@
+"""I-JEPA: from one block of an image, predict the features of four others.
+
+Assran et al., Self-Supervised Learning from Images with a Joint-Embedding Predictive Architecture,
+CVPR 2023, arXiv:2301.08243. The loss is the smooth L1 distance of the published code; the paper
+writes L2.
+
+B: images per rank, N: patches of an image, K: most patches of a context, M: target blocks, Q: most
+patches of one, E: width of the backbone, T: its prefix tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.draws import uniform
+from selftask.errors import UserError
+from selftask.methods.base import Method, full_precision
+from selftask.models.masked_vit import (
+    PatchPredictor,
+    as_vit,
+    encode,
+    fix_sincos_positions,
+    gather_tokens,
+    grid_size,
+    padded_indices,
+    patch_tokens,
+)
+from selftask.models.network import Network
+from selftask.models.teacher import Teacher
+from selftask.optim.schedules import build_schedule
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+_SQUARE = (1.0, 1.0)  # as the image is
+_DRAWS = 4  # for a block: its area, its shape, its row, its column
+
+
+@register_method("ijepa")
+class IJEPA(Method):
+    """The teacher sees the whole image and says what is to be predicted; it is what is kept."""
+
+    features: Tensor  # (B, M, Q, E), what is to be predicted of the batch at hand
+    inside: Tensor  # (B, M, Q), false where a block has fewer than Q patches
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        num_targets: int = 4  # M
+        target_scale: tuple[float, float] = (0.15, 0.2)  # of the image's area
+        target_ratio: tuple[float, float] = (0.75, 1.5)  # height / width, relative to the image's
+        context_scale: tuple[float, float] = (0.85, 1.0)  # before the targets are cut out
+        min_context: int = 10  # patches; a smaller context gets back the last target's, and so on
+        predictor_dim: int = 384  # width
+        predictor_depth: int = 6  # blocks; 12 for ViT-L and larger
+        predictor_heads: int = 12
+        momentum: float = 0.996  # of the teacher; grows linearly to 1
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            num_views = sum(group["count"] for group in config["views"].values())
+            if num_views != 1:
+                yield f"views: ijepa looks at one view, got {num_views}"
+            backbone = config["backbone"]
+            if "patch_size" not in backbone and "model" not in backbone:  # timm's are seen later
+                yield f"backbone: ijepa needs a vision transformer, not {backbone['name']}; try vit_tiny"
+            if backbone.get("pool") == "token":
+                yield "backbone.pool: ijepa trains patches, not the class token; use pool: avg"
+            for name in ("target_scale", "context_scale"):
+                low, high = getattr(self, name)
+                if not 0 < low <= high <= 1:
+                    yield f"{name}: [{low}, {high}]; 0 < least <= largest <= 1 is expected"
+            low, high = self.target_ratio
+            if not 0 < low <= high:
+                yield f"target_ratio: [{low}, {high}]; 0 < least <= largest is expected"
+            elif self.target_scale[1] * max(high, 1 / low) > 1:
+                yield f"target_ratio: [{low}, {high}] makes blocks longer than the image; less is"
+            if self.num_targets < 1:
+                yield f"num_targets: {self.num_targets}; at least 1"
+            if self.predictor_dim % 4 or self.predictor_dim % self.predictor_heads:
+                yield (
+                    f"predictor_dim: {self.predictor_dim} must be divisible by 4 (its positions) "
+                    f"and by predictor_heads={self.predictor_heads}"
+                )
+            if not 0 <= self.momentum <= 1:
+                yield f"momentum: {self.momentum}; a share between 0 and 1 is expected"
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        """Positions are fixed and weights drawn as published, unless they were loaded."""
+        config = self.config
+        vit = as_vit(backbone, method="ijepa")
+        if vit.global_pool == "token":
+            raise UserError(
+                "backbone.args: ijepa trains patches, not the class token; use global_pool: avg"
+            )
+        self.blocks = Blocks(config, grid_size(vit))
+        predictor = PatchPredictor(
+            vit,
+            dim=config.predictor_dim,
+            depth=config.predictor_depth,
+            num_heads=config.predictor_heads,
+            num_out=vit.embed_dim,
+        )
+        initialize(predictor)
+        if task.config.init.backbone is None:
+            fix_sincos_positions(vit)
+            initialize(vit)
+        return BlockPredictor(vit, predictor)
+
+    def attach(self, task: Task) -> None:
+        self.teacher = Teacher(task.base_model.backbone)
+
+    def prepare(self, sample: dict[str, Any], task: Task) -> None:
+        seed, epoch = task.config.train.seed, sample.get("epoch", 0)  # none in a test phase
+        draws = uniform(seed, epoch, sample["index"], self.blocks.num_draws)
+        context, targets = self.blocks.masks(draws)  # (B, N), (B, M, N)
+        sample["context"] = padded_indices(context, self.blocks.most_context)  # each (B, K)
+        sample["targets"] = padded_indices(targets, self.blocks.most_target)  # each (B, M, Q)
+        sample["input"] = (sample["views"][0], sample["context"], sample["targets"])
+
+    @torch.no_grad()
+    def on_forward(self, task: Task) -> None:
+        """The teacher's features of the whole image, each normalised, at the target blocks."""
+        sample = task.last_batch.sample
+        indices, padding = sample["targets"]
+        vit = as_vit(self.teacher.network, method="ijepa")
+        features = vit.forward_features(sample["views"][0])[:, vit.num_prefix_tokens :]  # (B, N, E)
+        features = F.layer_norm(full_precision(features), features.shape[-1:])
+        self.features = gather_tokens(features, indices.flatten(1)).unflatten(1, indices.shape[1:])
+        self.inside = ~padding
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Smooth L1 distance, a mean over images, blocks and a block's patches in turn."""
+        distance = F.smooth_l1_loss(full_precision(output), self.features, reduction="none")
+        of_patch = distance.mean(dim=3) * self.inside  # (B, M, Q)
+        of_block = of_patch.sum(dim=2) / self.inside.sum(dim=2)  # (B, M)
+        return of_block.mean()
+
+    def on_update(self, task: Task) -> None:
+        momentum = build_schedule("linear", self.config.momentum, 1.0)(task.where)
+        self.teacher.follow(task.base_model.backbone, momentum=momentum)
+
+    def export_backbone(self, network: nn.Module) -> nn.Module:
+        """The teacher's, as in the paper's evaluations."""
+        return self.teacher.network
+
+
+class BlockPredictor(Network):
+    """Encodes the context, then predicts each target block on its own: (B, M, Q, E)."""
+
+    def forward(self, inputs: tuple[Tensor, Any, Any]) -> Tensor:  # type: ignore[override]
+        images, (keep, padding), (asked, asked_padding) = inputs
+        vit = as_vit(self.backbone, method="ijepa")
+        encoded = encode(vit, patch_tokens(vit, images), keep, padding=padding)  # (B, T + K, E)
+        self.embedding = mean_token(encoded[:, vit.num_prefix_tokens :].detach(), padding)
+        num_targets = asked.shape[1]
+        predicted: Tensor = self.head(  # (B * M, Q, E)
+            encoded.repeat_interleave(num_targets, dim=0),
+            keep.repeat_interleave(num_targets, dim=0),
+            asked.flatten(0, 1),
+            padding=padding.repeat_interleave(num_targets, dim=0),
+            asked_padding=asked_padding.flatten(0, 1),
+        )
+        return predicted.unflatten(0, (-1, num_targets))
+
+
+class Blocks:
+    """Where the targets and the context of an image are, on a grid of rows and columns."""
+
+    def __init__(self, config: IJEPA.Config, grid: tuple[int, int]) -> None:
+        """Raises UserError where a block may be smaller than a patch."""
+        self.config, self.grid = config, grid
+        self.num_draws = _DRAWS * (config.num_targets + 1)
+        targets = possible_areas(config.target_scale, config.target_ratio, grid)
+        contexts = possible_areas(config.context_scale, _SQUARE, grid)
+        self.most_target = max(targets)  # Q
+        self.most_context = min(max(contexts), grid[0] * grid[1] - min(targets))  # K
+
+    def masks(self, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """Patches of the context (B, N) and of each target (B, M, N) from (B, num_draws) draws.
+
+        Unlike the published code, which draws one size for a whole batch and cuts every block to
+        the smallest of the batch: here an image's blocks are its own.
+        """
+        config = self.config
+        draws = draws.unflatten(1, (-1, _DRAWS))  # (B, M + 1, 4)
+        targets = rectangles(draws[:, 1:], config.target_scale, config.target_ratio, self.grid)
+        block = rectangles(draws[:, 0], config.context_scale, _SQUARE, self.grid)
+        return cut_out(block, targets, least=config.min_context), targets
+
+
+def rectangles(
+    draws: Tensor, scale: tuple[float, float], ratio: tuple[float, float], grid: tuple[int, int]
+) -> Tensor:
+    """A rectangle of patches for the four draws (..., 4) of each: bool (..., N)."""
+    area, shape, down, right = draws.unbind(dim=-1)
+    area = scale[0] + (scale[1] - scale[0]) * area
+    shape = ratio[0] + (ratio[1] - ratio[0]) * shape
+    rows = _stretch((area * shape).sqrt(), down, grid[0])  # (..., rows)
+    columns = _stretch((area / shape).sqrt(), right, grid[1])  # (..., columns)
+    return (rows[..., :, None] & columns[..., None, :]).flatten(-2)
+
+
+def _stretch(share: Tensor, draw: Tensor, length: int) -> Tensor:
+    """A stretch of that share of ``length`` places, rounded, anywhere it fits: (..., length)."""
+    size = (share * length).round()
+    first = (draw * (length - size + 1)).floor().minimum(length - size)  # draw < 1, but rounding
+    places = torch.arange(length, device=share.device)
+    return (places >= first[..., None]) & (places < (first + size)[..., None])
+
+
+def possible_areas(
+    scale: tuple[float, float], ratio: tuple[float, float], grid: tuple[int, int]
+) -> list[int]:
+    """The numbers of patches that ``rectangles`` can have, for tensors of fixed size.
+
+    A side of h patches was rounded from between h - 1/2 and h + 1/2. Raises UserError where a side
+    may be rounded to nothing.
+    """
+    rows, columns = grid
+    shortest = min(grid) * (scale[0] * min(ratio[0], 1 / ratio[1])) ** 0.5
+    if shortest <= 0.5:
+        raise UserError(
+            f"method: blocks of {scale[0]:.0%} of the image are smaller than a patch where there "
+            f"are {rows}x{columns}; raise target_scale or take a smaller backbone.patch_size"
+        )
+    return [
+        height * width
+        for height in range(1, rows + 1)
+        for width in range(1, columns + 1)
+        if (height - 0.5) * (width - 0.5) <= scale[1] * rows * columns
+        and (height + 0.5) * (width + 0.5) >= scale[0] * rows * columns
+        and (height - 0.5) / rows <= ratio[1] * (width + 0.5) / columns
+        and (height + 0.5) / rows >= ratio[0] * (width - 0.5) / columns
+    ]
+
+
+def cut_out(block: Tensor, targets: Tensor, *, least: int) -> Tensor:
+    """``block`` (B, N) without the patches of ``targets`` (B, M, N): the context (B, N).
+
+    If fewer than ``least`` are left, the last target may overlap, then the last two, and so on, as
+    in the published code (which first tries other places for the block).
+    """
+    covered = F.pad(targets.int(), (0, 0, 1, 0)).cumsum(dim=1) > 0  # by the first 0, 1, ... M
+    left = block[:, None] & ~covered  # (B, M + 1, N)
+    enough = left.sum(dim=2) >= least  # (B, M + 1)
+    number = (enough * torch.arange(enough.shape[1], device=block.device)).amax(dim=1)  # (B,)
+    return left[torch.arange(len(left), device=block.device), number]
+
+
+def mean_token(tokens: Tensor, padding: Tensor) -> Tensor:
+    """The mean of (B, K, E) tokens that are not padding: (B, E)."""
+    inside = ~padding[..., None]
+    return (tokens * inside).sum(dim=1) / inside.sum(dim=1)
+
+
+@torch.no_grad()
+def initialize(module: nn.Module) -> None:
+    """Normal weights of deviation 0.02, less in deeper blocks, and no biases: as published."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear | nn.Conv2d):
+            nn.init.trunc_normal_(part.weight, std=0.02)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+    for number, block in enumerate(module.blocks, start=1):
+        for layer in (block.attn.proj, block.mlp.fc2):
+            layer.weight /= (2.0 * number) ** 0.5

@@ -1,0 +1,148 @@
+"""MAE: see a quarter of an image's patches and paint the others.
+
+He et al., Masked Autoencoders Are Scalable Vision Learners, CVPR 2022, arXiv:2111.06377.
+
+B: images per rank, N: patches of an image, K kept and M masked ones, P: numbers in a patch (its
+pixels times 3), E: width of the backbone, T: its prefix tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.draws import uniform
+from selftask.errors import UserError
+from selftask.methods.base import Method, full_precision
+from selftask.models.masked_vit import (
+    PatchPredictor,
+    as_vit,
+    encode,
+    fix_sincos_positions,
+    gather_tokens,
+    num_patches,
+    patch_tokens,
+    patchify,
+)
+from selftask.models.network import Network
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("mae")
+class MAE(Method):
+    """The backbone sees only what is left; a light decoder, thrown away later, paints the rest."""
+
+    pixels: Tensor  # (B, M, P), what is to be painted of the batch at hand
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        mask_ratio: float = 0.75  # of the patches; random ones
+        normalize_pixels: bool = True  # each patch to mean 0 and variance 1: table 1d
+        decoder_dim: int = 512  # width
+        decoder_depth: int = 8  # blocks
+        decoder_heads: int = 16
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            num_views = sum(group["count"] for group in config["views"].values())
+            if num_views != 1:
+                yield f"views: mae looks at one view, got {num_views}"
+            backbone = config["backbone"]
+            if "patch_size" not in backbone and "model" not in backbone:  # timm's are seen later
+                yield f"backbone: mae needs a vision transformer, not {backbone['name']}; try vit_tiny"
+            if not 0 < self.mask_ratio < 1:
+                yield f"mask_ratio: {self.mask_ratio}; a share between 0 and 1 is expected"
+            if self.decoder_dim % 4 or self.decoder_dim % self.decoder_heads:
+                yield (
+                    f"decoder_dim: {self.decoder_dim} must be divisible by 4 (its positions) and "
+                    f"by decoder_heads={self.decoder_heads}"
+                )
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        """Positions are fixed and weights drawn as in the paper, unless they were loaded."""
+        config = self.config
+        vit = as_vit(backbone, method="mae")
+        self.num_patches = num_patches(vit)
+        self.num_keep = int(self.num_patches * (1 - config.mask_ratio))
+        if self.num_keep == 0:
+            raise UserError(
+                f"method.mask_ratio={config.mask_ratio} hides all {self.num_patches} patches of an "
+                "image; lower it, or take a smaller backbone.patch_size"
+            )
+        self.patch_size = vit.patch_embed.patch_size[0]
+        decoder = PatchPredictor(
+            vit,
+            dim=config.decoder_dim,
+            depth=config.decoder_depth,
+            num_heads=config.decoder_heads,
+            num_out=3 * self.patch_size**2,
+        )
+        initialize(decoder)
+        if task.config.init.backbone is None:
+            fix_sincos_positions(vit)
+            initialize(vit)
+        return MaskedAutoencoder(vit, decoder)
+
+    def prepare(self, sample: dict[str, Any], task: Task) -> None:
+        """The patches with the lowest draws are kept; ``sample["masked"]`` (B, M) are not."""
+        seed, epoch = task.config.train.seed, sample.get("epoch", 0)  # none in a test phase
+        draws = uniform(seed, epoch, sample["index"], self.num_patches)  # (B, N)
+        order = draws.argsort(dim=1, stable=True)
+        keep, masked = order[:, : self.num_keep], order[:, self.num_keep :]
+        sample["masked"] = masked
+        sample["input"] = (sample["views"][0], keep, masked)
+
+    @torch.no_grad()
+    def on_forward(self, task: Task) -> None:
+        sample = task.last_batch.sample
+        patches = patchify(sample["views"][0], self.patch_size)  # (B, N, P)
+        self.pixels = gather_tokens(patches, sample["masked"])  # (B, M, P)
+        if self.config.normalize_pixels:
+            self.pixels = normalize(self.pixels)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Mean squared error over the masked patches only; ``output`` (B, M, P)."""
+        return F.mse_loss(full_precision(output), self.pixels)
+
+    @property
+    def chance(self) -> float | None:
+        """Every pixel painted as its patch's mean: the variance, 1 unless a patch is flat."""
+        return 1.0 if self.config.normalize_pixels else None
+
+
+class MaskedAutoencoder(Network):
+    """Backbone over the kept patches, then the decoder: (images, keep, masked) -> (B, M, P)."""
+
+    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:  # type: ignore[override]
+        images, keep, masked = inputs
+        vit = as_vit(self.backbone, method="mae")
+        encoded = encode(vit, patch_tokens(vit, images), keep)  # (B, T + K, E)
+        self.embedding = encoded.mean(dim=1).detach()
+        painted: Tensor = self.head(encoded, keep, masked)
+        return painted
+
+
+def normalize(patches: Tensor) -> Tensor:
+    """Each patch (..., P) less its mean, over its deviation (the unbiased one, as published)."""
+    variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
+    return (patches - mean) / (variance + 1e-6).sqrt()
+
+
+@torch.no_grad()
+def initialize(module: nn.Module) -> None:
+    """Xavier's uniform weights for linear layers and patches, no biases: appendix A.1."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear | nn.Conv2d):
+            nn.init.xavier_uniform_(part.weight.view(len(part.weight), -1))
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+    token = getattr(module, "cls_token", None)
+    if token is not None:
+        nn.init.normal_(token, std=0.02)

@@ -1,0 +1,146 @@
+"""MoCo v2: a query must find its key among a queue of older keys.
+
+Chen et al., Improved Baselines with Momentum Contrastive Learning, arXiv:2003.04297; v1 is He et
+al., Momentum Contrast for Unsupervised Visual Representation Learning, CVPR 2020,
+arXiv:1911.05722, whose equations and sections are meant below.
+
+B: images per rank, W: ranks, V: queries an image (1, or 2 if symmetric), D: width of the head,
+K: length of the queue.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.collectives import all_gather_cat, rank, world_size
+from selftask.methods.base import Method
+from selftask.models.heads import mlp
+from selftask.models.precision import full_precision, in_full_precision
+from selftask.models.teacher import Teacher
+from selftask.optim.schedules import build_schedule
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("moco")
+class MoCo(Method):
+    """Queries by the network, keys by its slow teacher, negatives from a queue of past keys."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        dim: int = 128  # D
+        hidden: int | None = None  # width of the head's hidden layer; None: the backbone's
+        queue_size: int = 65_536  # K
+        temperature: float = 0.2  # tau in eq. 1; v1 has 0.07
+        momentum: float = 0.999  # m in eq. 2
+        end_momentum: float | None = None  # m at the end, along a cosine; None: constant
+        symmetric: bool = False  # both views are queries, each with a queue of its own (v2+)
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            num_views = sum(group["count"] for group in config["views"].values())
+            if num_views != 2:
+                yield f"views: moco compares two views, got {num_views}"
+            if self.temperature <= 0:
+                yield f"temperature: {self.temperature}; above 0 is expected, such as 0.2"
+            for key, value in (("momentum", self.momentum), ("end_momentum", self.end_momentum)):
+                if value is not None and not 0 <= value <= 1:
+                    yield f"{key}: {value}; 0 to 1 is expected, such as 0.999"
+            train = config["train"]
+            keys = train["batch_size"] * train["accumulate"]
+            if self.queue_size < keys:
+                yield (
+                    f"queue_size: {self.queue_size} is less than the {keys} keys of one update "
+                    "(train.batch_size * train.accumulate)"
+                )
+
+    queue: Tensor  # (V, K, D)
+    oldest: Tensor  # the slot to fill next, in every queue
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        num_queues = 2 if config.symmetric else 1
+        queue = F.normalize(torch.randn(num_queues, config.queue_size, config.dim), dim=2)
+        self.register_buffer("queue", queue)
+        self.register_buffer("oldest", torch.zeros((), dtype=torch.long))
+        end = config.momentum if config.end_momentum is None else config.end_momentum
+        self.momentum = build_schedule("cosine", config.momentum, end)
+        self.keys: list[Tensor] = []  # of this update, (V, B * W, D) for each of its batches
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        """The two layers that v2 adds, without BatchNorm."""
+        return mlp(embed_dim, self.config.hidden or embed_dim, self.config.dim, norm=False)
+
+    def attach(self, task: Task) -> None:
+        self.teacher = Teacher(task.base_model)
+
+    def prepare(self, sample: dict[str, Any], task: Task) -> None:
+        """Query v is view v; its key is the other view."""
+        sample["input"] = sample["views"][: len(self.queue)]
+        sample["teacher_input"] = sample["views"][::-1][: len(self.queue)]
+
+    @torch.no_grad()
+    def on_forward(self, task: Task) -> None:
+        """The keys of the batch on all ranks; they join the queue after the update."""
+        views = [deal(view) for view in task.last_batch.sample["teacher_input"]]
+        keys = F.normalize(full_precision(self.teacher(views)), dim=2)  # (V, B, D)
+        self.keys.append(torch.stack([undeal(key) for key in keys]))  # (V, B * W, D)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Eq. 1 averaged over the queries; ``output`` (V, B, D)."""
+        num_images = output.shape[1]
+        key = self.keys[-1].narrow(1, rank() * num_images, num_images)  # (V, B, D)
+        return info_nce(output, key, self.queue, temperature=self.config.temperature)
+
+    @property
+    def chance(self) -> float:
+        """All similarities equal: the key is one of 1 + K."""
+        return math.log(1 + self.config.queue_size)
+
+    @torch.no_grad()
+    def on_update(self, task: Task) -> None:
+        """Eq. 2, then the oldest keys give way to those of this update, in global order."""
+        self.teacher.follow(task.base_model, momentum=self.momentum(task.where))
+        keys = torch.cat(self.keys, dim=1)
+        slots = torch.arange(keys.shape[1], device=keys.device) + self.oldest
+        self.queue.index_copy_(1, slots % self.config.queue_size, keys.to(self.queue.dtype))
+        self.oldest.add_(keys.shape[1]).remainder_(self.config.queue_size)
+        self.keys.clear()
+
+
+@in_full_precision
+def info_nce(query: Tensor, key: Tensor, queue: Tensor, *, temperature: float) -> Tensor:
+    """-log of the share of exp(q.k / tau) in that of key and queue; queries of any length.
+
+    ``query`` and ``key`` (V, B, D), ``queue`` (V, K, D). The queue does not yet hold ``key``: were
+    a positive among its own negatives, the loss could not fall below log 2.
+    """
+    query = F.normalize(query, dim=2)
+    positive = (query * key).sum(dim=2, keepdim=True)  # (V, B, 1)
+    negative = query @ queue.transpose(1, 2)  # (V, B, K)
+    logits = (torch.cat([positive, negative], dim=2) / temperature).flatten(0, 1)  # (VB, 1 + K)
+    return F.cross_entropy(logits, logits.new_zeros(len(logits), dtype=torch.long))
+
+
+def deal(images: Tensor) -> Tensor:
+    """Every W-th image of the global batch, for this rank: shuffled BatchNorm (section 3.3).
+
+    A query and its key are then normalised with statistics of different images, by which the one
+    could otherwise be told from the other. The global batch is in random order, so dealing it out
+    like cards does what the paper's random permutation does, and needs no random numbers.
+    """
+    return all_gather_cat(images)[rank() :: world_size()]
+
+
+def undeal(rows: Tensor) -> Tensor:
+    """Rows (B, ...) of images that were dealt out -> those of the whole batch in its own order."""
+    everyone = all_gather_cat(rows).view(world_size(), *rows.shape)  # (W, B, ...)
+    return everyone.transpose(0, 1).flatten(0, 1)  # (B * W, ...)

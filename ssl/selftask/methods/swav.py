@@ -1,0 +1,140 @@
+"""SwAV: predict the cluster of one view of an image from another, with balanced clusters.
+
+Caron et al., Unsupervised Learning of Visual Features by Contrasting Cluster Assignments,
+NeurIPS 2020, arXiv:2006.09882, whose equations are numbered below.
+
+V: views, of which the first two are assigned to clusters; B: images per rank, W: ranks; D: width
+of the head; K: prototypes; L: length of the queue.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.collectives import all_gather_cat, rank, world_size
+from selftask.config.duration import parse_duration
+from selftask.methods.base import Method, full_precision
+from selftask.models.assignment import cross_entropy_of_pairs, sinkhorn_knopp
+from selftask.models.heads import Prototypes, mlp
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+NUM_ASSIGNED = 2  # views whose assignments the others predict
+
+
+@register_method("swav")
+class SwAV(Method):
+    """Swapped prediction between views, with online, equally large clusters and multi-crop."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        dim: int = 128  # D
+        hidden: int = 2048  # width of the head's hidden layer
+        norm: bool = True  # BatchNorm in the head
+        num_prototypes: int = 3000  # K
+        temperature: float = 0.1  # tau in eq. 2
+        epsilon: float = 0.05  # weight of the entropy in eq. 3
+        sinkhorn_iterations: int = 3
+        queue_size: int = 0  # L, images; 3840 in the paper for batches of 256, 0: no queue
+        queue_start: int | str = field(default="15 epochs", metadata={"duration": True})
+        freeze_prototypes: int | str = field(default="1 epoch", metadata={"duration": True})
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            num_views = sum(group["count"] for group in config["views"].values())
+            if num_views < 2:
+                yield f"views: swav assigns two views, local ones may follow; got {num_views}"
+            batch_size = config["train"]["batch_size"]
+            if 0 < self.queue_size < batch_size:
+                yield (
+                    f"queue_size: {self.queue_size} images are fewer than the {batch_size} of a "
+                    "batch; give several batches, or 0 for no queue"
+                )
+            if self.sinkhorn_iterations < 1:
+                yield f"sinkhorn_iterations: {self.sinkhorn_iterations}; at least 1 is needed"
+            for key in ("temperature", "epsilon"):
+                if getattr(self, key) <= 0:
+                    yield f"{key}: {getattr(self, key)}; must be above 0"
+
+    queue: Tensor
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.prototypes = Prototypes(config.dim, config.num_prototypes)  # C, trained
+        queue = torch.zeros(config.queue_size, NUM_ASSIGNED, config.dim)
+        self.register_buffer("queue", queue)  # (L, 2, D), the newest first
+        self.queue_is_used = False
+        self.arrivals: list[Tensor] = []  # features (B, 2, D) of the batches since the last update
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        return mlp(embed_dim, self.config.hidden, self.config.dim, norm=self.config.norm)
+
+    def attach(self, task: Task) -> None:
+        self.queue_start, self.frozen_updates = (
+            parse_duration(text).steps(task.length.updates_per_epoch, task.length.total_updates)
+            for text in (self.config.queue_start, self.config.freeze_prototypes)
+        )
+
+    def on_forward(self, task: Task) -> None:
+        """The queue is filled from the first batch on, but used from ``queue_start`` on only.
+
+        (The paper's code begins to fill it there, and uses it when it is full.)
+        """
+        is_full = task.clock.batch * task.length.batch_size >= len(self.queue) > 0
+        self.queue_is_used = is_full and task.iteration >= self.queue_start
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Eq. 6, averaged over its pairs; ``output`` (V, B, D)."""
+        with torch.autocast(output.device.type, enabled=False):
+            features = F.normalize(full_precision(output), dim=2)  # (V, B, D)
+            scores = self.prototypes(features)  # (V, B, K)
+            assigned = torch.stack([self.assign(scores[v], v) for v in range(NUM_ASSIGNED)])
+            log_probs = F.log_softmax(scores / self.config.temperature, dim=2)  # (V, B, K)
+            loss = cross_entropy_of_pairs(assigned, log_probs)
+        if self.training and len(self.queue):
+            self.arrivals.append(features[:NUM_ASSIGNED].detach().transpose(0, 1))
+        entropy = torch.special.entr(assigned).sum(dim=2).mean()
+        self.terms = {"assignment_entropy": entropy, "kl": loss.detach() - entropy}
+        return loss
+
+    @torch.no_grad()
+    def assign(self, scores: Tensor, view: int) -> Tensor:
+        """Eq. 3 to 5: the soft cluster (B, K) of each image of that view.
+
+        Balanced over the batch of all ranks, and over the queue where it is used: each rank brings
+        its share of the rows. Without it, batches much smaller than K leave most clusters empty.
+        """
+        config, batch = self.config, len(scores)
+        if self.queue_is_used:
+            share = self.queue[:, view].tensor_split(world_size())[rank()]  # (L / W, D)
+            scores = torch.cat([self.prototypes(share), scores])  # (L / W + B, K)
+        assigned = sinkhorn_knopp(
+            scores, epsilon=config.epsilon, iterations=config.sinkhorn_iterations
+        )
+        return assigned[-batch:]
+
+    def on_backward(self, task: Task) -> None:
+        """The prototypes wait until the features they attract are not random any more."""
+        if task.iteration < self.frozen_updates:
+            self.prototypes.weight.grad = None
+
+    def on_update(self, task: Task) -> None:
+        """Prototypes return to the unit sphere; the batch's features enter the queue."""
+        self.prototypes.normalize_()
+        for features in self.arrivals:
+            everyone = all_gather_cat(features)  # (B * W, 2, D)
+            self.queue.copy_(torch.cat([everyone, self.queue])[: len(self.queue)])
+        self.arrivals.clear()
+
+    @property
+    def chance(self) -> float:
+        """A prediction that gives every prototype the same probability."""
+        return math.log(self.config.num_prototypes)

@@ -1,0 +1,132 @@
+"""The command line's shell: dispatch, help, messages, and that all of it is light."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from selftask.cli import env
+from selftask.cli.main import COMMANDS, main
+from selftask.registry import REGISTRIES
+
+
+def run(*arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """``python -m selftask`` in a process of its own."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.run(
+        [sys.executable, *options, "-m", "selftask", *arguments],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_costs_nothing() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = run("--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert all(f"selftask {command}" in done.stdout for command in COMMANDS)
+    assert seconds < 0.3, "CPU seconds"
+
+
+@pytest.mark.parametrize("arguments", [("list",), ("config", "simclr"), ("--help",)])
+def test_does_not_import_torch(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments, options=("-X", "importtime"))
+    assert done.returncode == 0
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "selftask.cli.main" in imported
+    assert not imported & {"torch", "torchvision", "sklearn", "timm"}
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("selftask ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "error: there is no command 'trian'; did you mean 'train'?"),
+        (["list", "hook"], "error: there is no kind 'hook'; did you mean 'hooks'?"),
+        (["env", "now"], "error: env takes no arguments, got 'now'"),
+        (["config"], "error: config needs a RECIPE before any key=value"),
+        (["config", "train.epochs=3"], "error: config needs a RECIPE before any key=value"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(message)
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize("command", ["config", "list", "env"])
+def test_help_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: selftask {command}")
+
+
+def test_list_names_everything_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    text = capsys.readouterr().out
+    for kind, registry in REGISTRIES.items():
+        assert f"{kind}:\n" in text
+        for name in registry:
+            assert registry.summary(name) in text
+            assert f"{registry.address(name).path.name}:{registry.address(name).line}]" in text
+
+
+def test_list_of_one_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "recipes"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("recipes:\n  ")
+    assert "simclr/digits" in text
+    assert "methods" not in text
+
+
+def test_env_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env"]) == 0
+    topics = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert {"selftask", "python", "cores", "torch", "precision", "collectives"} <= topics
+
+
+def test_env_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # what a missing module looks like
+    monkeypatch.setattr(env, "_version", lambda name: None)
+    report = dict(env.report())
+    assert report["devices"].startswith("unknown: torch cannot be imported")
+    assert report["torch"] == "MISSING, and required"
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    command = f"{sys.executable} -m selftask list | head -n 1"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "recipes:\n"
+    assert done.stderr == ""
+
+
+def test_as_a_module_from_the_root_python_keeps_its_ssl() -> None:
+    root = Path(__file__).resolve().parents[2]
+    code = "import ssl; print(ssl.OPENSSL_VERSION)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip()

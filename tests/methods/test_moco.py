@@ -1,0 +1,164 @@
+"""MoCo v2 against its papers, lightly, what peers got wrong, and itself on two ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from minitask import MiniTask, largest_difference
+from ranks import run_ranks
+from torch import Tensor
+
+from selftask.collectives import world_size
+from selftask.methods.moco import MoCo, deal, info_nce, undeal
+from selftask.registry import METHODS
+
+SMALL: dict[str, Any] = {"dim": 5, "queue_size": 20, "momentum": 0.9}
+
+
+def _unit(*shape: int) -> Tensor:
+    return F.normalize(torch.randn(*shape, dtype=torch.float64), dim=-1)
+
+
+def _keys(task: MiniTask, view: int, rows: slice) -> Tensor:
+    """What the teacher, as it is now, makes of some images."""
+    return F.normalize(task.loss.teacher([task.views[view][rows]]), dim=2)[0]
+
+
+def test_loss_is_that_of_the_paper() -> None:
+    """Eq. 1, as loops."""
+    tau = 0.2
+    query, key, queue = 3 * _unit(2, 4, 5), _unit(2, 4, 5), _unit(2, 20, 5)
+    terms = []
+    for v in range(2):
+        for i in range(4):
+            q = query[v, i] / query[v, i].norm()
+            positive = math.exp(float(q @ key[v, i]) / tau)
+            negatives = sum(math.exp(float(q @ old) / tau) for old in queue[v])
+            terms.append(-math.log(positive / (positive + negatives)))
+    loss = info_nce(query, key, queue, temperature=tau)
+    assert loss.item() == pytest.approx(sum(terms) / len(terms), rel=1e-12)
+
+
+def test_loss_is_that_of_lightly() -> None:
+    lightly = pytest.importorskip("lightly.loss")
+    query, key, queue = 3 * _unit(1, 4, 5).float(), _unit(1, 4, 5).float(), _unit(1, 16, 5).float()
+    theirs = lightly.NTXentLoss(temperature=0.2, memory_bank_size=(16, 5))
+    theirs.memory_bank.bank = queue[0]
+    ours = info_nce(query, key, queue, temperature=0.2)
+    assert ours.item() == pytest.approx(theirs(query[0], key[0]).item(), rel=1e-5)
+
+
+def test_chance_is_the_loss_of_equal_similarities() -> None:
+    same = _unit(1, 1, 5)
+    loss = info_nce(_unit(1, 4, 5), same.expand(1, 4, 5), same.expand(1, 20, 5), temperature=0.2)
+    assert MoCo(MoCo.Config(**SMALL)).chance == pytest.approx(loss.item())
+
+
+def test_the_loss_is_not_rounded_under_autocast() -> None:
+    query, key, queue = _unit(1, 8, 64).float(), _unit(1, 8, 64).float(), _unit(1, 99, 64).float()
+    expected = info_nce(query, key, queue, temperature=0.05)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(info_nce(query, key, queue, temperature=0.05), expected)
+
+
+def test_a_positive_is_never_among_its_negatives() -> None:
+    """Perfect alignment and tau -> 0: the loss goes to 0, in a peer only to log 2."""
+    task = MiniTask("moco", {**SMALL, "temperature": 1e-4})
+    task.views[1] = task.views[0]  # and at first the teacher is the network
+    assert task.run(1).losses == pytest.approx([0.0], abs=1e-9)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_query_and_key_are_the_two_views(symmetric: bool) -> None:
+    task = MiniTask("moco", {**SMALL, "symmetric": symmetric})
+    queue = task.loss.queue.clone()
+    terms = []
+    for v, (query, key) in enumerate([(0, 1), (1, 0)][: len(queue)]):
+        queries = task.base_model([task.views[query][:8]])
+        keys = _keys(task, key, slice(8))[None]
+        terms.append(info_nce(queries, keys, queue[v : v + 1], temperature=0.2))
+    assert len(terms) == 1 + symmetric
+    assert task.run(1).losses == pytest.approx([torch.stack(terms).mean().item()])
+
+
+def test_queue_is_first_in_first_out_and_wraps() -> None:
+    """20 slots and 8 keys an update: a list says what each slot must hold."""
+    task = MiniTask("moco", SMALL)
+    slots, oldest = list(task.loss.queue[0].clone()), 0
+    for update in range(4):
+        first = 8 * (update % 3)
+        for key in _keys(task, 1, slice(first, first + 8)):
+            slots[oldest] = key
+            oldest = (oldest + 1) % 20
+        task.run(1)
+        assert torch.allclose(task.loss.queue[0], torch.stack(slots), rtol=0, atol=1e-12)
+        assert task.loss.oldest.item() == oldest
+
+
+def test_no_batch_of_an_accumulated_update_is_lost() -> None:
+    task = MiniTask("moco", SMALL, accumulate=2)
+    keys = _keys(task, 1, slice(16))
+    task.run(1)
+    assert torch.allclose(task.loss.queue[0, :16], keys, rtol=0, atol=1e-12)
+    assert task.loss.oldest.item() == 16 and not task.loss.keys
+
+
+def test_teacher_follows_the_updated_network() -> None:
+    """Eq. 2 with m = 0.9, after the step; no gradient reaches the teacher."""
+    task = MiniTask("moco", SMALL)
+    before = [p.clone() for p in task.loss.teacher.parameters()]
+    task.run(1)
+    students = list(task.base_model.parameters())
+    for old, new, student in zip(before, task.loss.teacher.parameters(), students, strict=True):
+        assert not torch.equal(old, student)
+        assert torch.allclose(new, 0.9 * old + 0.1 * student, rtol=0, atol=1e-12)
+        assert not new.requires_grad
+
+
+def test_momentum_is_constant_or_rises_along_a_cosine() -> None:
+    rising = MoCo(MoCo.Config(queue_size=8, momentum=0.99, end_momentum=0.999)).momentum
+    assert [rising(where) for where in (0.0, 0.5)] == pytest.approx([0.99, 0.9945])
+    assert rising(1.0 - 1e-9) == pytest.approx(0.999)
+    assert MoCo(MoCo.Config(queue_size=8, momentum=0.99)).momentum(0.7) == pytest.approx(0.99)
+
+
+def test_resumed_is_never_stopped() -> None:
+    whole = MiniTask("moco", {**SMALL, "symmetric": True}).run(5)
+    half = MiniTask("moco", {**SMALL, "symmetric": True}).run(2)
+    rest = MiniTask("moco", {**SMALL, "symmetric": True}).resume(half.state()).run(3)
+    assert half.losses + rest.losses == whole.losses
+    assert torch.equal(rest.loss.queue, whole.loss.queue)
+
+
+def test_world_size_is_invisible() -> None:
+    """And each rank's teacher sees images of all ranks: its BatchNorm cannot give the key away."""
+    alone = _four_updates(0)
+    ranks = run_ranks(_four_updates, 2)
+    for one in ranks:
+        assert largest_difference(one["state"], alone["state"]) < 1e-9
+        assert one["collected"] == list(range(8))
+    assert [one["dealt"] for one in ranks] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def _four_updates(rank: int) -> dict[str, Any]:
+    """A task after four updates; how eight numbers are dealt out to teachers and collected."""
+    task = MiniTask("moco", {**SMALL, "symmetric": True}).run(4)
+    mine = deal(torch.arange(8).chunk(world_size())[rank])
+    return {"state": task.state(), "dealt": mine.tolist(), "collected": undeal(mine).tolist()}
+
+
+def test_impossible_configs_are_told() -> None:
+    config: dict[str, Any] = {
+        "views": {"main": {"count": 3}},
+        "train": {"batch_size": 256, "accumulate": 2},
+    }
+    schema: Any = METHODS.config_class("moco")
+    wrong = schema(queue_size=500, temperature=0.0, momentum=1.5).problems(config)
+    keys = [problem.partition(":")[0] for problem in wrong]
+    assert keys == ["views", "temperature", "momentum", "queue_size"]
+    config["views"]["main"]["count"] = 2
+    assert not list(schema(queue_size=512).problems(config))

@@ -1,0 +1,204 @@
+"""A task in miniature: the registered train steps and one method, on data held in memory.
+
+No config, files or logs, a network without BatchNorm and double precision throughout, so that what
+a method does over some steps can be compared to 1e-9, between rank counts among others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selftask.collectives import all_reduce_gradients, rank, world_size
+from selftask.methods.base import Method
+from selftask.progress import Clock, RunLength
+from selftask.registry import METHODS, TRAIN_STEPS
+
+NUM_IMAGES = 24
+
+
+class TinyBackbone(nn.Module):
+    """Images of any size -> 6 features."""
+
+    embed_dim = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.tanh(self.conv(images)).mean(dim=(2, 3))
+
+
+class MiniTask:
+    """What a train step and a method ask of a task, and nothing else.
+
+    The data set are 24 images in four kinds, as ``views`` of the given sizes; batch k of an epoch
+    is rows k * batch_size onwards, and this rank has its contiguous part.
+    """
+
+    def __init__(
+        self,
+        method: str | type[Method],
+        config: dict[str, Any],
+        *,
+        sizes: tuple[int, ...] = (8, 8),
+        batch_size: int = 8,
+        epochs: int = 3,
+        accumulate: int = 1,
+        lr: float = 0.5,
+    ) -> None:
+        torch.manual_seed(0)
+        train = SimpleNamespace(seed=0, accumulate=accumulate)
+        self.config = SimpleNamespace(train=train)
+        self.length = RunLength(
+            num_samples=NUM_IMAGES, batch_size=batch_size, accumulate=accumulate, epochs=epochs
+        )
+        self.clock = Clock(self.length)
+        self.feed = SimpleNamespace(num_samples=NUM_IMAGES, sweep=self.sweep)
+        self.views = make_views(sizes)
+        self.train, self.device = True, torch.device("cpu")
+        method = METHODS[method] if isinstance(method, str) else method
+        self.loss = method(method.Config(**config))
+        self.base_model = self.model = self.loss.build_network(TinyBackbone(), self).double()
+        self.loss.attach(self)
+        self.loss.double()
+        parameters = [*self.base_model.parameters(), *self.loss.parameters()]
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.optimizer = _SGD(self.parameters, lr=lr)
+        self.grad_scaler = torch.amp.GradScaler("cpu", enabled=False)
+        self.losses: list[float] = []
+        self.grads: list[list[Tensor | None]] = []  # of each update, reduced
+        self.logged: dict[str, Any] = {}
+
+    # -- what happens to it --------------------------------------------------------------------
+
+    def run(self, updates: int) -> MiniTask:
+        """So many updates; a phase starts with each epoch, and with each call, as on a resume."""
+        step = TRAIN_STEPS["standard" if self.length.accumulate == 1 else "accumulate"]
+        self.loss.on_phase_start(self)
+        for update in range(updates):
+            if update and self.clock.batch_in_epoch == 0:
+                self.loss.on_phase_start(self)
+            self.data_iterator = self.rest_of_epoch()
+            step(self)
+        return self
+
+    def state(self) -> dict[str, Any]:
+        """Everything a checkpoint would hold of it, and what it showed on the way."""
+        return {
+            "network": self.base_model.state_dict(),
+            "method": self.loss.state_dict(),
+            "clock": self.clock.state_dict(),
+            "losses": self.losses,
+            "grads": self.grads,
+        }
+
+    def resume(self, state: dict[str, Any]) -> MiniTask:
+        """Go on from the ``state`` of another one."""
+        self.base_model.load_state_dict(state["network"])
+        self.loss.load_state_dict(state["method"])
+        self.clock.load_state_dict(state["clock"])
+        return self
+
+    def rest_of_epoch(self) -> Iterator[dict[str, Any]]:
+        size, mine = self.length.batch_size, self.length.batch_size // world_size()
+        for batch in range(self.clock.batch_in_epoch, self.length.batches_per_epoch):
+            first = batch * size + rank() * mine
+            yield self.sample(torch.arange(first, first + mine))
+
+    def sweep(self) -> Iterator[dict[str, Any]]:
+        """This rank's part of all images, in batches of which the last is smaller."""
+        for index in torch.arange(NUM_IMAGES).tensor_split(world_size())[rank()].split(5):
+            yield self.sample(index)
+
+    def sample(self, index: Tensor) -> dict[str, Any]:
+        sample = {
+            "views": [view[index] for view in self.views],
+            "index": index,
+            "target": torch.full_like(index, -1),
+            "epoch": self.clock.epoch,
+            "step": self.clock.batch,
+        }
+        self.loss.prepare(sample, self)
+        return sample
+
+    # -- what the step and the method ask ------------------------------------------------------
+
+    @property
+    def where(self) -> float:
+        return self.clock.where
+
+    @property
+    def iteration(self) -> int:
+        return self.clock.iteration
+
+    @property
+    def batches_left(self) -> int:
+        return self.length.batches_per_epoch - self.clock.batch_in_epoch
+
+    def timer(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def autocast(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def update_meters(self, output: Any, target: Tensor) -> None: ...
+
+    def log(self, name: str, value: Any) -> None:
+        self.logged[name] = value
+
+    def run_hooks(self, point: str) -> None:
+        if point == "on_loss_and_meter":
+            self.losses.append(float(self.last_batch.loss))
+        getattr(self.loss, point)(self)
+        if point == "on_backward":
+            self.grads.append([None if p.grad is None else p.grad.clone() for p in self.parameters])
+
+    def reduce_gradients(self) -> None:
+        all_reduce_gradients(self.parameters)
+
+    def advance(self, batches: int = 1) -> None:
+        self.clock.iteration += 1
+        self.clock.batch += batches
+
+
+class _SGD(torch.optim.SGD):
+    def step(self, closure: None = None, *, where: float = 0.0) -> None:  # type: ignore[override]
+        super().step()
+
+
+def make_views(sizes: tuple[int, ...]) -> list[Tensor]:
+    """Views (24, 3, size, size) of images of four kinds; the same in every process."""
+    draws = torch.Generator().manual_seed(7)
+    kinds = torch.randn(4, 3, 8, 8, dtype=torch.float64, generator=draws)
+    images = kinds[torch.arange(NUM_IMAGES) % 4]
+    views = []
+    for size in sizes:
+        crop = images[:, :, :size, :size]
+        views.append(crop + 0.5 * torch.randn(crop.shape, dtype=torch.float64, generator=draws))
+    return views
+
+
+def largest_difference(a: Any, b: Any) -> float:
+    """Between two nested states of the same shape; integers and None must be equal."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        return max((largest_difference(a[key], b[key]) for key in a), default=0.0)
+    if isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        return max((largest_difference(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
+    if isinstance(a, Tensor) and a.is_floating_point():
+        return float((a - b).abs().max()) if a.numel() else 0.0
+    if isinstance(a, Tensor):
+        assert torch.equal(a, b)
+        return 0.0
+    if isinstance(a, float):
+        return abs(a - b)
+    assert a == b
+    return 0.0

@@ -1,0 +1,149 @@
+"""Names are addresses: found without import, imported on demand, taken only once."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import pytest
+
+from selftask.errors import UserError
+from selftask.registry import REGISTRIES, Registry, UnknownName
+
+FRUIT = '''
+"""Fruit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from shop import register_thing
+
+if TYPE_CHECKING:
+    from nowhere import Task
+
+@register_thing("apple")
+class Apple:
+    """Red or green.
+
+    More about it.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Its fields."""
+
+        colour: Literal["red", "green"] = "red"
+        grams: tuple[float, float] = (100, 200)
+        limit: ClassVar[int] = 3
+        seeds: int | None = None
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            if self.seeds == 0:
+                yield "seeds: none"
+
+        def unread(self, task: Task) -> None: ...
+
+@register_thing("pear")
+@dataclass(frozen=True, kw_only=True)
+class Pear:
+    grams: float
+
+@register_thing("peel")
+def peel(thing: Task) -> None:
+    """Take the skin off."""
+'''
+
+
+@pytest.fixture
+def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    """A registry over a package of one module, ``pantry.fruit``."""
+    (tmp_path / "shop.py").write_text(
+        "from selftask.registry import Registry\n"
+        'THINGS = Registry("thing", "pantry")\n'
+        "register_thing = THINGS.register\n"
+    )
+    (tmp_path / "pantry").mkdir()
+    (tmp_path / "pantry/__init__.py").touch()
+    (tmp_path / "pantry/fruit.py").write_text(FRUIT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("shop", "pantry", "pantry.fruit"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    registry: Registry = importlib.import_module("shop").THINGS
+    return registry
+
+
+def test_found_and_described_without_import(things: Registry) -> None:
+    assert things.names() == ["apple", "pear", "peel"]
+    assert things.summary("apple") == "Red or green."
+    assert things.summary("pear") == "Fruit."  # the module's, where there is no own docstring
+    assert things.summary("peel") == "Take the skin off."
+    address = things.address("apple")
+    assert FRUIT.splitlines()[address.line - 1] == '@register_thing("apple")'
+    assert "pantry.fruit" not in sys.modules
+
+
+def test_imported_on_demand(things: Registry) -> None:
+    apple = things["apple"]
+    assert apple.__name__ == "Apple"
+    assert "pantry.fruit" in sys.modules
+    assert things.address("apple").line == FRUIT.splitlines().index('@register_thing("apple")') + 1
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_config_is_the_same_read_or_imported(things: Registry, imported: bool) -> None:
+    if imported:
+        things["apple"]
+    config = things.config_class("apple")
+    assert config is not None
+    hints: dict[str, Any] = get_type_hints(config) if not imported else {}
+    assert [f.name for f in dataclasses.fields(config)] == ["colour", "grams", "seeds"]
+    assert hints.get("colour", Literal["red", "green"]) == Literal["red", "green"]
+    assert list(config(seeds=0).problems({})) == ["seeds: none"]
+    assert config().grams == (100, 200)
+    pear = things.config_class("pear")
+    assert pear is not None
+    assert pear(grams=1.0).grams == 1.0
+    assert things.config_class("peel") is None
+
+
+def test_unknown_name_is_a_user_error_with_the_nearest(things: Registry) -> None:
+    with pytest.raises(UnknownName, match=r"no thing named 'aple'; did you mean 'apple'\?"):
+        things["aple"]
+    with pytest.raises(KeyError):
+        things["xyz"]
+    assert "apple" in things
+    assert "aple" not in things
+
+
+def test_taken_name_shows_both_places(things: Registry, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        'from shop import register_thing\n\n@register_thing("apple")\nclass Mine: ...\n'
+    )
+    with pytest.raises(UserError, match=r"taken: at .*fruit\.py:\d+, and again at .*mine\.py:3"):
+        importlib.import_module("mine")
+    assert things["apple"].__name__ == "Apple"
+
+
+def test_reload_and_outside_registration(things: Registry, tmp_path: Path) -> None:
+    importlib.reload(importlib.import_module("pantry.fruit"))
+    (tmp_path / "yours.py").write_text(
+        'from shop import register_thing\n\n@register_thing("plum")\nclass Plum:\n    """Blue."""\n'
+    )
+    importlib.import_module("yours")
+    assert things.summary("plum") == "Blue."
+    assert things.config_class("plum") is None
+    assert things.address("plum").line == 3
+
+
+@pytest.mark.parametrize("kind", sorted(REGISTRIES))
+def test_every_name_of_the_package_has_its_file_and_summary(kind: str) -> None:
+    registry = REGISTRIES[kind]
+    for name in registry:
+        assert registry.address(name).path.is_file()
+        assert registry.summary(name).strip(), f"{registry.kind} {name} has no docstring"

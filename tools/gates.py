@@ -1,0 +1,98 @@
+"""The accuracy gate: every method learns on handwritten digits, by the margin its recipe promises.
+
+Runs ``configs/<method>/digits.yaml`` of every method (or of those named), two at a time on two
+cores, and prints one table. A recipe promises in its header: ``# Gate: knn_top1 >= untrained +
+0.30``. Exit code 1 if a promise is not kept.
+
+    python tools/gates.py [METHOD ...] [--out DIR] [--parallel N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PROMISE = re.compile(r"#\s*Gate:\s*(\w+)\s*>=\s*untrained\s*\+\s*([\d.]+)")
+LIMIT_S = 600  # per method; the promise is 180 s on an idle machine
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What one method promised and what it reached."""
+
+    method: str
+    metric: str
+    margin: float
+    untrained: float
+    trained: float
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return self.trained >= self.untrained + self.margin
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("methods", nargs="*")
+    parser.add_argument("--out", type=Path, help="keep the runs here")
+    parser.add_argument("--parallel", type=int, default=max(1, os.cpu_count() or 1))
+    options = parser.parse_args()
+    recipes = {path.parent.name: path for path in sorted((ROOT / "configs").glob("*/digits.yaml"))}
+    recipes.pop("base", None)
+    chosen = options.methods or list(recipes)
+    with tempfile.TemporaryDirectory() as scratch:
+        out = options.out or Path(scratch)
+        with ThreadPoolExecutor(options.parallel) as pool:
+            gates = list(pool.map(lambda method: run(method, recipes[method], out), chosen))
+    print(table(gates))
+    return 0 if all(gate.passed for gate in gates) else 1
+
+
+def run(method: str, recipe: Path, out: Path) -> Gate:
+    """Train one recipe on one thread; its first and last value of the promised metric."""
+    promise = PROMISE.search(recipe.read_text(encoding="utf-8"))
+    if promise is None:
+        raise SystemExit(f"{recipe}: promises nothing; add `# Gate: knn_top1 >= untrained + 0.30`")
+    metric, margin = promise[1], float(promise[2])
+    folder = out / method
+    command = [sys.executable, "-m", "selftask", "train", f"{method}/digits", f"out={folder}"]
+    command += ["train.threads=1", "data.num_workers=1"]
+    start = time.monotonic()
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    seconds = time.monotonic() - start
+    if done.returncode:
+        raise SystemExit(f"{method}: exit {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    values = [row[metric] for row in rows if metric in row]
+    print(f"{method}: {metric} {values[0]:.3f} -> {values[-1]:.3f} in {seconds:.0f} s", flush=True)
+    return Gate(method, metric, margin, values[0], values[-1], seconds)
+
+
+def table(gates: list[Gate]) -> str:
+    """One line a method."""
+    head = f"{'method':<13}{'metric':<14}{'untrained':>10}{'trained':>9}{'promised':>10}{'s':>6}  gate"
+    lines = [
+        f"{g.method:<13}{g.metric:<14}{g.untrained:>10.3f}{g.trained:>9.3f}"
+        f"{g.untrained + g.margin:>10.3f}{g.seconds:>6.0f}  {'passed' if g.passed else 'FAILED'}"
+        for g in gates
+    ]
+    passed = sum(gate.passed for gate in gates)
+    return "\n".join([head, *lines, f"{passed} passed, {len(gates) - passed} failed"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
