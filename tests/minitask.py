@@ -6,7 +6,7 @@ a method does over some steps can be compared to 1e-9, between rank counts among
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +47,7 @@ class MiniTask:
         method: str | type[Method],
         config: dict[str, Any],
         *,
+        backbone: Callable[[], nn.Module] = TinyBackbone,
         sizes: tuple[int, ...] = (8, 8),
         batch_size: int = 8,
         epochs: int = 3,
@@ -55,7 +56,7 @@ class MiniTask:
     ) -> None:
         torch.manual_seed(0)
         train = SimpleNamespace(seed=0, accumulate=accumulate)
-        self.config = SimpleNamespace(train=train)
+        self.config = SimpleNamespace(train=train, init=SimpleNamespace(backbone=None))
         self.length = RunLength(
             num_samples=NUM_IMAGES, batch_size=batch_size, accumulate=accumulate, epochs=epochs
         )
@@ -65,7 +66,7 @@ class MiniTask:
         self.train, self.device = True, torch.device("cpu")
         method = METHODS[method] if isinstance(method, str) else method
         self.loss = method(method.Config(**config))
-        self.base_model = self.model = self.loss.build_network(TinyBackbone(), self).double()
+        self.base_model = self.model = self.loss.build_network(backbone(), self).double()
         self.loss.attach(self)
         self.loss.double()
         parameters = [*self.base_model.parameters(), *self.loss.parameters()]

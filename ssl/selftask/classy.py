@@ -8,6 +8,7 @@ its models under compile, ``all_reduce_mean`` (overwrites its input), its checkp
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import sys
@@ -32,7 +33,8 @@ def _load_alone(name: str) -> ModuleType:
             raise UserError("classy-vision is not installed; `pip install classy-vision`")
         folder = "/".join([root.submodule_search_locations[0], *package.split(".")[1:]])
         spec = importlib.util.spec_from_file_location(name, f"{folder}/{leaf}.py")
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
@@ -48,18 +50,20 @@ with warnings.catch_warnings():
     from classy_vision.optim import ClassyOptimizer
     from classy_vision.optim import param_scheduler as schedulers
 
+    UpdateInterval = schedulers.UpdateInterval
+
 __all__ = [
     "ClassyHook",
     "ClassyMeter",
     "ClassyOptimizer",
     "ClassyTask",
     "ClassyTaskNames",
+    "UpdateInterval",
     "build",
     "has",
     "names",
     "schedulers",
 ]
-
 
 
 class ClassyTaskNames(ClassyTask):  # type: ignore[misc]  # classy-vision ships no types
@@ -94,6 +98,13 @@ class ClassyTaskNames(ClassyTask):  # type: ignore[misc]  # classy-vision ships 
     def get_batchsize_per_replica(self) -> int:
         """Images per process and batch."""
         return int(self.length.batch_size // self.world.size)
+
+    def get_classy_state(self, deep_copy: bool = False) -> dict[str, Any]:
+        state: dict[str, Any] = self.state_dict()
+        return copy.deepcopy(state) if deep_copy else state
+
+    def set_classy_state(self, state: dict[str, Any]) -> None:
+        self.load_state_dict(state)
 
 
 _PACKAGES = {

@@ -7,6 +7,7 @@ A *batch* is one read of ``batch_size`` samples; an *update* is one optimizer st
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -19,21 +20,21 @@ class RunLength:
     epochs: int | None = None
     max_steps: int | None = None
 
-    @property
+    @cached_property
     def batches_per_epoch(self) -> int:
         return self.num_samples // self.batch_size  # the last partial batch is dropped
 
-    @property
+    @cached_property
     def updates_per_epoch(self) -> int:
         return -(-self.batches_per_epoch // self.accumulate)
 
-    @property
+    @cached_property
     def total_updates(self) -> int:
         by_epochs = None if self.epochs is None else self.epochs * self.updates_per_epoch
         bounds = [bound for bound in (by_epochs, self.max_steps) if bound is not None]
         return min(bounds)
 
-    @property
+    @cached_property
     def total_batches(self) -> int:
         whole, rest = divmod(self.total_updates, self.updates_per_epoch)
         return whole * self.batches_per_epoch + min(rest * self.accumulate, self.batches_per_epoch)

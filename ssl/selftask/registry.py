@@ -165,6 +165,7 @@ def _config_of(thing: Any) -> type | None:
     return thing if is_dataclass(thing) and isinstance(thing, type) else None
 
 
+@cache
 def _read_config(node: ast.ClassDef | ast.FunctionDef, module: str) -> type | None:
     """The config dataclass of a definition, made from its annotated fields without importing it."""
     if isinstance(node, ast.FunctionDef):

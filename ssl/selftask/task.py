@@ -7,20 +7,21 @@ that every part of it has a place to go.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from selftask import checkpoint, classy, environment
 from selftask.classy import ClassyTaskNames
 from selftask.collectives import (
     all_reduce_gradients,
+    barrier,
     broadcast_buffers,
     broadcast_module,
     gather_objects,
@@ -135,7 +136,9 @@ class Task(ClassyTaskNames):
         train = self.config.train
         self.trained = [("network", self.base_model), ("loss", self.loss)]
         batch = train.batch_size * train.accumulate
-        self.optimizer = build_optimizer(self.config.optimizer, self.trained, self.length, batch=batch)
+        self.optimizer = build_optimizer(
+            self.config.optimizer, self.trained, self.length, batch=batch
+        )
         self.grad_scaler = torch.amp.GradScaler(
             self.device.type, enabled=train.precision == "float16"
         )
@@ -208,7 +211,7 @@ class Task(ClassyTaskNames):
 
     @property
     def at_log_point(self) -> bool:
-        """Whether a log line is written after the update at hand: the time to compute what is dear."""
+        """Whether the update at hand ends in a log line: the time to compute what is dear."""
         done = self.clock.iteration + 1
         return done % self.config.train.log_every == 0 or done == self.length.total_updates
 
@@ -234,6 +237,8 @@ class Task(ClassyTaskNames):
         if self.train and hasattr(self.optimizer, "on_epoch"):
             self.optimizer.on_epoch(self.clock.where_of_epoch)
         self.run_hooks("on_phase_start")
+        left = min(self.batches_left, self.length.total_batches - self.clock.batch)
+        self._phase_stop = self.clock.batch + left
         self.data_iterator = self._samples()
 
     def step(self) -> None:
@@ -244,15 +249,18 @@ class Task(ClassyTaskNames):
     def train_step(self) -> None:
         self.train_step_function(self)
 
-    def eval_step(self) -> None:
-        self.train_step_function(self)
+    eval_step = train_step  # the train step knows what to leave out
 
     def on_phase_end(self) -> None:
         """Sum the meters over ranks, and count the phase."""
+        if self.train and self.clock.batch != self._phase_stop:
+            raise RuntimeError(
+                f"the epoch ended at batch {self.clock.batch} of {self._phase_stop}: a train step "
+                "has to call task.advance(), and nothing but the data may raise StopIteration in it"
+            )
         for meter in self.meters:
             meter.sync_state()
-        if not self.train:
-            for meter in self.meters:
+            if not self.train:
                 for name, value in meter.value.items():
                     self.log(f"test_{meter.name}_{name}", value)
         self.clock.phase += 1
@@ -262,8 +270,12 @@ class Task(ClassyTaskNames):
         self.run_hooks("on_end")
 
     def on_exception(self) -> None:
-        """Let hooks put things away, whatever went wrong."""
-        self.run_hooks("on_exception")
+        """Let every hook put things away, whatever went wrong, even in the hook before it."""
+        for call in self._calls.get("on_exception", ()):
+            try:
+                call(self)
+            except Exception:
+                log.exception("on_exception failed; the error before it is the one that counts")
 
     def close(self) -> None:
         """Stop the loader's workers and close the files."""
@@ -274,16 +286,14 @@ class Task(ClassyTaskNames):
 
     def _samples(self) -> Iterator[dict[str, Any]]:
         """The samples of this phase, from where the clock stands, each as the method wants it."""
-        samples = self._rest_of_epoch() if self.train else self.feed.test_samples()
+        if self.train:
+            batch = self.clock.batch
+            samples: Iterator[dict[str, Any]] = islice(self.feed.train_samples(batch), self._phase_stop - batch)
+        else:
+            samples = self.feed.test_samples()
         for sample in samples:
             self.loss.prepare(sample, self)
             yield sample
-
-    def _rest_of_epoch(self) -> Iterator[dict[str, Any]]:
-        stop = min(self.batches_left, self.length.total_batches - self.clock.batch)
-        batches = self.feed.train_samples(self.clock.batch)
-        for _ in range(stop):
-            yield next(batches)
 
     @property
     def batches_left(self) -> int:
@@ -312,6 +322,7 @@ class Task(ClassyTaskNames):
             "clock": self.clock.state_dict(),
             "hooks": {key: hook.get_classy_state() for key, hook in self.named_hooks.items()},
             "meters": [meter.get_classy_state() for meter in self.meters],
+            "scalars": {name: float(value) for name, value in self.scalars.items()},
             "rng": gather_objects(environment.rng_state()),
             "metrics_bytes": self.rows.length if self.rows is not None else 0,
         }
@@ -320,12 +331,14 @@ class Task(ClassyTaskNames):
         """Where in this state the weights to keep lie: ``model.backbone``, or in the teacher."""
         backbone = self.loss.export_backbone(self.base_model)
         parts = (("model", self.base_model), ("method", self.loss))
-        return next(
+        places = [
             f"{part}.{name}"
             for part, module in parts
             for name, inner in module.named_modules()
             if inner is backbone
-        )
+        ]
+        assert places, "export_backbone must return a module inside the network or the method"
+        return places[0]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put everything back; parts must match exactly."""
@@ -339,15 +352,9 @@ class Task(ClassyTaskNames):
                 hook.set_classy_state(state["hooks"][key])
         for meter, meter_state in zip(self.meters, state["meters"], strict=False):
             meter.set_classy_state(meter_state)
+        self.scalars = dict(state["scalars"])
         if self.world.rank < len(state["rng"]):
             environment.set_rng_state(state["rng"][self.world.rank])
-
-    def get_classy_state(self, deep_copy: bool = False) -> dict[str, Any]:
-        state = self.state_dict()
-        return copy.deepcopy(state) if deep_copy else state
-
-    def set_classy_state(self, state: dict[str, Any]) -> None:
-        self.load_state_dict(state)
 
     def save_checkpoint(self) -> None:
         """Write ``checkpoints/step_N.pt``; every rank calls, the first one writes."""
@@ -370,18 +377,19 @@ class Task(ClassyTaskNames):
         """Load what ``resume`` says; whether there was something to load."""
         folder = self.out / "checkpoints"
         found = checkpoint.find(self.config.resume, folder)
-        if self.rows is not None:
-            checkpoint.set_aside(folder, -1 if found is None else found[0]["clock"]["iteration"])
-            self.rows.cut(0 if found is None else found[0]["metrics_bytes"])
+        if found is not None:
+            try:
+                self.load_state_dict(found[0])
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise UserError(f"{found[1]} does not fit; use another out=\n{error}") from error
+        barrier()  # all ranks have read
+        if self.rows is not None:  # drop what comes after the checkpoint, or all without one
+            checkpoint.set_aside(folder, self.iteration if found else -1)
+            self.rows.cut(found[0]["metrics_bytes"] if found else 0)
         if found is None:
             return False
-        state, path = found
-        try:
-            self.load_state_dict(state)
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise UserError(f"{path} is of another config: {error}\nuse another out=") from error
         self.run_hooks("after_load")
-        log.info("resumed from %s: step %d, epoch %d", path, self.iteration, self.clock.epoch)
+        log.info("resumed from %s: step %d, epoch %d", found[1], self.iteration, self.clock.epoch)
         return True
 
 

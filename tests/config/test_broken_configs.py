@@ -52,6 +52,7 @@ CASES = {
     ),
     "section": Broken(r"my\.yaml:10: unknown key 'metod'; .*'method'", edit=("method:", "metod:")),
     "missing section": Broken(r"method is missing: give the name of a method", ["~method"]),
+    "no data": Broken(r"data is missing: data=FOLDER", ["~data"]),
     "section left out": Broken(rf"{CLI}epochs=3: .*did you mean 'train\.epochs'", ["epochs=3"]),
     "field of a named thing": Broken(
         rf"{CLI}method\.temprature=1: unknown key 'method\.temprature' of toy_method "

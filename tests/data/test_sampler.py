@@ -4,40 +4,52 @@ from __future__ import annotations
 
 import itertools
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 
-from selftask.data.sampler import BatchSampler, EpochOrder
+from selftask.data.sampler import BatchSampler, FeistelOrder, SortedOrder, epoch_order
 from selftask.errors import ConfigError
 
+KINDS = [SortedOrder, FeistelOrder]
 
-def test_every_order_is_a_permutation() -> None:
+
+def whole_order(kind: Any, seed: int, epoch: int, n: int) -> np.ndarray:
+    order: np.ndarray = kind(seed, epoch, n).at(np.arange(n))
+    return order
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_order_is_a_permutation(kind: Any) -> None:
     for n in [*range(1, 300), *range(300, 2001, 17), 2000]:
-        assert np.array_equal(np.sort(EpochOrder(7, n % 5, n)[:]), np.arange(n)), n
+        assert np.array_equal(np.sort(whole_order(kind, 7, n % 5, n)), np.arange(n)), n
 
 
-def test_slices_agree_with_the_whole() -> None:
-    order = EpochOrder(3, 2, 1000)
-    whole = order[:]
-    for start, stop in [(0, 1), (10, 200), (990, 2000), (5, 5)]:
-        assert np.array_equal(order[start:stop], whole[start:stop])
+@pytest.mark.parametrize("n", [1000, 20_000])
+def test_parts_agree_with_the_whole(n: int) -> None:
+    order = epoch_order(3, 2, n)
+    whole = order.at(np.arange(n))
+    positions = np.random.default_rng(0).integers(0, n, (7, 5))
+    assert np.array_equal(order.at(positions), whole[positions])
 
 
-def test_orders_differ_by_seed_and_epoch() -> None:
-    orders = [EpochOrder(seed, epoch, 1000)[:] for seed in (0, 1, 2) for epoch in (0, 1, 2)]
+@pytest.mark.parametrize("kind", KINDS)
+def test_orders_differ_by_seed_and_epoch(kind: Any) -> None:
+    orders = [whole_order(kind, seed, epoch, 1000) for seed in (0, 1, 2) for epoch in (0, 1, 2)]
     for a, b in itertools.combinations(orders, 2):
         assert (a == b).sum() < 10  # one on average
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [10, 97, 1000])
-def test_positions_are_uniform(n: int) -> None:
+def test_positions_are_uniform(kind: Any, n: int) -> None:
     """Chi-square of (position, index) counts, in at most 10x10 cells, over many epochs."""
-    epochs, cells = 2000, min(n, 10)
+    epochs, cells = 1000, min(n, 10)
     rows = np.arange(n) * cells // n
     counts = np.zeros((cells, cells))
     for epoch in range(epochs):
-        np.add.at(counts, (rows, EpochOrder(11, epoch, n)[:] * cells // n), 1)
+        np.add.at(counts, (rows, whole_order(kind, 11, epoch, n) * cells // n), 1)
     size = np.bincount(rows).astype(float)
     expected = np.outer(size, size) / n * epochs
     chi2 = ((counts - expected) ** 2 / expected).sum() * (n - 1) / n
@@ -45,12 +57,13 @@ def test_positions_are_uniform(n: int) -> None:
     assert abs(chi2 - freedom) < 4.5 * np.sqrt(2 * freedom)
 
 
-def test_neighbours_are_unrelated() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_neighbours_are_unrelated(kind: Any) -> None:
     """Differences of adjacent entries, as of independent draws: uniform modulo n."""
     n, cells = 4096, 64
     counts = np.zeros(cells)
     for epoch in range(50):
-        steps = np.diff(EpochOrder(5, epoch, n)[:]) % n
+        steps = np.diff(whole_order(kind, 5, epoch, n)) % n
         counts += np.bincount(steps * cells // n, minlength=cells)
     expected = counts.sum() / cells
     chi2 = ((counts - expected) ** 2 / expected).sum()
@@ -59,11 +72,20 @@ def test_neighbours_are_unrelated() -> None:
 
 def test_seeking_in_a_huge_epoch_costs_nothing() -> None:
     started = time.perf_counter()
-    order = EpochOrder(0, 0, 10**12)
-    part = order[999_999_999_000 : 10**12]
+    part = epoch_order(0, 0, 10**12).at(np.arange(999_999_999_000, 10**12))
     assert len(np.unique(part)) == 1000
-    assert 0 <= part.min() and part.max() < 10**12
+    assert part.min() >= 0
+    assert part.max() < 10**12
     assert time.perf_counter() - started < 0.2
+
+
+def test_large_epochs_are_read_in_blocks() -> None:
+    """Batches on both sides of the border of a block are those of the order."""
+    order = epoch_order(1, 0, 50_000)
+    batches = itertools.islice(BatchSampler(50_000, 1000, seed=1, start=3), 12)
+    for step, batch in enumerate(batches, 3):
+        expected = order.at(np.arange(step * 1000, (step + 1) * 1000))
+        assert batch == [(0, index) for index in expected.tolist()]
 
 
 def test_ranks_share_each_global_batch() -> None:
@@ -82,7 +104,7 @@ def test_seeking_is_counting() -> None:
 def test_epochs_drop_the_partial_batch_and_do_not_repeat() -> None:
     batches = list(itertools.islice(BatchSampler(50, 8, seed=4), 12))
     for epoch in range(2):
-        keys = sum(batches[epoch * 6 : epoch * 6 + 6], [])
+        keys = list(itertools.chain(*batches[epoch * 6 : epoch * 6 + 6]))
         assert {e for e, _ in keys} == {epoch}
         assert len({index for _, index in keys}) == 48
     assert batches[:6] != batches[6:]

@@ -176,9 +176,9 @@ def test_custom_dataset_in_the_current_folder(
 
 
 def test_torchvision_that_is_not_on_disk(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such folder.*nothing is downloaded"):
+    with pytest.raises(UserError, match=r"no such folder.*nothing is downloaded"):
         build("torchvision", dataset="CIFAR10", root=str(tmp_path / "gone"))
-    with pytest.raises(UserError, match="CIFAR10 .* cannot be opened"):
+    with pytest.raises(UserError, match=r"CIFAR10 .* cannot be opened"):
         build("torchvision", dataset="CIFAR10", root=str(tmp_path))
     with pytest.raises(UserError, match="did you mean 'CIFAR10"):
         build("torchvision", dataset="CIFAR11", root=str(tmp_path))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from minitask import MiniTask, largest_difference
-from ranks import run_ranks
 from torch import Tensor
 
+from minitask import MiniTask, largest_difference
+from ranks import run_ranks
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
 from selftask.methods.dino import DINO

@@ -112,3 +112,75 @@ def test_only_transformers_can_be_masked() -> None:
     assert mv.as_vit(vit, method="mae") is vit
     with pytest.raises(UserError, match="dynamic_img_size"):
         mv.as_vit(_vit(dynamic_img_size=True), method="mae")
+
+
+def test_images_of_another_size_are_refused() -> None:
+    with pytest.raises(UserError, match="32x32 pixels for a backbone built for 16x16"):
+        mv.patch_tokens(_vit(), torch.zeros(1, 3, 32, 32))
+
+
+def test_padded_indices_are_the_true_places() -> None:
+    mask = torch.rand(5, 3, 16) < 0.4
+    indices, padding = mv.padded_indices(mask, 16)
+    for row, places, fill in zip(
+        mask.flatten(0, 1), indices.flatten(0, 1), padding.flatten(0, 1), strict=True
+    ):
+        assert places[~fill].tolist() == row.nonzero().flatten().tolist()
+        assert sorted(places.tolist()) == list(range(16))
+    short, none = mv.padded_indices(torch.ones(1, 16, dtype=torch.bool), 3)
+    assert short.tolist() == [[0, 1, 2]]
+    assert not none.any()
+
+
+def test_padded_indices_lose_the_last_of_an_order() -> None:
+    mask = torch.tensor([[True, False, True, True, False, True]])
+    order = torch.tensor([[0.9, 0.0, 0.1, 0.999, 0.0, 0.0]])
+    indices, padding = mv.padded_indices(mask, 3, order)
+    assert indices.tolist() == [[5, 2, 0]]
+    assert not padding.any()
+
+
+def _predictor(vit: VisionTransformer) -> mv.PatchPredictor:
+    predictor = mv.PatchPredictor(vit, dim=8, depth=2, num_heads=2, num_out=5)
+    for parameter in predictor.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return predictor
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:3])
+def test_predictor_ignores_padding_and_order(layout: dict) -> None:
+    """Patches that only fill rows change nothing; neither does the order of the others."""
+    vit = _vit(**layout)
+    predictor = _predictor(vit)
+    prefix = vit.num_prefix_tokens
+    encoded = torch.randn(2, prefix + 5, 24)
+    keep = torch.stack([torch.randperm(16)[:5] for _ in range(2)])
+    asked = torch.stack([torch.randperm(16)[:8].view(2, 4) for _ in range(2)])  # (2, 2, 4)
+    counts, asked_counts = torch.tensor([3, 5]), torch.tensor([[4, 2], [1, 3]])
+    padding = torch.arange(5) >= counts[:, None]
+    asked_padding = torch.arange(4) >= asked_counts[..., None]
+    padded = predictor(encoded, keep, asked, padding=padding, asked_padding=asked_padding)
+    assert padded.shape == (2, 2, 4, 5)
+    for image, group in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        kept, wanted = int(counts[image]), int(asked_counts[image, group])
+        order = torch.randperm(kept)
+        alone = predictor(
+            torch.cat([encoded[image, :prefix], encoded[image, prefix:][order]])[None],
+            keep[image, order][None],
+            asked[image, group, :wanted].flip(0)[None, None],
+        )
+        assert torch.allclose(padded[image, group, :wanted], alone[0, 0].flip(0), atol=1e-5)
+
+
+def test_predictor_knows_places_by_their_positions_only() -> None:
+    predictor = _predictor(_vit(class_token=False, global_pool="avg"))
+    encoded, keep = torch.randn(1, 2, 24), torch.tensor([[3, 9]])
+    asked = torch.tensor([[[5, 6]]])
+    there = predictor(encoded, keep, asked)
+    assert not torch.allclose(there[0, 0, 0], there[0, 0, 1])  # same mask token, other place
+    assert not torch.allclose(there, predictor(encoded, keep.flip(1), asked))
+    predictor.positions.zero_()
+    nowhere = predictor(encoded, keep, asked)
+    assert torch.allclose(nowhere[0, 0, 0], nowhere[0, 0, 1], atol=1e-6)
+    assert torch.allclose(nowhere, predictor(encoded, keep.flip(1), asked), atol=1e-6)
+    assert "positions" not in predictor.state_dict()

@@ -53,7 +53,7 @@ class Reader:
     def problem(self, key: Key, text: str) -> None:
         """Note what is wrong with the value at ``key``."""
         place = self.layers.place_or_around(key)
-        self.problems.append(f"{place}: {text}" if place else f"{'.'.join(key)}: {text}")
+        self.problems.append(f"{place}: {text}" if place else text)
 
     def mapping(self, value: Any, key: Key) -> dict[str, Any]:
         """``value`` if it is a section, an empty one for null; otherwise a problem."""

@@ -165,7 +165,7 @@ def _read_named(
 
 def _read_data(reader: Reader, value: Any, processes: int) -> DataConfig | None:
     if value is None:
-        reader.problem(("data",), "data is missing: a folder of images, or a named source")
+        reader.problem(("data",), "data is missing: data=FOLDER takes any tree of images")
         return None
     derived = None
     if isinstance(value, dict):

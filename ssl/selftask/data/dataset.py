@@ -68,12 +68,11 @@ def check_sizes(config: Config, source: Source) -> None:
     batch_size, accumulate = config.train.batch_size, config.train.accumulate
     steps = steps_per_epoch(len(source), batch_size)
     if accumulate > steps:
-        raise ConfigError(
-            [
-                f"train.accumulate: {accumulate} batches are more than the {steps} of an epoch "
-                f"({len(source)} images in batches of {batch_size}); at most {steps} is possible"
-            ]
+        problem = (
+            f"train.accumulate: {accumulate} batches are more than the {steps} of an epoch "
+            f"({len(source)} images in batches of {batch_size}); at most {steps} is possible"
         )
+        raise ConfigError([problem])
 
 
 class ViewDataset:
@@ -174,14 +173,11 @@ class BadFiles:
         share = len(self) / self.num_images
         first = [f"  {path}: {why}" for path, why in list(self.reasons.items())[:3]]
         listed = f"all are listed in {self.path}; " if self.path else ""
-        return "\n".join(
-            [
-                f"{len(self)} of {self.num_images} images ({share:.2%}) cannot be read, more than "
-                f"data.max_bad={self.max_bad:g} ({self.max_bad:.2%}) allows:",
-                *first,
-                f"({listed}mend or remove them, or raise data.max_bad)",
-            ]
+        head = (
+            f"{len(self)} of {self.num_images} images ({share:.2%}) cannot be read, more than "
+            f"data.max_bad={self.max_bad:g} ({self.max_bad:.2%}) allows:"
         )
+        return "\n".join([head, *first, f"({listed}mend or remove them, or raise data.max_bad)"])
 
     def _read(self) -> None:
         if self.path is None or not self.path.exists():

@@ -60,7 +60,7 @@ def check_header(path: str, max_pixels: int = MAX_PIXELS) -> BadImage | None:
             _refuse_bomb(image.size, max_pixels)
     except MemoryError:
         raise
-    except Exception as error:  # as above
+    except Exception as error:  # noqa: BLE001 - as above
         return BadImage(path, _reason(error))
     return None
 

@@ -71,12 +71,11 @@ def build_pipeline(transforms: Iterable[Component], key: str = "transforms") -> 
     array_maker = None  # after it there are floats instead of an image
     for position, component in enumerate(transforms):
         if array_maker is not None and component.name not in _TAKE_ARRAYS:
-            raise ConfigError(
-                [
-                    f"{key}[{position}]: {component.name} works on 8-bit images and cannot come "
-                    f"after {array_maker}; put it before"
-                ]
+            problem = (
+                f"{key}[{position}]: {component.name} works on 8-bit images and cannot come after "
+                f"{array_maker}; put it before"
             )
+            raise ConfigError([problem])
         if component.name in _TAKE_ARRAYS:
             array_maker = component.name
         built.append(TRANSFORMS[component.name](**component.args))

@@ -1,18 +1,18 @@
 """What a hook is, and the loop it hooks into::
 
-    on_start
-    for each phase:                 # an epoch of training, or a pass over the test set
-        on_phase_start
-        for each step:
-            forward;  on_forward
-            loss;     on_loss_and_meter
-            backward; on_backward   # training only: gradients are final and unscaled
-            update;   on_update     # training only
-            on_step
-        on_phase_end
-    on_end
-    before_save / after_load        # around checkpoints
-    on_exception                    # whatever went wrong, before the process ends
+on_start
+for each phase:                 # an epoch of training, or a pass over the test set
+    on_phase_start
+    for each step:
+        forward;  on_forward
+        loss;     on_loss_and_meter
+        backward; on_backward   # training only: gradients are final and unscaled
+        update;   on_update     # training only
+        on_step
+    on_phase_end
+on_end
+before_save / after_load        # around checkpoints
+on_exception                    # whatever went wrong, before the process ends
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
         super().__init_subclass__(**kwargs)
         for name in vars(cls):
             if name.startswith(("on_", "before_", "after_")) and name not in POINTS:
-                raise TypeError(f"{cls.__name__}.{name} is no hook point; there are: {', '.join(POINTS)}")
+                points = ", ".join(POINTS)
+                raise TypeError(f"{cls.__name__}.{name} is no hook point; there are: {points}")
 
     def on_start(self, task: Task) -> None: ...
     def on_phase_start(self, task: Task) -> None: ...

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @register_hook("evaluation")
 @dataclass(eq=False, kw_only=True)
 class EvaluateBackbone(Hook):
-    """Runs ``eval.evaluations`` at step 0, every ``eval.every`` and at the end, if there are labels.
+    """Runs ``eval.evaluations`` at step 0, every ``eval.every``, at the end; if there are labels.
 
     The numbers go to ``metrics.jsonl``. How to evaluate is the launcher's to say
     (``task.evaluate``); nothing it does touches the state of the run.
@@ -25,12 +25,11 @@ class EvaluateBackbone(Hook):
     priority: ClassVar[int] = 65
 
     def on_start(self, task: Task) -> None:
-        every = task.config.eval.every
-        self.every = (
-            max(1, parse_duration(every).steps(task.length.updates_per_epoch, task.length.total_updates))
-            if every is not None
-            else 0
-        )
+        every, length = task.config.eval.every, task.length
+        self.every = 0  # steps; 0: at the start and the end only
+        if every is not None:
+            steps = parse_duration(every).steps(length.updates_per_epoch, length.total_updates)
+            self.every = max(1, steps)
         if task.iteration == 0:
             self._run(task)
 

@@ -46,7 +46,9 @@ class Health(Hook):
 
     def on_step(self, task: Task) -> None:
         spread = task.scalars.get("emb_std")
-        if spread is not None and not getattr(self, "warned", False) and float(spread) < self.collapsed:
+        if spread is None or getattr(self, "warned", False):
+            return
+        if float(spread) < self.collapsed:
             self.warned = True
             log.warning(
                 "step %d: emb_std %.3f: the embeddings of different images are almost the same "
@@ -57,7 +59,7 @@ class Health(Hook):
 
 
 def embedding_std(rows: Tensor) -> Tensor:
-    """sqrt(E) times the mean over features of the std over (N, E) unit-length rows: 0 to about 1."""
+    """sqrt(E) times the mean over features of the std over unit-length (N, E) rows; 0 to 1."""
     directions = F.normalize(rows, dim=1)
     return directions.std(dim=0).mean() * rows.shape[1] ** 0.5
 

@@ -37,6 +37,7 @@ class Metrics(Hook):
 
     def on_start(self, task: Task) -> None:
         self.window = [loss.to(task.device) for loss in getattr(self, "restored", ())]
+        self.steps = list(getattr(self, "restored_steps", ()))  # of each loss in the window
         self.samples = 0  # since ``since``, for images_per_s
         self.since, self.waited_s = time.perf_counter(), 0.0
 
@@ -45,6 +46,7 @@ class Metrics(Hook):
         task.losses.append(loss)
         if task.train:
             self.window.append(loss)
+            self.steps.append(task.iteration + 1)
             self.samples += task.length.batch_size
 
     def on_step(self, task: Task) -> None:
@@ -72,24 +74,25 @@ class Metrics(Hook):
             **task.take_scalars(),
         }
         self.window.clear()
+        self.steps.clear()
         self.since, self.samples, self.waited_s = now, 0, task.feed.data_wait_s
         task.write_row(row)
 
     def _losses(self, task: Task) -> list[float]:
         """The window's losses on the host. Raises NonFiniteLoss naming the first bad step."""
         losses: list[float] = torch.stack(self.window).tolist() if self.window else []
-        for number, loss in enumerate(losses):
+        for step, loss in zip(self.steps, losses, strict=True):
             if not math.isfinite(loss):
-                step = max(task.iteration - len(losses) + number + 1, 1)
                 raise NonFiniteLoss(_explain(task, loss, step))
         return losses
 
     def state_dict(self) -> dict[str, Any]:
         window: list[Tensor] = getattr(self, "window", [])
-        return {"window": torch.stack(window).cpu() if window else torch.empty(0)}
+        losses = torch.stack(window).cpu() if window else torch.empty(0)
+        return {"window": losses, "steps": list(getattr(self, "steps", ()))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.restored = list(state["window"].unbind())
+        self.restored, self.restored_steps = list(state["window"].unbind()), state["steps"]
 
 
 def _explain(task: Task, loss: float, step: int) -> str:

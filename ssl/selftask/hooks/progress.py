@@ -32,7 +32,13 @@ class ProgressBar(Hook):
             self._open(task)
 
     def _open(self, task: Task) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
         self.bar = Progress(
             TextColumn("epoch {task.fields[epoch]:.1f}"),
@@ -50,7 +56,9 @@ class ProgressBar(Hook):
     def on_step(self, task: Task) -> None:
         if self.bar is not None and task.train:
             epoch = task.clock.batch / task.length.batches_per_epoch
-            self.bar.update(self.line, completed=task.iteration, epoch=epoch, numbers=_numbers(task))
+            self.bar.update(
+                self.line, completed=task.iteration, epoch=epoch, numbers=_numbers(task)
+            )
 
     def on_end(self, task: Task) -> None:
         self._close()

@@ -1,4 +1,4 @@
-"""One process of a run, from config to exit code: its folder, its log, its status, its last line."""
+"""One process of a run, from config to exit code: its folder, log, status and last line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from selftask import environment
-from selftask.collectives import is_primary
 from selftask.config.load import to_yaml
 from selftask.config.schema import Config
 from selftask.data.dataset import Sources
@@ -53,7 +52,7 @@ def run(config: Config, sources: Sources) -> int:
         return _finished(task, status)
     except Interrupted as stop:
         return _interrupted(task, status, stop)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - told in full, and turned into the exit code
         return _failed(task, status, error)
     finally:
         stop_log()
@@ -66,6 +65,7 @@ class Status:
     def __init__(self, out: Path, config: Config) -> None:
         self.path = out / "status.json"
         self.config = config
+        self.first = environment.read_world().rank == 0
         self.started = time.time()
 
     def says_finished(self) -> bool:
@@ -77,7 +77,7 @@ class Status:
         return status.get("state") == "finished" and status.get("length") == asked
 
     def write(self, state: str, **more: Any) -> None:
-        if is_primary():
+        if self.first:
             content = {
                 "state": state,
                 "length": [self.config.train.epochs, self.config.train.max_steps],

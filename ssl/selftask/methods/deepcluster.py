@@ -37,7 +37,7 @@ _CLUSTERING = 0x6B6D6E73  # "kmns": keeps these draws apart from others of the s
 
 @register_method("deepcluster")
 class DeepCluster(Method):
-    """At each epoch, k-means over a memory of all images; its clusters are the labels to predict."""
+    """K-means over a memory of all images at each epoch; its clusters are what to predict."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -10,6 +10,7 @@ patches of one, E: width of the backbone, T: its prefix tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,8 @@ from selftask.registry import register_method
 if TYPE_CHECKING:
     from selftask.task import Task
 
+Indices = tuple[Tensor, Tensor]  # of patches, and where they are padding
+
 _SQUARE = (1.0, 1.0)  # as the image is
 _DRAWS = 4  # for a block: its area, its shape, its row, its column
 
@@ -56,7 +59,8 @@ class IJEPA(Method):
         target_scale: tuple[float, float] = (0.15, 0.2)  # of the image's area
         target_ratio: tuple[float, float] = (0.75, 1.5)  # height / width, relative to the image's
         context_scale: tuple[float, float] = (0.85, 1.0)  # before the targets are cut out
-        min_context: int = 10  # patches; a smaller context gets back the last target's, and so on
+        min_context: int = 10  # patches; with fewer left, the last targets may overlap
+        max_context: float = 0.5  # of the image's patches; with more left, random ones go
         predictor_dim: int = 384  # width
         predictor_depth: int = 6  # blocks; 12 for ViT-L and larger
         predictor_heads: int = 12
@@ -68,9 +72,11 @@ class IJEPA(Method):
                 yield f"views: ijepa looks at one view, got {num_views}"
             backbone = config["backbone"]
             if "patch_size" not in backbone and "model" not in backbone:  # timm's are seen later
-                yield f"backbone: ijepa needs a vision transformer, not {backbone['name']}; try vit_tiny"
+                yield f"backbone: ijepa needs a vision transformer, not {backbone['name']}"
             if backbone.get("pool") == "token":
                 yield "backbone.pool: ijepa trains patches, not the class token; use pool: avg"
+            if not 0 < self.max_context <= 1:
+                yield f"max_context: {self.max_context}; 0 < share <= 1 is expected"
             for name in ("target_scale", "context_scale"):
                 low, high = getattr(self, name)
                 if not 0 < low <= high <= 1:
@@ -89,6 +95,10 @@ class IJEPA(Method):
                 )
             if not 0 <= self.momentum <= 1:
                 yield f"momentum: {self.momentum}; a share between 0 and 1 is expected"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.momentum = build_schedule("linear", config.momentum, 1.0)
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Positions are fixed and weights drawn as published, unless they were loaded."""
@@ -117,11 +127,9 @@ class IJEPA(Method):
 
     def prepare(self, sample: dict[str, Any], task: Task) -> None:
         seed, epoch = task.config.train.seed, sample.get("epoch", 0)  # none in a test phase
-        draws = uniform(seed, epoch, sample["index"], self.blocks.num_draws)
-        context, targets = self.blocks.masks(draws)  # (B, N), (B, M, N)
-        sample["context"] = padded_indices(context, self.blocks.most_context)  # each (B, K)
-        sample["targets"] = padded_indices(targets, self.blocks.most_target)  # each (B, M, Q)
-        sample["input"] = (sample["views"][0], sample["context"], sample["targets"])
+        context, targets = self.blocks.draw(seed, epoch, sample["index"])
+        sample["targets"] = targets
+        sample["input"] = (sample["views"][0], context, targets)
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
@@ -142,8 +150,7 @@ class IJEPA(Method):
         return of_block.mean()
 
     def on_update(self, task: Task) -> None:
-        momentum = build_schedule("linear", self.config.momentum, 1.0)(task.where)
-        self.teacher.follow(task.base_model.backbone, momentum=momentum)
+        self.teacher.follow(task.base_model.backbone, momentum=self.momentum(task.where))
 
     def export_backbone(self, network: nn.Module) -> nn.Module:
         """The teacher's, as in the paper's evaluations."""
@@ -158,40 +165,46 @@ class BlockPredictor(Network):
         vit = as_vit(self.backbone, method="ijepa")
         encoded = encode(vit, patch_tokens(vit, images), keep, padding=padding)  # (B, T + K, E)
         self.embedding = mean_token(encoded[:, vit.num_prefix_tokens :].detach(), padding)
-        num_targets = asked.shape[1]
-        predicted: Tensor = self.head(  # (B * M, Q, E)
-            encoded.repeat_interleave(num_targets, dim=0),
-            keep.repeat_interleave(num_targets, dim=0),
-            asked.flatten(0, 1),
-            padding=padding.repeat_interleave(num_targets, dim=0),
-            asked_padding=asked_padding.flatten(0, 1),
+        predicted: Tensor = self.head(
+            encoded, keep, asked, padding=padding, asked_padding=asked_padding
         )
-        return predicted.unflatten(0, (-1, num_targets))
+        return predicted
 
 
 class Blocks:
-    """Where the targets and the context of an image are, on a grid of rows and columns."""
+    """Where the targets and the context of an image are, on a grid of rows and columns.
+
+    The published code draws one size for a whole batch and then cuts every block to the smallest
+    of the batch. Here an image's blocks are its own: tensors have room for the largest possible,
+    or for ``max_context`` (cutting leaves the paper's contexts a quarter of the patches, table 6).
+    """
 
     def __init__(self, config: IJEPA.Config, grid: tuple[int, int]) -> None:
         """Raises UserError where a block may be smaller than a patch."""
         self.config, self.grid = config, grid
-        self.num_draws = _DRAWS * (config.num_targets + 1)
-        targets = possible_areas(config.target_scale, config.target_ratio, grid)
-        contexts = possible_areas(config.context_scale, _SQUARE, grid)
-        self.most_target = max(targets)  # Q
-        self.most_context = min(max(contexts), grid[0] * grid[1] - min(targets))  # K
+        self.num_patches = grid[0] * grid[1]  # N
+        areas = possible_areas(config.target_scale, config.target_ratio, grid)
+        most_left = min(
+            max(possible_areas(config.context_scale, _SQUARE, grid)), self.num_patches - min(areas)
+        )
+        self.most_target = max(areas)  # Q
+        self.most_context = max(1, min(most_left, int(config.max_context * self.num_patches)))  # K
 
-    def masks(self, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """Patches of the context (B, N) and of each target (B, M, N) from (B, num_draws) draws.
-
-        Unlike the published code, which draws one size for a whole batch and cuts every block to
-        the smallest of the batch: here an image's blocks are its own.
-        """
+    def draw(self, seed: int, epoch: int, index: Tensor) -> tuple[Indices, Indices]:
+        """Patches of the context, (B, K), and of each target, (B, M, Q), for samples (B,)."""
         config = self.config
-        draws = draws.unflatten(1, (-1, _DRAWS))  # (B, M + 1, 4)
-        targets = rectangles(draws[:, 1:], config.target_scale, config.target_ratio, self.grid)
-        block = rectangles(draws[:, 0], config.context_scale, _SQUARE, self.grid)
-        return cut_out(block, targets, least=config.min_context), targets
+        num_blocks = config.num_targets + 1
+        draws = uniform(seed, epoch, index, _DRAWS * num_blocks + self.num_patches)
+        of_block = draws[:, : _DRAWS * num_blocks].unflatten(1, (num_blocks, _DRAWS))
+        block = rectangles(of_block[:, 0], config.context_scale, _SQUARE, self.grid)  # (B, N)
+        targets = rectangles(  # (B, M, N)
+            of_block[:, 1:], config.target_scale, config.target_ratio, self.grid
+        )
+        context = cut_out(block, targets, least=config.min_context)
+        return (
+            padded_indices(context, self.most_context, draws[:, _DRAWS * num_blocks :]),
+            padded_indices(targets, self.most_target),
+        )
 
 
 def rectangles(
@@ -217,10 +230,10 @@ def _stretch(share: Tensor, draw: Tensor, length: int) -> Tensor:
 def possible_areas(
     scale: tuple[float, float], ratio: tuple[float, float], grid: tuple[int, int]
 ) -> list[int]:
-    """The numbers of patches that ``rectangles`` can have, for tensors of fixed size.
+    """The numbers of patches that ``rectangles`` can have: they fix the size of tensors.
 
-    A side of h patches was rounded from between h - 1/2 and h + 1/2. Raises UserError where a side
-    may be rounded to nothing.
+    A side of h patches was rounded from between h - 1/2 and h + 1/2. Raises UserError where one
+    may have been rounded to nothing.
     """
     rows, columns = grid
     shortest = min(grid) * (scale[0] * min(ratio[0], 1 / ratio[1])) ** 0.5
@@ -229,15 +242,21 @@ def possible_areas(
             f"method: blocks of {scale[0]:.0%} of the image are smaller than a patch where there "
             f"are {rows}x{columns}; raise target_scale or take a smaller backbone.patch_size"
         )
+    heights = _possible_sides(rows, scale[0] * ratio[0], scale[1] * ratio[1])
+    widths = _possible_sides(columns, scale[0] / ratio[1], scale[1] / ratio[0])
     return [
         height * width
-        for height in range(1, rows + 1)
-        for width in range(1, columns + 1)
+        for height in heights
+        for width in widths
         if (height - 0.5) * (width - 0.5) <= scale[1] * rows * columns
         and (height + 0.5) * (width + 0.5) >= scale[0] * rows * columns
         and (height - 0.5) / rows <= ratio[1] * (width + 0.5) / columns
         and (height + 0.5) / rows >= ratio[0] * (width - 0.5) / columns
     ]
+
+
+def _possible_sides(length: int, least: float, most: float) -> range:
+    return range(math.ceil(length * least**0.5 - 0.5), math.floor(length * most**0.5 + 0.5) + 1)
 
 
 def cut_out(block: Tensor, targets: Tensor, *, least: int) -> Tensor:

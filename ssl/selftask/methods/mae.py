@@ -56,7 +56,7 @@ class MAE(Method):
                 yield f"views: mae looks at one view, got {num_views}"
             backbone = config["backbone"]
             if "patch_size" not in backbone and "model" not in backbone:  # timm's are seen later
-                yield f"backbone: mae needs a vision transformer, not {backbone['name']}; try vit_tiny"
+                yield f"backbone: mae needs a vision transformer, not {backbone['name']}"
             if not 0 < self.mask_ratio < 1:
                 yield f"mask_ratio: {self.mask_ratio}; a share between 0 and 1 is expected"
             if self.decoder_dim % 4 or self.decoder_dim % self.decoder_heads:
@@ -125,8 +125,8 @@ class MaskedAutoencoder(Network):
         vit = as_vit(self.backbone, method="mae")
         encoded = encode(vit, patch_tokens(vit, images), keep)  # (B, T + K, E)
         self.embedding = encoded.mean(dim=1).detach()
-        painted: Tensor = self.head(encoded, keep, masked)
-        return painted
+        painted: Tensor = self.head(encoded, keep, masked[:, None])  # (B, 1, M, P)
+        return painted[:, 0]
 
 
 def normalize(patches: Tensor) -> Tensor:

@@ -55,8 +55,7 @@ class Supervised(Method):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """The loss of the scores ``output`` (B, C) for the labels ``target`` (B,)."""
-        loss: Tensor = in_full_precision(self.loss)(output, target)
-        return loss
+        return _score(output, target, self.loss)
 
     @property
     def chance(self) -> float | None:
@@ -85,6 +84,12 @@ class Classifier(nn.Module):
         super().train(mode)
         self.backbone.train(mode and not self.frozen)
         return self
+
+
+@in_full_precision
+def _score(output: Tensor, target: Tensor, loss: nn.Module) -> Tensor:
+    value: Tensor = loss(output, target)
+    return value
 
 
 def _check_labels(key: str, source: Any, num_classes: int) -> None:

@@ -98,7 +98,7 @@ class PatchPredictor(nn.Module):
 
     MAE's decoder and I-JEPA's predictor. Its input are the encoded patches and, for each patch
     asked for, the same learned mask token; all with fixed positions of its own, by which it knows
-    where they are. Attention is full: also among the patches asked for.
+    where they are. Attention is full: also among the patches asked for together.
     """
 
     def __init__(
@@ -111,8 +111,7 @@ class PatchPredictor(nn.Module):
         norm = partial(nn.LayerNorm, eps=1e-6)
         self.embed = nn.Linear(vit.embed_dim, dim)
         self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))
-        positions = sincos_positions(dim, grid_size(vit))  # (N, D)
-        self.register_buffer("positions", positions, persistent=False)
+        self.register_buffer("positions", sincos_positions(dim, grid_size(vit)), persistent=False)
         self.blocks = nn.ModuleList(
             Block(dim, num_heads, qkv_bias=True, norm_layer=norm) for _ in range(depth)
         )
@@ -128,22 +127,26 @@ class PatchPredictor(nn.Module):
         padding: Tensor | None = None,
         asked_padding: Tensor | None = None,
     ) -> Tensor:
-        """What is at the patches ``asked`` (B, Q): (B, Q, num_out).
+        """What is at the patches ``asked`` (B, M, Q), each of M groups on its own: (B, M, Q, out).
 
-        ``encoded`` (B, T + K, E) are prefix tokens and the patches ``keep`` (B, K). Where a padding
-        is true, nothing attends to that token; ``asked_padding`` (B, Q) needs ``padding`` (B, K).
+        ``encoded`` (B, T + K, E) are prefix tokens and the patches ``keep`` (B, K). Where
+        ``padding`` (B, K) or ``asked_padding`` (B, M, Q) is true, nothing attends to that token.
         """
+        num_groups, num_asked = asked.shape[1:]
         known = self.embed(encoded)  # (B, T + K, D)
-        prefix, known = known.split([encoded.shape[1] - keep.shape[1], keep.shape[1]], dim=1)
-        unknown = self.mask_token + self.positions[asked]  # (B, Q, D)
-        x = torch.cat([prefix, known + self.positions[keep], unknown], dim=1)
+        num_prefix = known.shape[1] - keep.shape[1]
+        known = torch.cat([known[:, :num_prefix], known[:, num_prefix:] + self.positions[keep]], 1)
+        known = known.repeat_interleave(num_groups, dim=0)  # (B * M, T + K, D)
+        unknown = self.mask_token + self.positions[asked.flatten(0, 1)]  # (B * M, Q, D)
+        x = torch.cat([known, unknown], dim=1)
         attend = None
         if padding is not None and asked_padding is not None:
-            attend = _attention_mask(torch.cat([padding, asked_padding], dim=1), prefix.shape[1])
+            each = padding.repeat_interleave(num_groups, dim=0)  # (B * M, K)
+            attend = _attention_mask(torch.cat([each, asked_padding.flatten(0, 1)], 1), num_prefix)
         for block in self.blocks:
             x = block(x, attn_mask=attend)
-        output: Tensor = self.project(self.norm(x[:, -asked.shape[1] :]))
-        return output
+        output: Tensor = self.project(self.norm(x[:, -num_asked:]))  # (B * M, Q, out)
+        return output.unflatten(0, (-1, num_groups))
 
 
 def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
@@ -151,15 +154,16 @@ def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
     return tokens.gather(1, indices[..., None].expand(-1, -1, tokens.shape[2]))
 
 
-def padded_indices(mask: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The true places of each row of ``mask`` (..., N) in order, as (..., length) with padding.
+def padded_indices(mask: Tensor, length: int, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The true places of each row of ``mask`` (..., N), as (..., length) with padding.
 
-    Returns indices and where they only fill the row. A row with more than ``length`` places loses
-    its last. The shape does not depend on the mask, so that nothing waits for the device.
+    Returns indices and where they only fill the row. Places come in the order of the numbers
+    ``order`` (..., N), from [0, 1), or as they stand; a row with more than ``length`` loses the
+    last. The shape does not depend on the mask, so that nothing waits for the device.
     """
-    order = mask.int().argsort(dim=-1, descending=True, stable=True)  # true places first
+    late = (~mask).float() if order is None else (~mask) + order
     padding = torch.arange(length, device=mask.device) >= mask.sum(dim=-1, keepdim=True)
-    return order[..., :length], padding
+    return late.argsort(dim=-1, stable=True)[..., :length], padding
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:

@@ -56,10 +56,9 @@ def forward_by_size(backbone: nn.Module, views: Sequence[Tensor]) -> Tensor:
 
     features: dict[int, Tensor] = {}
     for same_size in places.values():
-        images = torch.cat(
-            [views[place] for place in same_size]
-        )  # (views of this size * B, C, H, W)
-        output: Tensor = backbone(images)
+        images = [views[place] for place in same_size]
+        together = images[0] if len(images) == 1 else torch.cat(images)  # (views * B, C, H, W)
+        output: Tensor = backbone(together)
         if len(places) == 1:
             return output  # in view order already: no copy
         features.update(zip(same_size, output.chunk(len(same_size)), strict=True))

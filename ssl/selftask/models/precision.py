@@ -32,7 +32,10 @@ def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         assert isinstance(args[0], Tensor)
         raised: Any = [_raise(argument) for argument in args]
-        with torch.autocast(args[0].device.type, enabled=False):
+        device = args[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return function(*raised, **kwargs)
+        with torch.autocast(device, enabled=False):
             return function(*raised, **kwargs)
 
     return run

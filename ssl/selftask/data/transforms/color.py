@@ -131,7 +131,7 @@ class ContrastNoise:
         factor, offset = rng.random(2).tolist()
         factor = self.contrast[0] + (self.contrast[1] - self.contrast[0]) * factor
         offset = self.offset[0] + (self.offset[1] - self.offset[0]) * offset
-        values = to_float(image) * np.float32(factor)
+        values: np.ndarray = to_float(image) * np.float32(factor)
         if self.noise:
             noise = rng.standard_normal(values.shape[1:], dtype=np.float32)
             noise *= np.float32(self.noise)
@@ -139,7 +139,8 @@ class ContrastNoise:
             values += noise
         else:
             values += np.float32(offset)
-        return np.clip(values, 0.0, 1.0, out=values)
+        np.clip(values, 0.0, 1.0, out=values)
+        return values
 
 
 def adjust_hue(image: Image.Image, turn: float) -> Image.Image:

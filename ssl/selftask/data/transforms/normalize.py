@@ -70,4 +70,5 @@ def _affine(
 
 def _planes(image: Image.Image) -> np.ndarray:
     """The pixels as uint8 (3, H, W), a view of (H, W, 3)."""
-    return np.asarray(image).transpose(2, 0, 1)
+    planes: np.ndarray = np.asarray(image).transpose(2, 0, 1)
+    return planes

@@ -1,0 +1,116 @@
+"""Barlow Twins against its paper, lightly and itself on two ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from minitask import MiniTask, largest_difference
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from selftask.methods.barlow import BarlowTwins, cross_correlation
+from selftask.models.heads import mlp
+from selftask.registry import METHODS
+
+SMALL: dict[str, Any] = {"dim": 5, "hidden": 7, "redundancy": 0.02}
+
+
+class PlainBarlow(BarlowTwins):
+    """Without BatchNorm in the projector, whose statistics are those of one rank."""
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        return mlp(embed_dim, self.config.hidden, self.config.dim, norm=False)
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def _method(**config: Any) -> BarlowTwins:
+    return BarlowTwins(BarlowTwins.Config(**{**SMALL, **config}))
+
+
+def _paper_correlation(first: Tensor, second: Tensor, i: int, j: int) -> float:
+    """Eq. 2 of features that are centred along the batch, as the paper assumes."""
+    a = [x - first[:, i].mean().item() for x in first[:, i].tolist()]
+    b = [x - second[:, j].mean().item() for x in second[:, j].tolist()]
+    lengths = math.sqrt(sum(x * x for x in a)) * math.sqrt(sum(x * x for x in b))
+    return sum(x * y for x, y in zip(a, b, strict=True)) / lengths
+
+
+def test_loss_is_that_of_the_paper() -> None:
+    """Eq. 1 and 2, as loops; ours differs by the 1e-5 that BatchNorm adds to each variance."""
+    output = 30 * _random(2, 8, 5) + 4
+    loss = 0.0
+    for i in range(5):
+        for j in range(5):
+            c = _paper_correlation(output[0], output[1], i, j)
+            loss += (1 - c) ** 2 if i == j else 0.02 * c**2
+    ours = _method(scale=0.1)(output, torch.empty(8))
+    assert ours.item() == pytest.approx(0.1 * loss, rel=1e-6)
+
+
+def test_loss_is_that_of_lightly() -> None:
+    lightly = pytest.importorskip("lightly.loss")
+    output = _random(2, 16, 5).float()
+    theirs = lightly.BarlowTwinsLoss(lambda_param=0.02)(output[0], output[1])
+    method = _method()
+    assert method(output, torch.empty(16)).item() == pytest.approx(theirs.item(), rel=1e-5)
+    terms = {name: value.item() for name, value in method.terms.items()}
+    assert terms["invariance"] + 0.02 * terms["redundancy"] == pytest.approx(theirs.item())
+
+
+def test_loss_is_zero_for_the_same_features_without_redundancy() -> None:
+    """Orthogonal columns of mean zero, the same in both views up to scale and shift."""
+    basis = torch.linalg.qr(torch.cat([torch.ones(16, 1).double(), _random(16, 5)], 1))[0][:, 1:]
+    output = torch.stack([100 * basis, 300 * basis + 7])
+    assert _method()(output, torch.empty(16)).item() == pytest.approx(0.0, abs=1e-8)
+
+
+def test_a_dead_feature_costs_its_invariance_and_gives_finite_gradients() -> None:
+    output = _random(2, 8, 5)
+    output[:, :, 2] = 1.0
+    output.requires_grad_()
+    method = _method()
+    method(output, torch.empty(8)).backward()
+    assert output.grad is not None and output.grad.isfinite().all()
+    assert cross_correlation(output[0], output[1])[2].abs().max() < 1e-9
+
+
+def test_chance_is_the_loss_of_no_correlation() -> None:
+    """Two views whose features all point along different directions of the batch."""
+    basis = torch.linalg.qr(torch.cat([torch.ones(16, 1).double(), _random(16, 10)], 1))[0]
+    output = torch.stack([basis[:, 1:6], basis[:, 6:]])
+    method = _method(scale=0.1)
+    assert method(output, torch.empty(16)).item() == pytest.approx(method.chance)
+
+
+def test_the_loss_is_not_rounded_under_autocast() -> None:
+    output = _random(2, 16, 5).float()
+    expected = _method()(output, torch.empty(16))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(_method()(output, torch.empty(16)), expected)
+
+
+def test_world_size_is_invisible() -> None:
+    """The statistics are those of the global batch, and gradients flow through them."""
+    alone = _four_updates(0)
+    for one in run_ranks(_four_updates, 2):
+        assert largest_difference(one, alone) < 1e-9
+
+
+def _four_updates(rank: int) -> dict[str, Any]:
+    return MiniTask(PlainBarlow, SMALL, lr=0.02).run(4).state()
+
+
+def test_impossible_configs_are_told() -> None:
+    config = {"views": {"main": {"count": 4}}, "train": {"batch_size": 1}}
+    schema: Any = METHODS.config_class("barlow")
+    keys = [problem.partition(":")[0] for problem in schema().problems(config)]
+    assert keys == ["views", "train.batch_size"]
+    assert not list(
+        schema().problems({"views": {"main": {"count": 2}}, "train": {"batch_size": 2}})
+    )

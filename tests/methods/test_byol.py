@@ -1,0 +1,121 @@
+"""BYOL against its paper, lightly and itself on two ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from minitask import MiniTask, largest_difference
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from selftask.methods.byol import BYOL, regression_loss
+from selftask.models.heads import mlp
+from selftask.registry import METHODS
+
+SMALL: dict[str, Any] = {"dim": 5, "hidden": 7, "momentum": 0.9}
+
+
+class PlainBYOL(BYOL):
+    """Without BatchNorm, whose statistics are those of one rank."""
+
+    def __init__(self, config: BYOL.Config) -> None:
+        super().__init__(config)
+        self.predictor = mlp(config.dim, config.hidden, config.dim, norm=False)
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        return mlp(embed_dim, self.config.hidden, self.config.dim, norm=False)
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def _unit(row: Tensor) -> list[float]:
+    length = math.sqrt(sum(x * x for x in row.tolist()))
+    return [x / length for x in row.tolist()]
+
+
+def test_loss_is_that_of_the_paper() -> None:
+    """Eq. 2, |q - z'|^2 of unit vectors, in both directions, as loops."""
+    prediction, projection = _random(2, 4, 5), _random(2, 4, 5)
+    total = 0.0
+    for v in range(2):
+        for i in range(4):
+            pairs = zip(_unit(prediction[v, i]), _unit(projection[v, i]), strict=True)
+            total += sum((q - z) ** 2 for q, z in pairs)
+    loss = regression_loss(prediction, projection)
+    assert loss.item() == pytest.approx(total / 4, rel=1e-12)
+
+
+def test_loss_is_that_of_lightly() -> None:
+    theirs = pytest.importorskip("lightly.loss").NegativeCosineSimilarity()
+    prediction, projection = _random(2, 4, 5).float(), _random(2, 4, 5).float()
+    expected = sum(2 + 2 * theirs(prediction[v], projection[v]) for v in range(2))
+    assert regression_loss(prediction, projection).item() == pytest.approx(
+        float(expected), rel=1e-5
+    )
+
+
+def test_loss_is_zero_for_the_same_and_eight_for_opposite_directions() -> None:
+    rows = _random(2, 4, 5)
+    assert regression_loss(rows, 3 * rows).item() == pytest.approx(0.0, abs=1e-12)
+    assert regression_loss(rows, -rows).item() == pytest.approx(8.0)
+
+
+def test_each_view_predicts_the_teacher_of_the_other() -> None:
+    task = MiniTask(PlainBYOL, SMALL)
+    views = [view[:8] for view in task.views]
+    prediction = torch.stack([task.loss.predictor(task.base_model([v])[0]) for v in views])
+    projection = torch.stack([task.loss.teacher([v])[0] for v in reversed(views)])
+    expected = regression_loss(prediction, projection)
+    assert task.run(1).losses == pytest.approx([expected.item()])
+
+
+def test_predictor_is_trained_and_the_teacher_only_follows() -> None:
+    """Eq. 1 with tau = 0.9 at the first step; the predictor has no teacher."""
+    task = MiniTask("byol", SMALL)
+    teacher = [p.clone() for p in task.loss.teacher.parameters()]
+    predictor = [p.clone() for p in task.loss.predictor.parameters()]
+    task.run(1)
+    students = list(task.base_model.parameters())
+    for old, new, student in zip(teacher, task.loss.teacher.parameters(), students, strict=True):
+        assert torch.allclose(new, 0.9 * old + 0.1 * student, rtol=0, atol=1e-12)
+        assert not new.requires_grad
+    for old, new in zip(predictor, task.loss.predictor.parameters(), strict=True):
+        assert new.requires_grad and not torch.equal(old, new)
+
+
+def test_teacher_stands_still_in_the_end() -> None:
+    """tau rises to 1 along a cosine: 1 - (1 - tau_base)(cos(pi k / K) + 1) / 2."""
+    momentum = BYOL(BYOL.Config(momentum=0.996)).momentum
+    for where in (0.0, 0.25, 0.5, 0.9):
+        expected = 1 - (1 - 0.996) * (math.cos(math.pi * where) + 1) / 2
+        assert momentum(where) == pytest.approx(expected, abs=1e-12)
+
+
+def test_resumed_is_never_stopped() -> None:
+    whole = MiniTask("byol", SMALL).run(5)
+    half = MiniTask("byol", SMALL).run(2)
+    rest = MiniTask("byol", SMALL).resume(half.state()).run(3)
+    assert half.losses + rest.losses == whole.losses
+
+
+def test_world_size_is_invisible() -> None:
+    alone = _four_updates(0)
+    for one in run_ranks(_four_updates, 2):
+        assert largest_difference(one, alone) < 1e-9
+
+
+def _four_updates(rank: int) -> dict[str, Any]:
+    return MiniTask(PlainBYOL, SMALL).run(4).state()
+
+
+def test_impossible_configs_are_told() -> None:
+    config = {"views": {"first": {"count": 1}}}
+    schema: Any = METHODS.config_class("byol")
+    keys = [problem.partition(":")[0] for problem in schema(momentum=1.01).problems(config)]
+    assert keys == ["views", "momentum"]
+    assert not list(schema().problems({"views": {"main": {"count": 2}}}))

@@ -1,0 +1,193 @@
+"""DeepCluster v2 against its paper and itself on two ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitask import NUM_IMAGES, MiniTask, largest_difference
+from ranks import run_ranks
+from selftask.config.load import load_config
+from selftask.errors import ConfigError, UserError
+from selftask.methods.deepcluster import NO_CLUSTER, DeepCluster
+
+SMALL: dict[str, Any] = {"dim": 5, "hidden": 7, "norm": False, "num_prototypes": [4, 6]}
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    draws = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=draws)
+
+
+def _features(task: MiniTask) -> Tensor:
+    """What the network makes of all images now: (24, 2, 5) on the unit sphere."""
+    with torch.no_grad():
+        output = task.base_model(task.sample(torch.arange(NUM_IMAGES))["views"][:2])
+    return F.normalize(output, dim=2).transpose(0, 1)
+
+
+def _paper_loss(output: Tensor, index: Tensor, method: DeepCluster) -> float:
+    """Cross-entropy of every view with its image's cluster, head by head, as loops."""
+    by_head = []
+    for head, prototypes in enumerate(method.prototypes.split(method.config.num_prototypes)):
+        terms = []
+        for view in output:
+            for row, image in zip(F.normalize(view, dim=1), index.tolist(), strict=True):
+                cluster = int(method.clusters[head, image])
+                if cluster == NO_CLUSTER:
+                    continue
+                scores = [float(row @ p) / method.config.temperature for p in prototypes]
+                terms.append(math.log(sum(math.exp(s) for s in scores)) - scores[cluster])
+        by_head.append(sum(terms) / len(terms))
+    return sum(by_head) / len(by_head)
+
+
+@pytest.mark.parametrize("num_views", [2, 5])
+def test_loss_is_that_of_the_paper(num_views: int) -> None:
+    method = MiniTask("deepcluster", SMALL).run(1).loss
+    output, index = _random(num_views, 3, 5), torch.tensor([20, 3, 11])
+    method.index = index
+    expected = _paper_loss(output, index, method)
+    assert method(output, torch.empty(3)).item() == pytest.approx(expected, rel=1e-12)
+    method.clusters[:, 3] = NO_CLUSTER  # an image that the first pass could not read
+    assert method(output, torch.empty(3)).item() != pytest.approx(expected)
+    expected = _paper_loss(output, index, method)
+    assert method(output, torch.empty(3)).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_perfect_agreement_costs_nothing_and_ignorance_costs_chance() -> None:
+    method = MiniTask("deepcluster", {**SMALL, "temperature": 1e-3}).run(1).loss
+    method.index = torch.arange(4)
+    method.prototypes.copy_(torch.eye(5).repeat(2, 1))
+    method.clusters[:, :4] = torch.arange(4)
+    at_their_own = torch.eye(5, dtype=torch.float64)[:4].expand(2, 4, 5)
+    method.clusters[1, :4] = (torch.arange(4) + 1) % 5  # head 1 begins at the last unit vector
+    method.prototypes[4:] = torch.eye(5, dtype=torch.float64).roll(1, dims=0)[[0, 1, 2, 3, 4, 0]]
+    method.prototypes[9] = -1.0
+    assert method(at_their_own, torch.empty(4)).item() == pytest.approx(0.0, abs=1e-6)
+    method.prototypes.zero_()
+    assert method(at_their_own, torch.empty(4)).item() == pytest.approx(method.chance)
+    assert method.chance == pytest.approx((math.log(4) + math.log(6)) / 2)
+
+
+def test_the_first_memory_holds_every_image() -> None:
+    task = MiniTask("deepcluster", SMALL, batch_size=9)  # of 24 images an epoch leaves out 6
+    expected = _features(task)
+    task.loss.on_phase_start(task)
+    assert torch.allclose(task.loss.memory, expected, atol=1e-12)
+    assert (task.loss.clusters != NO_CLUSTER).all()
+    assert task.base_model.training
+
+
+def test_prototypes_are_the_centroids_of_one_view_each() -> None:
+    task = MiniTask("deepcluster", SMALL)
+    task.loss.on_phase_start(task)
+    method = task.loss
+    for head, prototypes in enumerate(method.prototypes.split(method.config.num_prototypes)):
+        memory = method.memory[:, head % 2]
+        assert torch.equal((memory @ prototypes.T).argmax(dim=1), method.clusters[head])
+        for k, prototype in enumerate(prototypes):
+            mean = memory[method.clusters[head] == k].mean(dim=0)
+            assert torch.allclose(F.normalize(mean, dim=0), prototype, atol=1e-6)
+    assert 0 < float(task.logged["largest_cluster"]) < 1
+
+
+def test_steps_replace_the_memory_of_their_images_only() -> None:
+    task = MiniTask("deepcluster", SMALL)
+    before = _features(task)
+    task.run(1)  # sees images 0 to 7, with the first weights
+    assert torch.allclose(task.loss.memory, before, atol=1e-12)
+    second = _features(task)[8:16]
+    task.run(1)
+    assert torch.allclose(task.loss.memory[8:16], second, atol=1e-12)
+    assert not torch.allclose(second, before[8:16], atol=1e-4)
+    rest = [*range(8), *range(16, 24)]
+    assert torch.allclose(task.loss.memory[rest], before[rest], atol=1e-12)
+
+
+def test_clusters_change_between_epochs_only() -> None:
+    task = MiniTask("deepcluster", SMALL).run(1)
+    first = task.loss.prototypes.clone()
+    task.run(1).run(1)  # each call is a phase taken up in its middle
+    assert torch.equal(task.loss.prototypes, first)
+    task.run(1)
+    assert not torch.equal(task.loss.prototypes, first)
+
+
+def test_clusters_are_a_function_of_seed_and_epoch() -> None:
+    method = MiniTask("deepcluster", {**SMALL, "kmeans_iterations": 0}).run(1).loss
+
+    def prototypes(seed: int, epoch: int) -> Tensor:
+        torch.manual_seed(seed + 17 * epoch)  # the global generator has no part in it
+        method.cluster_memory(seed, epoch)
+        return method.prototypes.clone()
+
+    first = prototypes(0, 3)
+    others = [prototypes(0, 4), prototypes(1, 3)]
+    assert all(not torch.equal(first, other) for other in others)
+    torch.manual_seed(5)
+    assert torch.equal(first, prototypes(0, 3))
+    state = torch.get_rng_state()
+    method.cluster_memory(0, 3)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_unreadable_images_are_left_out_of_the_clustering() -> None:
+    method = MiniTask("deepcluster", SMALL).run(1).loss
+    method.memory[5] = 0.0
+    method.clusters.fill_(NO_CLUSTER)
+    method.cluster_memory(0, 1)
+    readable = torch.arange(NUM_IMAGES) != 5
+    assert (method.clusters[:, 5] == NO_CLUSTER).all()
+    assert (method.clusters[:, readable] != NO_CLUSTER).all()
+    assert torch.allclose(method.prototypes.norm(dim=1), torch.ones(10, dtype=torch.float64))
+
+
+def test_accumulated_batches_all_enter_the_memory() -> None:
+    whole = MiniTask("deepcluster", SMALL, batch_size=12).run(2)
+    parts = MiniTask("deepcluster", SMALL, batch_size=6, accumulate=2).run(2)
+    assert not parts.loss.arrivals
+    assert largest_difference(whole.loss.state_dict(), parts.loss.state_dict()) < 1e-12
+    assert largest_difference(whole.grads, parts.grads) < 1e-12
+
+
+def test_resumed_is_never_stopped() -> None:
+    straight = MiniTask("deepcluster", SMALL).run(8).state()
+    for stop in (3, 4):  # at the end of an epoch, and within one
+        half = MiniTask("deepcluster", SMALL).run(stop).state()
+        resumed = MiniTask("deepcluster", SMALL).resume(half).run(8 - stop).state()
+        for part in ("network", "method", "clock"):
+            assert largest_difference(straight[part], resumed[part]) == 0.0
+
+
+def _train(rank: int) -> dict[str, Any]:
+    return MiniTask("deepcluster", SMALL, sizes=(8, 8, 5)).run(5).state()
+
+
+def test_two_ranks_are_one() -> None:
+    alone = _train(0)
+    for state in run_ranks(_train, 2):
+        assert largest_difference(alone, state) < 1e-9
+
+
+def test_more_clusters_than_images_are_refused() -> None:
+    with pytest.raises(UserError, match="24 images cannot make 25 clusters"):
+        MiniTask("deepcluster", {**SMALL, "num_prototypes": [4, 25]})
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("method.num_prototypes=[]", "one number for each clustering"),
+        ("method.num_prototypes=[100,1]", "at least 2 each"),
+        ("method.temperature=0", "must be above 0"),
+    ],
+)
+def test_impossible_configs_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("deepcluster", [override])

@@ -1,0 +1,234 @@
+"""MAE against its paper, its published arithmetic, lightly and itself on two ranks."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from minitask import MiniTask, largest_difference
+from ranks import run_ranks
+from timm.models import VisionTransformer
+from torch import Tensor, nn
+
+from selftask.errors import UserError
+from selftask.methods.mae import MAE, normalize
+from selftask.models.masked_vit import sincos_positions
+from selftask.registry import METHODS
+
+SMALL: dict[str, Any] = {"decoder_dim": 8, "decoder_depth": 1, "decoder_heads": 2}
+
+
+def _vit(**args: Any) -> VisionTransformer:
+    """16 patches of 2 x 2 pixels."""
+    sizes = {"img_size": 8, "patch_size": 2, "embed_dim": 12, "depth": 2, "num_heads": 2}
+    return VisionTransformer(num_classes=0, **{**sizes, **args})
+
+
+def _task(**config: Any) -> MiniTask:
+    return MiniTask("mae", {**SMALL, **config}, backbone=_vit, sizes=(8,), lr=0.1)
+
+
+def _forward(task: MiniTask, images: Tensor | None = None) -> tuple[dict[str, Any], Tensor]:
+    """A sample of four images and what the network paints of it."""
+    sample = task.sample(torch.arange(4))
+    if images is not None:
+        sample["views"] = [images]
+        sample["input"] = (images, *sample["input"][1:])
+    output = task.base_model(sample["input"])
+    task.last_batch = SimpleNamespace(sample=sample, output=output)
+    task.loss.on_forward(task)
+    return sample, output
+
+
+def _pixels(image: Tensor, patch: int) -> list[float]:
+    """Patch number ``patch`` of an 8 x 8 image, pixel by pixel, the channel fastest."""
+    row, column = divmod(patch, 4)
+    return [
+        float(image[channel, 2 * row + y, 2 * column + x])
+        for y in range(2)
+        for x in range(2)
+        for channel in range(3)
+    ]
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_loss_is_that_of_the_paper(normalized: bool) -> None:
+    """Squared error of the masked patches only, section 3; their own mean 0 and variance 1."""
+    task = _task(normalize_pixels=normalized)
+    sample, output = _forward(task)
+    total, count = 0.0, 0
+    for image in range(4):
+        for place, patch in enumerate(sample["masked"][image].tolist()):
+            pixels = _pixels(sample["views"][0][image], patch)
+            if normalized:
+                mean = sum(pixels) / 12
+                variance = sum((x - mean) ** 2 for x in pixels) / 11
+                pixels = [(x - mean) / math.sqrt(variance + 1e-6) for x in pixels]
+            painted = output[image, place].tolist()
+            total += sum((a - b) ** 2 for a, b in zip(painted, pixels, strict=True)) / 12
+            count += 1
+    assert count == 4 * 12  # three quarters of 16 patches
+    loss = task.loss(output, sample["target"])
+    assert loss.item() == pytest.approx(total / count, rel=1e-12)
+
+
+def test_loss_and_targets_are_those_of_lightly() -> None:
+    theirs = pytest.importorskip("lightly.models.utils")
+    task = _task()
+    sample, output = _forward(task)
+    patches = theirs.patchify(sample["views"][0], patch_size=2)
+    target = theirs.normalize_mean_var(theirs.get_at_index(patches, sample["masked"]), dim=-1)
+    expected = nn.MSELoss()(output, target)
+    loss = task.loss(output, sample["target"])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_decoder_is_the_published_one() -> None:
+    """There, mask tokens fill the whole grid in its order and every patch is painted."""
+    task = _task()
+    sample, output = _forward(task)
+    images, keep, masked = sample["input"]
+    vit, decoder = task.base_model.backbone, task.base_model.head
+    tokens = vit.patch_embed(images) + vit.pos_embed[:, 1:]
+    for image in range(4):
+        x = torch.cat([vit.cls_token + vit.pos_embed[:, :1], tokens[image, keep[image]][None]], 1)
+        latent = decoder.embed(vit.norm(vit.blocks(x)))[0]  # (1 + K, D)
+        grid = [decoder.mask_token] * 16
+        for place, patch in enumerate(keep[image].tolist()):
+            grid[patch] = latent[1 + place]
+        full = torch.stack(grid) + sincos_positions(8, (4, 4))
+        full = torch.cat([latent[:1], full])[None]
+        for block in decoder.blocks:
+            full = block(full)
+        painted = decoder.project(decoder.norm(full))[0, 1:]
+        assert torch.allclose(output[image], painted[masked[image]], rtol=0, atol=1e-12)
+
+
+def test_hidden_pixels_do_not_reach_the_network() -> None:
+    task = _task()
+    images = task.views[0][:4].clone().requires_grad_()
+    sample, output = _forward(task, images)
+    output.sum().backward()
+    seen = images.grad.unfold(2, 2, 2).unfold(3, 2, 2).abs().sum(dim=(1, 4, 5)).flatten(1)  # (4, 16)
+    for image in range(4):
+        assert (seen[image, sample["masked"][image]] == 0).all()
+        assert (seen[image, sample["input"][1][image]] > 0).all()
+
+
+def test_masks_are_fair_and_only_of_image_and_epoch() -> None:
+    task = _task()
+    task.config.train.seed = 3
+
+    def masked(index: Tensor, epoch: int) -> Tensor:
+        sample = {"views": [torch.empty(0)], "index": index, "epoch": epoch}
+        task.loss.prepare(sample, task)
+        _, keep, hidden = sample["input"]
+        assert torch.equal(torch.cat([keep, hidden], 1).sort(dim=1).values[0], torch.arange(16))
+        assert hidden is sample["masked"]
+        assert hidden.shape == (len(index), 12)
+        return hidden
+
+    index = torch.arange(4000)
+    first = masked(index, 0)
+    often = first.flatten().bincount() / 4000  # 0.75 within four deviations
+    assert float((often - 0.75).abs().max()) < 4 * math.sqrt(0.75 * 0.25 / 4000)
+    assert torch.equal(masked(index.flip(0)[:100], 0), first.flip(0)[:100])  # any batch or rank
+    assert not torch.equal(masked(index, 1), first)
+    task.config.train.seed = 4
+    assert not torch.equal(masked(index, 0), first)
+
+
+def test_perfect_painting_costs_nothing_and_no_painting_the_variance() -> None:
+    task = _task()
+    sample, _ = _forward(task)
+    assert task.loss(task.loss.pixels, sample["target"]).item() == 0.0
+    blank = task.loss(torch.zeros_like(task.loss.pixels), sample["target"]).item()
+    assert task.loss.chance == 1.0
+    assert blank == pytest.approx(11 / 12, abs=1e-4)  # 1 but for the unbiased variance
+    assert _task(normalize_pixels=False).loss.chance is None
+    assert torch.equal(normalize(torch.full((2, 12), 7.0)), torch.zeros(2, 12))  # flat: no NaN
+
+
+def test_the_loss_is_not_rounded_under_autocast() -> None:
+    task = _task()
+    sample, output = _forward(task)
+    output, task.loss.pixels = output.float(), task.loss.pixels.float()
+    expected = task.loss(output, sample["target"])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(task.loss(output, sample["target"]), expected)
+
+
+def test_positions_are_fixed_unless_weights_were_loaded() -> None:
+    task = _task()
+    before = task.base_model.backbone.pos_embed.clone()
+    task.run(2)
+    after = task.base_model.backbone.pos_embed
+    assert torch.equal(after, before)
+    assert torch.equal(after[0, 1:].float(), sincos_positions(12, (4, 4)))
+    assert not any(p is after for p in task.parameters)
+
+    vit = _vit()
+    weights = {key: value.clone() for key, value in vit.state_dict().items()}
+    config = SimpleNamespace(init=SimpleNamespace(backbone="weights.pt"))
+    MAE(MAE.Config(**SMALL)).build_network(vit, SimpleNamespace(config=config))
+    assert all(torch.equal(value, weights[key]) for key, value in vit.state_dict().items())
+
+
+def test_weights_start_as_in_the_paper() -> None:
+    """Xavier's uniform: within sqrt(6 / (in + out)), and of that spread."""
+    network = _task().base_model
+    for layer in [network.backbone.blocks[0].mlp.fc1, network.head.embed]:
+        bound = math.sqrt(6 / sum(layer.weight.shape))
+        assert 0.9 * bound < float(layer.weight.abs().max()) <= bound
+        assert float(layer.bias.abs().max()) == 0
+    patches = network.backbone.patch_embed.proj.weight  # like a linear layer of 12 -> 12
+    assert 0.9 < float(patches.abs().max()) / math.sqrt(6 / 24) <= 1
+
+
+def test_backbone_is_exported_under_timms_names() -> None:
+    task = _task()
+    exported = task.loss.export_backbone(task.base_model)
+    _vit().double().load_state_dict(exported.state_dict(), strict=True)
+    assert exported(task.views[0][:2]).shape == (2, 12)
+    assert task.base_model(task.sample(torch.arange(2))["input"]).shape == (2, 12, 12)
+    assert task.base_model.embedding.shape == (2, 12)
+
+
+def test_it_learns_and_resumes_exactly() -> None:
+    whole = _task().run(8)
+    assert whole.losses[-1] < 0.98 * whole.losses[0]
+    half = _task().run(3)
+    rest = _task().resume(half.state()).run(5)
+    assert half.losses + rest.losses == whole.losses
+
+
+def test_world_size_is_invisible() -> None:
+    alone = _four_updates(0)
+    for one in run_ranks(_four_updates, 2):
+        assert largest_difference(one, alone) < 1e-9
+
+
+def _four_updates(rank: int) -> dict[str, Any]:
+    return _task().run(4).state()
+
+
+def test_impossible_configs_are_told() -> None:
+    schema: Any = METHODS.config_class("mae")
+    views, vit = {"main": {"count": 2}}, {"name": "vit_tiny", "patch_size": 16}
+    wrong = schema(mask_ratio=1.0, decoder_dim=30, decoder_heads=4)
+    whole = {"views": views, "backbone": {"name": "resnet18"}}
+    keys = [problem.partition(":")[0] for problem in wrong.problems(whole)]
+    assert keys == ["views", "backbone", "mask_ratio", "decoder_dim"]
+    right = {"views": {"main": {"count": 1}}, "backbone": vit}
+    assert not list(schema().problems(right))
+    assert not list(schema().problems({**right, "backbone": {"name": "timm", "model": "x"}}))
+
+
+def test_what_only_the_backbone_shows_is_told() -> None:
+    with pytest.raises(UserError, match="hides all 16 patches"):
+        _task(mask_ratio=0.95)
+    with pytest.raises(UserError, match="mae hides patches"):
+        MiniTask("mae", SMALL)

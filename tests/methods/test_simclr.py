@@ -1,0 +1,92 @@
+"""SimCLR against its paper, lightly and itself on two ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from minitask import MiniTask, largest_difference
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from selftask.methods.simclr import SimCLR, info_nce
+from selftask.registry import METHODS
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
+
+
+def test_loss_is_that_of_the_paper() -> None:
+    """Eq. 1 and algorithm 1, as loops over the 2N views."""
+    tau, num = 0.3, 4
+    first, second = _random(num, 5), _random(num, 5)
+    z = [*first, *second]
+    total = 0.0
+    for i in range(2 * num):
+        j = (i + num) % (2 * num)  # the other view of the same image
+        others = sum(math.exp(_cosine(z[i], z[k]) / tau) for k in range(2 * num) if k != i)
+        total -= math.log(math.exp(_cosine(z[i], z[j]) / tau) / others)
+    loss = info_nce(first, second, temperature=tau)
+    assert loss.item() == pytest.approx(total / (2 * num), rel=1e-12)
+
+
+def test_loss_is_that_of_lightly() -> None:
+    theirs = pytest.importorskip("lightly.loss").NTXentLoss(temperature=0.3)
+    first, second = _random(6, 5).float(), _random(6, 5).float()
+    ours = info_nce(first, second, temperature=0.3)
+    assert ours.item() == pytest.approx(theirs(first, second).item(), rel=1e-5)
+
+
+def test_an_image_is_never_its_own_negative() -> None:
+    """Perfect alignment and tau -> 0: the loss goes to 0."""
+    rows = _random(8, 5)
+    assert info_nce(rows, 2 * rows, temperature=1e-4).item() == pytest.approx(0.0, abs=1e-12)
+
+
+def test_chance_is_the_loss_of_equal_embeddings() -> None:
+    method = SimCLR(SimCLR.Config())
+    assert method.chance is None
+    loss = method(torch.ones(2, 8, 5, dtype=torch.float64), torch.empty(8))
+    assert method.chance == pytest.approx(loss.item())
+
+
+def test_the_loss_is_not_rounded_under_autocast() -> None:
+    first, second = _random(8, 64).float(), _random(8, 64).float()
+    expected = info_nce(first, second, temperature=0.05)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(info_nce(first, second, temperature=0.05), expected)
+
+
+def test_head_is_that_of_the_papers_code_or_bare() -> None:
+    kinds = [type(layer) for layer in SimCLR(SimCLR.Config()).build_head(6)]
+    assert kinds == [nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Linear, nn.BatchNorm1d]
+    bare = SimCLR(SimCLR.Config(norm=False, hidden=7, dim=3)).build_head(6)
+    assert [type(layer) for layer in bare] == [nn.Linear, nn.ReLU, nn.Linear]
+    assert [tuple(p.shape) for p in bare.parameters()] == [(7, 6), (7,), (3, 7), (3,)]
+
+
+def test_world_size_is_invisible() -> None:
+    """Gradients reach the negatives on other ranks."""
+    alone = _four_updates(0)
+    for one in run_ranks(_four_updates, 2):
+        assert largest_difference(one["state"], alone["state"]) < 1e-9
+        assert one["chance"] == alone["chance"]
+
+
+def _four_updates(rank: int) -> dict[str, Any]:
+    task = MiniTask("simclr", {"dim": 5, "norm": False}).run(4)
+    return {"state": task.state(), "chance": task.loss.chance}
+
+
+def test_impossible_configs_are_told() -> None:
+    schema: Any = METHODS.config_class("simclr")
+    problems = schema(temperature=-1.0).problems({"views": {"main": {"count": 1}}})
+    assert [problem.partition(":")[0] for problem in problems] == ["views", "temperature"]
+    assert not list(schema().problems({"views": {"a": {"count": 1}, "b": {"count": 1}}}))

@@ -1,0 +1,124 @@
+"""Supervised training, the linear probe, and what its labels may be."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from minitask import MiniTask, TinyBackbone, largest_difference
+from ranks import run_ranks
+from torch import nn
+
+from selftask.errors import UserError
+from selftask.methods.supervised import Classifier, Supervised
+from selftask.registry import METHODS
+
+
+def _labelled(*labels: int) -> SimpleNamespace:
+    return SimpleNamespace(labels=np.array(labels), num_classes=max(labels) + 1)
+
+
+def _build(train: Any, val: Any = None, **config: Any) -> tuple[Supervised, nn.Module]:
+    feed = SimpleNamespace(
+        train_source=train, val_source=val, num_classes=getattr(train, "num_classes", 0)
+    )
+    method = Supervised(Supervised.Config(**config))
+    task: Any = SimpleNamespace(feed=feed)
+    return method, method.build_network(TinyBackbone(), task)
+
+
+def test_loss_is_cross_entropy_and_chance_its_value_for_equal_scores() -> None:
+    method, _ = _build(_labelled(0, 1, 2))
+    scores, target = torch.randn(4, 3, dtype=torch.float64), torch.tensor([2, 0, 1, 1])
+    terms = [
+        math.log(sum(math.exp(s) for s in row.tolist())) - row[t].item()
+        for row, t in zip(scores, target, strict=True)
+    ]
+    assert method(scores, target).item() == pytest.approx(sum(terms) / 4, rel=1e-12)
+    assert method.chance == pytest.approx(method(torch.zeros(4, 3), target).item())
+
+
+def test_any_loss_of_torch_or_classy_by_name() -> None:
+    scores, target = torch.randn(4, 3), torch.tensor([2, 0, 1, 1])
+    method, _ = _build(_labelled(0, 1, 2), loss="MultiMarginLoss", loss_args={"margin": 0.5})
+    assert torch.equal(method(scores, target), nn.MultiMarginLoss(margin=0.5)(scores, target))
+    assert method.chance is None
+    method, _ = _build(_labelled(0, 1, 2), loss="classy:soft_target_cross_entropy")
+    expected = nn.functional.cross_entropy(scores, target)
+    assert method(scores, target).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_frozen_backbone_changes_nothing_but_the_classifier() -> None:
+    backbone = nn.Sequential(TinyBackbone(), nn.BatchNorm1d(6), nn.Dropout(0.5))
+    backbone.embed_dim = 6
+    probe = Classifier(backbone, 3, frozen=True).train()
+    before = {name: tensor.clone() for name, tensor in probe.backbone.state_dict().items()}
+    images = torch.randn(8, 3, 8, 8)
+    assert torch.equal(probe(images), probe(images))  # no dropout, no batch statistics
+    probe(images).sum().backward()
+    assert all(p.grad is None for p in probe.backbone.parameters())
+    assert probe.head.weight.grad is not None
+    for name, tensor in probe.backbone.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    assert [p.shape for p in probe.parameters() if p.requires_grad] == [(3, 6), (3,)]
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "config", "message"),
+    [
+        (SimpleNamespace(labels=None), None, {}, "the data set has none"),
+        (_labelled(0, -1, 2), None, {}, "data: 1 of 3 images have no label"),
+        (_labelled(0, 1), _labelled(0, 4), {}, r"data.val: .* up to 4.*method.num_classes=5"),
+        (_labelled(0, 1, 2), None, {"num_classes": 2}, "data: its labels go up to 2"),
+        (_labelled(0, 1), None, {"loss": "CrosEntropyLoss"}, "did you mean 'CrossEntropyLoss'?"),
+        (_labelled(0, 1), None, {"loss_args": {"smooth": 1}}, "method.loss_args=.*'smooth'"),
+    ],
+)
+def test_what_cannot_be_trained_is_told(
+    train: Any, val: Any, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        _build(train, val, **config)
+
+
+def test_labels_nobody_knows_yet_are_believed() -> None:
+    method, network = _build(SimpleNamespace(labels=None), num_classes=7)
+    assert method.num_classes == 7 and network(torch.randn(2, 3, 8, 8)).shape == (2, 7)
+
+
+def test_one_view_is_asked_for() -> None:
+    schema: Any = METHODS.config_class("supervised")
+    assert list(schema().problems({"views": {"main": {"count": 2}}}))
+    assert not list(schema().problems({"views": {"main": {"count": 1}}}))
+
+
+class FourKinds(MiniTask):
+    """The kinds of the images are their labels."""
+
+    def sample(self, index: torch.Tensor) -> dict[str, Any]:
+        return {**super().sample(index), "target": index % 4}
+
+
+def test_world_size_is_invisible() -> None:
+    alone = _six_updates(0)
+    assert alone["losses"][-1] < alone["losses"][0]
+    for one in run_ranks(_six_updates, 2):
+        assert largest_difference(one, alone) < 1e-9
+
+
+def _six_updates(rank: int) -> dict[str, Any]:
+    return FourKinds(FourClasses, {}, sizes=(8,)).run(6).state()
+
+
+class FourClasses(Supervised):
+    """Builds its network without asking a feed."""
+
+    def build_network(self, backbone: nn.Module, task: Any) -> nn.Module:
+        source = _labelled(0, 1, 2, 3)
+        feed = SimpleNamespace(train_source=source, val_source=None, num_classes=4)
+        stand_in: Any = SimpleNamespace(feed=feed)
+        return super().build_network(backbone, stand_in)

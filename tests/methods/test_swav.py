@@ -1,0 +1,197 @@
+"""SwAV against its paper, lightly and itself on two ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitask import MiniTask, largest_difference
+from ranks import run_ranks
+from selftask.config.load import load_config
+from selftask.errors import ConfigError
+from selftask.methods.swav import SwAV
+
+SMALL: dict[str, Any] = {
+    "dim": 5,
+    "hidden": 7,
+    "norm": False,
+    "num_prototypes": 4,
+    "epsilon": 0.3,
+    "queue_size": 16,
+    "queue_start": 3,
+    "freeze_prototypes": 2,
+}
+
+
+def _method(**config: Any) -> SwAV:
+    torch.manual_seed(0)
+    return SwAV(SwAV.Config(**{"dim": 5, "num_prototypes": 6, **config})).double()
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    draws = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=draws)
+
+
+def _paper_codes(scores: Tensor, epsilon: float, iterations: int) -> Tensor:
+    """Appendix A's listing: (B, K) scores to (B, K) codes."""
+    q = torch.exp(scores / epsilon).T
+    q /= q.sum()
+    k, b = q.shape
+    for _ in range(iterations):
+        q = q / q.sum(dim=1, keepdim=True) / k
+        q = q / q.sum(dim=0, keepdim=True) / b
+    return (q * b).T
+
+
+def _paper_loss(output: Tensor, method: SwAV, queue: Tensor | None = None) -> float:
+    """Eq. 6 as loops over (V, B, D) features: codes of two views, predicted by all others."""
+    config, weight = method.config, method.prototypes.weight.detach()
+    scores = [F.normalize(view, dim=1) @ weight.T for view in output]
+    terms = []
+    for i in (0, 1):
+        rows = scores[i] if queue is None else torch.cat([queue[:, i] @ weight.T, scores[i]])
+        codes = _paper_codes(rows, config.epsilon, config.sinkhorn_iterations)[-len(scores[i]) :]
+        for v in range(len(scores)):
+            if v == i:
+                continue
+            for b in range(len(codes)):
+                exps = [math.exp(s / config.temperature) for s in scores[v][b].tolist()]
+                logs = [math.log(e / sum(exps)) for e in exps]
+                terms.append(-sum(q * p for q, p in zip(codes[b].tolist(), logs, strict=True)))
+    return sum(terms) / len(terms)
+
+
+@pytest.mark.parametrize("num_views", [2, 5])
+def test_loss_is_that_of_the_paper(num_views: int) -> None:
+    method, output = _method(), _random(num_views, 7, 5)
+    loss = method(output, torch.empty(7))
+    assert loss.item() == pytest.approx(_paper_loss(output, method), rel=1e-10)
+    terms = {name: float(value) for name, value in method.terms.items()}
+    assert terms["assignment_entropy"] + terms["kl"] == pytest.approx(loss.item())
+
+
+def test_the_queue_joins_the_assignment_and_nothing_else() -> None:
+    method, output = _method(queue_size=9), _random(3, 7, 5)
+    queue = F.normalize(_random(9, 2, 5, seed=1), dim=2)
+    method.queue.copy_(queue)
+    assert method(output, torch.empty(7)).item() == pytest.approx(_paper_loss(output, method))
+    method.queue_is_used = True
+    expected = _paper_loss(output, method, queue)
+    assert method(output, torch.empty(7)).item() == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("with_queue", [False, True])
+def test_loss_is_that_of_lightly(with_queue: bool) -> None:
+    lightly = pytest.importorskip("lightly.loss")
+    method, output = _method(queue_size=9), _random(4, 7, 5)
+    method.queue.copy_(F.normalize(_random(9, 2, 5, seed=1), dim=2))
+    method.queue_is_used = with_queue
+    scores = list(method.prototypes(F.normalize(output, dim=2)))
+    queued = [method.prototypes(method.queue[:, view]) for view in (0, 1)]
+    theirs = lightly.SwaVLoss(temperature=0.1, sinkhorn_epsilon=0.05, sinkhorn_iterations=3)
+    expected = theirs(scores[:2], scores[2:], queued if with_queue else None)
+    assert method(output, torch.empty(7)).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_gradients_do_not_flow_through_assignments() -> None:
+    method, output = _method(), _random(2, 7, 5).requires_grad_()
+    method(output, torch.empty(7)).backward()
+    scores = method.prototypes(F.normalize(output, dim=2))
+    codes = [_paper_codes(s.detach(), 0.05, 3) for s in scores]
+    logs = F.log_softmax(scores / 0.1, dim=2)
+    swapped = -(codes[0] * logs[1] + codes[1] * logs[0]).sum(dim=1).mean() / 2
+    (expected,) = torch.autograd.grad(swapped, output)
+    assert output.grad is not None
+    assert torch.allclose(output.grad, expected, atol=1e-10)
+
+
+def test_perfect_agreement_costs_nothing_and_ignorance_costs_chance() -> None:
+    method = _method(dim=6, temperature=1e-3, epsilon=0.01)
+    method.prototypes.weight.data.copy_(torch.eye(6))
+    same = torch.eye(6, dtype=torch.float64).expand(2, 6, 6)  # each image at its own prototype
+    assert method(same, torch.empty(6)).item() == pytest.approx(0.0, abs=1e-6)
+    method.prototypes.weight.data.zero_()
+    assert method(same, torch.empty(6)).item() == pytest.approx(method.chance)
+    assert method.chance == pytest.approx(math.log(6))
+
+
+def test_prototypes_wait_and_then_stay_on_the_sphere() -> None:
+    task = MiniTask("swav", SMALL)
+    weight = task.loss.prototypes.weight
+    first = weight.detach().clone()
+    assert torch.allclose(first.norm(dim=1), torch.ones(4, dtype=torch.float64), atol=1e-6)
+    task.run(2)
+    assert torch.allclose(weight, first, atol=1e-6)  # put back on the sphere in double precision
+    task.run(1)
+    assert not torch.allclose(weight, first, atol=1e-3)
+    assert torch.allclose(weight.norm(dim=1), torch.ones(4, dtype=torch.float64), atol=1e-12)
+
+
+def test_the_queue_holds_the_newest_features_first_and_starts_full() -> None:
+    task = MiniTask("swav", SMALL, lr=0.0)  # the features of an image stay the same
+    with torch.no_grad():
+        views = task.sample(torch.arange(24))["input"]
+        features = F.normalize(task.base_model(views), dim=2).transpose(0, 1)  # (24, 2, 5)
+    used = []
+    for batch in range(5):
+        task.run(1)
+        used.append(task.loss.queue_is_used)
+        newest = features[8 * (batch % 3) : 8 * (batch % 3) + 8]
+        assert torch.allclose(task.loss.queue[:8], newest, atol=1e-12)
+        if batch:
+            before = features[8 * ((batch - 1) % 3) : 8 * ((batch - 1) % 3) + 8]
+            assert torch.allclose(task.loss.queue[8:], before, atol=1e-12)
+    assert used == [False, False, False, True, True]  # queue_start is 3, full it was after 2
+    early = MiniTask("swav", {**SMALL, "queue_start": 0})
+    assert [early.run(1).loss.queue_is_used for _ in range(4)] == [False, False, True, True]
+
+
+def test_without_a_queue_nothing_is_kept() -> None:
+    task = MiniTask("swav", {**SMALL, "queue_size": 0}).run(4)
+    assert not task.loss.queue_is_used
+    assert task.loss.queue.shape == (0, 2, 5)
+
+
+def test_accumulated_batches_all_enter_the_queue() -> None:
+    whole = MiniTask("swav", SMALL, batch_size=12, lr=0.0).run(2)
+    parts = MiniTask("swav", SMALL, batch_size=6, accumulate=2, lr=0.0).run(2)
+    assert not parts.loss.arrivals
+    rows = [sorted(task.loss.queue[:12].sum(dim=(1, 2)).tolist()) for task in (whole, parts)]
+    assert rows[0] == pytest.approx(rows[1])
+
+
+def test_resumed_is_never_stopped() -> None:
+    straight = MiniTask("swav", SMALL).run(7).state()
+    resumed = MiniTask("swav", SMALL).resume(MiniTask("swav", SMALL).run(4).state()).run(3).state()
+    for part in ("network", "method", "clock"):
+        assert largest_difference(straight[part], resumed[part]) == 0.0
+
+
+def _train(rank: int) -> dict[str, Any]:
+    return MiniTask("swav", SMALL, sizes=(8, 8, 5)).run(6).state()
+
+
+def test_two_ranks_are_one() -> None:
+    alone = _train(0)
+    for state in run_ranks(_train, 2):
+        assert largest_difference(alone, state) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("method.queue_size=100", "queue_size: 100 images are fewer than the 256 of a batch"),
+        ("method.epsilon=0", "epsilon: 0.0; must be above 0"),
+        ("method.sinkhorn_iterations=0", "at least 1"),
+        ("method.queue_start=soon", "not a duration"),
+    ],
+)
+def test_impossible_configs_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("swav", [override])

@@ -1,0 +1,122 @@
+"""Stop, go on, and nothing tells that there was a stop: for every method, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+
+from selftask import checkpoint
+from selftask.errors import UserError
+from selftask.registry import METHODS
+
+LABELLED = ("meters.accuracy={topk: [1]}", "eval.evaluations={knn: {}}", "eval.every='1 epoch'")
+
+
+def extras(method: str, folder: Path) -> list[str]:
+    """What some methods do in addition, so that test phases and evaluations are stopped, too."""
+    val = f"data.val={tiny.digits_file(folder, 'val.npz', 400, 500)}"
+    return {
+        "supervised": [val, *LABELLED],
+        "simclr": [val, *LABELLED[1:], "hooks.clip_gradients={max_norm: 1.0}"],
+        "barlow": ["train.precision=bfloat16"],
+        "byol": ["train.step=accumulate", "train.accumulate=2", "train.log_every=2"],
+    }.get(method, [])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.mark.parametrize("method", METHODS.names())
+def test_stopped_and_resumed_is_never_stopped(method: str, folder: Path) -> None:
+    more = extras(method, folder)
+    tiny.train(method, folder, f"{method}_whole", *more)
+    # in the middle of an epoch, exactly at the end of one, and a step later (accumulate: by two)
+    updates = 3 if "train.step=accumulate" in more else tiny.STEPS_PER_EPOCH
+    for stop in (updates - 2, updates, updates + 1):
+        stopped = tiny.train(method, folder, f"{method}_parts", *more, f"train.stop_at={stop}")
+        assert stopped.iteration == stop
+    resumed = tiny.train(method, folder, f"{method}_parts", *more)
+    assert resumed.resumed and resumed.clock.done
+
+    whole, parts = folder / f"{method}_whole", folder / f"{method}_parts"
+    assert tiny.rows(whole) == tiny.rows(parts)
+    assert tiny.differences(tiny.last_state(whole), tiny.last_state(parts)) == []
+    assert len({row["step"] for row in tiny.rows(whole) if "loss" in row}) >= updates
+
+
+def test_schedule_by_epochs_goes_on_where_it_was(folder: Path) -> None:
+    """A scheduler that moves once an epoch must not move when an epoch is taken up again."""
+    lr = "optimizer.lr={name: linear, start_value: 0.01, end_value: 0.0, update_interval: epoch}"
+    whole = tiny.train("simclr", folder, "epoch_whole", lr)
+    tiny.train("simclr", folder, "epoch_parts", lr, "train.stop_at=7")
+    tiny.train("simclr", folder, "epoch_parts", lr)
+    assert whole.config.optimizer.lr
+    rates = [row["lr"] for row in tiny.rows(folder / "epoch_whole")]
+    assert len(set(rates)) == 3  # one for each epoch
+    assert tiny.rows(folder / "epoch_whole") == tiny.rows(folder / "epoch_parts")
+
+
+def test_another_seed_is_another_run(folder: Path) -> None:
+    """The comparison above would be worth nothing if all runs were alike."""
+    tiny.train("simclr", folder, "seed_0", "train.max_steps=2")
+    tiny.train("simclr", folder, "seed_1", "train.max_steps=2", "train.seed=1")
+    assert tiny.differences(tiny.last_state(folder / "seed_0"), tiny.last_state(folder / "seed_1"))
+
+
+def test_another_network_does_not_fit(folder: Path) -> None:
+    tiny.train("simclr", folder, "width", "train.stop_at=2")
+    with pytest.raises(UserError, match=r"(?s)step_000000002\.pt does not fit.*another out="):
+        tiny.train("simclr", folder, "width", "backbone.width=4")
+
+
+def test_never_sets_the_old_run_aside(folder: Path) -> None:
+    """Old checkpoints, being of later steps, must neither crowd out new ones nor be resumed."""
+    out = folder / "never"
+    every = ("train.checkpoint_every='1 steps'", "train.keep_checkpoints=2")
+    tiny.train("simclr", folder, "never", *every, "train.stop_at=6")
+    tiny.train("simclr", folder, "never", *every, "train.stop_at=3", "resume=never")
+    kept = [path.name for path in checkpoint.checkpoints(out / "checkpoints")]
+    assert kept == ["step_000000003.pt", "step_000000002.pt"]
+    aside = sorted(path.name for path in (out / "checkpoints/replaced_1").glob("*.pt"))
+    assert aside == ["step_000000005.pt", "step_000000006.pt"]
+    assert [row["step"] for row in tiny.rows(out)] == [1, 2, 3]
+
+
+def test_from_a_file(folder: Path) -> None:
+    """An own older checkpoint winds the run back; one from elsewhere starts it, once."""
+    every = "train.checkpoint_every='1 steps'"
+    tiny.train("simclr", folder, "file", every, "train.stop_at=4")
+    third = folder / "file/checkpoints/step_000000003.pt"
+    back = tiny.train("simclr", folder, "file", every, f"resume={third}", "train.stop_at=4")
+    assert back.iteration == 4
+    assert [row["step"] for row in tiny.rows(folder / "file")] == [1, 2, 3, 4]
+
+    for stop in (4, 5):  # the same command again goes on
+        task = tiny.train("simclr", folder, "other", f"resume={third}", f"train.stop_at={stop}")
+        assert task.iteration == stop
+    assert [row["step"] for row in tiny.rows(folder / "other")] == [4, 5]
+    third.write_bytes(third.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"cannot be read \(100 of \d+ bytes\)"):
+        tiny.train("simclr", folder, "third", f"resume={third}")
+
+
+def test_damaged_newest_falls_back(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    every = "train.checkpoint_every='1 steps'"
+    tiny.train("simclr", folder, "good", "train.stop_at=6")
+    tiny.train("simclr", folder, "damaged", every, "train.stop_at=5")
+    newest = checkpoint.checkpoints(folder / "damaged/checkpoints")[0]
+    newest.write_bytes(newest.read_bytes()[:-20])
+    with caplog.at_level("INFO", logger="selftask"):
+        task = tiny.train("simclr", folder, "damaged", every, "train.stop_at=6")
+    assert "step_000000005.pt is damaged" in caplog.text
+    assert "resumed from" in caplog.text and "step 4," in caplog.text
+    assert task.iteration == 6
+    assert tiny.rows(folder / "damaged") == tiny.rows(folder / "good")
+    for path in checkpoint.checkpoints(folder / "damaged/checkpoints"):
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match="none of the 3 checkpoints"):
+        tiny.train("simclr", folder, "damaged")

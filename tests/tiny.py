@@ -1,0 +1,158 @@
+"""Any recipe made small: 320 handwritten digits, batches of 64, a network of width 8.
+
+Five steps make an epoch. For tests of what happens around the steps, not of what is learned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from selftask import checkpoint
+from selftask.config.load import load_config
+from selftask.config.schema import Config
+from selftask.data.dataset import open_data
+from selftask.logs import read_metrics
+from selftask.registry import METHODS
+from selftask.task import Task
+from selftask.trainer import Interrupted, Trainer
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS_PER_EPOCH = 5
+SMALL = {
+    "dim": "16",
+    "hidden": "32",
+    "bottleneck": "16",
+    "queue_size": "128",
+    "queue_start": "'1 epoch'",
+}  # fields that several methods have
+PROTOTYPES = {"deepcluster": "[12, 8]"}  # the others: one number
+TIMES = ("images_per_s", "data_wait")  # of a row: differ from run to run
+
+
+def digits_file(folder: Path, name: str = "digits.npz", start: int = 0, stop: int = 320) -> Path:
+    """Some of scikit-learn's digits, enlarged to 32 x 32, as ``folder/name``."""
+    from sklearn.datasets import load_digits
+
+    path = folder / name
+    if not path.exists():
+        digits = load_digits()
+        images = np.kron(digits.images[start:stop], np.ones((1, 4, 4))) * 15.9
+        np.savez(path, images=images.astype(np.uint8), labels=digits.target[start:stop])
+    return path
+
+
+def overrides(method: str, folder: Path, out: str | Path = "run", *more: str) -> list[str]:
+    """What makes the digits recipe of ``method`` small, then ``more``."""
+    config = METHODS.config_class(method)
+    names = {field.name for field in fields(config)} if config is not None else set()
+    small = [f"method.{name}={value}" for name, value in SMALL.items() if name in names]
+    if "num_prototypes" in names:
+        small.append(f"method.num_prototypes={PROTOTYPES.get(method, '12')}")
+    backbone = load_config(f"{method}/digits", []).backbone.name
+    return [
+        f"data={digits_file(folder)}",
+        "data.val=null",
+        "data.num_workers=0",
+        "backbone.width=8" if backbone == "small_resnet" else "backbone.depth=2",
+        *small,
+        "train={batch_size: 64, epochs: 3, log_every: 1, threads: 1, device: cpu}",
+        "eval.evaluations={knn: null, linear: null}",
+        f"out={folder / out}",
+        *more,
+    ]
+
+
+def config(method: str, folder: Path, out: str | Path = "run", *more: str) -> Config:
+    """The small config of ``method``."""
+    return load_config(f"{method}/digits", overrides(method, folder, out, *more))
+
+
+def task(method: str, folder: Path, out: str | Path = "run", *more: str) -> Task:
+    """The small task of ``method``, not yet prepared."""
+    torch.set_num_threads(1)
+    chosen = config(method, folder, out, *more)
+    return Task(chosen, sources=open_data(chosen.data))
+
+
+def train(method: str, folder: Path, out: str | Path = "run", *more: str) -> Task:
+    """Train in this process; a stop by ``train.stop_at`` is fine."""
+    trained = task(method, folder, out, *more)
+    try:
+        Trainer().train(trained)
+    except Interrupted:
+        assert trained.config.train.stop_at is not None
+    return trained
+
+
+def command(
+    method: str, folder: Path, out: str | Path = "run", *more: str, recipe: str | None = None
+) -> list[str]:
+    """The command line that trains the small ``method`` in a process of its own."""
+    arguments = overrides(method, folder, out, *more)
+    return [sys.executable, "-m", "selftask", "train", recipe or f"{method}/digits", *arguments]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a process: one thread, and this checkout's selftask."""
+    path = os.pathsep.join([str(ROOT / "ssl"), str(ROOT / "tests")])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
+
+
+def run(
+    words: list[str], cwd: Path, timeout: float = 300.0, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; stdout and stderr as text."""
+    return subprocess.run(
+        words,
+        cwd=cwd,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    """The rows of a run, without what a clock measured."""
+    kept = read_metrics(out / "metrics.jsonl")
+    return [{key: item for key, item in row.items() if key not in TIMES} for row in kept]
+
+
+def status(out: Path) -> dict[str, Any]:
+    """``status.json`` of a run."""
+    content: dict[str, Any] = json.loads((out / "status.json").read_text())
+    return content
+
+
+def last_state(out: Path, without: Iterable[str] = ("config", "metrics_bytes")) -> dict[str, Any]:
+    """The newest checkpoint of a run, without what may differ between equal runs."""
+    state = checkpoint.load(checkpoint.checkpoints(out / "checkpoints")[0])
+    return {key: item for key, item in state.items() if key not in without}
+
+
+def differences(a: Any, b: Any, place: str = "") -> list[str]:
+    """Where two nested states differ, bit for bit (NaN equals NaN)."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return [f"{place}: {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"]
+        same = a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
+        return [] if same else [f"{place}: tensors differ"]
+    if isinstance(a, dict) and isinstance(b, dict):
+        odd = [f"{place}.{key}: on one side only" for key in a.keys() ^ b.keys()]
+        both = [key for key in a if key in b]
+        return odd + [d for key in both for d in differences(a[key], b[key], f"{place}.{key}")]
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+        pairs = enumerate(zip(a, b, strict=True))
+        return [d for i, (x, y) in pairs for d in differences(x, y, f"{place}[{i}]")]
+    return [] if a == b or (a != a and b != b) else [f"{place}: {a!r} and {b!r}"]
