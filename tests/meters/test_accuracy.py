@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
 from torch import Tensor
 
+from ranks import run_ranks
 from selftask.classy import ClassyMeter
 from selftask.errors import UserError
 from selftask.meters.accuracy import Accuracy

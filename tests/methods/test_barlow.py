@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from minitask import MiniTask, largest_difference
-from ranks import run_ranks
 from torch import Tensor, nn
 
+from minitask import MiniTask, largest_difference
+from ranks import run_ranks
 from selftask.methods.barlow import BarlowTwins, cross_correlation
 from selftask.models.heads import mlp
 from selftask.registry import METHODS
@@ -76,7 +76,8 @@ def test_a_dead_feature_costs_its_invariance_and_gives_finite_gradients() -> Non
     output.requires_grad_()
     method = _method()
     method(output, torch.empty(8)).backward()
-    assert output.grad is not None and output.grad.isfinite().all()
+    assert output.grad is not None
+    assert output.grad.isfinite().all()
     assert cross_correlation(output[0], output[1])[2].abs().max() < 1e-9
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from minitask import MiniTask, largest_difference
-from ranks import run_ranks
 from torch import Tensor, nn
 
+from minitask import MiniTask, largest_difference
+from ranks import run_ranks
 from selftask.methods.byol import BYOL, regression_loss
 from selftask.models.heads import mlp
 from selftask.registry import METHODS
@@ -85,7 +85,8 @@ def test_predictor_is_trained_and_the_teacher_only_follows() -> None:
         assert torch.allclose(new, 0.9 * old + 0.1 * student, rtol=0, atol=1e-12)
         assert not new.requires_grad
     for old, new in zip(predictor, task.loss.predictor.parameters(), strict=True):
-        assert new.requires_grad and not torch.equal(old, new)
+        assert new.requires_grad
+        assert not torch.equal(old, new)
 
 
 def test_teacher_stands_still_in_the_end() -> None:

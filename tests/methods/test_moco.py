@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from minitask import MiniTask, largest_difference
-from ranks import run_ranks
 from torch import Tensor
 
+from minitask import MiniTask, largest_difference
+from ranks import run_ranks
 from selftask.collectives import world_size
 from selftask.methods.moco import MoCo, deal, info_nce, undeal
 from selftask.registry import METHODS
@@ -104,7 +104,8 @@ def test_no_batch_of_an_accumulated_update_is_lost() -> None:
     keys = _keys(task, 1, slice(16))
     task.run(1)
     assert torch.allclose(task.loss.queue[0, :16], keys, rtol=0, atol=1e-12)
-    assert task.loss.oldest.item() == 16 and not task.loss.keys
+    assert task.loss.oldest.item() == 16
+    assert not task.loss.keys
 
 
 def test_teacher_follows_the_updated_network() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from minitask import MiniTask, largest_difference
-from ranks import run_ranks
 from torch import Tensor, nn
 
+from minitask import MiniTask, largest_difference
+from ranks import run_ranks
 from selftask.methods.simclr import SimCLR, info_nce
 from selftask.registry import METHODS
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from minitask import MiniTask, TinyBackbone, largest_difference
-from ranks import run_ranks
 from torch import nn
 
+from minitask import MiniTask, TinyBackbone, largest_difference
+from ranks import run_ranks
 from selftask.errors import UserError
 from selftask.methods.supervised import Classifier, Supervised
 from selftask.registry import METHODS
@@ -87,7 +87,8 @@ def test_what_cannot_be_trained_is_told(
 
 def test_labels_nobody_knows_yet_are_believed() -> None:
     method, network = _build(SimpleNamespace(labels=None), num_classes=7)
-    assert method.num_classes == 7 and network(torch.randn(2, 3, 8, 8)).shape == (2, 7)
+    assert method.num_classes == 7
+    assert network(torch.randn(2, 3, 8, 8)).shape == (2, 7)
 
 
 def test_one_view_is_asked_for() -> None:
