@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def contradictions(config: Config) -> Iterator[Problem]:
     yield from _precision(config)
     yield from _views(config)
     yield from _weights(config)
+    yield from _processes(config)
 
 
 def pipelines(config: Config) -> dict[Key, list[Component]]:
@@ -100,3 +102,14 @@ def _weights(config: Config) -> Iterator[Problem]:
             ("init", "backbone"),
             f"init.backbone={start!r}: neither a file or run nor timm:NAME or torchvision:NAME",
         )
+
+
+def _processes(config: Config) -> Iterator[Problem]:
+    """Processes are started by torchrun; a number that nobody acts on would be a silent lie."""
+    size = config.launch.world_size
+    if size > 1 and "WORLD_SIZE" not in os.environ:
+        text = (
+            f"launch: {size} processes are asked for, but selftask does not start them yet; use "
+            f"`torchrun --nproc_per_node={config.launch.processes} -m selftask train ...`"
+        )
+        yield ("launch", "processes"), text

@@ -102,7 +102,6 @@ class TrainConfig:
         "1 epoch", duration=True, min=1, also=["save_every", "save_interval"]
     )
     keep_checkpoints: int = _setting(3, min=1)  # the newest; older ones are deleted
-    gradients: Literal["manual", "ddp"] = "manual"  # who averages gradients over processes
     threads: int | Literal["auto"] = _setting("auto", min=1)  # of torch on the CPU, per process
     stop_at: int | None = _setting(None, min=1)  # stop after this step as if interrupted
 

@@ -19,6 +19,7 @@ from selftask.config.schema import Config
 from selftask.data.dataset import Sources
 from selftask.errors import RunError, UserError
 from selftask.evaluate.online import evaluate_task
+from selftask.launch.continuity import check_same_run
 from selftask.logs import LOGGER, start_log, stop_log, write_json
 from selftask.task import Task
 from selftask.trainer import Interrupted, Trainer
@@ -31,6 +32,7 @@ def run(config: Config, sources: Sources) -> int:
     ``status.json`` says the same.
     """
     out = Path(config.out)
+    check_same_run(config, out)
     status = Status(out, config)
     if status.says_finished():
         print(f"RUN finished already: {out} is complete; another out= or resume=never starts anew")

@@ -1,0 +1,331 @@
+"""I-JEPA against its paper, its published arithmetic, lightly and itself on two ranks."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from minitask import MiniTask, largest_difference
+from ranks import run_ranks
+from timm.models import VisionTransformer
+from torch import Tensor
+
+from selftask.errors import UserError
+from selftask.methods.ijepa import IJEPA, Blocks, cut_out, possible_areas
+from selftask.models.masked_vit import sincos_positions
+from selftask.registry import METHODS
+
+SMALL: dict[str, Any] = {"predictor_dim": 8, "predictor_depth": 2, "predictor_heads": 2}
+GRIDS = [(8, 8), (14, 14), (7, 7), (16, 16), (6, 10)]
+
+
+def _vit(**args: Any) -> VisionTransformer:
+    """64 patches of one pixel."""
+    sizes = {"img_size": 8, "patch_size": 1, "embed_dim": 12, "depth": 2, "num_heads": 2}
+    layout = {"class_token": False, "global_pool": "avg", "fc_norm": False}
+    return VisionTransformer(num_classes=0, **{**sizes, **layout, **args})
+
+
+def _task(**config: Any) -> MiniTask:
+    return MiniTask("ijepa", {**SMALL, **config}, backbone=_vit, sizes=(8,), lr=0.1)
+
+
+def _forward(task: MiniTask, index: Tensor | None = None) -> tuple[dict[str, Any], Tensor]:
+    """A sample of four images and what the network predicts of their targets."""
+    sample = task.sample(torch.arange(4) if index is None else index)
+    output = task.base_model(sample["input"])
+    task.last_batch = SimpleNamespace(sample=sample, output=output)
+    task.loss.on_forward(task)
+    return sample, output
+
+
+# -- blocks ------------------------------------------------------------------------------------
+
+
+def _masks(blocks: Blocks, num: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Contexts (num, N) and targets (num, M, N) as masks, from their padded indices."""
+    masks = []
+    for indices, padding in blocks.draw(seed, 0, torch.arange(num)):
+        count = F.one_hot(indices, blocks.num_patches) * ~padding[..., None]
+        assert int(count.sum(dim=-2).max()) == 1  # no patch twice
+        masks.append(count.sum(dim=-2).bool())
+    return masks[0], masks[1]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_targets_are_rectangles_of_the_papers_size(grid: tuple[int, int]) -> None:
+    """Area 15 to 20 % of the image and aspect 0.75 to 1.5, each side rounded to patches."""
+    _, targets = _masks(Blocks(IJEPA.Config(), grid), 500)
+    places = targets.unflatten(2, grid)
+    height, width = places.any(dim=3).sum(dim=2), places.any(dim=2).sum(dim=2)  # (500, M)
+    assert torch.equal(targets.sum(dim=2), height * width)  # full rectangles
+    for side, length in ((places.any(dim=3), grid[0]), (places.any(dim=2), grid[1])):
+        ends = F.pad(side.int(), (1, 1)).diff(dim=2).abs().sum(dim=2)
+        assert (ends == 2).all()  # in one piece
+        assert side.any(dim=(0, 1)).all() and length  # anywhere on the grid
+    area = height * width
+    slack = (height + width) / 2  # half a patch around
+    assert (area - slack <= 0.2 * grid[0] * grid[1]).all()
+    assert (area + slack >= 0.15 * grid[0] * grid[1]).all()
+    mean = float(area.float().mean()) / (grid[0] * grid[1])
+    assert mean == pytest.approx(0.175, rel=0.08)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_contexts_show_no_target(grid: tuple[int, int]) -> None:
+    config = IJEPA.Config(min_context=1, max_context=1.0)
+    context, targets = _masks(Blocks(config, grid), 500)
+    assert not (context[:, None] & targets).any()
+    assert int(context.sum(dim=1).min()) >= 1
+    free = ~targets.any(dim=1)
+    assert float(context.sum() / free.sum()) > 0.8  # most of what is not a target
+    with_limit, same = _masks(Blocks(IJEPA.Config(min_context=1), grid), 500)
+    assert torch.equal(same, targets)
+    assert int(with_limit.sum(dim=1).max()) <= (grid[0] * grid[1]) // 2
+    assert not (with_limit & ~context).any()  # random ones go
+    large = context.sum(dim=1) > (grid[0] * grid[1]) // 2
+    assert (with_limit[~large] == context[~large]).all()
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_tensors_have_room_for_every_block_and_no_more(grid: tuple[int, int]) -> None:
+    """All sizes that real areas and aspects round to, found by trying a fine mesh of them."""
+    config = IJEPA.Config()
+    found = set()
+    for step in range(401):
+        area = 0.15 + 0.05 * step / 400
+        for other in range(401):
+            aspect = 0.75 + 0.75 * other / 400
+            height = round(grid[0] * math.sqrt(area * aspect))
+            found.add(height * round(grid[1] * math.sqrt(area / aspect)))
+    possible = possible_areas(config.target_scale, config.target_ratio, grid)
+    assert found <= set(possible)
+    assert max(found) == max(possible) == Blocks(config, grid).most_target
+    assert min(found) == min(possible)
+
+
+def test_blocks_depend_on_seed_epoch_and_image_only() -> None:
+    blocks = Blocks(IJEPA.Config(), (8, 8))
+    index = torch.arange(40)
+    whole = blocks.draw(1, 2, index)
+    part = blocks.draw(1, 2, index.flip(0)[5:9])
+    for one, other in zip(whole, part, strict=True):
+        for x, y in zip(one, other, strict=True):
+            assert torch.equal(x.flip(0)[5:9], y)
+    for seed, epoch in ((1, 3), (0, 2)):
+        other, _ = blocks.draw(seed, epoch, index)
+        assert not torch.equal(other[0], whole[0][0])
+
+
+def test_too_small_a_context_gets_targets_back_last_first() -> None:
+    block = torch.ones(3, 6, dtype=torch.bool)
+    targets = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1]]).bool()
+    targets = targets.expand(3, 3, 6)
+    for least, left in ((0, []), (1, [4, 5]), (2, [4, 5]), (3, [2, 3, 4, 5]), (5, range(6))):
+        context = cut_out(block, targets, least=least)
+        assert context[0].nonzero().flatten().tolist() == list(left)
+    assert cut_out(block, targets, least=7).all()  # as much as there is
+
+
+# -- the loss ----------------------------------------------------------------------------------
+
+
+def test_loss_is_that_of_the_paper() -> None:
+    """Section 3, with the code's smooth L1: a mean over images, blocks, patches and features."""
+    task = _task()
+    task.run(2)  # a teacher that is not the student
+    sample, output = _forward(task)
+    indices, padding = sample["targets"]
+    features = task.loss.teacher.network.forward_features(sample["views"][0])
+    total = 0.0
+    for image in range(4):
+        for block in range(4):
+            of_block = []
+            for place in range(indices.shape[2]):
+                if padding[image, block, place]:
+                    continue
+                wanted = features[image, indices[image, block, place]].tolist()
+                mean = sum(wanted) / 12
+                variance = sum((x - mean) ** 2 for x in wanted) / 12
+                wanted = [(x - mean) / math.sqrt(variance + 1e-5) for x in wanted]
+                guess = output[image, block, place].tolist()
+                far = [abs(a - b) for a, b in zip(guess, wanted, strict=True)]
+                of_block.append(sum(d - 0.5 if d > 1 else d * d / 2 for d in far) / 12)
+            total += sum(of_block) / len(of_block) / 4
+    loss = task.loss(output, sample["target"])
+    assert loss.item() == pytest.approx(total / 4, rel=1e-9)
+
+
+def test_loss_of_equal_blocks_is_the_published_one() -> None:
+    method = IJEPA(IJEPA.Config())
+    output, method.features = torch.randn(2, 3, 4, 5, 6).unbind()
+    method.inside = torch.ones(3, 4, 5, dtype=torch.bool)
+    expected = F.smooth_l1_loss(output, method.features)
+    assert method(output, torch.empty(3)).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert method(method.features, torch.empty(3)).item() == 0.0
+    method.inside[0, 1, 2:] = False
+    output[0, 1, 2:] = 1e6  # what fills rows does not count
+    assert method(output, torch.empty(3)).item() < 2
+
+
+def test_predictions_are_those_of_lightly() -> None:
+    """Its predictor takes blocks of one size, without padding."""
+    modules = pytest.importorskip("lightly.models.modules.ijepa_timm")
+    task = _task()
+    ours = task.base_model.head
+    theirs = modules.IJEPAPredictorTIMM(
+        num_patches=64, depth=2, mlp_dim=12, predictor_embed_dim=8, num_heads=2
+    ).double()
+    theirs.predictor_embed.load_state_dict(ours.embed.state_dict())
+    theirs.predictor_proj.load_state_dict(ours.project.state_dict())
+    theirs.decoder.norm.load_state_dict(ours.norm.state_dict())
+    theirs.decoder.blocks.load_state_dict(ours.blocks.state_dict())
+    theirs.decoder.mask_token.data.copy_(ours.mask_token.data)
+    encoded = torch.randn(3, 20, 12, dtype=torch.float64)
+    keep = torch.stack([torch.randperm(64)[:20] for _ in range(3)])
+    asked = torch.stack([torch.randperm(64)[:28].view(4, 7) for _ in range(3)])  # (B, M, Q)
+    expected = theirs(encoded.clone(), keep, list(asked.unbind(dim=1)))  # (M * B, Q, E)
+    expected = expected.unflatten(0, (4, 3)).transpose(0, 1)
+    # the table of positions is in double precision here and was rounded there
+    assert torch.allclose(ours(encoded, keep, asked), expected, rtol=0, atol=1e-5)
+
+
+# -- the network -------------------------------------------------------------------------------
+
+
+def test_only_the_context_reaches_the_network() -> None:
+    task = _task()
+    images = task.views[0][:4].clone().requires_grad_()
+    sample = task.sample(torch.arange(4))
+    _, (keep, padding), targets = sample["input"]
+    task.base_model((images, (keep, padding), targets)).sum().backward()
+    seen = images.grad.abs().sum(dim=1).flatten(1) > 0  # (4, 64)
+    for image in range(4):
+        shown = keep[image][~padding[image]]
+        assert seen[image].nonzero().flatten().tolist() == shown.sort().values.tolist()
+
+
+def test_an_image_is_predicted_alone_as_in_any_batch() -> None:
+    task = _task()
+    sample, output = _forward(task, torch.arange(8))
+    wanted = ~sample["targets"][1]
+    assert bool((~wanted).any())  # blocks do differ in size
+    for image in range(8):
+        _, alone = _forward(task, torch.tensor([image]))
+        inside = wanted[image]
+        assert torch.allclose(alone[0][inside], output[image][inside], rtol=0, atol=1e-12)
+
+
+def test_teacher_is_an_average_and_what_is_kept() -> None:
+    """theta' <- m theta' + (1 - m) theta, with m rising linearly to 1."""
+    task = _task(momentum=0.9)
+    for update in range(3):
+        where = update / 9
+        teacher = [p.clone() for p in task.loss.teacher.parameters()]
+        task.run(1)
+        momentum = 0.9 + 0.1 * where
+        student = task.base_model.backbone.parameters()
+        for old, new, own in zip(teacher, task.loss.teacher.parameters(), student, strict=True):
+            assert torch.allclose(new, momentum * old + (1 - momentum) * own, rtol=0, atol=1e-12)
+            assert not new.requires_grad
+    exported = task.loss.export_backbone(task.base_model)
+    assert exported is task.loss.teacher.network
+    _vit().double().load_state_dict(exported.state_dict(), strict=True)
+    assert exported(task.views[0][:2]).shape == (2, 12)
+
+
+def test_embedding_is_the_mean_of_the_context() -> None:
+    task = _task()
+    sample = task.sample(torch.arange(2))
+    task.base_model(sample["input"])
+    vit = task.base_model.backbone
+    _, (keep, padding), _ = sample["input"]
+    for image in range(2):
+        own = keep[image][~padding[image]]
+        tokens = vit.patch_embed(sample["views"][0][image : image + 1]) + vit.pos_embed
+        mean = vit.norm(vit.blocks(tokens[:, own])).mean(dim=1)[0]
+        assert torch.allclose(task.base_model.embedding[image], mean, rtol=0, atol=1e-12)
+
+
+def test_registers_and_class_token_go_along() -> None:
+    layout = {"class_token": True, "reg_tokens": 2}
+    task = MiniTask("ijepa", SMALL, backbone=lambda: _vit(**layout), sizes=(8,), lr=0.1)
+    task.run(3)
+    assert all(math.isfinite(loss) for loss in task.losses)
+
+
+def test_weights_and_positions_start_as_published_unless_loaded() -> None:
+    """Deviation 0.02, cut at nothing near, and 1 / sqrt(2 l) of it where block l adds its result."""
+    network = _task().base_model
+    vit = network.backbone
+    assert torch.equal(vit.pos_embed[0].float(), sincos_positions(12, (8, 8)))
+    assert not vit.pos_embed.requires_grad
+    for number, block in enumerate(vit.blocks, start=1):
+        assert float(block.mlp.fc1.weight.std()) == pytest.approx(0.02, rel=0.1)
+        expected = 0.02 / math.sqrt(2 * number)
+        assert float(block.mlp.fc2.weight.std()) == pytest.approx(expected, rel=0.1)
+        assert not block.mlp.fc2.bias.any()
+
+    loaded = _vit()
+    weights = {key: value.clone() for key, value in loaded.state_dict().items()}
+    config = SimpleNamespace(init=SimpleNamespace(backbone="weights.pt"))
+    IJEPA(IJEPA.Config(**SMALL)).build_network(loaded, SimpleNamespace(config=config))
+    assert all(torch.equal(value, weights[key]) for key, value in loaded.state_dict().items())
+
+
+# -- the run -----------------------------------------------------------------------------------
+
+
+def test_it_learns_and_resumes_exactly() -> None:
+    whole = _task().run(8)
+    assert whole.losses[-1] < 0.98 * whole.losses[0]
+    half = _task().run(3)
+    rest = _task().resume(half.state()).run(5)
+    assert half.losses + rest.losses == whole.losses
+
+
+def test_world_size_is_invisible() -> None:
+    alone = _four_updates(0)
+    for one in run_ranks(_four_updates, 2):
+        assert largest_difference(one, alone) < 1e-9
+
+
+def _four_updates(rank: int) -> dict[str, Any]:
+    return _task().run(4).state()
+
+
+def test_impossible_configs_are_told() -> None:
+    schema: Any = METHODS.config_class("ijepa")
+    wrong = schema(
+        num_targets=0,
+        target_scale=(0.5, 0.2),
+        context_scale=(0.5, 1.5),
+        target_ratio=(2.0, 1.0),
+        max_context=0.0,
+        predictor_dim=30,
+        momentum=2.0,
+    )
+    whole = {"views": {"main": {"count": 2}}, "backbone": {"name": "resnet18", "pool": "token"}}
+    keys = [problem.partition(":")[0] for problem in wrong.problems(whole)]
+    expected = ["views", "backbone", "backbone.pool", "max_context", "target_scale"]
+    expected += ["context_scale", "target_ratio", "num_targets", "predictor_dim", "momentum"]
+    assert keys == expected
+    backbone = {"name": "vit_tiny", "patch_size": 16, "pool": "avg"}
+    right = {"views": {"main": {"count": 1}}, "backbone": backbone}
+    assert not list(schema().problems(right))
+    long = schema(target_scale=(0.15, 0.8)).problems(right)
+    assert [problem.partition(":")[0] for problem in long] == ["target_ratio"]
+
+
+def test_what_only_the_backbone_shows_is_told() -> None:
+    with pytest.raises(UserError, match="ijepa hides patches"):
+        MiniTask("ijepa", SMALL)
+    with pytest.raises(UserError, match="global_pool: avg"):
+        pooled = {"class_token": True, "global_pool": "token"}
+        MiniTask("ijepa", SMALL, backbone=lambda: _vit(**pooled), sizes=(8,))
+    with pytest.raises(UserError, match="smaller than a patch where there are 1x1"):
+        MiniTask("ijepa", SMALL, backbone=lambda: _vit(patch_size=8), sizes=(8,))
