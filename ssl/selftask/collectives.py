@@ -95,15 +95,18 @@ class _Sum(torch.autograd.Function):
         return all_reduce_sum(grads[0])
 
 
-@torch.no_grad()
 def all_reduce_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Replace each gradient by its mean over ranks, one flat bucket per dtype.
 
     A parameter that got a gradient on some ranks only counts as zero on the others: every rank
     must call the same collectives in the same order.
     """
-    if world_size() == 1:
-        return
+    if world_size() > 1:
+        _all_reduce_gradients(parameters)
+
+
+@torch.no_grad()
+def _all_reduce_gradients(parameters: Iterable[nn.Parameter]) -> None:
     buckets: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:

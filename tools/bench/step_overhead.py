@@ -7,10 +7,10 @@ iterable that notes the time whenever it is asked for a batch, so the time betwe
 one whole step and what happens before and after the loop does not count. They take turns: a round
 is one turn of each. One thread; selftask runs with its default hooks and writes its log.
 
-The first step of each turn and a warm-up are left out. Of wall time the 20th percentile and the
-median over all steps are shown: on a machine with other work they are what is least disturbed. Of
-CPU time the mean of the best turn is shown: it holds what is done only every few steps, such as
-log lines. ``above`` and ``ratio`` compare with the bare loop of the same table.
+The first steps of each turn are left out. Shown are, of wall time, the 20th percentile of the best
+turn, which other work on the machine disturbs least, and the median over all steps of all turns; of
+CPU time the mean of the best turn, which holds what is done only every few steps, such as log
+lines. ``above`` and ``ratio`` compare with the bare loop of the same table.
 """
 
 from __future__ import annotations
@@ -409,7 +409,7 @@ def measure(model: Model, entries: dict[str, Entry], rounds: int, log_every: int
             cpu[name].append(times[1])
     figures = {
         name: (
-            np.quantile(np.concatenate(wall[name]), 0.2),
+            min(np.quantile(turn, 0.2) for turn in wall[name]),
             np.median(np.concatenate(wall[name])),
             min(turn.mean() for turn in cpu[name]),
         )
@@ -419,7 +419,7 @@ def measure(model: Model, entries: dict[str, Entry], rounds: int, log_every: int
 
 
 def _table(figures: dict[str, tuple[float, ...]], base: str) -> Iterator[str]:
-    kinds = ("wall p20", "wall median", "CPU mean, best turn")
+    kinds = ("p20, best turn", "median", "CPU mean, best turn")
     yield f"{'microseconds a step':<22}" + "".join(f"{kind + ':':>22}{'above':>8}{'ratio':>8}" for kind in kinds)
     for name, values in figures.items():
         cells = [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,7 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, 3, H, W) -> scores (B, C)."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+        with torch.no_grad() if self.frozen else nullcontext():
             features = self.backbone(images)  # (B, E)
         scores: Tensor = self.head(features)
         return scores

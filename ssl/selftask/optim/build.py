@@ -13,7 +13,7 @@ from selftask import classy
 from selftask.classy import ClassyOptimizer, UpdateInterval
 from selftask.config.duration import parse_duration
 from selftask.config.schema import OptimizerConfig
-from selftask.optim.param_groups import split_decay
+from selftask.optim.param_groups import merge_alike, split_decay
 from selftask.optim.schedules import Schedule, build_schedule, classy_schedule
 from selftask.progress import RunLength
 from selftask.registry import OPTIMIZERS
@@ -61,13 +61,19 @@ def build_optimizer(
     for group in groups:
         group["weight_decay"] = decay if group.pop("decay") else 0.0
     if config.name in OPTIMIZERS:
-        optimizer = ScheduledOptimizer(OPTIMIZERS[config.name](**config.args))
+        own = OPTIMIZERS[config.name](**config.args)
+        optimizer = ScheduledOptimizer(own)
     else:
-        for group in groups:
-            group.pop("adapt")
+        own = None
         optimizer = classy.build("optimizer", config.name, {"num_epochs": 1, **config.args})
+    if not getattr(own, "layerwise", False):
+        groups = merge_alike([_without(group, "adapt") for group in groups])
     optimizer.set_param_groups(groups, lr=lr_schedule(config, length, batch=batch))
     return optimizer
+
+
+def _without(group: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != key}
 
 
 def lr_schedule(config: OptimizerConfig, length: RunLength, *, batch: int) -> Schedule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from selftask.registry import register_optimizer
 @dataclass(frozen=True, kw_only=True)
 class LARSConfig:
     """LARS; weights are adapted, biases and norms take the plain learning rate."""
+
+    layerwise: ClassVar[bool] = True  # groups with adapt=False are treated apart
 
     sgd_momentum: float = 0.9
     trust: float = 1e-3  # eta in the paper; SimCLR and BYOL use 1e-3, solo-learn's CIFAR 2e-2

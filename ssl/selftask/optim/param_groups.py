@@ -31,3 +31,17 @@ def split_decay(modules: Iterable[tuple[str, nn.Module]], *, decay_all: bool) ->
         {"params": plain, "decay": decay_all, "adapt": False},
     ]
     return [group for group in groups if group["params"]]
+
+
+def merge_alike(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups with the same settings as one: each group costs a launch, or 10 us, at every step."""
+    merged: list[dict[str, Any]] = []
+    for group in groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        for other in merged:
+            if {key: value for key, value in other.items() if key != "params"} == settings:
+                other["params"] = [*other["params"], *group["params"]]
+                break
+        else:
+            merged.append(dict(group))
+    return merged

@@ -1,0 +1,290 @@
+"""What a train step promises: who is called when, what is reduced, scaled, counted and left alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from selftask.classy import schedulers
+from selftask.collectives import all_reduce_gradients
+from selftask.config.schema import OptimizerConfig
+from selftask.hooks.base import POINTS, Hook
+from selftask.hooks.print_hooks import describe_hooks
+from selftask.optim.build import build_optimizer
+from selftask.progress import Clock, RunLength
+from selftask.task import Task
+from selftask.trainer import Trainer
+
+
+@dataclass(eq=False)
+class Spy(Hook):
+    """Writes down each point it is called at, with what the task says of itself there."""
+
+    name: str
+    calls: list[tuple[Any, ...]]
+    priority: int = 50
+
+    def see(self, point: str, task: Task) -> None:
+        self.calls.append((self.name, point, task.train, task.iteration, torch.is_grad_enabled()))
+
+
+def _watch(point: str) -> Any:
+    return lambda self, task: self.see(point, task)
+
+
+for _point in POINTS:
+    setattr(Spy, _point, _watch(_point))
+
+
+def prepared(method: str, folder: Path, *more: str, spies: dict[str, int] | None = None) -> Task:
+    """A task with spies of these priorities among its hooks."""
+    task = tiny.task(method, folder, "run", *more)
+    build = task._build_hooks
+    calls: list[tuple[Any, ...]] = []
+
+    def build_with_spies() -> None:
+        build()
+        for name, priority in (spies or {}).items():
+            task.named_hooks[name] = Spy(name, calls, priority)
+        task._rank_hooks()
+
+    task._build_hooks = build_with_spies  # type: ignore[method-assign]
+    task.calls = calls  # type: ignore[attr-defined]
+    return task
+
+
+def points(calls: list[tuple[Any, ...]], train: bool) -> list[str]:
+    return [point for _, point, phase, *_ in calls if phase is train]
+
+
+def test_hook_points_in_order(tmp_path: Path) -> None:
+    val = f"data.val={tiny.digits_file(tmp_path, 'val.npz', 400, 460)}"
+    more = ("train.max_steps=2", "meters.accuracy={topk: [1]}", val)
+    task = prepared("supervised", tmp_path, *more, spies={"spy": 50})
+    Trainer().train(task)
+    step = ["on_forward", "on_loss_and_meter", "on_backward", "on_update", "on_step"]
+    # the checkpoint hook saves at the end of the phase: its before_save comes first
+    train = ["on_start", "on_phase_start", *step * 2, "on_phase_end", "before_save"]
+    test = ["on_phase_start", *["on_forward", "on_loss_and_meter", "on_step"] * 2, "on_phase_end"]
+    assert points(task.calls, True) == train
+    assert points(task.calls, False) == [*test, "on_end"]
+    for _, point, phase, iteration, grad in task.calls:
+        assert grad is (point != "on_forward" or phase), "grad mode is the step's own affair"
+        if not phase:
+            assert iteration == 2, "a test phase counts no update"
+    assert [call[3] for call in task.calls if call[1] == "on_update"] == [0, 1]
+    assert [call[3] for call in task.calls if call[1:3] == ("on_step", True)] == [1, 2]
+
+
+def test_priorities_and_exceptions(tmp_path: Path) -> None:
+    task = prepared("simclr", tmp_path, spies={"late": 60, "early": 10, "middle": 50})
+
+    def fail(task: Task) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    task.prepare()
+    task._calls["on_backward"].append(fail)
+    task._calls["on_exception"].insert(0, fail)
+    task.prepare = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        Trainer().train(task)
+    names = [name for name, point, *_ in task.calls if point == "on_backward"]
+    assert names == ["early", "middle", "late"]
+    told = [name for name, point, *_ in task.calls if point == "on_exception"]
+    assert told == ["early", "middle", "late"], "one failing hook must not silence the others"
+    assert task.hooks[0] is task.loss
+
+
+def test_misspelt_point_is_an_error() -> None:
+    with pytest.raises(TypeError, match=r"Wrong\.on_foward is no hook point; there are: on_start"):
+
+        class Wrong(Hook):
+            def on_foward(self, task: Task) -> None: ...
+
+
+def test_the_order_is_printed_on_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    more = ("hooks.print_hooks={}", "hooks.clip_gradients={}", "train.max_steps=1")
+    with caplog.at_level("INFO", logger="selftask"):
+        task = tiny.train("byol", tmp_path, "run", *more)
+    lines = describe_hooks(task.hooks).splitlines()
+    assert "on_backward: ClipGradients (20)" in lines
+    assert "on_update: BYOL, Health (60)" in lines
+    assert any(line.startswith("on_step: Health (60), EvaluateBackbone (65), ") for line in lines)
+    assert all(line in caplog.messages for line in lines)
+
+
+def test_a_stray_stop_iteration_does_not_end_the_epoch(tmp_path: Path) -> None:
+    task = prepared("simclr", tmp_path)
+    task.prepare()
+    task._calls["on_update"].append(lambda task: next(iter(())))
+    task.on_start()
+    task.on_phase_start()
+    with pytest.raises(StopIteration):
+        task.step()
+    with pytest.raises(RuntimeError, match=r"the epoch ended at batch 0 of 5"):
+        task.on_phase_end()
+    task.close()
+
+
+def test_grad_mode_and_train_mode_are_put_back(tmp_path: Path) -> None:
+    val = f"data.val={tiny.digits_file(tmp_path, 'val.npz', 400, 460)}"
+    task = tiny.task("supervised", tmp_path, "run", val, "meters.accuracy={topk: [1]}")
+    task.prepare()
+    task.on_start()
+    for train in (True, False, True):
+        task.on_phase_start()
+        assert task.train is train
+        before = [p.clone() for p in task.base_model.state_dict().values()]
+        task.step()
+        assert torch.is_grad_enabled()
+        assert task.last_batch.local_loss.requires_grad is train
+        assert not task.last_batch.loss.requires_grad
+        after = task.base_model.state_dict().values()
+        moved = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert moved is train, "a test step must leave weights and statistics alone"
+        while True:
+            try:
+                task.step()
+            except StopIteration:
+                break
+        task.on_phase_end()
+    task.close()
+
+
+def test_no_host_sync_between_log_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU each of these would wait for the device."""
+    seen: Counter[str] = Counter()
+    hooks = ("hooks.clip_gradients={}", "train.log_every=4", "train.epochs=1")
+    for method in ("simclr", "moco", "byol", "barlow", "supervised"):
+        task = tiny.task(method, tmp_path, method, *hooks)
+        task.prepare()
+        task.on_start()
+        task.on_phase_start()
+        task.step()  # optimizers build their state in the first step
+        for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "cpu"):
+            original = getattr(Tensor, name)
+
+            def counted(
+                self: Tensor, *args: Any, _name: str = name, _original: Any = original, **kw: Any
+            ) -> Any:
+                seen[f"{method} {_name}"] += 1
+                return _original(self, *args, **kw)
+
+            monkeypatch.setattr(Tensor, name, counted)
+        batches = [next(task.data_iterator) for _ in range(2)]  # reading is the loader's affair
+        task.data_iterator = iter(batches)
+        seen.clear()
+        task.step()
+        task.step()
+        assert seen == {}
+        monkeypatch.undo()
+        task.close()
+
+
+def reduce_with_missing_gradients(rank: int) -> list[Tensor]:
+    """Two parameters and dtypes; one has a gradient on rank 1 only, another on none."""
+    a, b, c = (nn.Parameter(torch.ones(3)) for _ in range(3))
+    d = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    (a * (rank + 1.0)).sum().backward()
+    (d * (4.0 * rank)).sum().backward()
+    if rank == 1:
+        (b * 6.0).sum().backward()
+    all_reduce_gradients([a, b, c, d])
+    return [p.grad for p in (a, b, c, d) if p.grad is not None]
+
+
+def step_with_inf(rank: int) -> tuple[list[Tensor], list[float]]:
+    """Three scaled steps; in the second, rank 1 alone meets an inf."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.ones(2))
+    config = OptimizerConfig(name="sgd", args={"sgd_momentum": 0.0}, lr=0.5, schedule="constant")
+    module = nn.Module()
+    module.weight = weight
+    length = RunLength(num_samples=3, batch_size=1, epochs=1)
+    optimizer = build_optimizer(config, [("m", module)], length, batch=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    weights, scales = [], []
+    for step in range(3):
+        loss = (weight * (rank + 1.0)).sum()
+        if step == 1 and rank == 1:
+            loss = loss * torch.inf
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        all_reduce_gradients([weight])
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer, where=step / 3)
+        scaler.update()
+        weights.append(weight.detach().clone())
+        scales.append(scaler.get_scale())
+    return weights, scales
+
+
+def both(rank: int) -> tuple[Any, Any]:
+    return reduce_with_missing_gradients(rank), step_with_inf(rank)
+
+
+def test_two_ranks_reduce_and_skip_together() -> None:
+    (grads_0, steps_0), (grads_1, steps_1) = run_ranks(both, 2)
+    expected = [[1.5] * 3, [3.0] * 3, [0.0] * 3, [2.0] * 2]
+    assert [g.tolist() for g in grads_0] == [g.tolist() for g in grads_1] == expected
+    for weights, scales in (steps_0, steps_1):
+        assert scales == [1024.0, 512.0, 512.0]
+        # mean gradient 1.5, lr 0.5; the second step is left out on both
+        assert [w.tolist() for w in weights] == [[0.25] * 2, [0.25] * 2, [-0.5] * 2]
+
+
+def test_schedule_reaches_the_groups_of_a_loaded_state() -> None:
+    """``load_state_dict`` replaces the list of groups; a cached one would be dead (style.md)."""
+    module = nn.Linear(2, 2)
+    config = OptimizerConfig(
+        name="sgd", args={}, lr=1.0, schedule="linear", weight_decay=0.4, end_weight_decay=0.0
+    )
+    length = RunLength(num_samples=10, batch_size=1, epochs=1)
+    optimizer = build_optimizer(config, [("m", module)], length, batch=1)
+    optimizer.set_classy_state(optimizer.get_classy_state())
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    before = optimizer.param_groups
+    optimizer.step(where=0.5)
+    assert [group["lr"] for group in optimizer.optimizer.param_groups] == [0.5, 0.5]
+    assert optimizer.param_groups is before is optimizer.optimizer.param_groups
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    assert decays == pytest.approx([0.2, 0.0])  # biases do not decay
+    assert isinstance(optimizer._param_group_schedulers[0]["lr"], schedulers.LinearParamScheduler)
+
+
+def test_accumulated_batches_are_one_big_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a mean over samples and a network without BatchNorm, in double precision: equal."""
+    images = torch.rand(12, 1, 3, 4, 4, dtype=torch.float64)
+    results = []
+    for name, batch, more in [
+        ("big", 96, []),
+        ("many", 32, ["train.step=accumulate", "train.accumulate=3"]),
+    ]:
+        size = [f"train.batch_size={batch}", "train.max_steps=2", "optimizer.lr=0.1"]
+        task = tiny.task("supervised", tmp_path, name, *size, *more, "hooks.health=null")
+        monkeypatch.setattr(type(task), "_build_model", _double_linear)
+        monkeypatch.setattr(
+            "selftask.data.sampler.BatchSampler.__iter__", _in_order(batch), raising=True
+        )
+        Trainer().train(task)
+        results.append((task.base_model.head.weight.detach(), task.clock.iteration))
+        monkeypatch.undo()
+    assert images.dtype == torch.float64
+    (big, big_steps), (many, many_steps) = results
+    assert big_steps == many_steps == 2 - (160 // 96 < 2)
+    assert torch.allclose(big, many, rtol=0, atol=1e-12)

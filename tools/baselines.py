@@ -1,0 +1,41 @@
+"""What a run learned, beside raw pixels and its own network untrained.
+
+    python tools/baselines.py RUN [key=value ...]
+
+k-NN and linear accuracy with 10 labels a class, on the labelled images of the run.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+
+from selftask.config.load import load_config
+from selftask.data.dataset import open_data
+from selftask.environment import World, pick_device
+from selftask.evaluate.offline import evaluate_backbone
+from selftask.models.address import open_model
+from selftask.models.build import build_backbone
+
+EVALUATIONS = "eval.evaluations={knn: {}, linear: {few_labels: [10], repeats: 3}}"
+
+
+def show(run: str, overrides: list[str]) -> None:
+    """Print one line for pixels, for the untrained and for the trained network."""
+    config = load_config(f"{run}/config.yaml", [EVALUATIONS, *overrides])
+    sources = open_data(config.data)
+    device = pick_device(config.train.device, World())
+    models = {
+        "raw pixels": nn.Flatten(),
+        "untrained network": build_backbone(config.backbone),
+        "trained network": open_model(run)[0],
+    }
+    print(f"{'':<20}{'k-NN':>8}{'linear, 10 labels a class':>28}")
+    for name, model in models.items():
+        row = evaluate_backbone(model, config, sources, device=device)
+        print(f"{name:<20}{row['knn_top1']:>8.3f}{row['linear_10_labels_top1']:>28.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    show(sys.argv[1], sys.argv[2:])
