@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import selftask
 from selftask.registry import REGISTRIES
+
+PACKAGE = Path(selftask.__file__).resolve().parent
 
 
 @pytest.fixture(autouse=True)
@@ -23,13 +27,14 @@ def _one_thread_and_seeded() -> None:
 
 @pytest.fixture
 def forget_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What the test registers and imports from its own folder is forgotten after it."""
+    """What the test registers from elsewhere than the package is forgotten after it."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     modules = set(sys.modules)
-    known = {r: (dict(r._registered), dict(r._addresses)) for r in REGISTRIES.values()}
     yield
-    for registry, (registered, addresses) in known.items():
-        registry._registered, registry._addresses = registered, addresses
+    for registry in REGISTRIES.values():
+        for name, address in list(registry._addresses.items()):
+            if PACKAGE not in address.path.resolve().parents:
+                del registry._addresses[name], registry._registered[name]
     for name in set(sys.modules) - modules:
         if "/pytest-" in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]

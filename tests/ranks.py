@@ -20,7 +20,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_one_rank, (function, world_size, folder, args), nprocs=world_size)
         return [
-            torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)
+            torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
+            for rank in range(world_size)
         ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,92 +16,102 @@ from torch import Tensor, nn
 
 from selftask.classy import schedulers
 from selftask.collectives import all_reduce_gradients
+from selftask.config.load import load_config
 from selftask.config.schema import OptimizerConfig
+from selftask.data.dataset import open_data
 from selftask.hooks.base import POINTS, Hook
 from selftask.hooks.print_hooks import describe_hooks
 from selftask.optim.build import build_optimizer
 from selftask.progress import Clock, RunLength
+from selftask.registry import HOOKS
 from selftask.task import Task
 from selftask.trainer import Trainer
 
 
-@dataclass(eq=False)
+CALLS: list[tuple[str, str, bool, int, bool]] = []  # spy, point, task.train, iteration, grad mode
+
+
+@dataclass(eq=False, kw_only=True)
 class Spy(Hook):
     """Writes down each point it is called at, with what the task says of itself there."""
 
-    name: str
-    calls: list[tuple[Any, ...]]
-    priority: int = 50
+    label: str = "spy"
+    order: int = 50
+
+    @property
+    def priority(self) -> int:  # type: ignore[override]
+        return self.order
 
     def see(self, point: str, task: Task) -> None:
-        self.calls.append((self.name, point, task.train, task.iteration, torch.is_grad_enabled()))
+        CALLS.append((self.label, point, task.train, task.iteration, torch.is_grad_enabled()))
 
 
-def _watch(point: str) -> Any:
+def _seen_at(point: str) -> Any:
     return lambda self, task: self.see(point, task)
 
 
 for _point in POINTS:
-    setattr(Spy, _point, _watch(_point))
+    setattr(Spy, _point, _seen_at(_point))
 
 
-def prepared(method: str, folder: Path, *more: str, spies: dict[str, int] | None = None) -> Task:
-    """A task with spies of these priorities among its hooks."""
-    task = tiny.task(method, folder, "run", *more)
-    build = task._build_hooks
-    calls: list[tuple[Any, ...]] = []
-
-    def build_with_spies() -> None:
-        build()
-        for name, priority in (spies or {}).items():
-            task.named_hooks[name] = Spy(name, calls, priority)
-        task._rank_hooks()
-
-    task._build_hooks = build_with_spies  # type: ignore[method-assign]
-    task.calls = calls  # type: ignore[attr-defined]
-    return task
+@pytest.fixture
+def spy(forget_names: None) -> str:
+    HOOKS.register("spy")(Spy)
+    CALLS.clear()
+    return "hooks.spy={}"
 
 
-def points(calls: list[tuple[Any, ...]], train: bool) -> list[str]:
-    return [point for _, point, phase, *_ in calls if phase is train]
+def labelled(folder: Path) -> tuple[str, str]:
+    """With these, a test phase follows each epoch."""
+    val = tiny.digits_file(folder, "val.npz", 400, 460)
+    return f"data.val={val}", "meters.accuracy={topk: [1]}"
 
 
-def test_hook_points_in_order(tmp_path: Path) -> None:
-    val = f"data.val={tiny.digits_file(tmp_path, 'val.npz', 400, 460)}"
-    more = ("train.max_steps=2", "meters.accuracy={topk: [1]}", val)
-    task = prepared("supervised", tmp_path, *more, spies={"spy": 50})
-    Trainer().train(task)
+def points(*, train: bool) -> list[str]:
+    return [point for _, point, phase, *_ in CALLS if phase is train]
+
+
+def test_hook_points_in_order(tmp_path: Path, spy: str) -> None:
+    tiny.train("supervised", tmp_path, "run", "train.max_steps=2", *labelled(tmp_path), spy)
     step = ["on_forward", "on_loss_and_meter", "on_backward", "on_update", "on_step"]
-    # the checkpoint hook saves at the end of the phase: its before_save comes first
+    # the checkpoint hook saves at the end of the phase, after the spy has been there
     train = ["on_start", "on_phase_start", *step * 2, "on_phase_end", "before_save"]
     test = ["on_phase_start", *["on_forward", "on_loss_and_meter", "on_step"] * 2, "on_phase_end"]
-    assert points(task.calls, True) == train
-    assert points(task.calls, False) == [*test, "on_end"]
-    for _, point, phase, iteration, grad in task.calls:
-        assert grad is (point != "on_forward" or phase), "grad mode is the step's own affair"
-        if not phase:
-            assert iteration == 2, "a test phase counts no update"
-    assert [call[3] for call in task.calls if call[1] == "on_update"] == [0, 1]
-    assert [call[3] for call in task.calls if call[1:3] == ("on_step", True)] == [1, 2]
+    assert points(train=True) == train
+    assert points(train=False) == [*test, "on_end"]
+    for _, point, phase, iteration, grad in CALLS:
+        assert grad is (phase or point != "on_forward"), "outside, the grad mode is as before"
+        assert phase or iteration == 2, "a test phase counts no update"
+    assert [call[3] for call in CALLS if call[1] == "on_update"] == [0, 1]
+    assert [call[3] for call in CALLS if call[1:3] == ("on_step", True)] == [1, 2]
 
 
-def test_priorities_and_exceptions(tmp_path: Path) -> None:
-    task = prepared("simclr", tmp_path, spies={"late": 60, "early": 10, "middle": 50})
+def test_after_load_comes_before_the_start(tmp_path: Path, spy: str) -> None:
+    tiny.train("simclr", tmp_path, "run", spy, "train.stop_at=1")
+    assert points(train=True)[-2:] == ["before_save", "on_exception"]
+    CALLS.clear()
+    tiny.train("simclr", tmp_path, "run", spy, "train.stop_at=2")
+    assert points(train=True)[:2] == ["after_load", "on_start"]
 
-    def fail(task: Task) -> None:
-        raise ZeroDivisionError("on purpose")
 
+def fail(task: Task) -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+def test_priorities_and_exceptions(tmp_path: Path, spy: str) -> None:
+    orders = "{late: {name: spy, label: c, order: 60}, early: {name: spy, label: a, order: 10}}"
+    more = (f"hooks={orders}", "hooks.middle={name: spy, label: b}")
+    task = tiny.task("simclr", tmp_path, "run", *more)
     task.prepare()
     task._calls["on_backward"].append(fail)
     task._calls["on_exception"].insert(0, fail)
     task.prepare = lambda: None  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         Trainer().train(task)
-    names = [name for name, point, *_ in task.calls if point == "on_backward"]
-    assert names == ["early", "middle", "late"]
-    told = [name for name, point, *_ in task.calls if point == "on_exception"]
-    assert told == ["early", "middle", "late"], "one failing hook must not silence the others"
     assert task.hooks[0] is task.loss
+    assert "".join(label for label, point, *_ in CALLS if point == "on_backward") == "abc"
+    told = "".join(label for label, point, *_ in CALLS if point == "on_exception")
+    assert told == "abc", "one failing hook must not silence the others"
 
 
 def test_misspelt_point_is_an_error() -> None:
@@ -110,9 +121,7 @@ def test_misspelt_point_is_an_error() -> None:
             def on_foward(self, task: Task) -> None: ...
 
 
-def test_the_order_is_printed_on_request(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_order_is_printed_on_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     more = ("hooks.print_hooks={}", "hooks.clip_gradients={}", "train.max_steps=1")
     with caplog.at_level("INFO", logger="selftask"):
         task = tiny.train("byol", tmp_path, "run", *more)
@@ -124,7 +133,7 @@ def test_the_order_is_printed_on_request(
 
 
 def test_a_stray_stop_iteration_does_not_end_the_epoch(tmp_path: Path) -> None:
-    task = prepared("simclr", tmp_path)
+    task = tiny.task("simclr", tmp_path)
     task.prepare()
     task._calls["on_update"].append(lambda task: next(iter(())))
     task.on_start()
@@ -137,8 +146,7 @@ def test_a_stray_stop_iteration_does_not_end_the_epoch(tmp_path: Path) -> None:
 
 
 def test_grad_mode_and_train_mode_are_put_back(tmp_path: Path) -> None:
-    val = f"data.val={tiny.digits_file(tmp_path, 'val.npz', 400, 460)}"
-    task = tiny.task("supervised", tmp_path, "run", val, "meters.accuracy={topk: [1]}")
+    task = tiny.task("supervised", tmp_path, "run", *labelled(tmp_path))
     task.prepare()
     task.on_start()
     for train in (True, False, True):
@@ -161,9 +169,7 @@ def test_grad_mode_and_train_mode_are_put_back(tmp_path: Path) -> None:
     task.close()
 
 
-def test_no_host_sync_between_log_points(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_host_sync_between_log_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU each of these would wait for the device."""
     seen: Counter[str] = Counter()
     hooks = ("hooks.clip_gradients={}", "train.log_every=4", "train.epochs=1")
@@ -265,26 +271,63 @@ def test_schedule_reaches_the_groups_of_a_loaded_state() -> None:
     assert isinstance(optimizer._param_group_schedulers[0]["lr"], schedulers.LinearParamScheduler)
 
 
-def test_accumulated_batches_are_one_big_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For a mean over samples and a network without BatchNorm, in double precision: equal."""
-    images = torch.rand(12, 1, 3, 4, 4, dtype=torch.float64)
-    results = []
-    for name, batch, more in [
-        ("big", 96, []),
-        ("many", 32, ["train.step=accumulate", "train.accumulate=3"]),
-    ]:
-        size = [f"train.batch_size={batch}", "train.max_steps=2", "optimizer.lr=0.1"]
-        task = tiny.task("supervised", tmp_path, name, *size, *more, "hooks.health=null")
-        monkeypatch.setattr(type(task), "_build_model", _double_linear)
-        monkeypatch.setattr(
-            "selftask.data.sampler.BatchSampler.__iter__", _in_order(batch), raising=True
-        )
-        Trainer().train(task)
-        results.append((task.base_model.head.weight.detach(), task.clock.iteration))
-        monkeypatch.undo()
-    assert images.dtype == torch.float64
-    (big, big_steps), (many, many_steps) = results
-    assert big_steps == many_steps == 2 - (160 // 96 < 2)
-    assert torch.allclose(big, many, rtol=0, atol=1e-12)
+def test_accumulated_batches_are_one_big_batch(tmp_path: Path, spy: str) -> None:
+    """For a mean over samples and a network without BatchNorm: as a plain loop over the images.
+
+    Five batches, two at a time: the last update of the epoch has one.
+    """
+    vit = "backbone={name: vit_micro, depth: 1, patch_size: 8}"
+    sgd = "optimizer={name: sgd, lr: 0.1, schedule: linear, warmup: 0, weight_decay: 0}"
+    step = ("train.step=accumulate", "train.accumulate=2", "train.epochs=1")
+    recipe = [word for word in tiny.overrides("supervised", tmp_path) if "width" not in word]
+    config = load_config("supervised/digits", [*recipe, vit, sgd, *step, spy])
+    task = Task(config, sources=open_data(config.data))
+    task.prepare()
+    task.base_model.double()
+    prepare = task.loss.prepare
+
+    def prepare_double(sample: dict[str, Any], task: Task) -> None:
+        sample["views"] = [view.double() for view in sample["views"]]
+        prepare(sample, task)
+
+    task.loss.prepare = prepare_double  # type: ignore[method-assign]
+    network = copy.deepcopy(task.base_model)
+    task.on_start()
+    task.on_phase_start()
+    places = []
+    while task.clock.batch < 5:
+        places.append(task.where)
+        task.step()
+    task.on_phase_end()
+    assert (task.iteration, task.clock.batch, task.clock.epoch) == (3, 5, 1)
+    assert places == pytest.approx([0.0, 0.4, 0.8]) and task.clock.done
+    forwards = [point for point in points(train=True) if point in ("on_forward", "on_update")]
+    assert forwards == ["on_forward", "on_forward", "on_update"] * 2 + ["on_forward", "on_update"]
+
+    batches = task.feed.train_samples(0)
+    for where, number in zip(places, (2, 2, 1), strict=True):
+        group = [next(batches) for _ in range(number)]
+        images = torch.cat([sample["views"][0] for sample in group]).double()
+        target = torch.cat([sample["target"] for sample in group])
+        network.zero_grad()
+        nn.functional.cross_entropy(network(images), target).backward()
+        with torch.no_grad():
+            for parameter in network.parameters():
+                old = getattr(parameter, "velocity", torch.zeros_like(parameter))
+                parameter.velocity = 0.9 * old + parameter.grad  # type: ignore[attr-defined]
+                parameter -= 0.1 * (1 - where) * parameter.velocity
+    ours = dict(task.base_model.named_parameters())
+    for name, parameter in network.named_parameters():
+        assert torch.allclose(ours[name], parameter, rtol=0, atol=1e-12), name
+    task.close()
+
+
+def test_counters_of_a_run_cut_short() -> None:
+    """epochs and max_steps: the shorter; a partial accumulation ends at the end of its epoch."""
+    length = RunLength(num_samples=160, batch_size=32, accumulate=2, epochs=3, max_steps=5)
+    assert (length.updates_per_epoch, length.total_updates, length.total_batches) == (3, 5, 9)
+    assert length.num_epochs == 2
+    clock = Clock(length, iteration=3, batch=5)
+    assert (clock.epoch, clock.batch_in_epoch, clock.where) == (1, 0, 5 / 9)
+    assert clock.where_of_epoch == Clock(length, iteration=4, batch=7).where_of_epoch == 5 / 9
+    assert Clock(length, batch=9).done and Clock(length, batch=9).where < 1

@@ -75,17 +75,26 @@ class ClassyTaskNames(ClassyTask):  # type: ignore[misc]  # classy-vision ships 
     def phase_type(self) -> str:
         return "train" if self.train else "test"
 
+    phase_begun = -1  # number of the newest phase; it stays until the next one begins
+
+    @property
+    def has_test_phases(self) -> bool:
+        """With meters and a test set, each train phase is followed by a test phase."""
+        return bool(self.meters) and bool(self.feed.has_test)
+
     @property
     def phase_idx(self) -> int:
-        return int(self.clock.phase)
+        return int(self.phase_begun)
 
     @property
     def train_phase_idx(self) -> int:
-        return int(self.clock.epoch)
+        """The newest train phase, from 0; -1 before the first."""
+        return self.phase_begun // 2 if self.has_test_phases else self.phase_begun
 
     @property
     def eval_phase_idx(self) -> int:
-        return int(self.clock.phase) // 2
+        """The newest test phase, from 0; -1 before the first."""
+        return (self.phase_begun - 1) // 2 if self.has_test_phases else -1
 
     @property
     def num_batches_per_phase(self) -> int:

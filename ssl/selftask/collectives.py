@@ -14,14 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
+_AVAILABLE = dist.is_available()
+
+
 def world_size() -> int:
     """Number of ranks; 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if _AVAILABLE and dist.is_initialized() else 1
 
 
 def rank() -> int:
     """This process's rank; 0 without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if _AVAILABLE and dist.is_initialized() else 0
 
 
 def is_primary() -> bool:

@@ -226,7 +226,7 @@ class Task(ClassyTaskNames):
 
     def on_phase_start(self) -> None:
         """Begin a train phase (or the rest of it, after a resume) or a test phase."""
-        self.train = not self._test_is_next()
+        self.train, self.phase_begun = not self._test_is_next(), self.clock.phase
         self.losses.clear()
         self.base_model.train(self.train)
         self.loss.train(self.train)
@@ -258,11 +258,11 @@ class Task(ClassyTaskNames):
                 f"the epoch ended at batch {self.clock.batch} of {self._phase_stop}: a train step "
                 "has to call task.advance(), and nothing but the data may raise StopIteration in it"
             )
-        for meter in self.meters:
+        for key, meter in zip(self.config.meters, self.meters, strict=True):
             meter.sync_state()
             if not self.train:
                 for name, value in meter.value.items():
-                    self.log(f"test_{meter.name}_{name}", value)
+                    self.log(f"test_{key}_{name}", value)
         self.clock.phase += 1
         self.run_hooks("on_phase_end")
 
@@ -288,7 +288,9 @@ class Task(ClassyTaskNames):
         """The samples of this phase, from where the clock stands, each as the method wants it."""
         if self.train:
             batch = self.clock.batch
-            samples: Iterator[dict[str, Any]] = islice(self.feed.train_samples(batch), self._phase_stop - batch)
+            samples: Iterator[dict[str, Any]] = islice(
+                self.feed.train_samples(batch), self._phase_stop - batch
+            )
         else:
             samples = self.feed.test_samples()
         for sample in samples:
@@ -306,8 +308,7 @@ class Task(ClassyTaskNames):
         return self.train and (self.clock.batch_in_epoch == 0 or self.clock.done)
 
     def _test_is_next(self) -> bool:
-        """With meters and a test set, each train phase is followed by a test phase."""
-        return bool(self.meters) and self.feed.has_test and self.clock.phase % 2 == 1
+        return self.has_test_phases and self.clock.phase % 2 == 1
 
     # -- state ----------------------------------------------------------------------------------
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from minitask import MiniTask, largest_difference
-from ranks import run_ranks
 from timm.models import VisionTransformer
 from torch import Tensor, nn
 
+from minitask import MiniTask, largest_difference
+from ranks import run_ranks
 from selftask.errors import UserError
 from selftask.methods.mae import MAE, normalize
 from selftask.models.masked_vit import sincos_positions
@@ -112,7 +112,8 @@ def test_hidden_pixels_do_not_reach_the_network() -> None:
     images = task.views[0][:4].clone().requires_grad_()
     sample, output = _forward(task, images)
     output.sum().backward()
-    seen = images.grad.unfold(2, 2, 2).unfold(3, 2, 2).abs().sum(dim=(1, 4, 5)).flatten(1)  # (4, 16)
+    patches = images.grad.unfold(2, 2, 2).unfold(3, 2, 2)  # (4, 3, 4, 4, 2, 2)
+    seen = patches.abs().sum(dim=(1, 4, 5)).flatten(1)  # (4, 16)
     for image in range(4):
         assert (seen[image, sample["masked"][image]] == 0).all()
         assert (seen[image, sample["input"][1][image]] > 0).all()

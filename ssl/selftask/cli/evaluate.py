@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from selftask.errors import UserError
 from selftask.registry import EVALUATIONS
+
+if TYPE_CHECKING:
+    from selftask.config.schema import Config
 
 USAGE = """\
 usage: selftask eval knn|linear RUN_OR_MODEL [key=value ...]
@@ -40,7 +44,8 @@ def main(argv: list[str]) -> int:
     folder = Path(address) if Path(address).is_dir() else None
     own = folder / "config.yaml" if folder else None
     recipe = own if own and own.exists() else recipes.folder() / SHIPPED
-    config = load_config(str(recipe), [*_selected(name), *_spelt_out(name, overrides)])
+    asked = [f"eval.evaluations={{{name}: {{}}}}", *_spelt_out(name, overrides)]
+    config = _only(load_config(str(recipe), asked), name)
     sources = open_data(config.data)
 
     from selftask.environment import World, pick_device
@@ -57,9 +62,10 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _selected(name: str) -> list[str]:
-    """Overrides that leave only the evaluation called for."""
-    return [f"eval.evaluations={{{name}: {{}}}}"]
+def _only(config: Config, name: str) -> Config:
+    """The config with no other evaluation than the one called for."""
+    chosen = {name: config.eval.evaluations[name]}
+    return replace(config, eval=replace(config.eval, evaluations=chosen))
 
 
 def _spelt_out(name: str, overrides: list[str]) -> list[str]:

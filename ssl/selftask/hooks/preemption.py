@@ -34,6 +34,7 @@ class StopOnSignal(Hook):
 
     def on_start(self, task: Task) -> None:
         self.received: str | None = None
+        self.alone = world_size() == 1
         self.previous: dict[int, Any] = {}
         for number in _SIGNALS:
             try:
@@ -52,6 +53,8 @@ class StopOnSignal(Hook):
         stop_at = task.config.train.stop_at
         if stop_at is not None and task.iteration >= stop_at:
             self.received = f"train.stop_at={stop_at}"
+        if self.received is None and self.alone:
+            return
         if _on_any_rank(self.received is not None, task.device):
             task.interrupted_by = self.received or "a signal on another rank"
 

@@ -86,6 +86,9 @@ class DINO(Method):
     def attach(self, task: Task) -> None:
         config, length = self.config, task.length
         self.teacher = Teacher(task.base_model)
+        for module in self.teacher.modules():
+            if hasattr(module, "drop_prob"):  # stochastic depth: the student's alone
+                module.drop_prob = 0.0
         self.momentum_at = build_schedule("cosine", config.momentum, config.end_momentum)
         warmup, self.frozen_updates = (
             parse_duration(text).steps(length.updates_per_epoch, length.total_updates)

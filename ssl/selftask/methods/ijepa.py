@@ -139,7 +139,7 @@ class IJEPA(Method):
         vit = as_vit(self.teacher.network, method="ijepa")
         features = vit.forward_features(sample["views"][0])[:, vit.num_prefix_tokens :]  # (B, N, E)
         features = F.layer_norm(full_precision(features), features.shape[-1:])
-        self.features = gather_tokens(features, indices.flatten(1)).unflatten(1, indices.shape[1:])
+        self.features = gather_tokens(features, indices.flatten(1)).view(*indices.shape, -1)
         self.inside = ~padding
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class Blocks:
         config = self.config
         num_blocks = config.num_targets + 1
         draws = uniform(seed, epoch, index, _DRAWS * num_blocks + self.num_patches)
-        of_block = draws[:, : _DRAWS * num_blocks].unflatten(1, (num_blocks, _DRAWS))
+        of_block = draws[:, : _DRAWS * num_blocks].view(-1, num_blocks, _DRAWS)
         block = rectangles(of_block[:, 0], config.context_scale, _SQUARE, self.grid)  # (B, N)
         targets = rectangles(  # (B, M, N)
             of_block[:, 1:], config.target_scale, config.target_ratio, self.grid
@@ -286,6 +286,7 @@ def initialize(module: nn.Module) -> None:
             nn.init.trunc_normal_(part.weight, std=0.02)
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
-    for number, block in enumerate(module.blocks, start=1):
+    blocks: Any = module.blocks
+    for number, block in enumerate(blocks, start=1):
         for layer in (block.attn.proj, block.mlp.fc2):
             layer.weight /= (2.0 * number) ** 0.5

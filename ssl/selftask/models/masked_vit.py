@@ -101,6 +101,8 @@ class PatchPredictor(nn.Module):
     where they are. Attention is full: also among the patches asked for together.
     """
 
+    positions: Tensor  # (N, D)
+
     def __init__(
         self, vit: VisionTransformer, *, dim: int, depth: int, num_heads: int, num_out: int
     ) -> None:
@@ -146,7 +148,7 @@ class PatchPredictor(nn.Module):
         for block in self.blocks:
             x = block(x, attn_mask=attend)
         output: Tensor = self.project(self.norm(x[:, -num_asked:]))  # (B * M, Q, out)
-        return output.unflatten(0, (-1, num_groups))
+        return output.view(*asked.shape, -1)
 
 
 def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:

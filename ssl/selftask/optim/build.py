@@ -20,7 +20,7 @@ from selftask.registry import OPTIMIZERS
 
 
 class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-vision ships no types
-    """A torch optimizer under Classy's contract: ``step(where=...)`` sets lr and decay, then steps."""
+    """A torch optimizer under Classy's contract: ``step(where=...)`` sets lr and decay first."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -50,7 +50,11 @@ def _moves_each_step(value: Any) -> bool:
 
 
 def build_optimizer(
-    config: OptimizerConfig, modules: Iterable[tuple[str, nn.Module]], length: RunLength, *, batch: int
+    config: OptimizerConfig,
+    modules: Iterable[tuple[str, nn.Module]],
+    length: RunLength,
+    *,
+    batch: int,
 ) -> Any:
     """The optimizer of named ``modules``; ``batch`` is the number of samples behind one update.
 

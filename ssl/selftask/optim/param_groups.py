@@ -10,7 +10,9 @@ from torch import nn
 _POSITIONS = ("cls_token", "pos_embed", "mask_token", "reg_token", "dist_token")
 
 
-def split_decay(modules: Iterable[tuple[str, nn.Module]], *, decay_all: bool) -> list[dict[str, Any]]:
+def split_decay(
+    modules: Iterable[tuple[str, nn.Module]], *, decay_all: bool
+) -> list[dict[str, Any]]:
     """Two groups of the trainable parameters of named modules, ``decay: True`` and ``False``.
 
     A parameter shared by two modules is counted once. ``adapt`` marks those that LARS scales

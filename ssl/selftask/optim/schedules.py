@@ -43,7 +43,9 @@ def build_schedule(
     rise = schedulers.LinearParamScheduler(warmup_start, start)
     if warmup >= 1.0:
         return rise
-    return schedulers.CompositeParamScheduler([rise, main], [warmup, 1.0 - warmup], ["rescaled"] * 2)
+    return schedulers.CompositeParamScheduler(
+        [rise, main], [warmup, 1.0 - warmup], ["rescaled"] * 2
+    )
 
 
 def classy_schedule(config: dict[str, Any]) -> Schedule:

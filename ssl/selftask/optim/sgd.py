@@ -19,4 +19,6 @@ class SGD:
     nesterov: bool = False
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(groups, momentum=self.sgd_momentum, nesterov=self.nesterov, fused=True)
+        return torch.optim.SGD(
+            groups, momentum=self.sgd_momentum, nesterov=self.nesterov, fused=True
+        )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @register_backbone("vit_micro")
 @dataclass(frozen=True, kw_only=True)
 class ViTMicro:
-    """For images of 32 x 32 pixels and two cores: 4 blocks of width 96, 3 heads, 0.5 M parameters."""
+    """For 32 x 32 pixels and two cores: 4 blocks of width 96, 3 heads, 0.5 M parameters."""
 
     img_size: int = 32  # pixels
     patch_size: int = 4  # pixels

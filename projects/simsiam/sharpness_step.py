@@ -1,0 +1,67 @@
+"""A train step that looks for flat minima: two gradients an update.
+
+Foret et al., Sharpness-Aware Minimization, ICLR 2021, arXiv:2010.01412.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from selftask.collectives import all_reduce_mean
+from selftask.registry import register_train_step
+from selftask.task import LastBatch, Task
+
+RADIUS = 0.05  # rho in eq. 2
+
+
+@register_train_step("sharpness_aware")
+def sharpness_aware_step(task: Task) -> None:
+    """Gradient, climb by ``RADIUS`` along it, gradient there, climb down, update with that."""
+    sample = next(task.data_iterator)
+    loss = _loss(task, sample)
+    if not task.train:
+        return
+
+    _gradient(task, loss)
+    climb = _climb(task)
+    _gradient(task, task.loss(task.model(sample["input"]), sample["target"]))
+    with torch.no_grad():
+        for parameter, up in climb:
+            parameter -= up
+    task.grad_scaler.unscale_(task.optimizer)
+    task.run_hooks("on_backward")
+
+    task.grad_scaler.step(task.optimizer, where=task.where)
+    task.grad_scaler.update()
+    task.run_hooks("on_update")
+    task.advance()
+
+
+def _loss(task: Task, sample: dict) -> Tensor:
+    with torch.set_grad_enabled(task.train), task.autocast():
+        output = task.model(sample["input"])
+        task.last_batch = batch = LastBatch(sample, output)
+        task.run_hooks("on_forward")
+        batch.local_loss = task.loss(output, sample["target"])
+    batch.loss = all_reduce_mean(batch.local_loss.detach())
+    task.update_meters(output, sample["target"])
+    task.run_hooks("on_loss_and_meter")
+    return batch.local_loss
+
+
+def _gradient(task: Task, loss: Tensor) -> None:
+    task.optimizer.zero_grad()
+    task.grad_scaler.scale(loss).backward()
+    task.reduce_gradients()
+
+
+@torch.no_grad()
+def _climb(task: Task) -> list[tuple[Tensor, Tensor]]:
+    """Eq. 2: every weight, and by how much it went up. The scale of the loss cancels out."""
+    weights = [p for g in task.optimizer.param_groups for p in g["params"] if p.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in weights]))
+    climb = [(p, p.grad * (RADIUS / norm.clamp(min=1e-12))) for p in weights]
+    for parameter, up in climb:
+        parameter += up
+    return climb

@@ -1,0 +1,62 @@
+"""SimSiam: no negatives, no slow teacher; a predictor and a stopped gradient are enough.
+
+Chen and He, Exploring Simple Siamese Representation Learning, CVPR 2021, arXiv:2011.10566.
+
+B: images per rank, D: width of projector and predictor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.methods.base import Method
+from selftask.models.heads import mlp
+from selftask.models.precision import in_full_precision
+from selftask.registry import register_method
+
+
+@register_method("simsiam")
+class SimSiam(Method):
+    """Each view predicts the other's projection, which does not move towards it."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        dim: int = 2048  # D
+        hidden: int = 512  # the predictor's bottleneck
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            num_views = sum(group["count"] for group in config["views"].values())
+            if num_views != 2:
+                yield f"views: simsiam compares two views, got {num_views}"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.predictor = mlp(config.dim, config.hidden, config.dim, bias=False)
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        """The projector of section 3: three layers, BatchNorm after each, the last without ReLU."""
+        dim = self.config.dim
+        return mlp(embed_dim, dim, dim, dim, bias=False, last_norm=True, last_affine=False)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Eq. 2; ``output`` (2, B, D)."""
+        prediction = self.predictor(output.flatten(0, 1)).unflatten(0, (2, -1))  # (2, B, D)
+        loss = negative_cosine(prediction, output.detach().flip(0))
+        self.terms = {"alignment": -loss.detach()}
+        return loss
+
+    @property
+    def chance(self) -> float | None:
+        """None: vectors that know nothing of each other have a loss of 0."""
+        return None
+
+
+@in_full_precision
+def negative_cosine(prediction: Tensor, projection: Tensor) -> Tensor:
+    """Eq. 1, averaged over views and images; both (2, B, D); -1 where all agree."""
+    return -F.cosine_similarity(prediction, projection, dim=2).mean()

@@ -1,0 +1,149 @@
+"""Anyone's Classy hook, meter, optimizer, scheduler and loss at home in a selftask config."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from selftask.trainer import Trainer
+
+THEIRS = '''
+from classy_vision.hooks import ClassyHook, register_hook
+from classy_vision.meters import ClassyMeter, register_meter
+import torch
+
+@register_hook("their_counter")
+class Counter(ClassyHook):
+    """Written for Classy Vision, knows nothing of selftask."""
+    on_start = on_phase_start = on_phase_end = on_end = ClassyHook._noop
+
+    def __init__(self, by=1):
+        super().__init__()
+        self.by, self.state.count = by, 0
+
+    def on_step(self, task):
+        if task.train:
+            self.state.count += self.by
+
+@register_meter("their_rows")
+class Rows(ClassyMeter):
+    """Counts images."""
+    def __init__(self, factor):
+        super().__init__()
+        self.factor, self.count = factor, 0
+
+    @classmethod
+    def from_config(cls, config): return cls(config["factor"])
+    @property
+    def name(self): return "rows"
+    @property
+    def value(self): return {"seen": self.factor * self.count}
+    def sync_state(self): pass
+    def reset(self): self.count = 0
+    def update(self, model_output, target, **kwargs): self.count += len(target)
+    def validate(self, model_output_shape, target_shape): pass
+    def get_classy_state(self): return {"count": self.count}
+    def set_classy_state(self, state): self.count = state["count"]
+'''
+
+
+def labelled(folder: Path) -> str:
+    return f"data.val={tiny.digits_file(folder, 'val.npz', 400, 460)}"
+
+
+def test_their_hook_and_meter_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    more = [
+        labelled(tmp_path),
+        "hooks.logging={name: 'classy:loss_lr_meter_logging', log_freq: 2}",
+        "meters.top={name: 'classy:accuracy', topk: [1, 3]}",
+        "train.epochs=1",
+    ]
+    with caplog.at_level(logging.INFO):
+        tiny.train("supervised", tmp_path, "run", *more)
+    told = [message for message in caplog.messages if "Approximate meters: " in message]
+    assert len(told) == 2 and "train phase 0 (40.00% done), loss: " in told[0]
+    ended = [message for message in caplog.messages if "Synced meters: " in message]
+    assert [("train phase 0" in line, "test phase 0" in line) for line in ended] == [
+        (True, False),
+        (False, True),
+    ]
+    rows = tiny.rows(tmp_path / "run")
+    assert 0 < rows[-1]["test_top_top_1"] < rows[-1]["test_top_top_3"] <= 1
+
+
+def test_registered_by_the_users_own_module(
+    tmp_path: Path, forget_names: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their bare names; the hook's state is saved and resumed."""
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    monkeypatch.chdir(tmp_path)
+    more = [
+        labelled(tmp_path),
+        "import=[theirs]",
+        "hooks.their_counter={by: 2}",
+        "meters.their_rows={factor: 10}",
+    ]
+    tiny.train("supervised", tmp_path, "run", *more, "train.stop_at=7")
+    task = tiny.train("supervised", tmp_path, "run", *more)
+    assert task.named_hooks["their_counter"].state.count == 2 * 15
+    assert tiny.rows(tmp_path / "run")[-1]["test_their_rows_seen"] == 600
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "{name: 'classy:sgd', lr: 0.1, momentum: 0.9, nesterov: true}",
+        "{name: 'classy:rmsprop_tf', lr: 0.001, momentum: 0.9}",
+        "{name: 'classy:adamw', lr: 0.001}",
+    ],
+)
+def test_their_optimizers(tmp_path: Path, optimizer: str) -> None:
+    more = (f"optimizer={optimizer}", "train.epochs=1")
+    whole = tiny.train("simclr", tmp_path, "whole", *more)
+    tiny.train("simclr", tmp_path, "run", *more, "train.stop_at=3")
+    tiny.train("simclr", tmp_path, "run", *more)
+    rates = [row["lr"] for row in tiny.rows(tmp_path / "whole")]
+    assert rates[0] != rates[-1], "our schedules drive their optimizers"
+    assert whole.iteration == 5
+    states = (tiny.last_state(tmp_path / "whole"), tiny.last_state(tmp_path / "run"))
+    assert tiny.differences(*states) == []
+
+
+def test_their_schedule(tmp_path: Path) -> None:
+    lr = "{name: multistep, values: [0.1, 0.01, 0.001], milestones: [1, 2], num_epochs: 3}"
+    sgd = "optimizer={name: sgd, warmup: 0}"
+    tiny.train("simclr", tmp_path, "run", sgd, f"optimizer.lr={lr}", "train.epochs=3")
+    rates = [row["lr"] for row in tiny.rows(tmp_path / "run")]
+    assert rates == pytest.approx([0.1] * 5 + [0.01] * 5 + [0.001] * 5)
+
+
+def test_their_loss(tmp_path: Path) -> None:
+    loss = "method.loss='classy:label_smoothing_cross_entropy'"
+    args = "method.loss_args={ignore_index: -1, reduction: mean, smoothing_param: 0.1}"
+    task = tiny.train("supervised", tmp_path, "run", loss, args, "train.epochs=1")
+    assert type(task.loss.loss).__name__ == "LabelSmoothingCrossEntropyLoss"
+    losses = [row["loss"] for row in tiny.rows(tmp_path / "run")]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("method", ["byol", "supervised"])
+def test_classys_trainer_drives_our_task(method: str, tmp_path: Path) -> None:
+    """To the same rows and the same state as our own, bit for bit."""
+    from classy_vision.trainer import LocalTrainer
+
+    more = [labelled(tmp_path), "train.epochs=2"]
+    if method == "supervised":
+        more.append("meters.accuracy={topk: [1]}")
+    ours = tiny.task(method, tmp_path, "ours", *more)
+    Trainer().train(ours)
+    theirs = tiny.task(method, tmp_path, "theirs", *more)
+    torch.manual_seed(123)  # whatever was drawn before
+    LocalTrainer().train(theirs)
+    theirs.close()
+    assert tiny.rows(tmp_path / "ours") == tiny.rows(tmp_path / "theirs")
+    states = (tiny.last_state(tmp_path / "ours"), tiny.last_state(tmp_path / "theirs"))
+    assert tiny.differences(*states) == []

@@ -1,0 +1,152 @@
+"""A user's own folder: method, train step and hook, found by ``import:`` and used by name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from selftask.config.load import load_config
+from selftask.data.dataset import open_data
+from selftask.errors import ConfigError
+from selftask.task import Task
+from selftask.trainer import Trainer
+
+PROJECT = tiny.ROOT / "projects" / "simsiam"
+
+MINE = '''
+from dataclasses import dataclass
+from selftask.hooks.base import Hook
+from selftask.methods.base import Method
+from selftask.registry import register_hook, register_method, register_train_step
+from selftask.train_steps.standard import standard_train_step
+
+@register_method("pull")
+class Pull(Method):
+    """Pulls two views together; collapses, of course."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        strength: float = 1.0
+
+    def forward(self, output, target):
+        return self.config.strength * (output[0] - output[1]).square().mean()
+
+@register_train_step("loud")
+def loud(task):
+    """The standard step, and a line."""
+    standard_train_step(task)
+    print("step", task.iteration)
+
+@register_hook("greeter")
+@dataclass(eq=False, kw_only=True)
+class Greeter(Hook):
+    """Says a word at the start."""
+    word: str = "hello"
+
+    def on_start(self, task):
+        print(self.word, type(task.loss).__name__)
+'''
+RECIPE = """\
+# Pull, in my folder.
+defaults: [/base/digits, _self_]
+import: [mine]
+method: {name: pull, strength: 2.0}
+backbone: {name: small_resnet, width: 8}
+train: {step: loud, epochs: null, max_steps: 3, batch_size: 32, threads: 1, log_every: 1}
+eval: {evaluations: {knn: null}}
+data: {num_workers: 0}
+hooks: {greeter: {word: good morning}}
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, forget_names: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "my.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_folder_of_ones_own_trains(mine: Path) -> None:
+    words = [sys.executable, "-m", "selftask", "train", "my.yaml"]
+    done = tiny.run(words, mine)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert "good morning Pull" in lines
+    assert [line for line in lines if line.startswith("step ") and len(line) < 8] == [
+        "step 1",
+        "step 2",
+        "step 3",
+    ]
+    assert lines[-1].startswith("RUN finished: 3 steps")
+    assert (mine / "runs/my/export/backbone.pt").exists()
+
+    wrong = tiny.run([*words, "method.strenght=1", "train.step=lod", "hooks.greter={}"], mine)
+    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
+    for hint in ("did you mean 'method.strength'?", "did you mean 'greeter'?"):
+        assert hint in wrong.stderr
+
+
+def test_a_typo_in_the_step_is_answered_with_ones_own_name(mine: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no train_step named 'lod'; did you mean 'loud'\?"):
+        load_config("my.yaml", ["train.step=lod"])
+
+
+def test_a_taken_name_shows_both_places(mine: Path) -> None:
+    (mine / "mine.py").write_text(MINE.replace('"pull"', '"simclr"'))
+    with pytest.raises(ConfigError) as error:
+        load_config("my.yaml", [])
+    message = str(error.value)
+    assert "the method name 'simclr' is taken" in message
+    assert "methods/simclr.py:" in message
+    assert "mine.py:8" in message
+
+
+def test_two_of_ones_own_of_one_name(mine: Path) -> None:
+    (mine / "more.py").write_text(MINE)
+    with pytest.raises(ConfigError, match=r"(?s)'pull' is taken: at .*mine\.py:8.*more\.py:8"):
+        load_config("my.yaml", ["import=[mine,more]"])
+
+
+def project_task(words: list[str], step: str) -> Task:
+    """SimSiam's task after its training."""
+    out = next(word for word in words if word.startswith("out="))
+    recipe = str(PROJECT / "recipe.yaml")
+    config = load_config(recipe, [*words, f"train.step={step}", f"{out}_{step}"])
+    task = Task(config, sources=open_data(config.data))
+    Trainer().train(task)
+    return task
+
+
+def test_project_simsiam(tmp_path: Path, forget_names: None) -> None:
+    """The example trains, with each of its parts, and its loss is the paper's."""
+    small = [word for word in tiny.overrides("simclr", tmp_path) if "method." not in word]
+    small += ["method.dim=16", "method.hidden=8", "train.epochs=1"]
+    sharp, plain = (project_task(small, name) for name in ("sharpness_aware", "standard"))
+    assert sharp.iteration == plain.iteration == 5
+    first, second = (tiny.rows(task.out) for task in (sharp, plain))
+    assert all(row["alignment"] == pytest.approx(-row["loss"], rel=1e-5) for row in second)
+    assert first[0]["loss"] == second[0]["loss"]
+    assert first[0]["alignment"] < second[0]["alignment"], "up the hill, the loss is higher"
+    assert {"CentralizeGradients", "SimSiam"} <= {type(hook).__name__ for hook in plain.hooks}
+    head = plain.base_model.head[0].weight.grad
+    assert head.mean(dim=1).abs().max() < 1e-7, "gradients of weights are centred"
+
+    p, z = torch.randn(2, 4, 16).double(), torch.randn(2, 4, 16).double()
+    negative_cosine = sys.modules["simsiam_method"].negative_cosine
+    unit = [x / x.norm(dim=2, keepdim=True) for x in (p, z)]
+    expected = -sum(float(unit[0][v, i] @ unit[1][v, i]) for v in range(2) for i in range(4)) / 8
+    assert float(negative_cosine(p, z)) == pytest.approx(expected, abs=1e-12)
+    assert float(negative_cosine(p, 3 * p)) == pytest.approx(-1.0)
+
+
+def test_projects_are_listed(tmp_path: Path) -> None:
+    readme = (tiny.ROOT / "projects/README.md").read_text()
+    for folder in (tiny.ROOT / "projects").iterdir():
+        if folder.is_dir() and folder.name != "__pycache__":
+            assert f"({folder.name})" in readme
+            assert (folder / "README.md").exists()

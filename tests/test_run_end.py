@@ -1,0 +1,194 @@
+"""How a run ends: exit code, last line and status.json say the same, whatever happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from selftask.cli.main import main
+from selftask.data.dataset import open_data
+from selftask.launch.run import run as run_process
+from selftask.logs import MetricsFile, read_metrics
+
+EXTENSION = '''
+from dataclasses import dataclass
+import torch
+from selftask.hooks.base import Hook
+from selftask.registry import register_hook
+
+@register_hook("trouble")
+@dataclass(eq=False, kw_only=True)
+class Trouble(Hook):
+    """Makes trouble of a kind at a step."""
+    kind: str = "raise"
+    step: int = 2
+    priority = 10
+
+    def on_loss_and_meter(self, task):
+        if task.iteration + 1 == self.step and self.kind == "nan":
+            task.last_batch.loss = task.last_batch.loss * torch.nan
+
+    def on_step(self, task):
+        if task.iteration == self.step and self.kind == "raise":
+            raise ZeroDivisionError("trouble on purpose")
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_names: None) -> Path:
+    (tmp_path / "trouble.py").write_text(EXTENSION)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(folder: Path, *more: str, out: str = "run") -> int:
+    """``selftask train`` in this process."""
+    return main(["train", "simclr/digits", *tiny.overrides("simclr", folder, out, *more)])
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+def test_finished_and_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(folder, "train.max_steps=3") == 0
+    assert last_line(capsys).startswith("RUN finished: 3 steps in ")
+    status = tiny.status(folder / "run")
+    assert (status["state"], status["step"]) == ("finished", 3)
+    before = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*")}
+    assert {"config.yaml", "environment.json", "log.txt", "metrics.jsonl", "status.json"} <= {
+        path.name for path in before
+    }
+
+    assert train(folder, "train.max_steps=3") == 0
+    assert last_line(capsys).startswith("RUN finished already")
+    assert before == {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*")}
+
+    assert train(folder, "train.max_steps=4") == 0  # a longer run goes on
+    assert last_line(capsys).startswith("RUN finished: 4 steps")
+    assert [row["step"] for row in tiny.rows(folder / "run")] == [1, 2, 3, 4]
+
+
+def test_own_config_starts_the_same_run(folder: Path) -> None:
+    assert train(folder, "train.max_steps=2") == 0
+    config = folder / "run/config.yaml"
+    assert main(["train", str(config), f"out={folder / 'twin'}"]) == 0
+    assert tiny.rows(folder / "run") == tiny.rows(folder / "twin")
+
+
+def test_interrupted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(folder, "train.stop_at=3") == 75
+    line = last_line(capsys)
+    assert line.startswith("RUN interrupted by train.stop_at=3 at step 3; checkpoint saved in ")
+    status = tiny.status(folder / "run")
+    assert (status["state"], status["step"]) == ("interrupted", 3)
+    assert status["by"] == "train.stop_at=3"
+
+
+def test_a_bug_is_told_in_full(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ("import=[trouble]", "hooks.trouble={kind: raise}")
+    assert train(folder, *more) == 1
+    out = capsys.readouterr().out
+    assert "trouble.py" in out and "Traceback" in out
+    expected = "RUN FAILED at step 2 on rank 0: ZeroDivisionError: trouble on purpose"
+    assert out.splitlines()[-1] == expected
+    status = tiny.status(folder / "run")
+    assert (status["state"], status["step"]) == ("failed", 2)
+    assert status["error"] == "ZeroDivisionError: trouble on purpose"
+    assert "ZeroDivisionError" in (folder / "run/errors/rank0.txt").read_text()
+    assert expected in (folder / "run/log.txt").read_text().splitlines()[-1]
+
+
+def test_a_loss_that_is_not_finite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Found at the next log line or save, told with the step where it began; never saved."""
+    save = "train.checkpoint_every='2 steps'"
+    trouble = ("import=[trouble]", "hooks.trouble={kind: nan, step: 3}")
+    assert train(folder, *trouble, save, "train.log_every=10") == 1
+    line = last_line(capsys)
+    assert line.startswith("RUN FAILED at step 4 on rank 0: the loss is nan at step 3 on rank 0")
+    assert "optimizer.lr" in line
+    saved = sorted(path.name for path in (folder / "run/checkpoints").glob("*.pt"))
+    assert saved == ["step_000000002.pt"]
+    assert tiny.status(folder / "run")["state"] == "failed"
+
+
+def test_the_step_of_a_bad_loss_when_accumulating(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("train.step=accumulate", "train.accumulate=2", "train.log_every=10")
+    trouble = ("import=[trouble]", "hooks.trouble={kind: nan, step: 5}")
+    assert train(folder, *more, *trouble) == 1
+    assert "the loss is nan at step 5 on rank 0" in last_line(capsys)
+
+
+def test_too_many_bad_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from PIL import Image
+
+    photos = folder / "photos"
+    photos.mkdir()
+    for number in range(64):
+        Image.new("RGB", (32, 32), (number, 0, 0)).save(photos / f"{number:02}.png")
+    (photos / "07.png").write_bytes(b"no image")
+    words = tiny.overrides("simclr", folder, "run", "train.max_steps=2")
+    words = [word for word in words if not word.startswith("data=")]
+    command = ["train", "simclr/digits", f"data={photos}", *words]
+    assert main(command) == 2
+    out = capsys.readouterr().out
+    last = out.splitlines()[-1]
+    assert last.startswith("RUN FAILED at step ")
+    assert "1 of 64 images (1.56%) cannot be read, more than data.max_bad=0.001" in last
+    assert "Traceback" not in out
+    assert "07.png" in (folder / "run/bad_files.txt").read_text()
+    assert tiny.status(folder / "run")["state"] == "failed"
+    assert main([*command, "data.max_bad=1"]) == 0
+    assert len((folder / "run/bad_files.txt").read_text().splitlines()) == 1
+
+
+def test_before_the_run_nothing_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(folder, "train.epoch=3") == 2
+    error = capsys.readouterr().err
+    assert "did you mean 'train.epochs'?" in error and "Traceback" not in error
+    assert not (folder / "run").exists()
+
+
+def test_metrics_are_cut_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = MetricsFile(path)
+    rows.write({"step": 1, "loss": 0.5})
+    kept = rows.length
+    rows.write({"step": 2, "loss": float("nan")})
+    rows.close()
+    assert read_metrics(path)[1] == {"step": 2, "loss": None}
+    with path.open("ab") as file:
+        file.write(b'{"step": 3, "lo')  # killed while it wrote
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    again = MetricsFile(path)
+    again.cut(kept)
+    again.write({"step": 2, "loss": 0.25})
+    again.close()
+    lines = path.read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "loss": 0.5},
+        {"step": 2, "loss": 0.25},
+    ]
+
+
+def test_ranks_but_the_first_write_no_status(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[dict[str, Any]] = []
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("selftask.launch.run.write_json", lambda path, c: written.append(c))
+
+    def stop(self: Any, task: Any) -> None:
+        raise RuntimeError("no other rank here")
+
+    monkeypatch.setattr("selftask.launch.run.Trainer.train", stop)
+    config = tiny.config("simclr", folder)
+    assert run_process(config, open_data(config.data)) == 1
+    assert written == []
