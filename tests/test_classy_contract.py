@@ -11,11 +11,11 @@ import sys
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from ranks import run_ranks
 from torch import nn
 
+import tiny
+from ranks import run_ranks
 from selftask import classy
 from selftask.classy import ClassyHook, ClassyMeter, ClassyOptimizer, ClassyTask, schedulers
 
@@ -100,7 +100,8 @@ def test_grad_scaler_steps_a_classy_optimizer() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale((weight * 0.5).sum()).backward()
     scaler.unscale_(sgd)
-    assert weight.grad is not None and weight.grad.tolist() == [0.5, 0.5]
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [0.5, 0.5]
     scaler.step(sgd, where=0.0)
     scaler.update()
     assert weight.tolist() == [0.5, 1.5]
@@ -109,7 +110,8 @@ def test_grad_scaler_steps_a_classy_optimizer() -> None:
     scaler.unscale_(sgd)
     scaler.step(sgd, where=0.0)
     scaler.update()
-    assert weight.tolist() == [0.5, 1.5] and scaler.get_scale() == 4.0
+    assert weight.tolist() == [0.5, 1.5]
+    assert scaler.get_scale() == 4.0
 
 
 def test_torchs_own_schedulers_do_not_take_it() -> None:
@@ -135,7 +137,8 @@ def test_hooks_are_abstract_and_keep_state() -> None:
     saved = Counter.from_config({"start": 3}).get_classy_state()
     other = Counter(0)
     other.set_classy_state(saved)
-    assert saved == {"count": 3} and other.state.count == 3
+    assert saved == {"count": 3}
+    assert other.state.count == 3
 
 
 def test_one_set_of_classes() -> None:
@@ -221,7 +224,8 @@ def overwritten(rank: int) -> tuple[float, float, float]:
 
     theirs, kept = torch.tensor(2.0 * rank + 1), torch.tensor(2.0 * rank + 1)
     mean = classys(theirs)
-    assert float(ours(kept)) == float(mean) and float(kept) == 2.0 * rank + 1
+    assert float(ours(kept)) == float(mean)
+    assert float(kept) == 2.0 * rank + 1
     return float(mean), float(theirs), float(ours(kept))
 
 

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from selftask.config.load import load_config
 from selftask.data.dataset import open_data
 from selftask.errors import ConfigError
@@ -86,7 +86,8 @@ def test_a_folder_of_ones_own_trains(mine: Path) -> None:
     assert (mine / "runs/my/export/backbone.pt").exists()
 
     wrong = tiny.run([*words, "method.strenght=1", "train.step=lod", "hooks.greter={}"], mine)
-    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
+    assert wrong.returncode == 2
+    assert "Traceback" not in wrong.stderr
     for hint in ("did you mean 'method.strength'?", "did you mean 'greeter'?"):
         assert hint in wrong.stderr
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tiny
 
+import tiny
 from selftask.config.load import load_config
 from selftask.config.recipes import shipped
 from selftask.registry import HOOKS, METHODS, REGISTRIES, TRAIN_STEPS

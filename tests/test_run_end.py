@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 
+import tiny
 from selftask.cli.main import main
 from selftask.data.dataset import open_data
 from selftask.launch.run import run as run_process
@@ -93,7 +93,8 @@ def test_a_bug_is_told_in_full(folder: Path, capsys: pytest.CaptureFixture[str])
     more = ("import=[trouble]", "hooks.trouble={kind: raise}")
     assert train(folder, *more) == 1
     out = capsys.readouterr().out
-    assert "trouble.py" in out and "Traceback" in out
+    assert "trouble.py" in out
+    assert "Traceback" in out
     expected = "RUN FAILED at step 2 on rank 0: ZeroDivisionError: trouble on purpose"
     assert out.splitlines()[-1] == expected
     status = tiny.status(folder / "run")
@@ -153,7 +154,8 @@ def test_before_the_run_nothing_is_written(
 ) -> None:
     assert train(folder, "train.epoch=3") == 2
     error = capsys.readouterr().err
-    assert "did you mean 'train.epochs'?" in error and "Traceback" not in error
+    assert "did you mean 'train.epochs'?" in error
+    assert "Traceback" not in error
     assert not (folder / "run").exists()
 
 

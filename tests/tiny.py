@@ -1,4 +1,4 @@
-"""Any recipe made small: 160 handwritten digits, batches of 32, a network of width 8.
+"""Any recipe made small: 80 handwritten digits, batches of 16, a network of width 8.
 
 Five steps make an epoch. For tests of what happens around the steps, not of what is learned.
 """
@@ -32,14 +32,14 @@ SMALL = {
     "dim": "16",
     "hidden": "32",
     "bottleneck": "16",
-    "queue_size": "64",
+    "queue_size": "32",
     "queue_start": "'1 epoch'",
 }  # fields that several methods have
 PROTOTYPES = {"deepcluster": "[12, 8]"}  # the others: one number
 TIMES = ("images_per_s", "data_wait")  # of a row: differ from run to run
 
 
-def digits_file(folder: Path, name: str = "digits.npz", start: int = 0, stop: int = 160) -> Path:
+def digits_file(folder: Path, name: str = "digits.npz", start: int = 0, stop: int = 80) -> Path:
     """Some of scikit-learn's digits, enlarged to 32 x 32, as ``folder/name``."""
     from sklearn.datasets import load_digits
 
@@ -65,7 +65,7 @@ def overrides(method: str, folder: Path, out: str | Path = "run", *more: str) ->
         "data.num_workers=0",
         "backbone.width=8" if backbone == "small_resnet" else "backbone.depth=2",
         *small,
-        "train={batch_size: 32, epochs: 3, log_every: 1, threads: 1, device: cpu}",
+        "train={batch_size: 16, epochs: 3, log_every: 1, threads: 1, device: cpu}",
         "eval.evaluations={knn: null, linear: null}",
         f"out={folder / out}",
         *more,

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-
 _AVAILABLE = dist.is_available()
 
 

@@ -279,20 +279,18 @@ class Task(ClassyTaskNames):
 
     def close(self) -> None:
         """Stop the loader's workers and close the files."""
-        if hasattr(self, "feed"):
-            self.feed.close()
-        if getattr(self, "rows", None) is not None:
-            self.rows.close()
+        for opened in (getattr(self, "feed", None), getattr(self, "rows", None)):
+            if opened is not None:
+                opened.close()
 
     def _samples(self) -> Iterator[dict[str, Any]]:
         """The samples of this phase, from where the clock stands, each as the method wants it."""
-        if self.train:
-            batch = self.clock.batch
-            samples: Iterator[dict[str, Any]] = islice(
-                self.feed.train_samples(batch), self._phase_stop - batch
-            )
-        else:
-            samples = self.feed.test_samples()
+        batch = self.clock.batch
+        samples: Iterator[dict[str, Any]] = (
+            islice(self.feed.train_samples(batch), self._phase_stop - batch)
+            if self.train
+            else self.feed.test_samples()
+        )
         for sample in samples:
             self.loss.prepare(sample, self)
             yield sample

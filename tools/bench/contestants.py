@@ -122,7 +122,7 @@ class Model:
 
 
 MODELS = {
-    "mlp": Model("MLP 3072-16-10, batch 32, cross-entropy", "bench_tiny", "supervised", 32, 400),
+    "mlp": Model("MLP 3072-16-10, batch 32, cross-entropy", "bench_tiny", "supervised", 32, 200),
     "conv": Model("two convolutions, SimCLR, 2 x 64 of 32x32", "bench_conv", "simclr", 64, 120),
     "resnet18": Model("ResNet-18, SimCLR, 2 x 64 of 32x32", "resnet18", "simclr", 64, 7),
 }

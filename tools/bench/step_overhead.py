@@ -73,9 +73,23 @@ class CountSyncs(TorchFunctionMode):
     """Counts what makes the host wait for a device, by the step it happens in."""
 
     NAMES = frozenset(
-        ["item", "tolist", "cpu", "numpy", "nonzero", "unique", "masked_select", "equal"]
-        + ["is_nonzero", "allclose", "__bool__", "__float__", "__int__", "__index__"]
-        + ["__contains__"]
+        {
+            "item",
+            "tolist",
+            "cpu",
+            "numpy",
+            "nonzero",
+            "unique",
+            "masked_select",
+            "equal",
+            "is_nonzero",
+            "allclose",
+            "__bool__",
+            "__float__",
+            "__int__",
+            "__index__",
+            "__contains__",
+        }
     )
 
     def __init__(self, batches: Stamped) -> None:

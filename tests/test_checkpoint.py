@@ -1,0 +1,145 @@
+"""Checkpoint files: whole or absent, checked, plain."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from selftask import checkpoint
+from selftask.errors import UserError
+
+
+def save(folder: Path, *steps: int, keep: int = 3) -> list[Path]:
+    return [checkpoint.save({"n": step}, folder, step, keep=keep) for step in steps]
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ({"a": np.float64(1.5)}, "state.a is a float64"),  # a float to isinstance
+        ({"a": [1, {"b": np.int64(1)}]}, r"state.a\[1\].b is a int64"),
+        ({"a": Colour.RED}, "state.a is a Colour"),
+        ({"a": defaultdict(int)}, "state.a is a defaultdict"),
+        ({"a": Path("x")}, "state.a is a PosixPath"),
+        ({"a": {np.int64(1): 2}}, "a key of state.a is a int64"),
+        ({"a": {1, 2}}, "state.a is a set"),
+    ],
+)
+def test_only_plain_things(tmp_path: Path, value: dict[str, Any], place: str) -> None:
+    with pytest.raises(TypeError, match=place):
+        checkpoint.save(value, tmp_path, 1, keep=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    state = {
+        "t": torch.arange(3, dtype=torch.bfloat16),
+        "nested": OrderedDict(x=[1, 2.5, None, True, "ä"], y=(1, 2)),
+        "empty": torch.empty(0, 4),
+        3: torch.tensor(1.0),
+    }
+    path = checkpoint.save(state, tmp_path, 7, keep=1)
+    assert path.name == "step_000000007.pt"
+    loaded = checkpoint.load(path)
+    assert torch.equal(loaded.pop("t"), state["t"])
+    assert loaded["nested"] == state["nested"]
+    assert loaded["empty"].shape == (0, 4)
+    seal = json.loads(path.with_suffix(".json").read_text())
+    assert seal["bytes"] == path.stat().st_size
+
+
+def test_the_last_few_are_kept(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 10, 9, keep=2)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [
+        "step_000000009.json",
+        "step_000000009.pt",
+        "step_000000010.json",
+        "step_000000010.pt",
+    ]
+
+
+def damage(path: Path, kind: str) -> None:
+    content = bytearray(path.read_bytes())
+    if kind == "truncated":
+        path.write_bytes(content[:-1])
+    elif kind == "one bit":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif kind == "empty":
+        path.write_bytes(b"")
+    else:
+        path.with_suffix(".json").write_text("{")
+
+
+@pytest.mark.parametrize("kind", ["truncated", "one bit", "empty", "seal"])
+def test_damage_falls_back_and_says_so(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = save(tmp_path, 1, 2)
+    damage(second, kind)
+    state, path = checkpoint.load_newest(tmp_path) or ({}, None)
+    assert (state, path) == ({"n": 1}, first)
+    assert "step_000000002.pt is damaged" in caplog.text
+    damage(first, kind)
+    with pytest.raises(UserError, match="none of the 2 checkpoints"):
+        checkpoint.load_newest(tmp_path)
+
+
+def test_a_whole_file_without_its_seal_counts(tmp_path: Path) -> None:
+    """Killed between the two renames; torch's own reader still sees a truncated one."""
+    _, second = save(tmp_path, 1, 2)
+    second.with_suffix(".json").unlink()
+    assert checkpoint.load_newest(tmp_path) == ({"n": 2}, second)
+    second.write_bytes(second.read_bytes()[:-30])
+    found = checkpoint.load_newest(tmp_path)
+    assert found is not None
+    assert found[0] == {"n": 1}
+
+
+def test_what_a_kill_left_is_cleared_away(tmp_path: Path) -> None:
+    left = tmp_path / ".step_000000004.pt.tmp"
+    left.write_bytes(b"half")
+    assert checkpoint.load_newest(tmp_path) is None
+    save(tmp_path, 6)
+    assert not left.exists()
+
+
+def test_every_cut_of_the_write_leaves_a_good_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stop before each system call that changes a name; the state is then the old or the new."""
+    (first,) = save(tmp_path, 1)
+    for calls in range(5):
+        seen = []
+
+        def cut(name: str, original: Any, calls: int = calls, seen: list[str] = seen) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                seen.append(name)
+                if len(seen) > calls:
+                    raise KeyboardInterrupt
+                return original(*args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in ("replace", "fsync"):
+                patch.setattr(checkpoint.os, name, cut(name, getattr(checkpoint.os, name)))
+            try:
+                save(tmp_path, 2)
+            except KeyboardInterrupt:
+                found = checkpoint.load_newest(tmp_path)
+                assert found is not None
+                assert found[0]["n"] == (2 if calls >= 2 else 1), (calls, seen)
+    assert first.exists()
