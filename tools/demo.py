@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 from baselines import show
-
 from selftask.cli.main import main as selftask
 
 

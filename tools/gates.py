@@ -75,7 +75,9 @@ def run(method: str, recipe: Path, out: Path) -> Gate:
     )
     seconds = time.monotonic() - start
     if done.returncode:
-        raise SystemExit(f"{method}: exit {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        raise SystemExit(
+            f"{method}: exit {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     values = [row[metric] for row in rows if metric in row]
     print(f"{method}: {metric} {values[0]:.3f} -> {values[-1]:.3f} in {seconds:.0f} s", flush=True)
@@ -84,7 +86,9 @@ def run(method: str, recipe: Path, out: Path) -> Gate:
 
 def table(gates: list[Gate]) -> str:
     """One line a method."""
-    head = f"{'method':<13}{'metric':<14}{'untrained':>10}{'trained':>9}{'promised':>10}{'s':>6}  gate"
+    head = (
+        f"{'method':<13}{'metric':<14}{'untrained':>10}{'trained':>9}{'promised':>10}{'s':>6}  gate"
+    )
     lines = [
         f"{g.method:<13}{g.metric:<14}{g.untrained:>10.3f}{g.trained:>9.3f}"
         f"{g.untrained + g.margin:>10.3f}{g.seconds:>6.0f}  {'passed' if g.passed else 'FAILED'}"

@@ -45,7 +45,7 @@ def save(state: dict[str, Any], folder: Path, step: int, *, keep: int) -> Path:
     temporary = folder / f".{path.name}.tmp"
     with temporary.open("wb") as file:
         writer = _Checked(file)
-        torch.save(state, writer)
+        torch.save(state, writer)  # type: ignore[arg-type]  # writing is all that it needs
         file.flush()
         os.fsync(file.fileno())
     seal = {"step": step, "bytes": writer.length, "crc32": writer.crc}

@@ -85,7 +85,8 @@ def seed_all(seed: int, rank: int) -> None:
 def rng_state() -> dict[str, Any]:
     """The state of every generator of this process, as plain tensors and python scalars."""
     version, key, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = numpy_state
     state = {
         "python": {"version": version, "key": list(key), "gauss": gauss},
         "numpy": {
@@ -130,7 +131,9 @@ def describe() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "packages": versions,
         "command": sys.argv,

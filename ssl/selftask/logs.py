@@ -1,4 +1,4 @@
-"""What a run says: lines on the console and in ``log.txt``, rows in ``metrics.jsonl``, its status."""
+"""What a run says: lines on the console and in ``log.txt``, rows in ``metrics.jsonl``."""
 
 from __future__ import annotations
 

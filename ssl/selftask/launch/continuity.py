@@ -31,8 +31,8 @@ def check_same_run(config: Config, out: Path) -> None:
     if changes:
         listed = "\n".join(f"  {change}" for change in changes[:8])
         raise UserError(
-            f"out={out} holds another run than the one asked for; use another out=, resume=never to "
-            f"start anew there, or resume=CHECKPOINT to go on from it all the same\n{listed}"
+            f"out={out} holds another run than the one asked for; use another out=, resume=never "
+            f"to start anew there, or resume=CHECKPOINT to go on from it all the same\n{listed}"
         )
 
 

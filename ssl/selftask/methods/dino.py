@@ -88,7 +88,7 @@ class DINO(Method):
         self.teacher = Teacher(task.base_model)
         for module in self.teacher.modules():
             if hasattr(module, "drop_prob"):  # stochastic depth: the student's alone
-                module.drop_prob = 0.0
+                module.drop_prob = 0.0  # type: ignore[assignment]
         self.momentum_at = build_schedule("cosine", config.momentum, config.end_momentum)
         warmup, self.frozen_updates = (
             parse_duration(text).steps(length.updates_per_epoch, length.total_updates)

@@ -33,7 +33,7 @@ def cosine(start: float, end: float) -> Schedule:
 def build_schedule(
     kind: str, start: float, end: float, *, warmup: float = 0.0, warmup_start: float = 0.0
 ) -> Schedule:
-    """``kind`` from ``start`` to ``end``, after a linear ``warmup`` taking that fraction of the run.
+    """``kind`` from ``start`` to ``end``, after a linear ``warmup`` over that fraction of the run.
 
     With warm-up the main schedule is squeezed into the remaining 1 - ``warmup``.
     """
