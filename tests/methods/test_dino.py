@@ -188,4 +188,4 @@ def test_the_teachers_backbone_is_kept() -> None:
 
 def test_one_view_is_refused() -> None:
     with pytest.raises(ConfigError, match="dino needs two global views"):
-        load_config("dino", ["views.local=null", "views.global.count=1"])
+        load_config("dino", ["views.main.count=1"])

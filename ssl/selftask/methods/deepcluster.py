@@ -22,13 +22,17 @@ from torch import Tensor, nn
 from selftask.collectives import all_gather_cat, all_reduce_sum
 from selftask.data.sampler import hash_words
 from selftask.errors import UserError
-from selftask.methods.base import Method, full_precision
+from selftask.logs import get_logger
+from selftask.methods.base import Method
 from selftask.models.assignment import spherical_kmeans
 from selftask.models.heads import mlp
+from selftask.models.precision import full_precision
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
     from selftask.task import Task
+
+log = get_logger(__name__)
 
 NUM_REMEMBERED = 2  # views
 NO_CLUSTER = -100  # of an image that could not be read; cross_entropy passes over it
@@ -105,6 +109,7 @@ class DeepCluster(Method):
         In evaluation mode, where the paper's code stays in training mode: so a feature does not
         depend on which images are beside it, and the last batch may be of one image.
         """
+        log.info("deepcluster: filling the memory, one pass over %d images", len(self.memory))
         task.base_model.eval()
         self.memory.zero_()
         for sample in task.feed.sweep():

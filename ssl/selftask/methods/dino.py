@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from selftask.collectives import all_reduce_mean
 from selftask.config.duration import parse_duration
-from selftask.methods.base import Method, full_precision
+from selftask.methods.base import Method
 from selftask.models.assignment import cross_entropy_of_pairs
 from selftask.models.heads import DINOHead
+from selftask.models.precision import full_precision
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
 from selftask.registry import register_method
@@ -113,9 +114,8 @@ class DINO(Method):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """Eq. 3, averaged over its pairs; ``output`` (V, B, K)."""
-        with torch.autocast(output.device.type, enabled=False):
-            log_probs = F.log_softmax(full_precision(output) / self.config.temperature, dim=2)
-            loss = cross_entropy_of_pairs(self.teacher_probs, log_probs)
+        log_probs = F.log_softmax(full_precision(output) / self.config.temperature, dim=2)
+        loss = cross_entropy_of_pairs(self.teacher_probs, log_probs)
         entropy = torch.special.entr(self.teacher_probs).sum(dim=2).mean()
         self.terms = {"teacher_entropy": entropy, "kl": loss.detach() - entropy}
         return loss

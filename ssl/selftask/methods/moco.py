@@ -39,7 +39,6 @@ class MoCo(Method):
     class Config:
         dim: int = 128  # D
         hidden: int | None = None  # width of the head's hidden layer; None: the backbone's
-        norm: bool = False  # BatchNorm after both layers of the head, which v2 does not have
         queue_size: int = 65_536  # K
         temperature: float = 0.2  # tau in eq. 1; v1 has 0.07
         momentum: float = 0.999  # m in eq. 2
@@ -77,9 +76,8 @@ class MoCo(Method):
         self.keys: list[Tensor] = []  # of this update, (V, B * W, D) for each of its batches
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """The two layers of v2."""
-        hidden, norm = self.config.hidden or embed_dim, self.config.norm
-        return mlp(embed_dim, hidden, self.config.dim, norm=norm, last_norm=norm)
+        """The two layers that v2 adds, without BatchNorm."""
+        return mlp(embed_dim, self.config.hidden or embed_dim, self.config.dim, norm=False)
 
     def attach(self, task: Task) -> None:
         self.teacher = Teacher(task.base_model)

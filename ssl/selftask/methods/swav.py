@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from selftask.collectives import all_gather_cat, rank, world_size
 from selftask.config.duration import parse_duration
-from selftask.methods.base import Method, full_precision
+from selftask.methods.base import Method
 from selftask.models.assignment import cross_entropy_of_pairs, sinkhorn_knopp
 from selftask.models.heads import Prototypes, mlp
+from selftask.models.precision import full_precision
 from selftask.registry import register_method
 
 if TYPE_CHECKING:

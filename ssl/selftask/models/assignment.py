@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selftask.collectives import all_gather_cat
-from selftask.models.precision import full_precision
+from selftask.models.precision import full_precision, in_full_precision
 
 
 @torch.no_grad()
@@ -34,12 +34,13 @@ def sinkhorn_knopp(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor
     return logits.exp()
 
 
+@in_full_precision
 def cross_entropy_of_pairs(probs: Tensor, log_probs: Tensor) -> Tensor:
     """-sum_k p log q, averaged over images and over all pairs of *different* views.
 
     ``probs`` p (A, B, K) are the assignments of the first A views, which all V views predict:
     ``log_probs`` log q (V, B, K). Eq. 3 of DINO (arXiv:2104.14294), eq. 6 of SwAV. One matrix
-    product instead of A * (V - 1) passes over (B, K); keep it out of autocast, which rounds it.
+    product instead of A * (V - 1) passes over (B, K).
     """
     pairs = -torch.einsum("abk,vbk->av", probs, log_probs) / probs.shape[1]  # (A, V)
     others = pairs.sum() - pairs.diagonal().sum()
