@@ -27,14 +27,14 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 class StopOnSignal(Hook):
     """SIGTERM, SIGINT and SIGUSR2 save at the next step; a second one ends the process at once.
 
-    The handler only sets a flag; all ranks agree on it between two steps.
+    The handler only sets a flag; all ranks agree on it between two steps. It is there from the
+    moment the hook is built, so that a signal during the first evaluation is not lost.
     """
 
     priority: ClassVar[int] = 95
 
-    def on_start(self, task: Task) -> None:
+    def __post_init__(self) -> None:
         self.received: str | None = None
-        self.alone = world_size() == 1
         self.previous: dict[int, Any] = {}
         for number in _SIGNALS:
             try:
@@ -42,6 +42,9 @@ class StopOnSignal(Hook):
             except ValueError:  # not the main thread: somebody else owns the signals
                 log.info("signals are not handled: the task does not run in the main thread")
                 break
+
+    def on_start(self, task: Task) -> None:
+        self.alone = world_size() == 1
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
@@ -65,8 +68,8 @@ class StopOnSignal(Hook):
         self._restore()
 
     def _restore(self) -> None:
-        for number, handler in getattr(self, "previous", {}).items():
-            signal.signal(number, handler)
+        while self.previous:
+            signal.signal(*self.previous.popitem())
 
 
 def _on_any_rank(here: bool, device: torch.device) -> bool:
