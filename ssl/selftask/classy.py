@@ -13,37 +13,56 @@ import importlib
 import importlib.util
 import sys
 import warnings
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from selftask.errors import UserError, nearest
 
 
-def _load_alone(name: str) -> ModuleType:
-    """Import one module without running its package's ``__init__``.
+class _LoadedAlone(MetaPathFinder, Loader):
+    """Single modules of Classy, loaded without running their package's ``__init__``.
 
     ``classy_vision.tasks`` and ``.hooks`` import every model, data set and hook of Classy, which
-    costs a second of start-up. The module is registered under its own name, so the whole package,
-    imported later by someone else, finds and reuses it.
+    costs a second of start-up. Whoever imports the whole package later finds the same module.
     """
-    if name not in sys.modules:
-        package, _, leaf = name.rpartition(".")
+
+    def __init__(self) -> None:
+        self.modules: dict[str, ModuleType] = {}
+
+    def load(self, name: str) -> ModuleType:
+        """The module ``classy_vision.PACKAGE.LEAF``, alone."""
+        if name in sys.modules:
+            return sys.modules[name]
         root = importlib.util.find_spec("classy_vision")
         if root is None or not root.submodule_search_locations:
             raise UserError("classy-vision is not installed; `pip install classy-vision`")
-        folder = "/".join([root.submodule_search_locations[0], *package.split(".")[1:]])
-        spec = importlib.util.spec_from_file_location(name, f"{folder}/{leaf}.py")
+        path = Path(root.submodule_search_locations[0], *name.split(".")[1:]).with_suffix(".py")
+        spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
+        self.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.modules[name])
+        return self.modules[name]
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name in self.modules else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing: it was run when it was loaded."""
 
 
-ClassyTask: Any = _load_alone("classy_vision.tasks.classy_task").ClassyTask
-ClassyHook: Any = _load_alone("classy_vision.hooks.classy_hook").ClassyHook
-ClassyMeter: Any = _load_alone("classy_vision.meters.classy_meter").ClassyMeter
+_alone = _LoadedAlone()
+sys.meta_path.insert(0, _alone)
+
+ClassyTask: Any = _alone.load("classy_vision.tasks.classy_task").ClassyTask
+ClassyHook: Any = _alone.load("classy_vision.hooks.classy_hook").ClassyHook
+ClassyMeter: Any = _alone.load("classy_vision.meters.classy_meter").ClassyMeter
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # deprecations inside torch that its optimizers touch

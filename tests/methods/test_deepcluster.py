@@ -75,6 +75,14 @@ def test_perfect_agreement_costs_nothing_and_ignorance_costs_chance() -> None:
     assert method.chance == pytest.approx((math.log(4) + math.log(6)) / 2)
 
 
+def test_autocast_rounds_nothing() -> None:
+    method = MiniTask("deepcluster", SMALL).run(1).loss.float()
+    method.index, output = torch.arange(3), _random(2, 3, 5).float()
+    plain = method(output, torch.empty(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert method(output, torch.empty(3)).item() == plain.item()
+
+
 def test_the_first_memory_holds_every_image() -> None:
     task = MiniTask("deepcluster", SMALL, batch_size=9)  # of 24 images an epoch leaves out 6
     expected = _features(task)

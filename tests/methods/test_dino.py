@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.layers import DropPath
 from torch import Tensor
 
 from minitask import MiniTask, largest_difference
@@ -16,6 +17,7 @@ from selftask.config.load import load_config
 from selftask.errors import ConfigError
 from selftask.methods.dino import DINO
 from selftask.models.assignment import cross_entropy_of_pairs
+from selftask.registry import OPTIMIZERS
 
 SMALL: dict[str, Any] = {
     "num_prototypes": 10,
@@ -145,6 +147,35 @@ def test_the_last_layer_waits_for_an_epoch() -> None:
     assert not torch.equal(head.mlp[0].weight, first)
     task.run(1)
     assert not torch.equal(head.last_layer.weight, last)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
+def test_every_optimizer_takes_up_a_layer_that_waited(name: str) -> None:
+    """By itself, torch's fused SGD fails where only some parameters have a momentum yet."""
+    task = MiniTask("dino", SMALL)
+    optimizer = OPTIMIZERS[name]().build([{"params": task.parameters, "lr": 0.1}])
+    task.optimizer.step = lambda closure=None, *, where=0.0: optimizer.step()  # type: ignore
+    last = task.base_model.head.last_layer.weight.clone()
+    task.run(3)
+    assert torch.equal(task.base_model.head.last_layer.weight, last)
+    task.run(1)
+    assert not torch.equal(task.base_model.head.last_layer.weight, last)
+
+
+def test_stochastic_depth_is_the_students_alone() -> None:
+    task = MiniTask("dino", SMALL)
+    task.base_model.backbone.drop = DropPath(0.5)
+    task.loss.attach(task)
+    assert task.base_model.backbone.drop.drop_prob == 0.5
+    assert task.loss.teacher.network.backbone.drop.drop_prob == 0.0
+
+
+def test_autocast_rounds_nothing() -> None:
+    method, output = _method(temperature=0.3).float(), _random(3, 8, 6).float()
+    method.teacher_probs = F.softmax(_random(2, 8, 6, seed=1).float(), dim=2)
+    plain = method(output, torch.empty(8))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert method(output, torch.empty(8)).item() == plain.item()
 
 
 def test_accumulated_batches_all_count_for_the_center() -> None:

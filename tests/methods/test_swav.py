@@ -121,6 +121,15 @@ def test_perfect_agreement_costs_nothing_and_ignorance_costs_chance() -> None:
     assert method.chance == pytest.approx(math.log(6))
 
 
+def test_autocast_rounds_nothing() -> None:
+    method, output = _method(queue_size=9), _random(3, 7, 5)
+    method.queue.copy_(F.normalize(_random(9, 2, 5, seed=1), dim=2))
+    method.float().queue_is_used = True
+    plain = method(output.float(), torch.empty(7))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert method(output.float(), torch.empty(7)).item() == plain.item()
+
+
 def test_prototypes_wait_and_then_stay_on_the_sphere() -> None:
     task = MiniTask("swav", SMALL)
     weight = task.loss.prototypes.weight
@@ -194,4 +203,4 @@ def test_two_ranks_are_one() -> None:
 )
 def test_impossible_configs_are_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_config("swav", [override])
+        load_config("swav", ["train.batch_size=64", override])

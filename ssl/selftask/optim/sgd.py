@@ -19,14 +19,6 @@ class SGD:
     nesterov: bool = False
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Every momentum is there from the start, since torch's fused step cannot add one later.
-
-        It would have to for a layer that is frozen at first (DINO's last, SwAV's prototypes).
-        """
-        optimizer = torch.optim.SGD(
-            groups, momentum=self.sgd_momentum, nesterov=self.nesterov, fused=True
-        )
-        if self.sgd_momentum:
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return optimizer
+        # Not fused: torch's fused step fails where a layer frozen at first (DINO's last, SwAV's
+        # prototypes) gets its first gradient later than the others.
+        return torch.optim.SGD(groups, momentum=self.sgd_momentum, nesterov=self.nesterov)
