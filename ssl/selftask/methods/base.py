@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from selftask.hooks.base import Hook
 from selftask.models.build import embed_dim
 from selftask.models.network import Network
-from selftask.models.precision import full_precision as full_precision  # every loss needs it
 
 if TYPE_CHECKING:
     from selftask.task import Task

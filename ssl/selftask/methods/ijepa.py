@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from selftask.draws import uniform
 from selftask.errors import UserError
-from selftask.methods.base import Method, full_precision
+from selftask.methods.base import Method
 from selftask.models.masked_vit import (
     PatchPredictor,
     as_vit,
@@ -33,6 +33,7 @@ from selftask.models.masked_vit import (
     patch_tokens,
 )
 from selftask.models.network import Network
+from selftask.models.precision import full_precision
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
 from selftask.registry import register_method

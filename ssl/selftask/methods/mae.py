@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from selftask.draws import uniform
 from selftask.errors import UserError
-from selftask.methods.base import Method, full_precision
+from selftask.methods.base import Method
 from selftask.models.masked_vit import (
     PatchPredictor,
     as_vit,
@@ -30,6 +30,7 @@ from selftask.models.masked_vit import (
     patchify,
 )
 from selftask.models.network import Network
+from selftask.models.precision import full_precision
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
