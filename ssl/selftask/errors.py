@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 class UserError(Exception):
-    """Something only the user can put right: the message says what was wrong, what would be right."""
+    """Something only the user can put right; the message says what was wrong and what is right."""
 
     exit_code = 2
 
