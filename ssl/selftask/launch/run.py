@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from selftask import environment
+from selftask.config.derive import cores
 from selftask.config.load import to_yaml
 from selftask.config.schema import Config
 from selftask.data.dataset import Sources
@@ -38,8 +39,7 @@ def run(config: Config, sources: Sources) -> int:
         print(f"RUN finished already: {out} is complete; another out= or resume=never starts anew")
         return 0
     world = environment.read_world()
-    if config.train.threads != "auto":
-        torch.set_num_threads(int(config.train.threads))
+    torch.set_num_threads(num_threads(config))
     out.mkdir(parents=True, exist_ok=True)
     start_log(out, world.rank)
     LOGGER.info("data: %s", sources.train.describe())
@@ -59,6 +59,16 @@ def run(config: Config, sources: Sources) -> int:
     finally:
         stop_log()
         environment.leave_world()
+
+
+def num_threads(config: Config) -> int:
+    """Threads of torch on the CPU; ``auto``: the cores that the loader's workers leave, at least 1.
+
+    More threads than free cores cost a factor: torch's threads wait for each other at every
+    operation, and one that has lost its core to a worker makes all of them wait.
+    """
+    threads = config.train.threads
+    return max(1, cores() - config.data.num_workers) if threads == "auto" else int(threads)
 
 
 class Status:
