@@ -26,6 +26,7 @@ LEVELS = [
     {"data", "models", "optim", "meters"},
     {"hooks"},
     {"methods"},
+    {"snapshot"},
     {"task"},
     {"train_steps", "evaluate"},
     {"trainer"},

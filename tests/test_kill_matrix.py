@@ -250,7 +250,7 @@ def test_signals_save_at_the_next_step(name: str, folder: Path) -> None:
     assert tiny.differences(tiny.last_state(out), tiny.last_state(other)) == []
 
 
-# The tests' own environment has selftask installed: None in sys.modules makes any import of it fail.
+# The tests have selftask installed: None in sys.modules makes any import of it fail.
 READ = """
 import sys
 sys.modules["selftask"] = None

@@ -17,21 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selftask import checkpoint, classy, environment
+from selftask import classy, environment, snapshot
 from selftask.classy import ClassyTaskNames
 from selftask.collectives import (
     all_reduce_gradients,
-    barrier,
     broadcast_buffers,
     broadcast_module,
-    gather_objects,
     is_primary,
 )
-from selftask.config.load import to_yaml
 from selftask.config.schema import Component, Config
 from selftask.data.dataset import Sources, open_data
 from selftask.data.feed import Feed
-from selftask.errors import UserError
 from selftask.hooks.base import POINTS, defines
 from selftask.logs import MetricsFile, format_row, get_logger
 from selftask.models.address import read_weights
@@ -82,7 +78,7 @@ class Task(ClassyTaskNames):
         self.interrupted_by: str | None = None  # the signal that asks to stop after this step
         self.last_row: dict[str, Any] = {}  # of metrics.jsonl
         self._calls: dict[str, list[Callable[[Task], None]]] = {}  # point -> what hooks define it
-        self._saved: tuple[int, int] | None = None  # the clock of the newest checkpoint
+        self.saved: tuple[int, int] | None = None  # iteration and phase of the newest checkpoint
 
     @classmethod
     def from_config(cls, config: Config) -> Task:  # type: ignore[override]
@@ -114,7 +110,7 @@ class Task(ClassyTaskNames):
         self._build_hooks()
         environment.seed_all(train.seed, self.world.rank)
         self.rows = MetricsFile(self.out / "metrics.jsonl") if is_primary() else None
-        self.resumed = self._resume()
+        self.resumed = snapshot.resume(self)
         self.data_iterator: Iterator[dict[str, Any]] = iter(())
 
     def _build_model(self) -> None:
@@ -312,84 +308,15 @@ class Task(ClassyTaskNames):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that stopping now would lose, as tensors and plain python."""
-        return {
-            "model": self.base_model.state_dict(),
-            "method": self.loss.state_dict(),
-            "optimizer": self.optimizer.get_classy_state(),
-            "scaler": self.grad_scaler.state_dict(),
-            "backbone": self._place_of_backbone(),
-            "clock": self.clock.state_dict(),
-            "hooks": {key: hook.get_classy_state() for key, hook in self.named_hooks.items()},
-            "meters": [meter.get_classy_state() for meter in self.meters],
-            "scalars": {name: float(value) for name, value in self.scalars.items()},
-            "rng": gather_objects(environment.rng_state()),
-            "metrics_bytes": self.rows.length if self.rows is not None else 0,
-        }
-
-    def _place_of_backbone(self) -> str:
-        """Where in this state the weights to keep lie: ``model.backbone``, or in the teacher."""
-        backbone = self.loss.export_backbone(self.base_model)
-        parts = (("model", self.base_model), ("method", self.loss))
-        places = [
-            f"{part}.{name}"
-            for part, module in parts
-            for name, inner in module.named_modules()
-            if inner is backbone
-        ]
-        assert places, "export_backbone must return a module inside the network or the method"
-        return places[0]
+        return snapshot.take(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put everything back; parts must match exactly."""
-        self.base_model.load_state_dict(state["model"])
-        self.loss.load_state_dict(state["method"])
-        self.optimizer.set_classy_state(state["optimizer"])
-        self.grad_scaler.load_state_dict(state["scaler"])
-        self.clock.load_state_dict(state["clock"])
-        for key, hook in self.named_hooks.items():
-            if key in state["hooks"]:
-                hook.set_classy_state(state["hooks"][key])
-        for meter, meter_state in zip(self.meters, state["meters"], strict=False):
-            meter.set_classy_state(meter_state)
-        self.scalars = dict(state["scalars"])
-        if self.world.rank < len(state["rng"]):
-            environment.set_rng_state(state["rng"][self.world.rank])
+        snapshot.restore(self, state)
 
     def save_checkpoint(self) -> None:
         """Write ``checkpoints/step_N.pt``; every rank calls, the first one writes."""
-        now = (self.clock.iteration, self.clock.phase)
-        if now == self._saved:
-            return
-        self._saved = now
-        self.run_hooks("before_save")
-        state = self.state_dict()
-        if is_primary():
-            keep = self.config.train.keep_checkpoints
-            checkpoint.save(
-                {"format": 1, "config": to_yaml(self.config), **state},
-                self.out / "checkpoints",
-                self.iteration,
-                keep=keep,
-            )
-
-    def _resume(self) -> bool:
-        """Load what ``resume`` says; whether there was something to load."""
-        folder = self.out / "checkpoints"
-        found = checkpoint.find(self.config.resume, folder)
-        if found is not None:
-            try:
-                self.load_state_dict(found[0])
-            except (RuntimeError, ValueError, KeyError) as error:
-                raise UserError(f"{found[1]} does not fit; use another out=\n{error}") from error
-        barrier()  # all ranks have read
-        if self.rows is not None:  # drop what comes after the checkpoint, or all without one
-            checkpoint.set_aside(folder, self.iteration if found else -1)
-            self.rows.cut(found[0]["metrics_bytes"] if found else 0)
-        if found is None:
-            return False
-        self.run_hooks("after_load")
-        log.info("resumed from %s: step %d, epoch %d", found[1], self.iteration, self.clock.epoch)
-        return True
+        snapshot.save(self)
 
 
 def _build(registry: Registry, component: Component) -> Any:

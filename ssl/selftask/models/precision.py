@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -30,12 +31,14 @@ def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        assert isinstance(args[0], Tensor)
+        first = args[0]
+        assert isinstance(first, Tensor)
+        device = first.device.type
+        autocast = torch.is_autocast_enabled(device)
+        if not autocast and first.dtype not in _HALF:
+            return function(*args, **kwargs)  # the way of every step in float32: no more than that
         raised: Any = [_raise(argument) for argument in args]
-        device = args[0].device.type
-        if not torch.is_autocast_enabled(device):
-            return function(*raised, **kwargs)
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(device, enabled=False) if autocast else nullcontext():
             return function(*raised, **kwargs)
 
     return run

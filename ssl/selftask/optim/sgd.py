@@ -19,6 +19,12 @@ class SGD:
     nesterov: bool = False
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        # Not fused: torch's fused step fails where a layer frozen at first (DINO's last, SwAV's
-        # prototypes) gets its first gradient later than the others.
-        return torch.optim.SGD(groups, momentum=self.sgd_momentum, nesterov=self.nesterov)
+        optimizer = torch.optim.SGD(
+            groups, momentum=self.sgd_momentum, nesterov=self.nesterov, fused=True
+        )
+        if self.sgd_momentum:
+            # torch's fused step wants all momenta or none, and a layer frozen at first (DINO's
+            # last, SwAV's prototypes) gets its own later. A zero is where each begins anyway.
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return optimizer

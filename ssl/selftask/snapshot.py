@@ -1,0 +1,101 @@
+"""Everything a task would lose if it stopped now: taken, saved, found again, put back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from selftask import checkpoint, environment
+from selftask.collectives import barrier, gather_objects, is_primary
+from selftask.config.load import to_yaml
+from selftask.errors import UserError
+from selftask.logs import get_logger
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+log = get_logger(__name__)
+
+
+def take(task: Task) -> dict[str, Any]:
+    """The state of every part, as tensors and plain python."""
+    return {
+        "model": task.base_model.state_dict(),
+        "method": task.loss.state_dict(),
+        "optimizer": task.optimizer.get_classy_state(),
+        "scaler": task.grad_scaler.state_dict(),
+        "backbone": _place_of_backbone(task),
+        "clock": task.clock.state_dict(),
+        "hooks": {key: hook.get_classy_state() for key, hook in task.named_hooks.items()},
+        "meters": [meter.get_classy_state() for meter in task.meters],
+        "scalars": {name: float(value) for name, value in task.scalars.items()},
+        "rng": gather_objects(environment.rng_state()),
+        "metrics_bytes": task.rows.length if task.rows is not None else 0,
+    }
+
+
+def _place_of_backbone(task: Task) -> str:
+    """Where in the state the weights to keep lie: ``model.backbone``, or in the teacher."""
+    backbone = task.loss.export_backbone(task.base_model)
+    parts = (("model", task.base_model), ("method", task.loss))
+    places = [
+        f"{part}.{name}"
+        for part, module in parts
+        for name, inner in module.named_modules()
+        if inner is backbone
+    ]
+    assert places, "export_backbone must return a module inside the network or the method"
+    return places[0]
+
+
+def restore(task: Task, state: dict[str, Any]) -> None:
+    """Put everything back; parts must match exactly."""
+    task.base_model.load_state_dict(state["model"])
+    task.loss.load_state_dict(state["method"])
+    task.optimizer.set_classy_state(state["optimizer"])
+    task.grad_scaler.load_state_dict(state["scaler"])
+    task.clock.load_state_dict(state["clock"])
+    for key, hook in task.named_hooks.items():
+        if key in state["hooks"]:
+            hook.set_classy_state(state["hooks"][key])
+    for meter, meter_state in zip(task.meters, state["meters"], strict=False):
+        meter.set_classy_state(meter_state)
+    task.scalars = dict(state["scalars"])
+    if task.world.rank < len(state["rng"]):
+        environment.set_rng_state(state["rng"][task.world.rank])
+
+
+def save(task: Task) -> None:
+    """Write ``checkpoints/step_N.pt`` unless it is there; every rank calls, the first one writes."""
+    now = (task.clock.iteration, task.clock.phase)
+    if now == task.saved:
+        return
+    task.saved = now
+    task.run_hooks("before_save")
+    state = task.state_dict()
+    if is_primary():
+        checkpoint.save(
+            {"format": 1, "config": to_yaml(task.config), **state},
+            task.out / "checkpoints",
+            task.iteration,
+            keep=task.config.train.keep_checkpoints,
+        )
+
+
+def resume(task: Task) -> bool:
+    """Load what ``resume`` says; whether there was something to load."""
+    folder = task.out / "checkpoints"
+    found = checkpoint.find(task.config.resume, folder)
+    if found is not None:
+        try:
+            task.load_state_dict(found[0])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UserError(f"{found[1]} does not fit; use another out=\n{error}") from error
+    barrier()  # all ranks have read
+    if task.rows is not None:  # drop what comes after the checkpoint, or all without one
+        checkpoint.set_aside(folder, task.iteration if found else -1)
+        task.rows.cut(found[0]["metrics_bytes"] if found else 0)
+    if found is None:
+        return False
+    task.run_hooks("after_load")
+    log.info("resumed from %s: step %d, epoch %d", found[1], task.iteration, task.clock.epoch)
+    return True
