@@ -168,6 +168,9 @@ class LaunchConfig:
     nodes: int = _setting(1, min=1, also=["num_nodes"])
     processes: int = _setting(1, min=1, also=["gpus", "num_gpus", "nproc_per_node"])  # per node
     slurm: dict[str, Any] = field(default_factory=dict)
+    timeout_s: float = _setting(600.0, min=1)  # a run in which no rank moves for so long is stuck
+    max_restarts: int = _setting(0, min=0)  # new attempts after a rank failed or was killed
+    max_requeues: int = _setting(100, min=0)  # SLURM: returns to the queue, preempted or timed out
 
     @property
     def world_size(self) -> int:
