@@ -28,6 +28,8 @@ from selftask.train_steps.standard import standard_train_step
 class Pull(Method):
     """Pulls two views together; collapses, of course."""
 
+    reduces = "samples"
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         strength: float = 1.0

@@ -24,6 +24,8 @@ from selftask.registry import register_method
 class SimSiam(Method):
     """Each view predicts the other's projection, which does not move towards it."""
 
+    reduces = "samples"
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         dim: int = 2048  # D

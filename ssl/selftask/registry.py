@@ -14,7 +14,7 @@ import importlib.util
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -45,11 +45,17 @@ class Address:
 
 
 class Registry:
-    """The names of one ``kind`` of thing (method, hook, ...), kept in one ``package``."""
+    """The names of one ``kind`` of thing (method, hook, ...), kept in one ``package``.
 
-    def __init__(self, kind: str, package: str) -> None:
+    ``declares`` names a class attribute that every such thing must set to one of some words.
+    """
+
+    def __init__(
+        self, kind: str, package: str, *, declares: tuple[str, Mapping[str, str]] | None = None
+    ) -> None:
         self.kind = kind
         self.package = package
+        self.declares = declares
         self.decorator = f"register_{kind}"
         self._registered: dict[str, Any] = {}
         self._addresses: dict[str, Address] = {}
@@ -57,7 +63,8 @@ class Registry:
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator: make ``name`` the address of a class or function.
 
-        Raises UserError if the name is taken, showing both places.
+        Raises UserError if the name is taken, showing both places, or if the thing does not
+        declare what this kind has to.
         """
         caller = sys._getframe(1)  # the line of the decorator, as in the index
         here = Address(
@@ -70,6 +77,7 @@ class Registry:
                 raise UserError(
                     f"the {self.kind} name {name!r} is taken: at {taken}, and again at {here}"
                 )
+            self._check_declaration(name, thing, here)
             self._registered[name] = thing
             self._addresses[name] = here
             return thing
@@ -86,6 +94,19 @@ class Registry:
         if indexed is None or indexed.path.resolve() == here.path.resolve():
             return None
         return indexed
+
+    def _check_declaration(self, name: str, thing: Any, here: Address) -> None:
+        if self.declares is None:
+            return
+        attribute, words = self.declares
+        said = getattr(thing, attribute, None)
+        if said not in words:
+            what = "does not declare" if said is None else f"says {said!r} for"
+            known = "; ".join(f'"{word}" ({meaning})' for word, meaning in words.items())
+            raise UserError(
+                f"the {self.kind} {name!r} ({thing.__qualname__} at {here}) {what} `{attribute}`; "
+                f"set this class attribute to one of {known}"
+            )
 
     def __getitem__(self, name: str) -> Any:
         """What is registered as ``name``, importing its module on first use."""
@@ -202,7 +223,14 @@ def _fields_and_problems(config: ast.ClassDef) -> Iterator[ast.stmt]:
             yield node
 
 
-METHODS = Registry("method", "selftask.methods")
+REDUCTIONS = {
+    "samples": "the loss is a mean over samples, to each of which the others are nothing",
+    "gathered": "the loss compares samples with those of all ranks, gathered with gradient",
+    "statistics": "sums over the samples of all ranks enter the loss",
+}
+"""How the loss of a method reduces over ranks: ``Method.reduces``; `selftask check` holds it to."""
+
+METHODS = Registry("method", "selftask.methods", declares=("reduces", REDUCTIONS))
 TRAIN_STEPS = Registry("train_step", "selftask.train_steps")
 HOOKS = Registry("hook", "selftask.hooks")
 BACKBONES = Registry("backbone", "selftask.models.backbones")

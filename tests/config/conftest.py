@@ -22,6 +22,8 @@ from selftask.registry import (
 class ToyMethod:
     """A toy."""
 
+    reduces = "samples"
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         temperature: float = 0.5
@@ -35,6 +37,8 @@ class ToyMethod:
 
 @register_method("toy_other")
 class ToyOther:
+    reduces = "gathered"
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         temperature: float = 0.9

@@ -15,6 +15,7 @@ COMMANDS = {
     "train": ("selftask.cli.train", "RECIPE [key=value ...]", "pretrain; again: resume"),
     "eval": ("selftask.cli.evaluate", "knn|linear RUN_OR_MODEL data=...", "judge features"),
     "export": ("selftask.cli.export", "RUN [--to FORMAT]", "write the backbone for others"),
+    "check": ("selftask.cli.check", "METHOD|--all [key=value ...]", "same on 1, 2, 4 ranks?"),
     "config": ("selftask.cli.show", "RECIPE [key=value ...]", "every value and its origin"),
     "list": ("selftask.cli.list", "[methods|hooks|recipes|...]", "the names a config may use"),
     "env": ("selftask.cli.env", "", "versions, devices, what is supported"),

@@ -26,6 +26,8 @@ from selftask.registry import register_method
 class BarlowTwins(Method):
     """The cross-correlation of two views over the global batch becomes the identity; no state."""
 
+    reduces = "statistics"  # the correlation
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         dim: int = 8192  # D

@@ -7,7 +7,7 @@ a hook, called first at each point. ``task.loss`` is the method: ``forward`` is 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -20,9 +20,24 @@ if TYPE_CHECKING:
 
 
 class Method(nn.Module, Hook):
-    """Definitions come in the order of time: build, attach, then what each step calls."""
+    """Definitions come in the order of time: build, attach, then what each step calls.
+
+    ``reduces`` says what makes W ranks with B / W samples each give the loss and the gradients of
+    one rank with B; without it a method does not register, and ``selftask check`` tries it out:
+
+    * ``"samples"``: the loss is a mean over samples, to each of which the rest of the batch is
+      nothing. Ranks compute it alone, and the mean of their gradients is right.
+    * ``"gathered"``: samples are compared with those of all ranks, which
+      ``collectives.gather_cat_with_grad`` brings together.
+    * ``"statistics"``: sums over the batch of all ranks (a mean, a correlation, the sizes of
+      clusters) enter the loss: ``collectives.sum_with_grad``, or without gradient.
+
+    Whatever a method draws is a function of (seed, epoch, sample), see ``selftask.draws``, and
+    what it remembers enters its memory in the order of the global batch.
+    """
 
     Config: ClassVar[Any]
+    reduces: ClassVar[Literal["samples", "gathered", "statistics"]]
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 class BYOL(Method):
     """Network and predictor are trained, the teacher follows ever more slowly."""
 
+    reduces = "samples"
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         dim: int = 256  # D

@@ -43,6 +43,8 @@ _CLUSTERING = 0x6B6D6E73  # "kmns": keeps these draws apart from others of the s
 class DeepCluster(Method):
     """K-means over a memory of all images at each epoch; its clusters are what to predict."""
 
+    reduces = "samples"
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         dim: int = 128  # D

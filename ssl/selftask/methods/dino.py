@@ -37,6 +37,8 @@ NUM_GLOBAL = 2  # views that the teacher sees
 class DINO(Method):
     """Self-distillation without labels: a centred and sharpened teacher, multi-crop students."""
 
+    reduces = "samples"
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         num_prototypes: int = 65_536  # K

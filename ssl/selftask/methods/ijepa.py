@@ -51,6 +51,8 @@ _DRAWS = 4  # for a block: its area, its shape, its row, its column
 class IJEPA(Method):
     """The teacher sees the whole image and says what is to be predicted; it is what is kept."""
 
+    reduces = "samples"
+
     features: Tensor  # (B, M, Q, E), what is to be predicted of the batch at hand
     inside: Tensor  # (B, M, Q), false where a block has fewer than Q patches
 

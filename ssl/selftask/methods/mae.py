@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 class MAE(Method):
     """The backbone sees only what is left; a light decoder, thrown away later, paints the rest."""
 
+    reduces = "samples"
+
     pixels: Tensor  # (B, M, P), what is to be painted of the batch at hand
 
     @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 class MoCo(Method):
     """Queries by the network, keys by its slow teacher, negatives from a queue of past keys."""
 
+    reduces = "samples"
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         dim: int = 128  # D

@@ -28,6 +28,8 @@ from selftask.registry import register_method
 class SimCLR(Method):
     """In-batch negatives, gathered over ranks with gradient; no state."""
 
+    reduces = "gathered"  # every view is a negative to those of all ranks
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         dim: int = 128  # D

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 class Supervised(Method):
     """Cross-entropy, or any loss of torch.nn or Classy Vision by its name; one view."""
 
+    reduces = "samples"
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         num_classes: int | None = None  # C; None: as many as the data set has

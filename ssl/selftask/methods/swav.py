@@ -36,6 +36,8 @@ NUM_ASSIGNED = 2  # views whose assignments the others predict
 class SwAV(Method):
     """Swapped prediction between views, with online, equally large clusters and multi-crop."""
 
+    reduces = "statistics"  # how full the clusters are
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         dim: int = 128  # D

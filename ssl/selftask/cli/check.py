@@ -1,0 +1,193 @@
+"""``selftask check``: does a method do the same on any number of ranks?"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from selftask.errors import ConfigError, RunError, UserError
+from selftask.registry import METHODS, REDUCTIONS
+
+if TYPE_CHECKING:
+    from selftask.config.schema import Config
+    from selftask.launch.equivalence import Report
+
+USAGE = """\
+usage: selftask check METHOD [key=value ...] [--ranks 1,2,4] [--steps 3]
+       selftask check --all [key=value ...]
+
+Trains a small version of METHOD, which may be a recipe as in `selftask train`, in double precision:
+once on one rank, then with the same global batch on several, then with their number changing
+between checkpoints. Samples, inputs, loss and its terms, gradients and all state must be the same
+to 1e-9. Your own method is found as ever: import=[mine], or its recipe. Exit code 1: different."""
+
+LEAST_BATCH = 8
+_OPTIONS = ("--ranks", "--steps")
+
+
+def main(argv: list[str]) -> int:
+    """Check one method or all; 1 if one of them depends on the number of ranks."""
+    if not argv or any(word in ("-h", "--help") for word in argv):
+        print(USAGE)
+        return 0
+    words, options = _split_options(argv)
+    ranks = _numbers("--ranks", options.get("--ranks", "1,2,4"))
+    steps = _numbers("--steps", options.get("--steps", "3"))[0]
+    names = [word for word in words if "=" not in word and not word.startswith("~")]
+    settings = [word for word in words if word not in names]
+    if names == ["--all"]:
+        return _check_all(settings, ranks, steps)
+    if len(names) != 1 or names[0].startswith("-"):
+        raise UserError(f"check needs one METHOD or recipe, or --all\n{USAGE}")
+    return _check(names[0], settings, ranks, steps)
+
+
+def _check_all(settings: list[str], ranks: list[int], steps: int) -> int:
+    """Every method that is registered once the user's own modules are imported."""
+    from selftask.config.extensions import import_entry_points
+
+    import_entry_points()
+    if settings:
+        load(METHODS.names()[0], settings)  # imports what import=[...] names
+    failed = [name for name in METHODS.names() if _check(name, settings, ranks, steps)]
+    print(f"{len(METHODS.names())} methods checked; different: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
+
+
+def _check(name: str, settings: list[str], ranks: list[int], steps: int) -> int:
+    config = load(name, settings)
+    from selftask.launch.miniature import miniature
+
+    least = math.lcm(*ranks)
+    small = miniature(config, batch_size=-(-LEAST_BATCH // least) * least, steps=steps)
+    batch = small.train.batch_size
+    for size in ranks:
+        if batch % size:
+            raise ConfigError([f"train.batch_size={batch} cannot be divided among {size} ranks"])
+    print(_heading(small, steps), flush=True)
+
+    from selftask.launch.equivalence import check
+
+    started = time.perf_counter()
+    try:
+        report = check(small, ranks=ranks, steps=steps)
+    except RunError as error:
+        print(f"FAILED: {error}\n")
+        return 1
+    print(_table(report))
+    print(_verdict(small, report, ranks))
+    print(f"({time.perf_counter() - started:.0f} s)\n")
+    return 0 if report.ok else 1
+
+
+def load(name: str, settings: list[str]) -> Config:
+    """The config of a recipe, or of a method that has none, on data that is never read."""
+    from selftask.config import recipes
+    from selftask.config.load import load_config
+
+    settings = ["data={name: digits}", *settings]
+    known = {recipe.partition("/")[0] for recipe in recipes.shipped()} | set(recipes.shipped())
+    if name in known or name.endswith((".yaml", ".yml")):
+        return load_config(name, settings)
+    base = recipes.folder() / "base/digits.yaml"
+    return load_config(str(base), [*settings, f"method.name={name}"])
+
+
+def _heading(small: Config, steps: int) -> str:
+    method = METHODS[small.method.name]
+    backbone = {"name": small.backbone.name, **small.backbone.args}
+    return (
+        f"{small.method.name}: {method.__name__} at {METHODS.address(small.method.name)}\n"
+        f"  declares reduces = {method.reduces!r}: {REDUCTIONS[method.reduces]}\n"
+        f"  in small: batch {small.train.batch_size}, {steps} steps, {small.train.step} step, "
+        f"{small.optimizer.name}, backbone {backbone}, float64"
+    )
+
+
+def _table(report: Report) -> str:
+    """The rows of a report under their headings."""
+    cells = [("quantity", "ranks", "difference", "", "where it is largest")]
+    for row in report.rows:
+        verdict = "ok" if row.ok else "DIFFERENT"
+        cells.append((row.quantity, row.ranks, f"{row.difference:.1e}", verdict, row.place))
+    widths = [max(len(line[column]) for line in cells) for column in range(4)]
+    return "\n".join(
+        "  " + "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[4]])
+        for line in cells
+    )
+
+
+def _verdict(small: Config, report: Report, ranks: list[int]) -> str:
+    name, reduces = small.method.name, METHODS[small.method.name].reduces
+    lines = []
+    if report.replaced_norms:
+        lines.append(
+            f"{report.replaced_norms} BatchNorm layers were replaced by GroupNorm(1), which looks "
+            "at one sample: BatchNorm itself sees its own rank's batch only"
+        )
+    different = [row for row in report.rows if not row.ok]
+    if report.silent:
+        lines.append(
+            f"DIFFERENT: {name} declares reduces = {reduces!r}, but its loss exchanges nothing "
+            'between ranks; if it needs nothing of other samples, declare "samples"'
+        )
+    if different:
+        first = different[0]
+        lines.append(
+            f"DIFFERENT: {name} depends on the number of ranks: {first.quantity} with "
+            f"{first.ranks} ranks, {first.place or 'everywhere'}, by {first.difference:.1e}"
+        )
+        lines.append(_hint(first.quantity, first.difference, reduces))
+    if report.ok:
+        asked = ", ".join(str(size) for size in ranks if size > 1)
+        lines.append(f"SAME: {name} on {asked} ranks does what it does on one")
+    return "\n".join(lines)
+
+
+def _hint(quantity: str, difference: float, reduces: str) -> str:
+    """What most often makes this the first quantity that differs."""
+    if difference < 1e-5:
+        return "(so small: something computes in float32; models.precision.full_precision helps)"
+    if quantity in ("samples", "inputs"):
+        return (
+            "(what is drawn for a sample must be a function of (seed, epoch, sample): "
+            "selftask.draws.uniform on the device, the generator that a transform is given)"
+        )
+    if quantity in ("loss", "terms", "gradients") and reduces == "samples":
+        return (
+            "(a loss that looks at other samples of the batch, or draws from torch's generator, "
+            "which ranks seed differently? see gather_cat_with_grad and sum_with_grad in "
+            "selftask.collectives, and selftask.draws)"
+        )
+    if quantity in ("loss", "terms", "gradients"):
+        return (
+            "(is each sum over the batch made with sum_with_grad, each comparison with "
+            "gather_cat_with_grad of selftask.collectives, and is the loss a mean over this "
+            "rank's samples, or the same on all ranks?)"
+        )
+    return (
+        "(what the method remembers must be of all ranks, in the order of the global batch: "
+        "all_gather_cat, all_reduce_mean in selftask.collectives)"
+    )
+
+
+def _split_options(argv: list[str]) -> tuple[list[str], dict[str, str]]:
+    """``--ranks 1,2`` and ``--ranks=1,2`` taken out of the words."""
+    words, options = [], {}
+    rest = iter(argv)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name in _OPTIONS:
+            options[name] = value if equals else next(rest, "")
+        else:
+            words.append(word)
+    return words, options
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        example = "1,2,4" if option == "--ranks" else "3"
+        raise UserError(f"{option} {text!r}: expected numbers above 0, such as {example}")
+    return [int(part) for part in parts]

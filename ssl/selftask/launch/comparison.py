@@ -1,0 +1,144 @@
+"""What a run on W ranks recorded, put together and held against that of one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RTOL = 1e-9  # of the largest element of a tensor, in float64
+SMALL = 1e-3  # a tensor that is this small beside the largest of its kind is measured by that one
+RESUMED = "2 > 1 > 2"
+_STEPWISE = ("samples", "inputs", "loss", "terms", "gradients")
+_FINAL = ("network", "method", "optimizer")
+
+Record = dict[str, Any]  # of one rank, see recording.py
+
+
+@dataclass(frozen=True)
+class Row:
+    """A quantity on so many ranks: its largest difference from one rank's, and where that is."""
+
+    quantity: str
+    ranks: str
+    difference: float
+    place: str
+
+    @property
+    def ok(self) -> bool:
+        return self.difference <= RTOL
+
+
+def merge(records: list[Record]) -> Record:
+    """What all ranks of a run together saw, and what each of them has computed.
+
+    Samples and inputs are put behind one another in rank order, terms of the loss are averaged;
+    of the rest, each rank's own is kept: they all have to be right.
+    """
+    merged: Record = {"samples": [], "inputs": [], "terms": []}
+    for batches in zip(*(r["samples"] for r in records), strict=True):
+        merged["samples"].append({"index": [torch.cat(batches)]})
+    for inputs in zip(*(r["inputs"] for r in records), strict=True):
+        merged["inputs"].append({k: [torch.cat([i[k] for i in inputs])] for k in inputs[0]})
+    for terms in zip(*(r["terms"] for r in records), strict=True):
+        merged["terms"].append(
+            {k: [sum((t[k] for t in terms), start=torch.zeros(())) / len(terms)] for k in terms[0]}
+        )
+    for losses in zip(*(r["loss"] for r in records), strict=True):
+        merged.setdefault("loss", []).append({"": list(losses)})
+    for grads in zip(*(r["gradients"] for r in records), strict=True):
+        names = {name for grad in grads for name in grad}
+        merged.setdefault("gradients", []).append(
+            {name: [grad.get(name) for grad in grads] for name in names}
+        )
+    for part in _FINAL:
+        names = {name for record in records for name in record[part]}
+        merged[part] = {name: [record[part].get(name) for record in records] for name in names}
+    return merged
+
+
+def compare(one: Record, records: list[Record], ranks: str) -> Iterator[Row]:
+    """A row for each quantity of a run, against ``one`` that was merged."""
+    many = merge(records)
+    for quantity in _STEPWISE:
+        yield _compare_steps(quantity, one.get(quantity, []), many.get(quantity, []), ranks)
+    for part in _FINAL:
+        yield Row(part, ranks, *_largest(one[part], many[part]))
+
+
+def _compare_steps(
+    quantity: str, one: Sequence[Any], many: Sequence[Any], ranks: str, first: int = 1
+) -> Row:
+    """The first step that differs too much, or else the one that differs most."""
+    if len(one) != len(many):
+        return Row(quantity, ranks, math.inf, f"{len(one)} steps on one rank, here {len(many)}")
+    worst = Row(quantity, ranks, 0.0, "")
+    for step, (a, b) in enumerate(zip(one, many, strict=True), start=first):
+        difference, place = _largest(a, b)
+        if difference > worst.difference:
+            worst = Row(quantity, ranks, difference, f"step {step}  {place}".rstrip())
+        if not worst.ok:
+            break
+    return worst
+
+
+def compare_resume(undisturbed: Record, legs: list[list[Record]]) -> Iterator[Row]:
+    """The samples of the legs, one after the other, and their final state."""
+    merged = [merge(records) for records in legs]
+    samples = [batch for leg in merged for batch in leg["samples"]]
+    yield _compare_steps("samples", undisturbed["samples"], samples, RESUMED)
+    for part in _FINAL:
+        yield Row(part, RESUMED, *_largest(undisturbed[part], merged[-1][part]))
+
+
+def _largest(one: dict[str, Any], many: dict[str, Any]) -> tuple[float, str]:
+    """The largest relative difference among the tensors of all ranks, and where it is.
+
+    ``one`` holds those of one rank (or several, which were compared before), by their names.
+    """
+    kinds = _largest_of_kind(values[0] for values in one.values())
+    worst, place = 0.0, ""
+    for name in sorted({*one, *many}):
+        reference = one.get(name, [None])[0]
+        for rank, value in enumerate(many.get(name, [None])):
+            difference = relative_difference(reference, value, kinds)
+            if difference > worst:
+                worst, place = difference, name
+                if rank and len(many[name]) > 1:
+                    place = f"{name} (rank {rank})".lstrip()
+    return worst, place
+
+
+def _largest_of_kind(tensors: Iterable[Any]) -> float:
+    floating = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
+    return max((float(t.abs().max()) for t in floating if t.numel()), default=0.0)
+
+
+def relative_difference(one: Any, many: Any, largest: float = 0.0) -> float:
+    """The largest difference of two tensors over the largest element of both.
+
+    Tensors whose elements all are tiny beside ``largest`` are roundings of zero: they are measured
+    by SMALL * ``largest``. Infinite where shapes, types or whole numbers differ, or something is
+    not finite. No gradient is one of zero.
+    """
+    if one is None and many is None:
+        return 0.0
+    one = torch.zeros_like(many) if one is None else one
+    many = torch.zeros_like(one) if many is None else many
+    if not (isinstance(one, Tensor) and isinstance(many, Tensor)):
+        return 0.0 if one == many else math.inf
+    if one.shape != many.shape or one.dtype != many.dtype:
+        return math.inf
+    if not one.is_floating_point():
+        return 0.0 if torch.equal(one, many) else math.inf
+    if not one.numel():
+        return 0.0
+    distance = float((one - many).abs().max())
+    scale = max(float(one.abs().max()), float(many.abs().max()), SMALL * largest)
+    if not math.isfinite(distance + scale):
+        return math.inf
+    return distance / scale if distance else 0.0

@@ -1,0 +1,162 @@
+"""Any recipe made small: a few images held in memory, a tiny network, a handful of steps.
+
+What the method is stays: its views, its options, its optimizer. Whatever the command line says
+stays too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from selftask.config.schema import DEFAULT_HOOKS, Component, Config, ViewConfig
+from selftask.config.sections import own_problems
+from selftask.data.source import Source
+from selftask.errors import ConfigError
+from selftask.registry import METHODS
+
+IMAGE_SIZE = 32  # pixels
+UPDATES_PER_EPOCH = 2  # so that a few steps see the end of an epoch
+_KINDS = 4  # of images: what supervised training has to tell apart
+_VIT = {"img_size": IMAGE_SIZE, "patch_size": 4, "depth": 2}
+_VIT_CHOICES = ("pool", "class_token", "dynamic_img_size")  # which stay as they are
+_NETS = ("small_resnet", "resnet", "torchvision", "timm")
+_SMALL = {
+    "dim": 16,
+    "hidden": 32,
+    "bottleneck": 16,
+    "queue_start": 1,
+    "decoder_dim": 16,
+    "decoder_depth": 1,
+    "decoder_heads": 2,
+    "predictor_dim": 16,
+    "predictor_depth": 1,
+    "predictor_heads": 2,
+}  # fields that several methods have, and what costs little and still does everything
+
+
+def miniature(config: Config, *, batch_size: int, steps: int) -> Config:
+    """The config with all that costs time made small; ``batch_size`` unless the user gave one.
+
+    Raises ConfigError if the method cannot be what it then would have to be.
+    """
+    if not _given(config, "train.batch_size"):
+        config = replace(config, train=replace(config.train, batch_size=batch_size))
+    small = replace(
+        config,
+        data=replace(config.data, val=None, num_workers=0),
+        views=_small_views(config.views),
+        backbone=_small_backbone(config),
+        method=_small_method(config),
+        train=replace(
+            config.train,
+            epochs=-(-steps // UPDATES_PER_EPOCH),
+            max_steps=None,
+            precision="float32",
+            compile=False,
+            log_every=1,
+            device="cpu",
+            threads=1,
+            stop_at=None,
+        ),
+        hooks={key: hook for key, hook in config.hooks.items() if key not in DEFAULT_HOOKS},
+        eval=replace(config.eval, evaluations={}),
+        init=replace(config.init, backbone=None),
+        resume="auto",
+    )
+    problems = [text for _, text in own_problems(small)]
+    if problems:
+        head = "the small version of this recipe is impossible; set what is named here by key=value"
+        raise ConfigError([head, *problems])
+    return small
+
+
+def images_for(config: Config) -> Images:
+    """So many that an epoch has ``UPDATES_PER_EPOCH`` updates, and one image is left over."""
+    return Images(UPDATES_PER_EPOCH * config.train.accumulate * config.train.batch_size + 1)
+
+
+class Images(Source):
+    """Noisy images of four kinds, each a function of its number alone."""
+
+    def __init__(self, count: int) -> None:
+        self.labels = np.arange(count, dtype=np.int64) % _KINDS
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        kind = int(self.labels[index])
+        coarse = np.random.default_rng(kind).integers(0, 156, (4, 4, 3))
+        noise = np.random.default_rng(_KINDS + index).integers(0, 100, (IMAGE_SIZE, IMAGE_SIZE, 3))
+        enlarged = np.kron(coarse, np.ones((IMAGE_SIZE // 4, IMAGE_SIZE // 4, 1), dtype=np.int64))
+        return Image.fromarray((enlarged + noise).astype(np.uint8)), kind
+
+    def path(self, index: int) -> str:
+        return f"synthetic image {index}"
+
+    def describe(self) -> str:
+        return f"{len(self)} synthetic images of {IMAGE_SIZE}x{IMAGE_SIZE}"
+
+
+def _given(config: Config, key: str) -> bool:
+    """Whether the command line says something about ``key``."""
+    inside = (place for name, place in config.places.items() if name.startswith(f"{key}."))
+    return any(p.startswith("command line") for p in (config.place(key), *inside))
+
+
+def _small_backbone(config: Config) -> Component:
+    """A tiny network of the same sort; one that is the user's own stays."""
+    name, args = config.backbone.name, config.backbone.args
+    if _given(config, "backbone"):
+        return config.backbone
+    if name.startswith("vit_") or "vit" in str(args.get("model", "")):
+        kept = {key: args[key] for key in _VIT_CHOICES if key in args}
+        return Component(name="vit_micro", args={**_VIT, **kept})
+    if name.startswith(_NETS):
+        return Component(name="small_resnet", args={"width": 8})
+    return config.backbone
+
+
+def _small_method(config: Config) -> Component:
+    schema = METHODS.config_class(config.method.name)
+    args = dict(config.method.args)
+    for name, value in _small_fields(config, args):
+        if not _given(config, f"method.{name}"):
+            args[name] = value
+    return Component(name=config.method.name, args=args) if schema else config.method
+
+
+def _small_fields(config: Config, args: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from ((name, value) for name, value in _SMALL.items() if name in args)
+    if "queue_size" in args:  # in use, and overwritten within a few steps
+        yield "queue_size", 2 * config.train.batch_size * config.train.accumulate
+    if isinstance(args.get("num_prototypes"), int):
+        yield "num_prototypes", 12
+    elif "num_prototypes" in args:
+        yield "num_prototypes", [max(2, 6 - i) for i, _ in enumerate(args["num_prototypes"])]
+
+
+def _small_views(views: dict[str, ViewConfig]) -> dict[str, ViewConfig]:
+    """Sizes of at most 32 pixels in the same proportions: crops of 224 and 96 become 32 and 12."""
+    sizes = [t.args["size"] for v in views.values() for t in v.transforms if _has_size(t)]
+    share = min(1.0, IMAGE_SIZE / max(sizes, default=IMAGE_SIZE))
+    return {
+        name: replace(view, transforms=[_resized(t, share) for t in view.transforms])
+        for name, view in views.items()
+    }
+
+
+def _has_size(transform: Component) -> bool:
+    return isinstance(transform.args.get("size"), int)
+
+
+def _resized(transform: Component, share: float) -> Component:
+    if share == 1.0 or not _has_size(transform):
+        return transform
+    size = max(8, 4 * int(transform.args["size"] * share / 4))  # whole patches
+    return replace(transform, args={**transform.args, "size": size})

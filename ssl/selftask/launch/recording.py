@@ -1,0 +1,313 @@
+"""A task that writes down what must not depend on the number of ranks, and one rank's work at it.
+
+Everything is float64, so that what remains are roundings (1e-16) or mistakes, and BatchNorm, which
+does look at its own rank's batch only, gives way to a norm that looks at one sample.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from selftask.config.extensions import import_entry_points, import_extensions
+from selftask.config.schema import Config
+from selftask.data.dataset import Sources
+from selftask.errors import UserError
+from selftask.launch.miniature import images_for
+from selftask.task import Task
+
+TIMEOUT_S = 120.0  # for what other ranks have to do
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC", "SLURM_", "MASTER")
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A part of a run: ``size`` ranks go on in the folder ``out`` until ``stop`` updates are done.
+
+    ``name`` is that of its records: ``NAME.RANK.pt``.
+    """
+
+    name: str
+    size: int
+    out: str
+    stop: int
+    save: bool = False
+
+
+def work(process: int, legs: list[Leg], config: Config, folder: Path) -> None:
+    """What one process does: its rank's part of each leg. Its exit code is 1 if it failed.
+
+    ``failure.PROCESS.json`` then says why.
+    """
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    leg = legs[0]
+    try:
+        import_entry_points()
+        import_extensions(config.imports, [], "import")
+        for leg in legs:
+            if process < leg.size:
+                with _rank(process, leg, folder):
+                    record = _run(leg, config, folder)
+                torch.save(record, folder / f"{leg.name}.{process}.pt")
+    except BaseException as error:  # noqa: BLE001 - told to the process that waits for this one
+        told = {"time": time.time(), "rank": process, "size": leg.size, **_describe(error)}
+        (folder / f"failure.{process}.json").write_text(json.dumps(told), encoding="utf-8")
+        os._exit(1)  # at once: whoever waits for this rank in a collective then hears of it
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    """The message, and the last line of the user's own code in the traceback, or of any."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(__file__).resolve().parents[1])
+    installed = ("site-packages", "dist-packages", str(Path(traceback.__file__).parent), "<frozen")
+    own = [f for f in frames if not any(part in f.filename for part in (ours, *installed))]
+    last = (own or list(frames))[-1]
+    message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return {
+        "message": message,
+        "is_user_error": isinstance(error, UserError),
+        "frame": f"{os.path.relpath(last.filename)}:{last.lineno} in {last.name}: {last.line}",
+    }
+
+
+@contextmanager
+def _rank(rank: int, leg: Leg, folder: Path) -> Iterator[None]:
+    """The environment and the process group of one rank; none for one alone."""
+    for name in [name for name in os.environ if name.startswith(_LAUNCHERS)]:
+        del os.environ[name]
+    if leg.size == 1:
+        yield
+        return
+    local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(leg.size)}
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(leg.size), **local})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})  # asked for, never used
+    store = dist.FileStore(str(folder / f"{leg.name}.rendezvous"), leg.size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=leg.size, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _run(leg: Leg, config: Config, folder: Path) -> dict[str, Any]:
+    """Train up to ``leg.stop``; what was recorded."""
+    config = replace(config, out=str(folder / leg.out))
+    with batch_norm_replaced() as replaced:
+        task = RecordedTask(config)
+        task.prepare()
+    try:
+        task.train_until(leg.stop)
+        if leg.save:
+            task.save_checkpoint()
+        record = task.record()
+    finally:
+        task.close()
+    return {**record, "replaced_norms": len(replaced), "reduces": task.loss.reduces}
+
+
+@contextmanager
+def batch_norm_replaced() -> Iterator[list[str]]:
+    """Wherever a BatchNorm is built into a module, build in a norm of one sample instead.
+
+    Yields the names of those that were replaced. Models are not changed afterwards: teachers are
+    copies of networks, and optimizers hold parameters.
+    """
+    replaced: list[str] = []
+
+    def without(parent: nn.Module, name: str, child: nn.Module | None) -> nn.Module | None:
+        if type(child) not in _BATCH_NORMS:
+            return None
+        assert isinstance(child, nn.modules.batchnorm._BatchNorm)
+        replaced.append(name)
+        return nn.GroupNorm(1, child.num_features, eps=child.eps, affine=child.affine)
+
+    handle = register_module_module_registration_hook(without)
+    try:
+        yield replaced
+    finally:
+        handle.remove()
+
+
+class RecordedTask(Task):
+    """A task on synthetic images that writes down, step by step, what it saw and computed."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, sources=Sources(images_for(config), None))
+        self.samples: list[Tensor] = []  # of each batch, (B,): which images
+        self.inputs: list[dict[str, Tensor]] = []  # name -> (B,) a sum over each sample's input
+        self.batch_losses: list[Tensor] = []
+        self.terms: list[dict[str, Tensor]] = []
+        self.gradients: list[dict[str, Tensor]] = []  # of each update
+        self.exchanges = 0  # collectives called while a loss was computed
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        super().prepare(*args, **kwargs)
+        self.feed: Any = _InDouble(self.feed)
+        modules = (("network", self.base_model), ("method", self.loss))
+        named = [
+            (f"{part}.{n}", p) for part, module in modules for n, p in module.named_parameters()
+        ]
+        self.trained_parameters = {name: p for name, p in named if p.requires_grad}
+        self._count_exchanges()
+
+    def train_until(self, updates: int) -> None:
+        """Phase by phase as a trainer does, but stop after so many updates in all."""
+        self.on_start()
+        while self.iteration < updates and not self.done_training():
+            self.on_phase_start()
+            while True:
+                try:
+                    self.step()
+                except StopIteration:
+                    break
+                if self.iteration >= updates and not self.phase_finished:
+                    return
+            self.on_phase_end()
+
+    def run_hooks(self, point: str) -> None:
+        """Call the hooks, then look at what they have left."""
+        super().run_hooks(point)
+        if not self.train:
+            return
+        if point == "on_loss_and_meter":
+            batch = self.last_batch
+            self.samples.append(batch.sample["index"].clone())
+            self.inputs.append(dict(_per_sample(batch.sample.get("input"), len(batch.target))))
+            self.batch_losses.append(batch.loss.detach().clone())
+            terms = {name: torch.as_tensor(value) for name, value in self.loss.terms.items()}
+            self.terms.append({name: value.detach().clone() for name, value in terms.items()})
+        if point == "on_backward":
+            grads = {name: p.grad for name, p in self.trained_parameters.items()}
+            self.gradients.append(
+                {n: g.detach().clone() for n, g in grads.items() if g is not None}
+            )
+
+    def record(self) -> dict[str, Any]:
+        """All that was written down, and the state at the end; of this rank."""
+        return {
+            "samples": self.samples,
+            "inputs": self.inputs,
+            "loss": self.batch_losses,
+            "terms": self.terms,
+            "gradients": self.gradients,
+            "network": self.base_model.state_dict(),
+            "method": self.loss.state_dict(),
+            "optimizer": dict(self._optimizer_state()),
+            "exchanges": self.exchanges,
+        }
+
+    def _optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
+        """``network.head.0.weight.exp_avg`` -> tensor."""
+        names = {id(parameter): name for name, parameter in self.trained_parameters.items()}
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        state = self.optimizer.get_classy_state().get("optim", {}).get("state", {})
+        for number, entries in state.items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor | float | int):
+                    yield f"{names.get(id(params[number]), number)}.{key}", torch.as_tensor(value)
+
+    def _count_exchanges(self) -> None:
+        """Count the collectives between the first and the last line of the method's loss."""
+        counted: list[Any] = []
+
+        def before(module: nn.Module, args: Any) -> None:
+            counted.append(_CollectiveCounter().__enter__())
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            counter = counted.pop()
+            counter.__exit__(None, None, None)
+            self.exchanges += counter.calls
+
+        self.loss.register_forward_pre_hook(before)
+        self.loss.register_forward_hook(after, always_call=True)
+
+
+class _CollectiveCounter:
+    """Counts calls of torch.distributed's gathers and reductions while it is entered."""
+
+    _NAMES = (
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_reduce",
+        "all_to_all",
+        "reduce_scatter_tensor",
+    )
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __enter__(self) -> _CollectiveCounter:
+        self._originals = {name: getattr(dist, name) for name in self._NAMES}
+        for name, original in self._originals.items():
+            setattr(dist, name, self._counting(original))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name, original in self._originals.items():
+            setattr(dist, name, original)
+
+    def _counting(self, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return original(*args, **kwargs)
+
+        return call
+
+
+class _InDouble:
+    """A feed whose samples are float64."""
+
+    def __init__(self, feed: Any) -> None:
+        self._feed = feed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._feed, name)
+
+    def train_samples(self, batch: int) -> Iterator[dict[str, Any]]:
+        return map(_to_double, self._feed.train_samples(batch))
+
+    def sweep(self) -> Iterator[dict[str, Any]]:
+        return map(_to_double, self._feed.sweep())
+
+    def labelled_samples(self) -> Iterator[dict[str, Any]]:
+        return map(_to_double, self._feed.labelled_samples())
+
+
+def _to_double(sample: dict[str, Any]) -> dict[str, Any]:
+    return {key: _doubles(value) for key, value in sample.items()}
+
+
+def _doubles(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_doubles(item) for item in value)
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _per_sample(value: Any, rows: int, name: str = "input") -> Iterator[tuple[str, Tensor]]:
+    """Each tensor (B, ...) in nested lists as one number a sample, that a permutation changes."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _per_sample(item, rows, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _per_sample(item, rows, f"{name}[{number}]")
+    elif isinstance(value, Tensor) and value.ndim > 0 and len(value) == rows:
+        flat = value.detach().reshape(rows, -1).double()
+        yield name, flat @ torch.linspace(1.0, 2.0, flat.shape[1]).double()
