@@ -12,6 +12,7 @@ import os
 import re
 import zlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,16 @@ class DamagedCheckpoint(Exception):
     """A checkpoint file that cannot be trusted."""
 
 
-def save(state: dict[str, Any], folder: Path, step: int, *, keep: int) -> Path:
+def save(
+    state: dict[str, Any], folder: Path, step: int, *, keep: int, durable: Sequence[Path] = ()
+) -> Path:
     """Write ``folder/step_N.pt`` so that a kill at any instant leaves it whole or absent.
 
     Temporary file, fsync, rename, fsync of the folder; beside it a small JSON with length and
-    CRC-32. All but the newest ``keep`` are removed. Raises TypeError, naming the key, for a state
-    that holds anything but tensors and plain python.
+    CRC-32. The ``durable`` files, which the state refers to, are brought to the disk before the
+    rename. All but the newest ``keep`` are removed. Raises TypeError, naming the key, for a state
+    that holds anything but tensors and plain python; OSError if there is no room or no access, and
+    then leaves the folder as it was.
     """
     check_plain(state)
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,21 +48,37 @@ def save(state: dict[str, Any], folder: Path, step: int, *, keep: int) -> Path:
         left_over.unlink(missing_ok=True)
     path = folder / f"step_{step:09d}.pt"
     temporary = folder / f".{path.name}.tmp"
-    with temporary.open("wb") as file:
-        writer = _Checked(file)
-        torch.save(state, writer)  # type: ignore[arg-type]  # writing is all that it needs
-        file.flush()
-        os.fsync(file.fileno())
-    seal = {"step": step, "bytes": writer.length, "crc32": writer.crc}
-    seal_path = path.with_suffix(".json")
-    seal_path.unlink(missing_ok=True)  # of a damaged file of the same step, if any
-    os.replace(temporary, path)
+    try:
+        seal = {"step": step, **_write_checked(state, temporary)}
+        for file in durable:
+            _sync(file)
+        seal_path = path.with_suffix(".json")
+        seal_path.unlink(missing_ok=True)  # of a damaged file of the same step, if any
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # on a full disk, half a file is in the way
+        raise
     _write_durably(seal_path, json.dumps(seal))
-    _sync_folder(folder)
+    _sync(folder)
     for old in checkpoints(folder)[keep:]:
         old.with_suffix(".json").unlink(missing_ok=True)
         old.unlink(missing_ok=True)
     return path
+
+
+def _write_checked(state: dict[str, Any], path: Path) -> dict[str, int]:
+    """Write the file and bring it to the disk; its length in bytes and its CRC-32."""
+    with path.open("wb") as file:
+        writer = _Checked(file)
+        try:
+            torch.save(state, writer)  # type: ignore[arg-type]  # writing is all that it needs
+        except RuntimeError:
+            if writer.error is not None:  # torch tells of its own trouble that came of it
+                raise writer.error from None
+            raise
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": writer.length, "crc32": writer.crc}
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -177,6 +198,7 @@ class _Checked(io.RawIOBase):
 
     def __init__(self, file: io.BufferedWriter) -> None:
         self.file, self.length, self.crc = file, 0, 0
+        self.error: OSError | None = None
 
     def writable(self) -> bool:
         return True
@@ -184,7 +206,11 @@ class _Checked(io.RawIOBase):
     def write(self, block: Any) -> int:
         self.crc = zlib.crc32(block, self.crc)
         self.length += len(block)
-        return self.file.write(block)
+        try:
+            return self.file.write(block)
+        except OSError as error:
+            self.error = error
+            raise
 
 
 def _write_durably(path: Path, text: str) -> None:
@@ -196,8 +222,9 @@ def _write_durably(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
