@@ -65,20 +65,23 @@ def restore(task: Task, state: dict[str, Any]) -> None:
 
 
 def save(task: Task) -> None:
-    """Write ``checkpoints/step_N.pt`` unless it is there; every rank calls, the first one writes."""
+    """Write ``checkpoints/step_N.pt`` unless it is there; every rank calls, the first one writes.
+
+    On return the state is copied, and training may go on; the file follows. Where it does not go
+    on, at the end and before a stop, the file is on disk on return, and every rank knows.
+    """
+    last = task.clock.done or task.interrupted_by is not None
     now = (task.clock.iteration, task.clock.phase)
-    if now == task.saved:
-        return
-    task.saved = now
-    task.run_hooks("before_save")
-    state = task.state_dict()
-    if is_primary():
-        checkpoint.save(
-            {"format": 1, "config": to_yaml(task.config), **state},
-            task.out / "checkpoints",
-            task.iteration,
-            keep=task.config.train.keep_checkpoints,
-        )
+    if now != task.saved:
+        task.saved = now
+        task.run_hooks("before_save")
+        state = task.state_dict()
+        if is_primary():
+            state = {"format": 1, "config": to_yaml(task.config), **state}
+            task.checkpoints.save(state, task.iteration, last=last)
+    if last:
+        task.checkpoints.wait()
+        barrier()  # a rank that left earlier would have the launcher stop the one that writes
 
 
 def resume(task: Task) -> bool:

@@ -102,6 +102,7 @@ class TrainConfig:
         "1 epoch", duration=True, min=1, also=["save_every", "save_interval"]
     )
     keep_checkpoints: int = _setting(3, min=1)  # the newest; older ones are deleted
+    async_checkpoints: bool = True  # write while training goes on, from a copy in host memory
     threads: int | Literal["auto"] = _setting("auto", min=1)  # of torch on the CPU, per process
     stop_at: int | None = _setting(None, min=1)  # stop after this step as if interrupted
 
@@ -183,6 +184,26 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How processes share the work; on one process nothing of it costs anything."""
+
+    reduce: Literal["manual", "ddp", "fsdp"] = _setting("manual", also=["strategy", "backend"])
+    bucket_mb: float = _setting(25.0, min=0.001)  # MiB of gradients that travel together
+    compress: Literal["none", "fp16", "bf16"] = "none"  # of gradients on their way (manual)
+    static_graph: bool = False  # every step uses the same parameters, equally often (ddp)
+    activation_checkpointing: Literal["none", "blocks"] = _setting(
+        "none", also=["checkpointing", "grad_checkpointing", "gradient_checkpointing"]
+    )  # blocks: keep what enters a block only, compute the rest again: memory for time
+    sync_batch_norm: int | Literal["none", "all", "node"] = _setting(
+        "none", min=1, also=["sync_bn", "syncbn", "sync_batchnorm"]
+    )  # statistics over all processes, those of a node, or groups of so many
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the yaml."""
+        return _own(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything one training is; equal configs are equal trainings."""
 
@@ -198,6 +219,7 @@ class Config:
     eval: EvalConfig
     init: InitConfig
     resume: str  # auto | never | a checkpoint
+    parallel: ParallelConfig
     launch: LaunchConfig
     out: str  # the run folder
     imports: list[str]  # yaml `import`: the user's own modules
@@ -232,6 +254,7 @@ class Config:
             "eval": self.eval.to_dict(),
             "init": self.init.to_dict(),
             "resume": self.resume,
+            "parallel": self.parallel.to_dict(),
             "launch": self.launch.to_dict(),
             "out": self.out,
         }
