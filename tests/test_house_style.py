@@ -21,9 +21,10 @@ PACKAGE = ROOT / "ssl" / "selftask"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     {"errors", "registry", "classy", "environment", "collectives", "logs", "timing", "progress"}
-    | {"checkpoint", "draws"},
+    | {"pulse", "world"}
+    | {"checkpoint", "checkpoint_writer", "draws"},
     {"config"},
-    {"data", "models", "optim", "meters"},
+    {"data", "models", "optim", "meters", "parallel"},
     {"hooks"},
     {"methods"},
     {"snapshot"},

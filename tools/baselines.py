@@ -13,7 +13,8 @@ from torch import nn
 
 from selftask.config.load import load_config
 from selftask.data.dataset import open_data
-from selftask.environment import World, pick_device
+from selftask.environment import pick_device
+from selftask.world import World
 from selftask.evaluate.offline import evaluate_backbone
 from selftask.models.address import open_model
 from selftask.models.build import build_backbone

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from selftask.pulse import collective
+
 _AVAILABLE = dist.is_available()
 
 
@@ -31,18 +33,30 @@ def is_primary() -> bool:
     return rank() == 0
 
 
+def new_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
+    """A group of its own for some ranks, or all: what is sent there waits for nothing else's turn.
+
+    Every rank calls, also those outside. Collectives there may take as long as everywhere.
+    """
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    options = getattr(dist.group.WORLD._get_backend(device), "options", None)
+    return dist.new_group(ranks, timeout=getattr(options, "_timeout", None))
+
+
 def barrier() -> None:
     """Wait for all ranks."""
     if world_size() > 1:
-        dist.barrier()
+        with collective("barrier"):
+            dist.barrier()
 
 
-def all_reduce_sum(x: Tensor) -> Tensor:
+def all_reduce_sum(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """The sum of ``x`` over ranks, as a new tensor without gradient; ``x`` itself on one rank."""
     if world_size() == 1:
         return x.detach()
     x = x.detach().clone()
-    dist.all_reduce(x)
+    with collective("all_reduce"):
+        dist.all_reduce(x, group=group)
     return x
 
 
@@ -56,7 +70,8 @@ def all_gather_cat(x: Tensor) -> Tensor:
     if world_size() == 1:
         return x.detach()
     parts = [torch.empty_like(x, requires_grad=False) for _ in range(world_size())]
-    dist.all_gather(parts, x.detach().contiguous())
+    with collective("all_gather"):
+        dist.all_gather(parts, x.detach().contiguous())
     return torch.cat(parts)
 
 
@@ -70,9 +85,9 @@ def gather_cat_with_grad(x: Tensor) -> Tensor:
     return x if world_size() == 1 else _Gather.apply(x)
 
 
-def sum_with_grad(x: Tensor) -> Tensor:
+def sum_with_grad(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """The sum of ``x`` over ranks, through which gradients flow to every rank (and are summed)."""
-    return x if world_size() == 1 else _Sum.apply(x)
+    return x if world_size() == 1 else _Sum.apply(x, group)
 
 
 class _Gather(torch.autograd.Function):
@@ -89,12 +104,13 @@ class _Gather(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return all_reduce_sum(x)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return all_reduce_sum(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return all_reduce_sum(grads[0])
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_sum(grads[0], ctx.group), None
 
 
 def all_reduce_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -119,7 +135,8 @@ def _all_reduce_gradients(parameters: Iterable[nn.Parameter]) -> None:
                 parameter.grad = torch.zeros_like(parameter)
         grads = [p.grad for p in bucket if p.grad is not None]
         flat = torch.cat([grad.reshape(-1) for grad in grads])
-        dist.all_reduce(flat)
+        with collective("all_reduce of gradients"):
+            dist.all_reduce(flat)
         flat /= world_size()
         parts = flat.split([grad.numel() for grad in grads])
         torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(parts, grads, strict=True)])
@@ -129,16 +146,18 @@ def _all_reduce_gradients(parameters: Iterable[nn.Parameter]) -> None:
 def broadcast_module(module: nn.Module) -> None:
     """Make parameters and buffers those of rank 0."""
     if world_size() > 1:
-        for tensor in (*module.parameters(), *module.buffers()):
-            dist.broadcast(tensor.data, src=0)
+        with collective("broadcast"):
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.data, src=0)
 
 
 @torch.no_grad()
 def broadcast_buffers(module: nn.Module) -> None:
     """Make buffers those of rank 0: without DDP, BatchNorm statistics drift apart between ranks."""
     if world_size() > 1:
-        for buffer in module.buffers():
-            dist.broadcast(buffer, src=0)
+        with collective("broadcast of buffers"):
+            for buffer in module.buffers():
+                dist.broadcast(buffer, src=0)
 
 
 def gather_objects(thing: Any) -> list[Any]:
@@ -146,5 +165,39 @@ def gather_objects(thing: Any) -> list[Any]:
     if world_size() == 1:
         return [thing]
     things: list[Any] = [None] * world_size()
-    dist.all_gather_object(things, thing)
+    with collective("all_gather of objects"):
+        dist.all_gather_object(things, thing)
     return things
+
+
+class AnyRank:
+    """A question put to all ranks at every step whose answer is read at the next: nobody waits.
+
+    Goes over gloo, also where gradients go over NCCL: the flag stays on the host. On one process
+    the answer comes at once.
+    """
+
+    def __init__(self) -> None:
+        self._alone = world_size() == 1
+        self._asked: tuple[Any, Tensor] | None = None
+        needs_own = not self._alone and dist.get_backend() != "gloo"
+        self._group: Any = dist.new_group(backend="gloo") if needs_own else None
+
+    def said(self, here: bool) -> bool:
+        """Whether any rank said so when it was last asked; asks again, saying ``here``."""
+        if self._alone:
+            return here
+        before = self.forget()
+        flag = torch.tensor(float(here))
+        self._asked = dist.all_reduce(flag, group=self._group, async_op=True), flag
+        return before
+
+    def forget(self) -> bool:
+        """Whether any rank said so when it was last asked; asks nothing."""
+        if self._asked is None:
+            return False
+        work, flag = self._asked
+        self._asked = None
+        with collective("all_reduce of the flag to stop"):
+            work.wait()
+        return bool(flag.item() > 0)

@@ -1,11 +1,10 @@
-"""Who this process is: rank, world size, device, seeds. Read once, from what the launcher set."""
+"""What this process works with: its process group, device, seeds and random states."""
 
 from __future__ import annotations
 
 import os
 import random
 import sys
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,43 +13,39 @@ import torch
 import torch.distributed as dist
 
 from selftask.errors import UserError
-
-
-@dataclass(frozen=True)
-class World:
-    """The process's place: ``rank`` of ``size``, ``local_rank`` on its machine."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-
-
-def read_world() -> World:
-    """The world as torchrun (RANK, WORLD_SIZE, LOCAL_RANK) describes it; alone without them.
-
-    Raises UserError naming the variables when only some of them are set.
-    """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    present = [name for name in names if name in os.environ]
-    if not present:
-        return World()
-    missing = [name for name in names if name not in os.environ]
-    if missing:
-        raise UserError(
-            f"the environment sets {', '.join(present)} but not {', '.join(missing)}: "
-            "start with torchrun, or unset them for a single process"
-        )
-    rank, size, local_rank = (int(os.environ[name]) for name in names)
-    return World(rank, size, local_rank)
+from selftask.world import World
 
 
 def join_world(world: World, device: torch.device, *, timeout_s: float = 600.0) -> None:
-    """Initialise the process group, for more than one process only."""
-    if world.size > 1 and not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
+    """Initialise the process group, for more than one process only.
+
+    A collective that takes longer than ``timeout_s`` fails on the ranks that wait in it. Raises
+    UserError where the ranks cannot find each other.
+    """
+    if world.size == 1 or dist.is_initialized():
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    meeting = "env://" if world.master is None else "tcp://{}:{}".format(*world.master)
+    try:
         dist.init_process_group(
-            backend, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_s)
+            backend,
+            init_method=meeting,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
         )
+    except dist.DistError as error:
+        host, port = meeting_point(world)
+        raise UserError(
+            f"rank {world.rank} of {world.size} ({world.launcher}) cannot join the others at "
+            f"{host}:{port}: {str(error).splitlines()[0]}; if the port is taken, set MASTER_PORT"
+        ) from error
+
+
+def meeting_point(world: World) -> tuple[str, int]:
+    """Host and port of rank 0."""
+    return world.master or (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
 def leave_world() -> None:
@@ -69,8 +64,9 @@ def pick_device(name: str, world: World) -> torch.device:
     if name == "cuda":
         if not torch.cuda.is_available():
             raise UserError("train.device=cuda: torch sees no GPU; use train.device=cpu or auto")
-        torch.cuda.set_device(world.local_rank)
-        return torch.device("cuda", world.local_rank)
+        index = world.local_rank % torch.cuda.device_count()  # SLURM may show each task its own
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
     return torch.device(name)
 
 

@@ -10,21 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from selftask import classy, environment, snapshot
+from selftask.checkpoint_writer import CheckpointWriter
 from selftask.classy import ClassyTaskNames
-from selftask.collectives import (
-    all_reduce_gradients,
-    broadcast_buffers,
-    broadcast_module,
-    is_primary,
-)
+from selftask.collectives import broadcast_buffers, broadcast_module, is_primary
 from selftask.config.schema import Component, Config
 from selftask.data.dataset import Sources, open_data
 from selftask.data.feed import Feed
@@ -32,11 +28,15 @@ from selftask.hooks.base import POINTS, defines
 from selftask.logs import MetricsFile, format_row, get_logger
 from selftask.models.address import read_weights
 from selftask.models.build import build_backbone
+from selftask.models.teacher import Teacher
 from selftask.models.weights import load_weights
 from selftask.optim.build import build_optimizer
+from selftask.parallel.build import build_reduction, save_activations, synchronize
 from selftask.progress import Clock, RunLength
+from selftask.pulse import PULSE
 from selftask.registry import HOOKS, METERS, METHODS, TRAIN_STEPS, Registry
 from selftask.timing import NoTimer
+from selftask.world import read_world
 
 log = get_logger(__name__)
 
@@ -67,7 +67,7 @@ class Task(ClassyTaskNames):
         self.config = config
         self.sources = sources
         self.out = Path(config.out)
-        self.world = environment.read_world()
+        self.world = read_world()
         self.device = environment.pick_device(config.train.device, self.world)
         self.timer: Callable[[str], AbstractContextManager[None]] = NoTimer()
         self.evaluate: Callable[[Task], dict[str, float]] | None = None  # set by the launcher
@@ -79,6 +79,12 @@ class Task(ClassyTaskNames):
         self.last_row: dict[str, Any] = {}  # of metrics.jsonl
         self._calls: dict[str, list[Callable[[Task], None]]] = {}  # point -> what hooks define it
         self.saved: tuple[int, int] | None = None  # iteration and phase of the newest checkpoint
+        self.checkpoints = CheckpointWriter(
+            self.out / "checkpoints",
+            keep=config.train.keep_checkpoints,
+            background=config.train.async_checkpoints,
+            durable=[self.out / "metrics.jsonl"],
+        )
 
     @classmethod
     def from_config(cls, config: Config) -> Task:  # type: ignore[override]
@@ -122,23 +128,40 @@ class Task(ClassyTaskNames):
         method = METHODS[config.method.name]
         self.loss = method(method.Config(**config.method.args))
         self.base_model = self.loss.build_network(backbone, self).to(self.device)
+        synchronize(config.parallel, [self.base_model, self.loss])
         self.loss.attach(self)
         self.loss.to(self.device)
         for module in (self.base_model, self.loss):
             broadcast_module(module)
-        self.model = torch.compile(self.base_model) if config.train.compile else self.base_model
+        save_activations(config.parallel, self.base_model)
+        self._distribute()
+
+    def _distribute(self) -> None:
+        """Set up how ranks share the network; nothing on one process."""
+        config = self.config
+        self.reduction = build_reduction(config.parallel, _DTYPES.get(config.train.precision))
+        teachers = [part.network for part in self.loss.modules() if isinstance(part, Teacher)]
+        self.reduction.shard([self.base_model, *teachers])
+        called: Any = torch.compile(self.base_model) if config.train.compile else self.base_model
+        self.model = self.reduction.wrap(called)
 
     def _build_optimizer(self) -> None:
         train = self.config.train
         self.trained = [("network", self.base_model), ("loss", self.loss)]
         batch = train.batch_size * train.accumulate
         self.optimizer = build_optimizer(
-            self.config.optimizer, self.trained, self.length, batch=batch
+            self.config.optimizer,
+            self.trained,
+            self.length,
+            batch=batch,
+            arrange=self.reduction.arrange,
         )
         self.grad_scaler = torch.amp.GradScaler(
             self.device.type, enabled=train.precision == "float16"
         )
-        self._parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
+        trained = {p for group in self.optimizer.param_groups for p in group["params"]}
+        named = chain.from_iterable(module.named_parameters(name) for name, module in self.trained)
+        self.reduction.watch([(name, p) for name, p in named if p in trained])
 
     def _build_hooks(self) -> None:
         self.named_hooks = {key: _build(HOOKS, c) for key, c in self.config.hooks.items()}
@@ -173,14 +196,24 @@ class Task(ClassyTaskNames):
             for meter in self.meters:
                 meter.update(output.detach(), target)
 
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Around forward and backward of every batch of an update but its last."""
+        return self.reduction.no_sync()
+
     def reduce_gradients(self) -> None:
-        """Gradients become their mean over ranks."""
-        all_reduce_gradients(self._parameters)
+        """Gradients become their mean over ranks, whatever of that the backward pass left to do."""
+        self.reduction.reduce()
+
+    def export_backbone(self) -> nn.Module:
+        """The backbone to keep, as one rank alone can use it; every rank calls."""
+        backbone = self.loss.export_backbone(self.base_model)
+        return self.reduction.plain(backbone, lambda: build_backbone(self.config.backbone))
 
     def advance(self, batches: int = 1) -> None:
         """Count one finished update made of that many batches."""
         self.clock.iteration += 1
         self.clock.batch += batches
+        PULSE.step = self.clock.iteration
 
     def run_hooks(self, point: str) -> None:  # type: ignore[override]
         """Call every hook that defines ``point``, the method first."""
@@ -223,6 +256,7 @@ class Task(ClassyTaskNames):
     def on_phase_start(self) -> None:
         """Begin a train phase (or the rest of it, after a resume) or a test phase."""
         self.train, self.phase_begun = not self._test_is_next(), self.clock.phase
+        PULSE.step = self.clock.iteration
         self.losses.clear()
         self.base_model.train(self.train)
         self.loss.train(self.train)
@@ -267,6 +301,7 @@ class Task(ClassyTaskNames):
 
     def on_exception(self) -> None:
         """Let every hook put things away, whatever went wrong, even in the hook before it."""
+        self.checkpoints.settle()
         for call in self._calls.get("on_exception", ()):
             try:
                 call(self)
@@ -274,10 +309,13 @@ class Task(ClassyTaskNames):
                 log.exception("on_exception failed; the error before it is the one that counts")
 
     def close(self) -> None:
-        """Stop the loader's workers and close the files."""
-        for opened in (getattr(self, "feed", None), getattr(self, "rows", None)):
-            if opened is not None:
-                opened.close()
+        """Wait for the checkpoint under way, stop the loader's workers and close the files."""
+        try:
+            self.checkpoints.wait()
+        finally:
+            for opened in (getattr(self, "feed", None), getattr(self, "rows", None)):
+                if opened is not None:
+                    opened.close()
 
     def _samples(self) -> Iterator[dict[str, Any]]:
         """The samples of this phase, from where the clock stands, each as the method wants it."""
@@ -315,7 +353,7 @@ class Task(ClassyTaskNames):
         snapshot.restore(self, state)
 
     def save_checkpoint(self) -> None:
-        """Write ``checkpoints/step_N.pt``; every rank calls, the first one writes."""
+        """Save ``checkpoints/step_N.pt``; every rank calls, the first one writes."""
         snapshot.save(self)
 
 

@@ -48,9 +48,10 @@ def main(argv: list[str]) -> int:
     config = _only(load_config(str(recipe), asked), name)
     sources = open_data(config.data)
 
-    from selftask.environment import World, pick_device
+    from selftask.environment import pick_device
     from selftask.evaluate.offline import evaluate_backbone
     from selftask.models.address import PRETRAINED, open_model
+    from selftask.world import World
 
     backbone, _ = open_model(address, weights=weights[-1] if weights else PRETRAINED)
     device = pick_device(config.train.device, World())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from selftask.config import sbatch
 from selftask.config.layers import Key
 from selftask.config.read import classy_has
 from selftask.config.schema import Component, Config
@@ -23,7 +23,8 @@ def contradictions(config: Config) -> Iterator[Problem]:
     yield from _precision(config)
     yield from _views(config)
     yield from _weights(config)
-    yield from _processes(config)
+    yield from _slurm(config)
+    yield from _parallel(config)
 
 
 def pipelines(config: Config) -> dict[Key, list[Component]]:
@@ -104,12 +105,35 @@ def _weights(config: Config) -> Iterator[Problem]:
         )
 
 
-def _processes(config: Config) -> Iterator[Problem]:
-    """Processes are started by torchrun; a number that nobody acts on would be a silent lie."""
-    size = config.launch.world_size
-    if size > 1 and "WORLD_SIZE" not in os.environ:
+def _parallel(config: Config) -> Iterator[Problem]:
+    """Options of one way of reducing gradients that another one knows nothing of."""
+    parallel, train = config.parallel, config.train
+    if parallel.compress != "none" and parallel.reduce != "manual":
         text = (
-            f"launch: {size} processes are asked for, but selftask does not start them yet; use "
-            f"`torchrun --nproc_per_node={config.launch.processes} -m selftask train ...`"
+            f"parallel.compress={parallel.compress!r} has no effect on "
+            f"parallel.reduce={parallel.reduce!r}; use parallel.reduce=manual"
         )
-        yield ("launch", "processes"), text
+        yield ("parallel", "compress"), text
+    if parallel.static_graph and parallel.reduce != "ddp":
+        text = (
+            "parallel.static_graph has no effect on "
+            f"parallel.reduce={parallel.reduce!r}; use parallel.reduce=ddp"
+        )
+        yield ("parallel", "static_graph"), text
+    if parallel.static_graph and train.accumulate > 1:
+        text = "parallel.static_graph does not go with train.accumulate; take one of them out"
+        yield ("parallel", "static_graph"), text
+    if parallel.reduce == "fsdp" and train.precision == "float16":
+        text = "train.precision='float16' does not go with parallel.reduce='fsdp'; use 'bfloat16'"
+        yield ("train", "precision"), text
+    if train.compile and (parallel.reduce == "fsdp" or parallel.activation_checkpointing != "none"):
+        text = (
+            "train.compile goes with neither parallel.reduce='fsdp' nor "
+            "parallel.activation_checkpointing; take one of them out"
+        )
+        yield ("train", "compile"), text
+
+
+def _slurm(config: Config) -> Iterator[Problem]:
+    for key, text in sbatch.problems(config.launch.slurm):
+        yield ("launch", "slurm", key), text

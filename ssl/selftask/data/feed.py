@@ -15,7 +15,7 @@ from selftask.data.views import Views, build_pipeline
 if TYPE_CHECKING:
     from selftask.config.schema import Config
     from selftask.data.source import Source
-    from selftask.environment import World
+    from selftask.world import World
 
 
 class Feed:

@@ -21,6 +21,7 @@ from selftask.data.dataset import BadFiles, EvalDataset, Sample, ViewDataset
 from selftask.data.image import BadImage
 from selftask.data.sampler import BatchSampler
 from selftask.errors import UserError
+from selftask.pulse import during
 
 PREFETCH = 3  # batches that each worker makes ahead
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
@@ -218,7 +219,8 @@ class _Reader:
 
     def __next__(self) -> Batch:
         try:
-            batch: Batch = next(self._iterator)
+            with during("waiting for images"):
+                batch: Batch = next(self._iterator)
         except RuntimeError as error:
             death = _describe_death(self._workers)
             if death is None:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
-from selftask.collectives import all_reduce_sum, world_size
+from selftask.collectives import AnyRank
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
 from selftask.registry import register_hook
@@ -25,10 +23,12 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 @register_hook("preemption")
 @dataclass(eq=False, kw_only=True)
 class StopOnSignal(Hook):
-    """SIGTERM, SIGINT and SIGUSR2 save at the next step; a second one ends the process at once.
+    """SIGTERM, SIGINT and SIGUSR2 save at the next step; a second one leaves at once.
 
-    The handler only sets a flag; all ranks agree on it between two steps. It is there from the
-    moment the hook is built, so that a signal during the first evaluation is not lost.
+    The handler only sets a flag. With several ranks each step asks whether any of them has been
+    told to stop, and reads the answer one step later, when it has long been there: nobody waits,
+    and all stop after the same step. The handler is there from the moment the hook is built, so
+    that a signal during the first evaluation is not lost.
     """
 
     priority: ClassVar[int] = 95
@@ -44,22 +44,24 @@ class StopOnSignal(Hook):
                 break
 
     def on_start(self, task: Task) -> None:
-        self.alone = world_size() == 1
+        self.any_rank = AnyRank()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
         if self.received is not None:
             self._restore()
-            signal.raise_signal(number)
-        self.received = signal.Signals(number).name
+            raise KeyboardInterrupt(name)
+        self.received = name
 
     def on_step(self, task: Task) -> None:
         stop_at = task.config.train.stop_at
-        if stop_at is not None and task.iteration >= stop_at:
-            self.received = f"train.stop_at={stop_at}"
-        if self.received is None and self.alone:
-            return
-        if _on_any_rank(self.received is not None, task.device):
+        if stop_at is not None and task.iteration >= stop_at:  # the same on all ranks
+            task.interrupted_by = f"train.stop_at={stop_at}"
+        elif self.any_rank.said(self.received is not None):
             task.interrupted_by = self.received or "a signal on another rank"
+
+    def on_phase_end(self, task: Task) -> None:
+        self.any_rank.forget()
 
     def on_end(self, task: Task) -> None:
         self._restore()
@@ -70,9 +72,3 @@ class StopOnSignal(Hook):
     def _restore(self) -> None:
         while self.previous:
             signal.signal(*self.previous.popitem())
-
-
-def _on_any_rank(here: bool, device: torch.device) -> bool:
-    if world_size() == 1:
-        return here
-    return bool(all_reduce_sum(torch.tensor(float(here), device=device)).item() > 0)

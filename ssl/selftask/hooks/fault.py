@@ -1,0 +1,56 @@
+"""Trouble on purpose: to see what a cluster, and selftask, do about it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from selftask.collectives import rank
+from selftask.hooks.base import Hook
+from selftask.logs import get_logger
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+log = get_logger(__name__)
+
+
+class InjectedFault(Exception):
+    """What ``hooks.fault`` was asked to raise."""
+
+
+@register_hook("fault")
+@dataclass(eq=False, kw_only=True)
+class Fault(Hook):
+    """``hooks.fault={at: 5, rank: 1, kind: kill}``: in step 5 that rank is killed.
+
+    A run that was resumed is spared, so that one can see it go on.
+    """
+
+    priority: ClassVar[int] = 5
+
+    at: int  # the step (1 is the first) in which it happens, after the forward pass
+    rank: int = 0
+    kind: Literal["raise", "kill", "sleep", "terminate"] = "raise"
+    seconds: float = 3600.0  # of sleep
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if self.at < 1:
+            yield f"at: {self.at}; the first step is 1"
+
+    def on_forward(self, task: Task) -> None:
+        if task.resumed or not task.train or task.iteration + 1 != self.at or rank() != self.rank:
+            return
+        log.warning("hooks.fault: %s in step %d on rank %d", self.kind, self.at, self.rank)
+        if self.kind == "raise":
+            raise InjectedFault(f"asked for by hooks.fault in step {self.at}")
+        if self.kind == "sleep":
+            time.sleep(self.seconds)
+        else:
+            number = signal.SIGKILL if self.kind == "kill" else signal.SIGTERM
+            os.kill(os.getpid(), number)

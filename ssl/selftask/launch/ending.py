@@ -1,0 +1,103 @@
+"""The end of a run, told once: its last line, ``status.json`` and exit code say the same."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+
+from selftask.errors import RunError, UserError
+from selftask.launch import slurm
+from selftask.launch.status import Status
+from selftask.launch.watch import Failure, Watch
+from selftask.logs import LOGGER
+from selftask.task import Task
+
+
+class Ending:
+    """How the run of ``task`` ended, in the words of this rank; rank 0 speaks for all."""
+
+    def __init__(self, task: Task, status: Status) -> None:
+        self.task, self.status = task, status
+        self.first = task.world.rank == 0
+
+    @property
+    def step(self) -> int:
+        return self.task.iteration if hasattr(self.task, "clock") else 0
+
+    def finished(self) -> int:
+        """All steps are done; 0."""
+        if self.first:
+            self.status.write("finished", step=self.step)
+        seconds = time.time() - self.status.started
+        LOGGER.info("RUN finished: %d steps in %.0f s, %s", self.step, seconds, self.task.out)
+        return 0
+
+    def interrupted(self, by: str) -> int:
+        """Asked to stop, and saved; 0 with a requeue, else the signal's code, or 75."""
+        return self._interrupted(by, f"checkpoint saved in {self.task.out / 'checkpoints'}")
+
+    def left_at_once(self, by: str) -> int:
+        """Asked twice: nothing was saved."""
+        return self._interrupted(by, "asked twice, so nothing was saved after the last checkpoint")
+
+    def _interrupted(self, by: str, how: str) -> int:
+        leaving = slurm.depart(by, self.task.config.launch, first=self.first)
+        if self.first:
+            self.status.write(leaving.state, step=self.step, by=leaving.by)
+        line = "RUN interrupted by %s at step %d; %s; %s"
+        LOGGER.info(line, leaving.by, self.step, how, leaving.outlook)
+        return leaving.code
+
+    def failed(self, error: BaseException, watch: Watch | None) -> int:
+        """Tell what went wrong, here or where it began; 2 for what the user has to put right."""
+        trace = "".join(traceback.format_exception(error))
+        self._write_error(trace)
+        known = isinstance(error, UserError | RunError)
+        failure = Failure(self.task.world.rank, explain(error), "" if known else trace.rstrip())
+        if watch is not None:
+            failure = watch.cause(failure, of_connection=_is_of_connection(error))
+        self.tell(failure)
+        return error.exit_code if isinstance(error, UserError) else 1
+
+    def tell(self, failure: Failure) -> None:
+        """The last lines of a failed run; whoever is left speaks when rank 0 is gone."""
+        first, *rest = failure.message.splitlines() or [""]
+        line = f"RUN FAILED at step {self.step} on rank {failure.rank}: {first}"
+        speaks = self.first or self.status.read().get("state") == "running"
+        if speaks:
+            self.status.write("failed", step=self.step, rank=failure.rank, error=failure.message)
+        for text in (failure.details, *rest):
+            if text:
+                LOGGER.error("%s", text)
+        LOGGER.error("%s", line)
+        if speaks and not self.first:
+            print(line, file=sys.stderr, flush=True)
+
+    def _write_error(self, trace: str) -> None:
+        folder = self.task.out / "errors"
+        folder.mkdir(exist_ok=True)
+        (folder / f"rank{self.task.world.rank}.txt").write_text(trace, encoding="utf-8")
+
+
+def explain(error: BaseException) -> str:
+    """The message of an error whose cause we know; else its type and message."""
+    if isinstance(error, UserError | RunError):
+        return str(error)
+    message = f"{type(error).__name__}: {error}"
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            "the GPU's memory is full; try a smaller train.batch_size, train.precision=bfloat16 or "
+            f"parallel.activation_checkpointing=blocks\n{message}"
+        )
+    if isinstance(error, MemoryError):
+        return f"the machine's memory is full; try fewer data.num_workers\n{message}"
+    return message
+
+
+def _is_of_connection(error: BaseException) -> bool:
+    """Whether that is what the failure of another rank looks like from here."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)

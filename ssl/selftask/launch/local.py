@@ -1,0 +1,155 @@
+"""Several ranks on this machine: the same command once per rank, watched until all have left.
+
+The parent never imports torch. It hands signals on, waits for the ranks, and says how the run ended
+where they no longer could.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from selftask.config.schema import Config
+from selftask.launch.status import Status
+
+GRACE_S = 20.0  # after the first failure: the ranks tell each other and leave within seconds
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+
+def start(config: Config, command: list[str]) -> int:
+    """Run ``command`` as ``launch.processes`` ranks; again after a failure, as the config allows.
+
+    Returns the exit code of the first rank that failed, or of rank 0.
+    """
+    status = Status(config)
+    attempts = config.launch.max_restarts + 1
+    for attempt in range(1, attempts + 1):
+        ranks = Ranks(command, config.launch.processes)
+        code = ranks.wait()
+        if code == 0 or ranks.asked_to_stop or status.read().get("state") in _ENDED_WELL:
+            return code
+        _tell_what_ranks_could_not(status, ranks)
+        if code == 2 or attempt == attempts:  # what the user has to put right stays wrong
+            break
+        print(f"starting again from the newest checkpoint: restart {attempt} of {attempts - 1}")
+    return code
+
+
+_ENDED_WELL = ("finished", "interrupted", "requeued")
+
+
+class Ranks:
+    """The processes of a run on this machine."""
+
+    def __init__(self, command: list[str], count: int) -> None:
+        self.asked_to_stop = False
+        self.first_failed: int | None = None
+        self.kills = out_of_memory_kills()
+        shared = {
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "SELFTASK_LAUNCHER": "selftask",
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+            # else torch shows the C++ stack of each connection that a dying rank breaks
+        }
+        previous = {number: signal.signal(number, self._hand_on) for number in _SIGNALS}
+        self.previous = previous
+        self.processes = [
+            subprocess.Popen(
+                command, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            )
+            for rank in range(count)
+        ]
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        self.asked_to_stop = True
+        if number == signal.SIGINT and os.isatty(0):
+            return  # the terminal has sent it to the ranks itself
+        for process in getattr(self, "processes", []):
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    def wait(self) -> int:
+        """Until all have left; those that do not leave after a failure are killed."""
+        deadline: float | None = None
+        try:
+            while any(process.poll() is None for process in self.processes):
+                failed = [r for r, p in enumerate(self.processes) if p.poll() not in (None, 0)]
+                if failed and self.first_failed is None:
+                    self.first_failed = failed[0]
+                    deadline = time.monotonic() + GRACE_S
+                if deadline is not None and time.monotonic() > deadline and not self.asked_to_stop:
+                    self._kill()
+                time.sleep(0.1)
+        finally:
+            self._kill()
+            for number, handler in self.previous.items():
+                signal.signal(number, handler)
+        codes = [process.returncode for process in self.processes]
+        if self.first_failed is None:
+            self.first_failed = next((rank for rank, code in enumerate(codes) if code), None)
+        code = codes[self.first_failed or 0]
+        return 128 - code if code < 0 else code
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def describe_failure(self) -> str:
+        """What the first rank that failed died of."""
+        rank = self.first_failed or 0
+        process = self.processes[rank]
+        code = process.returncode
+        how = (
+            f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
+        )
+        memory = ""
+        if code == -signal.SIGKILL and out_of_memory_kills() > self.kills:
+            memory = ": out of memory; try fewer data.num_workers or a smaller train.batch_size"
+        return f"rank {rank} (pid {process.pid}) {how}{memory}"
+
+
+def _tell_what_ranks_could_not(status: Status, ranks: Ranks) -> None:
+    """The last line and the status of a run whose first rank died before it could write them."""
+    if status.read().get("state") != "running":
+        return
+    message = ranks.describe_failure()
+    status.write("failed", rank=ranks.first_failed, error=message)
+    print(f"RUN FAILED on rank {ranks.first_failed}: {message}", flush=True)
+
+
+def out_of_memory_kills() -> int:
+    """How many processes the kernel has killed for want of memory, here or on this machine."""
+    for path, key in (
+        (Path("/sys/fs/cgroup/memory.events"), "oom_kill"),
+        (Path("/proc/vmstat"), "oom_kill"),
+    ):
+        with suppress(OSError):
+            for line in path.read_text(encoding="ascii").splitlines():
+                name, _, value = line.partition(" ")
+                if name == key:
+                    return int(value)
+    return 0
+
+
+def own_command(argv: list[str]) -> list[str]:
+    """This command again, as a rank runs it."""
+    return [sys.executable, "-m", "selftask", "train", *argv]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,53 @@
+"""``status.json``: what became of a run, for people, schedulers and the same command again."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from selftask.config.schema import Config
+from selftask.logs import write_json
+
+
+class Status:
+    """State, step and process of the run in ``out``."""
+
+    def __init__(self, config: Config) -> None:
+        self.path = Path(config.out) / "status.json"
+        self.config = config
+        self.started = time.time()
+
+    def read(self) -> dict[str, Any]:
+        """What it says; nothing where there is none."""
+        if not self.path.exists():
+            return {}
+        content: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
+        return content
+
+    def says_finished(self) -> bool:
+        """Whether this very run is complete: asking for more steps than it had goes on with it."""
+        if self.config.resume == "never":
+            return False
+        status = self.read()
+        return status.get("state") == "finished" and status.get("length") == self._length
+
+    @property
+    def _length(self) -> list[int | None]:
+        return [self.config.train.epochs, self.config.train.max_steps]
+
+    def write(self, state: str, **more: Any) -> None:
+        """``running``, ``finished``, ``interrupted``, ``requeued`` or ``failed``."""
+        content = {
+            "state": state,
+            "length": self._length,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": self.started,
+            "updated": time.time(),
+            **more,
+        }
+        write_json(self.path, content)

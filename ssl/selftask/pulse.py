@@ -1,0 +1,61 @@
+"""Signs of life: what this process is doing, for whoever watches whether it still moves."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+
+class Pulse:
+    """What the main thread does just now, and a count that grows whenever it moves on.
+
+    Written by the main thread only; a watching thread reads it without a lock.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.doing = "training"
+        self.collectives = 0  # begun so far: who has begun fewer than the others is missing
+        self.waits = False  # in one of them
+        self.step = 0
+
+
+PULSE = Pulse()
+
+
+class during:
+    """Context: the main thread does this; beginning and end both count as moving on."""
+
+    def __init__(self, doing: str) -> None:
+        self.doing = doing
+
+    def __enter__(self) -> None:
+        self.before = PULSE.doing
+        PULSE.doing = self.doing
+        PULSE.count += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        PULSE.doing = self.before
+        PULSE.count += 1
+
+
+class collective(during):
+    """The same for what all ranks must do together; numbered, so that they can be compared."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        PULSE.collectives += 1
+        PULSE.waits = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        PULSE.waits = False
+        super().__exit__(kind, error, trace)

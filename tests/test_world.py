@@ -1,0 +1,106 @@
+"""Which rank a process is: every launcher's variables, and what contradicts itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from selftask.errors import UserError
+from selftask.world import World, expand_counts, first_host, read_world
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+SRUN = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+}
+
+
+def world(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> World:
+    for name in {**TORCHRUN, **SRUN, "SELFTASK_LAUNCHER": "", "SLURM_RESTART_COUNT": ""}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return read_world()
+
+
+def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert world(monkeypatch, {}) == World(0, 1, 0, 1, "python")
+
+
+def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert world(monkeypatch, TORCHRUN) == World(3, 4, 1, 2, "torchrun")
+
+
+def test_torchrun_inside_srun_counts_as_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert world(monkeypatch, SRUN | TORCHRUN).launcher == "torchrun"
+
+
+def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = world(monkeypatch, SRUN)
+    assert (found.rank, found.size, found.local_rank, found.local_size) == (3, 4, 1, 2)
+    assert found.launcher == "slurm"
+    assert found.master is not None
+    assert found.master[0] == "gpu07"
+    assert 1024 < found.master[1] < 32768
+
+
+def test_each_attempt_meets_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = world(monkeypatch, SRUN).master
+    again = world(monkeypatch, SRUN | {"SLURM_RESTART_COUNT": "1"}).master
+    step = world(monkeypatch, SRUN | {"SLURM_STEP_ID": "1"}).master
+    assert len({first, again, step}) == 3
+
+
+def test_a_batch_script_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    assert world(monkeypatch, batch).size == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK"),
+        ({**TORCHRUN, "RANK": "4"}, "RANK=4"),
+        ({**TORCHRUN, "RANK": "two"}, "RANK='two'"),
+        ({k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"}, "MASTER_PORT"),
+        ({**SRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "SLURM_PROCID=3"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "many"}, "SLURM_STEP_TASKS_PER_NODE='many'"),
+    ],
+)
+def test_contradictions_are_named(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], named: str
+) -> None:
+    with pytest.raises(UserError, match=named):
+        world(monkeypatch, variables)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("n1", "n1"),
+        ("n[1-2]", "n1"),
+        ("gpu[07,09-12],cpu1", "gpu07"),
+        ("a-b1,c", "a-b1"),
+        ("rack[3-4]-n", "rack3-n"),
+    ],
+)
+def test_first_host(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+def test_expand_counts() -> None:
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+    assert expand_counts("4") == [4]
