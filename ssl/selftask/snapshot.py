@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from selftask import checkpoint, environment
 from selftask.collectives import barrier, gather_objects, is_primary
-from selftask.config.load import to_yaml
 from selftask.errors import UserError
 from selftask.logs import get_logger
 
@@ -17,11 +16,12 @@ log = get_logger(__name__)
 
 
 def take(task: Task) -> dict[str, Any]:
-    """The state of every part, as tensors and plain python."""
+    """The state of every part, as whole tensors and plain python; every rank calls."""
+    whole = task.reduction.whole
     return {
-        "model": task.base_model.state_dict(),
-        "method": task.loss.state_dict(),
-        "optimizer": task.optimizer.get_classy_state(),
+        "model": whole(task.base_model.state_dict()),
+        "method": whole(task.loss.state_dict()),
+        "optimizer": task.reduction.whole_optimizer(task.optimizer.get_classy_state()),
         "scaler": task.grad_scaler.state_dict(),
         "backbone": _place_of_backbone(task),
         "clock": task.clock.state_dict(),
@@ -49,9 +49,10 @@ def _place_of_backbone(task: Task) -> str:
 
 def restore(task: Task, state: dict[str, Any]) -> None:
     """Put everything back; parts must match exactly."""
-    task.base_model.load_state_dict(state["model"])
-    task.loss.load_state_dict(state["method"])
-    task.optimizer.set_classy_state(state["optimizer"])
+    reduction = task.reduction
+    task.base_model.load_state_dict(reduction.share(task.base_model, state["model"]))
+    task.loss.load_state_dict(reduction.share(task.loss, state["method"]))
+    task.optimizer.set_classy_state(reduction.share_of_optimizer(state["optimizer"]))
     task.grad_scaler.load_state_dict(state["scaler"])
     task.clock.load_state_dict(state["clock"])
     for key, hook in task.named_hooks.items():
@@ -77,7 +78,7 @@ def save(task: Task) -> None:
         task.run_hooks("before_save")
         state = task.state_dict()
         if is_primary():
-            state = {"format": 1, "config": to_yaml(task.config), **state}
+            state = {"format": 1, "config": task.config_text, **state}
             task.checkpoints.save(state, task.iteration, last=last)
     if last:
         task.checkpoints.wait()

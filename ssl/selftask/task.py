@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from selftask import classy, environment, snapshot
 from selftask.checkpoint_writer import CheckpointWriter
 from selftask.classy import ClassyTaskNames
 from selftask.collectives import broadcast_buffers, broadcast_module, is_primary
+from selftask.config.load import to_yaml
 from selftask.config.schema import Component, Config
 from selftask.data.dataset import Sources, open_data
 from selftask.data.feed import Feed
@@ -351,6 +353,11 @@ class Task(ClassyTaskNames):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put everything back; parts must match exactly."""
         snapshot.restore(self, state)
+
+    @cached_property
+    def config_text(self) -> str:
+        """What ``config.yaml`` holds; made once, since that takes as long as copying a state."""
+        return to_yaml(self.config)
 
     def save_checkpoint(self) -> None:
         """Save ``checkpoints/step_N.pt``; every rank calls, the first one writes."""
