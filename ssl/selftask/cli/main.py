@@ -8,11 +8,15 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 
 from selftask.errors import ConfigError, UserError, nearest
 
 COMMANDS = {
     "train": ("selftask.cli.train", "RECIPE [key=value ...]", "pretrain; again: resume"),
+    "submit": ("selftask.cli.submit", "RECIPE [key=value ...]", "the same on SLURM; a=1,2 sweeps"),
+    "jobs": ("selftask.cli.jobs", "[OUT ...]", "how submitted runs stand"),
+    "cancel": ("selftask.cli.cancel", "OUT|JOBID [...]", "take them out of the queue"),
     "eval": ("selftask.cli.evaluate", "knn|linear RUN_OR_MODEL data=...", "judge features"),
     "export": ("selftask.cli.export", "RUN [--to FORMAT]", "write the backbone for others"),
     "check": ("selftask.cli.check", "METHOD|--all [key=value ...]", "same on 1, 2, 4 ranks?"),
@@ -38,8 +42,13 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"selftask {__version__}")
         return 0
+    return guarded(lambda words: _run(words[0], words[1:]), argv)
+
+
+def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
+    """The exit code of ``command(argv)``; what the user has to put right is told, not raised."""
     try:
-        return _run(argv[0], argv[1:])
+        return command(argv)
     except UserError as error:
         problems = error.problems if isinstance(error, ConfigError) else [str(error)]
         for problem in problems:

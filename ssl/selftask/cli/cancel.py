@@ -1,0 +1,32 @@
+"""``selftask cancel``: take submitted runs out of the queue."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from selftask.errors import UserError
+from selftask.launch import jobs
+
+USAGE = """\
+usage: selftask cancel OUT|JOBID [...]
+
+Cancels the jobs of the run or sweep in OUT, or a job by its id. A run that is under way saves a
+checkpoint where it is; `selftask submit` with the same words goes on from there."""
+
+
+def main(argv: list[str]) -> int:
+    """Cancel, and say what."""
+    if not argv or any(word in ("-h", "--help") for word in argv):
+        print(USAGE)
+        return 0 if argv else 2
+    for word in argv:
+        if re.fullmatch(r"\d+(_\d+)?", word) and not Path(word).exists():
+            ids = [word]
+        else:
+            ids = list(jobs.noted(Path(word)).values())
+            if not ids:
+                raise UserError(f"{word}: neither a job's id nor a submitted run or sweep")
+        jobs.cancel(ids)
+        print(f"cancelled {', '.join(ids)}")
+    return 0

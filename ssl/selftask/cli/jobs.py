@@ -1,0 +1,38 @@
+"""``selftask jobs``: how submitted runs stand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from selftask.launch.jobs import find, stand
+
+USAGE = """\
+usage: selftask jobs [OUT ...]
+
+State, step and last line of each submitted run: of the runs and sweeps in OUT, or of all that
+lie in runs/."""
+
+
+def main(argv: list[str]) -> int:
+    """Print a table, one run a line."""
+    if any(word in ("-h", "--help") for word in argv):
+        print(USAGE)
+        return 0
+    runs = stand(find([Path(word) for word in argv]))
+    if not runs:
+        print("no submitted runs in runs/; selftask jobs OUT looks elsewhere")
+        return 0
+    rows = [("JOB", "RUN", "STEP", "STATE")]
+    rows += [
+        (run.job, _short(run.out), "-" if run.step is None else str(run.step), run.state)
+        for run in runs
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row, last in zip(rows, ["LAST LINE", *(run.last_line for run in runs)], strict=True):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join([*cells, last]).rstrip())
+    return 0
+
+
+def _short(out: Path) -> str:
+    return str(out.relative_to(Path.cwd())) if out.is_relative_to(Path.cwd()) else str(out)

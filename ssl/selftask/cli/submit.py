@@ -1,0 +1,37 @@
+"""``selftask submit``: the same config on a SLURM cluster."""
+
+from __future__ import annotations
+
+from selftask.errors import UserError
+
+USAGE = """\
+usage: selftask submit RECIPE [key=value ...] [--dry-run]
+
+Checks everything on this machine, prints the plan and hands the run to SLURM (through submitit):
+  launch.nodes=2 launch.processes=8        ranks: processes on each node
+  launch.slurm.partition=gpu               any option of sbatch, - or _ in its name
+  launch.slurm.time=36:00:00               as sbatch has it: minutes, h:mm:ss, days-hours
+  train.seed=1,2,3                         a comma list is a sweep: a job array, a folder each
+--dry-run prints the sbatch script instead of submitting it. Then: selftask jobs OUT"""
+
+
+def main(argv: list[str]) -> int:
+    """Check, show, submit."""
+    if any(word in ("-h", "--help") for word in argv):
+        print(USAGE)
+        return 0
+    dry = "--dry-run" in argv
+    argv = [word for word in argv if word != "--dry-run"]
+    if not argv or "=" in argv[0]:
+        raise UserError(f"submit needs a RECIPE before any key=value\n{USAGE}")
+    from selftask.launch.submit import plan
+
+    planned = plan(argv[0], argv[1:])
+    print(planned.describe())
+    if dry:
+        print(f"\n{planned.script()}")
+        return 0
+    made = planned.submit()
+    ids = made[0].job_id.partition("_")[0]
+    print(f"submitted as job {ids}; `selftask jobs {planned.out}` shows how it stands")
+    return 0

@@ -1,0 +1,127 @@
+"""What ``launch.slurm`` may hold: sbatch's long options, and a few words of submitit's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from selftask.errors import nearest
+
+SUBMITIT = {
+    "signal_delay_s": "seconds of warning before the time limit (120)",
+    "setup": "list of shell lines before srun",
+    "teardown": "list of shell lines after srun",
+    "srun_args": "list of srun's options",
+    "array_parallelism": "how many jobs of a sweep run at a time (256)",
+    "stderr_to_stdout": "one log file a task",
+}
+OURS = {
+    "nodes": "launch.nodes",
+    "ntasks": "launch.nodes and launch.processes",
+    "ntasks_per_node": "launch.processes",
+    "tasks_per_node": "launch.processes",
+    "array": "a comma list of any value (train.seed=1,2,3), which makes one",
+    "output": "out, where logs lie in slurm/",
+    "error": "out, where logs lie in slurm/",
+    "signal": "launch.slurm.signal_delay_s",
+    "chdir": "the folder in which you submit",
+    "wrap": "nothing: the command is selftask's",
+    "timeout_min": "launch.slurm.time",
+    "name": "launch.slurm.job_name",
+}  # what other keys of the config decide: option -> what to set instead
+_OPTIONS = """
+    account acctg_freq batch bb bbf begin cluster_constraint clusters comment constraint container
+    container_id contiguous core_spec cores_per_socket cpu_freq cpus_per_gpu cpus_per_task deadline
+    delay_boot dependency distribution exclude exclusive export export_file extra extra_node_info
+    get_user_env gid gpu_bind gpu_freq gpus gpus_per_node gpus_per_socket gpus_per_task gres
+    gres_flags hint hold ignore_pbs input job_name kill_on_invalid_dep licenses mail_type mail_user
+    mcs_label mem mem_bind mem_per_cpu mem_per_gpu mincpus network nice no_kill no_requeue nodefile
+    nodelist ntasks_per_core ntasks_per_gpu ntasks_per_socket open_mode overcommit oversubscribe
+    partition power prefer priority profile propagate qos quiet reboot requeue reservation segment
+    sockets_per_node spread_job switches thread_spec threads_per_core time time_min tmp
+    tres_bind tres_per_task uid use_min_nodes verbose wait wait_all_nodes wckey
+"""
+OPTIONS = frozenset(_OPTIONS.split())
+DEFAULT_MINUTES = 60
+_LISTS = ("setup", "teardown", "srun_args")
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+
+
+def problems(slurm: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The key and what is wrong with it, for each mistake in a ``launch.slurm`` section."""
+    names: dict[str, str] = {}
+    for key, value in slurm.items():
+        name = option(key)
+        shown = f"launch.slurm.{key}"
+        if name in names:
+            yield key, f"{shown} and launch.slurm.{names[name]} are the same option of sbatch"
+        names[name] = key
+        if name in OURS:
+            yield key, f"{shown} is set by selftask; use {OURS[name]}"
+        elif name not in OPTIONS and name not in SUBMITIT:
+            hint = nearest(name, OPTIONS | set(SUBMITIT))
+            yield key, f"{shown}: sbatch has no option --{name.replace('_', '-')}; {hint}"
+        elif name in _LISTS and not _is_texts(value):
+            yield key, f"{shown}={value!r}: expected a list of texts"
+        elif name in ("signal_delay_s", "array_parallelism") and not _is_count(value):
+            yield key, f"{shown}={value!r}: expected a whole number, 1 or more"
+        elif isinstance(value, dict | list) and name not in _LISTS:
+            yield key, f"{shown}={value!r}: expected one value"
+    yield from _time_problems(slurm)
+
+
+def _time_problems(slurm: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    time = slurm.get("time")
+    if time is None:
+        return
+    limit = minutes(time)
+    if limit is None:
+        right = "expected minutes, h:mm:ss or days-hours, as in 90, 36:00:00 or 2-12"
+        yield "time", f"launch.slurm.time={time!r}: {right}"
+        return
+    delay = slurm.get("signal_delay_s", 120)
+    if "signal_delay_s" in slurm and _is_count(delay) and delay >= 60 * limit:
+        yield (
+            "signal_delay_s",
+            f"launch.slurm.signal_delay_s={delay}: not before the start of a job of {limit} min",
+        )
+
+
+def option(key: str) -> str:
+    """``cpus_per_task`` of ``cpus-per-task`` or ``--cpus-per-task``."""
+    return key.lstrip("-").replace("-", "_")
+
+
+def minutes(time: Any) -> int | None:
+    """sbatch's time in whole minutes, rounded up; None if it is none.
+
+    Minutes, ``minutes:seconds``, ``hours:minutes:seconds``, ``days-hours[:minutes[:seconds]]``.
+    """
+    match = _TIME.fullmatch(str(time))
+    if match is None or isinstance(time, bool):
+        return None
+    days, *fields = match.groups()
+    first, second, third = (None if field is None else int(field) for field in fields)
+    if days is not None:
+        seconds = 86400 * int(days) + 3600 * (first or 0) + 60 * (second or 0) + (third or 0)
+    elif third is not None:
+        seconds = 3600 * (first or 0) + 60 * (second or 0) + third
+    else:
+        seconds = 60 * (first or 0) + (second or 0)
+    return -(-seconds // 60) or None
+
+
+def show_minutes(limit: int) -> str:
+    """``2 d 12 h``: a slip between minutes and hours is seen at once."""
+    days, rest = divmod(limit, 1440)
+    parts = [(days, "d"), (rest // 60, "h"), (rest % 60, "min")]
+    return " ".join(f"{count} {unit}" for count, unit in parts if count)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

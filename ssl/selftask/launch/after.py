@@ -1,0 +1,146 @@
+"""``python -m selftask.launch.after CODE FOLDER``: what a batch script does once srun is over.
+
+Ranks that were killed cannot tell, rank 0 perhaps among them; the batch script outlives them all.
+It makes ``status.json`` and the last line true, and puts the job back into the queue where
+``launch.max_restarts`` allows it. Free of torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from submitit.core import utils as submitit_files
+
+from selftask.config.schema import LaunchConfig
+from selftask.launch.slurm import Job, current_job, job_name, requeue
+from selftask.logs import write_json
+
+MARK = "selftask: attempt "  # the batch script writes it to the log before each srun
+_KILLED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (Killed|Out Of Memory|.*fault.*)")
+_UNTOLD = ("running", "failed", None)  # states that may not be the whole truth
+USER_ERROR, USR2 = 2, 128 + 12
+
+
+def after(code: int, folder: Path, job: Job | None) -> int:
+    """Judge the attempt that ended with srun's ``code``; the exit code of the job."""
+    name = job_name() or "unknown"
+    paths = submitit_files.JobPaths(folder, job_id=name)
+    delayed = submitit_files.DelayedSubmission.load(paths.submitted_pickle)
+    submission = cast(Submitted, delayed.function)
+    record = Record(Path(submission.out))
+    if code == 0 or record.state not in _UNTOLD:
+        return code
+    launch = LaunchConfig(**submission.config["launch"])
+    if job is not None and job.requeued:
+        record.write("requeued", f"RUN interrupted; SLURM has put job {name} back into the queue")
+        _forget_results(paths)
+        return 0
+    if job is not None and job.cancelled:
+        text = f"RUN interrupted by scancel; job {name} was cancelled: the same command goes on"
+        record.write("interrupted", text, by="scancel")
+        return code
+    cause = _cause(code, paths.stderr)
+    again = job is not None and _may_try_again(code, job, launch, record)
+    problem = requeue(job) if again and job is not None else ""
+    if again and not problem:
+        left = launch.max_restarts - record.failures(name)
+        text = f"job {name} is back in the queue; {left} of {launch.max_restarts} restarts left"
+        record.write("requeued", f"RUN interrupted: {cause}; {text}", by=cause)
+        _forget_results(paths)
+        return 0
+    if record.state != "failed" or problem:
+        more = f"; it could not be requeued: {problem}" if problem else ""
+        record.write("failed", f"RUN FAILED: {cause}{more}", error=cause)
+    _write_missing_results(paths, launch.world_size, cause)
+    return code
+
+
+def _may_try_again(code: int, job: Job, launch: LaunchConfig, record: Record) -> bool:
+    """Count the failure, and say whether another attempt is allowed after it."""
+    if code == USR2:  # the warning came before python could heed it: no failure of ours
+        return job.attempt < launch.max_requeues
+    if code == USER_ERROR or record.failures(job.id) >= launch.max_restarts:
+        return False
+    record.count_failure(job.id)
+    return True
+
+
+class Submitted(Protocol):
+    """What is known here of a ``launch.submission.Submission``."""
+
+    out: str
+    config: dict[str, Any]
+
+
+class Record:
+    """What a run's folder says about it, read and amended from outside."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.content: dict[str, Any] = _read(out / "status.json")
+        self.state = self.content.get("state")
+
+    def write(self, state: str, line: str, **more: Any) -> None:
+        """Another state, and the line of the log that goes with it."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.content.pop("error", None)
+        content = {**self.content, "state": state, "updated": time.time(), **more}
+        write_json(self.out / "status.json", content)
+        with (self.out / "log.txt").open("a", encoding="utf-8") as log:
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+        print(line, flush=True)
+
+    def failures(self, job: str) -> int:
+        """Attempts of that job that have failed and were made again."""
+        return int(_read(self._failures).get(job, 0))
+
+    def count_failure(self, job: str) -> None:
+        self._failures.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self._failures, {**_read(self._failures), job: self.failures(job) + 1})
+
+    @property
+    def _failures(self) -> Path:
+        return self.out / "errors" / "restarts.json"
+
+
+def _cause(code: int, log: Path) -> str:
+    """Which ranks were killed in the newest attempt, by srun's own words; else the exit code."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    killed = _KILLED.findall(text.rpartition(MARK)[2])
+    if not killed:
+        return f"srun left with code {code}; see {log}"
+    host, ranks, how = killed[0]
+    words = {"Killed": "was killed (SIGKILL)", "Out Of Memory": "was killed: out of memory"}
+    return f"rank {ranks} on {host} {words.get(how, f'crashed ({how})')}"
+
+
+def _forget_results(paths: submitit_files.JobPaths) -> None:
+    """Else ``job.result()`` would answer with those of an attempt that does not count."""
+    for path in paths.folder.glob(f"{paths.job_id}_*_result.pkl"):
+        path.unlink(missing_ok=True)
+
+
+def _write_missing_results(paths: submitit_files.JobPaths, ranks: int, cause: str) -> None:
+    """For ranks that could not: ``job.result()`` raises instead of waiting for ever."""
+    for rank in range(ranks):
+        path = submitit_files.JobPaths(paths.folder, paths.job_id, rank).result_pickle
+        if not path.exists():
+            with submitit_files.temporary_save_path(path) as temporary:
+                submitit_files.cloudpickle_dump(("error", f"RUN FAILED: {cause}"), temporary)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return content
+    return {}
+
+
+if __name__ == "__main__":
+    sys.exit(after(int(sys.argv[1]), Path(sys.argv[2]), current_job()))
