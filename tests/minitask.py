@@ -161,6 +161,9 @@ class MiniTask:
         if point == "on_backward":
             self.grads.append([None if p.grad is None else p.grad.clone() for p in self.parameters])
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def reduce_gradients(self) -> None:
         all_reduce_gradients(self.parameters)
 

@@ -288,6 +288,8 @@ def test_accumulated_batches_are_one_big_batch(tmp_path: Path, spy: str) -> None
     task = Task(config, sources=open_data(config.data))
     task.prepare()
     task.base_model.double()
+    for state in task.optimizer.optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"].double()
     prepare = task.loss.prepare
 
     def prepare_double(sample: dict[str, Any], task: Task) -> None:

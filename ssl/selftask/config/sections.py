@@ -20,6 +20,7 @@ from selftask.config.schema import (
     InitConfig,
     LaunchConfig,
     OptimizerConfig,
+    ParallelConfig,
     TrainConfig,
     ViewConfig,
 )
@@ -53,6 +54,7 @@ SECTIONS: dict[str, type | None] = {
     "eval": EvalConfig,
     "init": InitConfig,
     "resume": None,
+    "parallel": ParallelConfig,
     "launch": LaunchConfig,
     "out": None,
 }
@@ -75,13 +77,14 @@ def read_config(reader: Reader, values: dict[str, Any], recipe: str) -> Config |
     optimizer = _read_optimizer(reader, values.get("optimizer"))
     evaluation = _read_eval(reader, values.get("eval"))
     init = _plain_section(reader, values, "init", InitConfig)
+    parallel = _plain_section(reader, values, "parallel", ParallelConfig)
     name = _text(reader, values, "recipe", recipe)
     meters = reader.components(values.get("meters"), METERS, ("meters",))
     hooks = reader.components(_with_default_hooks(values.get("hooks")), HOOKS, ("hooks",))
     resume = _text(reader, values, "resume", "auto")
     out = _text(reader, values, "out", default_out(name))
     imports = _module_names(reader, values.get("import"))
-    if not (data and backbone and method and train and optimizer and init and launch):
+    if not (data and backbone and method and train and optimizer and init and parallel and launch):
         return None
     return Config(
         recipe=name,
@@ -96,6 +99,7 @@ def read_config(reader: Reader, values: dict[str, Any], recipe: str) -> Config |
         eval=evaluation,
         init=init,
         resume=resume,
+        parallel=parallel,
         launch=launch,
         out=out,
         imports=imports,

@@ -1,6 +1,7 @@
 """Short forms: a plain string where a section is expected.
 
-``data=DIR``, ``backbone=timm:vit_small_patch16_224``, ``method=moco``, ``- horizontal_flip``.
+``data=DIR``, ``backbone=timm:vit_small_patch16_224``, ``method=moco``, ``parallel=ddp``,
+``- horizontal_flip``.
 They are written out before anything is merged, so that a short form in a file and one on the
 command line mean the same.
 """
@@ -72,6 +73,8 @@ def _expand_text(text: str, path: Path) -> Any:
         return expand_source(text)
     if path == ("backbone",):
         return expand_backbone(text)
+    if path == ("parallel",):
+        return {"reduce": text}
     if path in _NAMED or path[:-1] in _NAMED_ENTRIES:
         return {"name": text}
     return text

@@ -20,7 +20,7 @@ def evaluate_task(task: Task) -> dict[str, float]:
     components = task.config.eval.evaluations
     if not (components and task.feed.has_test and task.feed.num_classes):
         return {}
-    backbone = task.loss.export_backbone(task.base_model)
+    backbone = task.export_backbone()
     train, test = (
         _of_all_ranks(extract_features(backbone, samples, device=task.device))
         for samples in (task.feed.labelled_samples(), task.feed.test_samples())

@@ -24,8 +24,8 @@ class ExportBackbone(Hook):
     priority: ClassVar[int] = 80
 
     def on_end(self, task: Task) -> None:
+        backbone = task.export_backbone()
         if is_primary():
-            backbone = task.loss.export_backbone(task.base_model)
             save_backbone(backbone, task.out / "export", facts(task.config, task.iteration))
 
 

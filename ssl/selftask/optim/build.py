@@ -55,8 +55,11 @@ def build_optimizer(
     length: RunLength,
     *,
     batch: int,
+    arrange: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
 ) -> Any:
     """The optimizer of named ``modules``; ``batch`` is the number of samples behind one update.
+
+    ``arrange`` has the last word on the groups of parameters (the reduction's, see there).
 
     Ours by name, or any registered with Classy Vision as ``classy:NAME``.
     """
@@ -72,7 +75,7 @@ def build_optimizer(
         optimizer = classy.build("optimizer", config.name, {"num_epochs": 1, **config.args})
     if not getattr(own, "layerwise", False):
         groups = merge_alike([_without(group, "adapt") for group in groups])
-    optimizer.set_param_groups(groups, lr=lr_schedule(config, length, batch=batch))
+    optimizer.set_param_groups(arrange(groups), lr=lr_schedule(config, length, batch=batch))
     return optimizer
 
 

@@ -19,8 +19,12 @@ class SGD:
     nesterov: bool = False
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        sharded = any(hasattr(p, "device_mesh") for group in groups for p in group["params"])
         optimizer = torch.optim.SGD(
-            groups, momentum=self.sgd_momentum, nesterov=self.nesterov, fused=True
+            groups,
+            momentum=self.sgd_momentum,
+            nesterov=self.nesterov,
+            fused=not sharded,  # torch has no fused step for DTensors (FSDP)
         )
         if self.sgd_momentum:
             # torch's fused step wants all momenta or none, and a layer frozen at first (DINO's

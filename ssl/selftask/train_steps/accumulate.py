@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from selftask.collectives import all_reduce_mean
@@ -13,6 +15,8 @@ from selftask.task import LastBatch, Task
 def accumulate_train_step(task: Task) -> None:
     """Forward and backward ``train.accumulate`` times, then one reduction and one update.
 
+    Only the last batch makes ranks talk about gradients, which then are those of all batches.
+
     The gradient is the mean over the batches; at the end of an epoch that leaves fewer, it is the
     mean over those. Each loss still sees one batch: accumulation does *not* enlarge the set of
     negatives of a contrastive method, nor the batch that BatchNorm or Barlow Twins look at.
@@ -23,15 +27,15 @@ def accumulate_train_step(task: Task) -> None:
 
     with task.timer("train_step"):
         batches = min(task.config.train.accumulate, task.batches_left)
-        for number in range(batches):
-            loss = _forward(task, share=1.0 / batches)
-            with task.timer("backward"):
-                if number == 0:
-                    task.optimizer.zero_grad()
-                task.grad_scaler.scale(loss).backward()
+        task.optimizer.zero_grad()
+        for number in range(1, batches + 1):
+            with nullcontext() if number == batches else task.no_sync():
+                loss = _forward(task, share=1.0 / batches)
+                with task.timer("backward"):
+                    task.grad_scaler.scale(loss).backward()
 
         with task.timer("reduce"):
-            task.reduce_gradients()  # once per update
+            task.reduce_gradients()
             task.grad_scaler.unscale_(task.optimizer)
         task.run_hooks("on_backward")
 

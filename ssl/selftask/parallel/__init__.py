@@ -1,0 +1,1 @@
+"""How the ranks of a run share its work: gradients, activations, batch statistics."""

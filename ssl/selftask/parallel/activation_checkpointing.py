@@ -1,0 +1,67 @@
+"""Forget what is inside a block after its forward pass; compute it again in the backward pass.
+
+Non-reentrant, which works with DDP, FSDP and several passes through one block (multi-crop).
+Memory for activations falls to about one tensor a block; the price is a second forward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
+
+
+def checkpoint_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Make each block recompute itself. Only its class changes: neither names nor state do."""
+    for block in blocks:
+        kind: Any = type(block)
+        block.__class__ = _checkpointed(kind)
+
+
+@functools.cache
+def _checkpointed(kind: Any) -> Any:
+    """``kind`` with a forward pass that keeps its inputs only, and as ever without gradients."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return kind.forward(self, *args, **kwargs)
+        more: dict[str, Any] = {"context_fn": partial(_contexts, self)} if _statistics(self) else {}
+        inner = partial(kind.forward, self)
+        return checkpoint(inner, *args, use_reentrant=False, **more, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _contexts(block: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Around the first computation, and around the second."""
+    return nullcontext(), _keeping_statistics(block)
+
+
+def _statistics(block: nn.Module) -> list[nn.Module]:
+    """The modules whose running statistics a forward pass moves."""
+    return [
+        module
+        for module in block.modules()
+        if isinstance(module, _NormBase) and module.training and module.track_running_stats
+    ]
+
+
+@contextmanager
+def _keeping_statistics(block: nn.Module) -> Iterator[None]:
+    """Running statistics move once a step: the second computation moves copies of them."""
+    moved = _statistics(block)
+    kept = [dict(module._buffers) for module in moved]
+    for module, buffers in zip(moved, kept, strict=True):
+        module._buffers.update({key: b if b is None else b.clone() for key, b in buffers.items()})
+    try:
+        yield
+    finally:
+        for module, buffers in zip(moved, kept, strict=True):
+            module._buffers.update(buffers)

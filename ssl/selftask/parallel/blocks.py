@@ -1,0 +1,49 @@
+"""What a block of a network is: the unit of activation checkpointing and of sharding."""
+
+from __future__ import annotations
+
+from torch import nn
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList)
+
+
+def find_blocks(network: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a network, in order: transformer blocks, residual blocks.
+
+    A block is a child of a ``Sequential`` or ``ModuleList`` that is made of several modules. A
+    stage, which holds a container of equal blocks itself, is none: its blocks are. A network
+    without such children (a plain ``Sequential`` of layers) has no blocks.
+    """
+    found: list[nn.Module] = []
+    _descend(network, in_container=False, found=found)
+    return found
+
+
+def _descend(module: nn.Module, *, in_container: bool, found: list[nn.Module]) -> None:
+    if in_container and _is_block(module):
+        found.append(module)
+        return
+    for child in module.children():
+        _descend(child, in_container=isinstance(module, _CONTAINERS), found=found)
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Whether a child of a container is a block, not a layer, a container or a stage."""
+    if isinstance(module, _CONTAINERS) or len(list(module.children())) < 2:
+        return False
+    if next(module.parameters(), None) is None:
+        return False
+    return not any(_holds_blocks(child) for child in module.children())
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Whether a module is a container of modules of one kind, each made of others."""
+    if not isinstance(module, _CONTAINERS):
+        return False
+    children = list(module)
+    return bool(children) and all(
+        type(child) is type(children[0])
+        and not isinstance(child, _CONTAINERS)
+        and next(child.children(), None) is not None
+        for child in children
+    )

@@ -1,0 +1,58 @@
+"""From the ``parallel:`` section to what it asks for; on one process, to nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from selftask.collectives import world_size
+from selftask.config.schema import ParallelConfig
+from selftask.errors import UserError
+from selftask.parallel.activation_checkpointing import checkpoint_blocks
+from selftask.parallel.blocks import find_blocks
+from selftask.parallel.reduction import Reduction
+from selftask.parallel.sync_batch_norm import form_groups, synchronize_batch_norm
+
+
+def build_reduction(config: ParallelConfig, low_precision: torch.dtype | None) -> Reduction:
+    """The way of reducing gradients that is asked for; the one that does nothing for one process.
+
+    ``low_precision`` is the number format of the forward pass, None for float32.
+    """
+    if world_size() == 1:
+        return Reduction()
+    if config.reduce == "ddp":
+        from selftask.parallel.ddp import DDPReduction
+
+        return DDPReduction(bucket_mb=config.bucket_mb, static_graph=config.static_graph)
+    if config.reduce == "fsdp":
+        from selftask.parallel.fsdp import FSDPReduction
+
+        return FSDPReduction(bucket_mb=config.bucket_mb, low_precision=low_precision)
+    from selftask.parallel.manual import ManualReduction
+
+    return ManualReduction(bucket_mb=config.bucket_mb, compress=config.compress)
+
+
+def synchronize(config: ParallelConfig, modules: list[nn.Module]) -> None:
+    """Make BatchNorms look at the images of several ranks, where that is asked for."""
+    if config.sync_batch_norm != "none" and world_size() > 1:
+        ranks = form_groups(config.sync_batch_norm)
+        for module in modules:
+            synchronize_batch_norm(module, ranks)
+
+
+def save_activations(config: ParallelConfig, network: nn.Module) -> None:
+    """Make blocks forget their insides, where that is asked for.
+
+    Raises UserError for a network without blocks.
+    """
+    if config.activation_checkpointing == "none":
+        return
+    blocks = find_blocks(network)
+    if not blocks:
+        raise UserError(
+            "parallel.activation_checkpointing=blocks: the network has none, such as children of "
+            "a Sequential or ModuleList that are made of several modules; use none"
+        )
+    checkpoint_blocks(blocks)

@@ -1,0 +1,101 @@
+"""torch's DistributedDataParallel around the network; the method's own parameters by hand."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from selftask.errors import RunError
+from selftask.parallel.manual import ManualReduction
+from selftask.parallel.reduction import Named, Reduction
+
+_ADVICE = (
+    "parallel.reduce=ddp waits for every gradient; take the parameter out of the model, freeze it "
+    "(requires_grad_(False)), or use parallel.reduce=manual, which leaves it as it is"
+)
+
+
+class DDPReduction(Reduction):
+    """DDP from the second step on; the first is reduced by hand, to see who takes part.
+
+    What goes without a gradient is named there on every rank, where torch would hang, or fail in
+    the step after with numbers. Buffers stay each rank's own, as with the other reductions.
+    """
+
+    def __init__(self, *, bucket_mb: float = 25.0, static_graph: bool = False) -> None:
+        self._bucket_mb, self._static_graph = bucket_mb, static_graph
+        self._is_first = True
+        self._method: Reduction = Reduction()  # of parameters that are not the network's
+
+    def wrap(self, network: nn.Module) -> nn.Module:
+        self._module = _Replaceable(network)
+        return self._module
+
+    def watch(self, named: Named) -> None:
+        inside = set(self._module.network.parameters())
+        self._named = [(name, p) for name, p in named if p in inside]
+        rest = [(name, p) for name, p in named if p not in inside]
+        self._all = _Strict(bucket_mb=self._bucket_mb)
+        self._all.watch(named)
+        if rest:
+            self._method = ManualReduction(bucket_mb=self._bucket_mb)
+            self._method.watch(rest)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        network: Any = self._module.network
+        with self._method.no_sync():
+            if self._is_first:
+                yield
+            else:
+                with network.no_sync():
+                    yield
+
+    def reduce(self) -> None:
+        if self._is_first:
+            self._all.reduce()
+            self._all.stop()
+            self._begin()
+            return
+        self._method.reduce()
+        missing = [name for name, p in self._named if p.requires_grad and p.grad is None]
+        if missing:
+            raise RunError(f"no gradient in this step: {', '.join(missing)}\n{_ADVICE}")
+
+    def _begin(self) -> None:
+        self._is_first = False
+        network = self._module.network
+        device = next(network.parameters()).device
+        with warnings.catch_warnings():
+            # the new name of broadcast_buffers would make buffers those of rank 0 once
+            warnings.simplefilter("ignore", FutureWarning)
+            self._module.network = DistributedDataParallel(
+                network,
+                device_ids=[device] if device.type == "cuda" else None,
+                broadcast_buffers=False,
+                init_sync=False,  # weights are the same already
+                bucket_cap_mb=self._bucket_mb,
+                gradient_as_bucket_view=True,
+                static_graph=self._static_graph,
+            )
+
+
+class _Strict(ManualReduction):
+    def on_unused(self, message: str) -> None:
+        raise RunError(f"{message}\n{_ADVICE}")
+
+
+class _Replaceable(nn.Module):
+    """What the step calls: the network alone at first, then DDP around it."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.network(*args, **kwargs)

@@ -1,0 +1,237 @@
+"""FSDP2: each rank keeps its part of parameters, gradients and optimizer state.
+
+The network is sharded block by block, and so are teachers, so that an average of parameters stays
+one of local parts. The method's own parameters (a predictor, prototypes) stay whole and are
+reduced by hand. State leaves and enters as whole tensors: a checkpoint does not tell how many
+ranks wrote it, nor that they were sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
+
+from selftask.collectives import is_primary, world_size
+from selftask.errors import RunError
+from selftask.logs import get_logger
+from selftask.parallel.blocks import find_blocks
+from selftask.parallel.manual import ManualReduction
+from selftask.parallel.reduction import Named, Reduction
+from selftask.parallel.unused import count_ranks, describe
+
+log = get_logger(__name__)
+
+_FILLS_IN = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+_ENTRIES = ("forward_features",)  # of a backbone, beside forward: methods call them
+
+
+class FSDPReduction(Reduction):
+    """``fully_shard`` for each block, then for what is left of a network."""
+
+    def __init__(self, *, bucket_mb: float = 25.0, low_precision: torch.dtype | None) -> None:
+        self._low = low_precision
+        self._bucket_mb = bucket_mb
+        self._method: Reduction = Reduction()  # of parameters that are not sharded
+        self._idle: Named | None = None  # no rank had a gradient for them in the first step
+
+    def shard(self, networks: Iterable[nn.Module]) -> None:
+        networks = list(networks)
+        device = next(networks[0].parameters()).device
+        mesh = init_device_mesh(device.type, (world_size(),))
+        for network in networks:
+            for part in (*find_blocks(network), network):
+                # also the outermost: between steps every parameter is a part, for teachers
+                fully_shard(
+                    part, mesh=mesh, reshard_after_forward=True, mp_policy=self._policy(part)
+                )
+            for entry in _ENTRIES:
+                if hasattr(network, entry):
+                    register_fsdp_forward_method(network, entry)
+        self._network: Any = networks[0]
+        if _FILLS_IN:
+            self._network.set_reduce_scatter_unused_params(True)
+        self._arrivals = Arrivals(self._network)
+
+    def watch(self, named: Named) -> None:
+        names = {p: name for name, p in self._network.named_parameters()}
+        self._sharded = [(name, p) for name, p in named if isinstance(p, DTensor)]
+        self._inner_names = [names[p] for _, p in self._sharded]  # without ``network.``
+        rest = [(name, p) for name, p in named if not isinstance(p, DTensor)]
+        if rest:
+            self._method = ManualReduction(bucket_mb=self._bucket_mb)
+            self._method.watch(rest)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._network.set_requires_gradient_sync(False)
+        try:
+            with self._method.no_sync():
+                yield
+        finally:
+            self._network.set_requires_gradient_sync(True)
+
+    def reduce(self) -> None:
+        self._method.reduce()
+        if self._idle is None:
+            self._idle = self._find_idle()
+        if self._idle:
+            counts = count_ranks([name in self._arrivals.names for name, _ in self._idle])
+            for (_, parameter), count in zip(self._idle, counts, strict=True):
+                if count == 0:
+                    parameter.grad = None  # as on one process; FSDP makes it zero
+            self._arrivals.names.clear()
+
+    def _find_idle(self) -> list[tuple[str, nn.Parameter]]:
+        """Name what has no gradient in the first step; what has none on any rank is idle.
+
+        Raises RunError where some ranks lack one and this torch cannot fill in a zero.
+        """
+        counts = count_ranks([name in self._arrivals.names for name in self._inner_names])
+        if min(counts, default=world_size()) < world_size():
+            message = describe([name for name, _ in self._sharded], counts)
+            if max(c for c in counts if c < world_size()) > 0 and not _FILLS_IN:
+                raise RunError(f"{message}\nparallel.reduce=fsdp needs torch 2.15 for this")
+            log.warning("%s\n  what no rank has a gradient for keeps its value", message)
+        pairs = zip(self._inner_names, self._sharded, counts, strict=True)
+        idle: Named = [(name, p) for name, (_, p), count in pairs if count == 0]
+        self._arrivals.listen_to({name for name, _ in idle})
+        return idle
+
+    def _policy(self, part: nn.Module) -> MixedPrecisionPolicy:
+        """Blocks are gathered and run in the low precision, gradients summed in float32.
+
+        What has a BatchNorm stays in float32, as its statistics do; autocast serves its matrix
+        products all the same.
+        """
+        if self._low is None or any(isinstance(m, _BatchNorm) for m in part.modules()):
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=self._low, reduce_dtype=torch.float32)
+
+    def whole(self, state: Any) -> Any:
+        if isinstance(state, DTensor):
+            full = state.full_tensor().detach()
+            return full.cpu() if is_primary() else full.new_empty(0)
+        if isinstance(state, dict):
+            return type(state)((key, self.whole(value)) for key, value in state.items())
+        if isinstance(state, list | tuple):
+            return type(state)(self.whole(value) for value in state)
+        return state
+
+    def share(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        mine = module.state_dict()
+        return {key: _share(value, mine.get(key)) for key, value in state.items()}
+
+    def arrange(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Sharded and whole parameters apart: one fused operation cannot take both."""
+        self._parameters = [p for group in groups for p in group["params"]]
+        self._layout: list[tuple[int, list[int]]] = []  # of each new group: the old one, places
+        arranged, first = [], 0
+        for number, group in enumerate(groups):
+            places = range(first, first + len(group["params"]))
+            first = places.stop
+            for sharded in (True, False):
+                mine = [i for i in places if isinstance(self._parameters[i], DTensor) == sharded]
+                if mine:
+                    arranged.append({**group, "params": [self._parameters[i] for i in mine]})
+                    self._layout.append((number, mine))
+        return arranged
+
+    def whole_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
+        optim = state["optim"]
+        places = [place for _, mine in self._layout for place in mine]
+        of_place = {places[i]: self.whole(value) for i, value in optim["state"].items()}
+        groups: dict[int, dict[str, Any]] = {}
+        for (number, mine), group in zip(self._layout, optim["param_groups"], strict=True):
+            before = groups.get(number, {"params": []})["params"]
+            groups[number] = {**group, "params": sorted([*before, *mine])}
+        ordered = {place: of_place[place] for place in sorted(of_place)}
+        return {**state, "optim": {"state": ordered, "param_groups": list(groups.values())}}
+
+    def share_of_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
+        optim = state["optim"]
+        places = [place for _, mine in self._layout for place in mine]
+        of_one = {
+            i: {key: self._share_like(value, place) for key, value in optim["state"][place].items()}
+            for i, place in enumerate(places)
+            if place in optim["state"]
+        }
+        groups, first = [], 0
+        for number, mine in self._layout:
+            params = list(range(first, first + len(mine)))
+            groups.append({**optim["param_groups"][number], "params": params})
+            first += len(mine)
+        return {**state, "optim": {"state": of_one, "param_groups": groups}}
+
+    def _share_like(self, value: Any, place: int) -> Any:
+        parameter = self._parameters[place]
+        same = isinstance(value, Tensor) and value.shape == parameter.shape
+        return _share(value, parameter) if same else value
+
+    def plain(self, module: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
+        full = {
+            key: value.full_tensor().detach() if isinstance(value, DTensor) else value
+            for key, value in module.state_dict().items()
+        }
+        with torch.random.fork_rng():
+            copy = build()
+        copy.load_state_dict(full)
+        device = next(iter(full.values())).device
+        return copy.to(device).train(module.training)
+
+
+class Arrivals:
+    """The names of parameters that got a gradient, which FSDP itself does not tell.
+
+    Gradients arrive at the gathered parameters, which live during the pass only.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.names: set[str] = set()
+        self._network = network
+        self._gradients: dict[str, RemovableHandle] = {}
+        self._passes = [
+            part.register_forward_pre_hook(self._look)
+            for part in network.modules()
+            if isinstance(part, FSDPModule)
+        ]
+
+    def _look(self, part: nn.Module, inputs: Any) -> None:
+        """The parameters of this part have just been gathered."""
+        for name, p in self._network.named_parameters():
+            if name not in self._gradients and p.requires_grad and not isinstance(p, DTensor):
+                arrived = partial(self._arrived, name)
+                self._gradients[name] = p.register_post_accumulate_grad_hook(arrived)
+
+    def _arrived(self, name: str, parameter: Tensor) -> None:
+        self.names.add(name)
+
+    def listen_to(self, names: set[str]) -> None:
+        """From now on to these only."""
+        for hook in self._passes:
+            hook.remove()
+        for name, handle in self._gradients.items():
+            if name not in names:
+                handle.remove()
+
+
+def _share(value: Any, like: Any) -> Any:
+    """This rank's part of a whole tensor, cut out of its own copy without talking to others."""
+    if not isinstance(like, DTensor):
+        return value
+    value = value.to(device=like.device, dtype=like.dtype)
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)

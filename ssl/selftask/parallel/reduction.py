@@ -1,0 +1,63 @@
+"""What a task asks of the way its gradients are reduced; on one process there is nothing to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+class Reduction:
+    """One process: gradients are what they should be, and every tensor is whole.
+
+    The others override what they need. Calls come in this order: ``shard``, ``wrap``,
+    ``arrange``, ``watch`` once; then at each step ``no_sync`` and ``reduce``; the rest is for
+    checkpoints, evaluations and exports.
+    """
+
+    def shard(self, networks: Iterable[nn.Module]) -> None:
+        """Leave each rank its part of the networks: the trained one, and teachers."""
+
+    def wrap(self, network: nn.Module) -> nn.Module:
+        """What the step calls in place of the network."""
+        return network
+
+    def arrange(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The optimizer's groups so that each holds one kind of tensor."""
+        return groups
+
+    def watch(self, named: Named) -> None:
+        """All trained parameters, the method's too, with names; the same list on every rank."""
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Around forward and backward of all batches of an update but the last."""
+        return nullcontext()
+
+    def reduce(self) -> None:
+        """After the backward pass: every gradient is its mean over ranks."""
+
+    def whole(self, state: Any) -> Any:
+        """A nested state for a file; every rank calls, what was sharded is on the first one."""
+        return state
+
+    def share(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """Of the state dict of a whole ``module``, this rank's part."""
+        return state
+
+    def whole_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's state as that of one whose parameters are whole; every rank calls."""
+        return state
+
+    def share_of_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Of such a state, this rank's part."""
+        return state
+
+    def plain(self, module: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
+        """``module`` so that one rank alone can use it; every rank calls. ``build`` makes a new
+        one like it.
+        """
+        return module

@@ -1,0 +1,126 @@
+"""BatchNorm over the images of several ranks, on CPU and GPU alike.
+
+torch's own SyncBatchNorm refuses CPU tensors, so that nothing built on it can be tested without a
+GPU. This one is two small all-reduces forward and two backward, through autograd.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from selftask.collectives import gather_objects, new_group, rank, sum_with_grad, world_size
+from selftask.errors import UserError
+
+_KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class Ranks:
+    """The ranks whose images are normalised together; copies of a module share it."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return self
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm of (N, C, ...) with the statistics of all rows of its ``ranks``.
+
+    Equal to ``nn.BatchNorm`` on the concatenated batch; each rank's number of rows counts. State
+    and parameters are those of ``nn.BatchNorm``. In eval mode it is one.
+    """
+
+    ranks: Ranks
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected (N, C) or (N, C, ...), got {tuple(input.shape)}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        if not (self.training or self.running_mean is None):
+            return super().forward(input)
+        x = input if input.dtype == torch.float64 else input.float()
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        group = self.ranks.group
+        rows = x.new_full((1,), x.numel() // x.shape[1])
+        sums = sum_with_grad(torch.cat([x.sum(dims), rows]), group)
+        count = sums[-1].detach()
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        mean = sums[:-1] / count  # (C,)
+        x = x - mean.view(shape)
+        variance = sum_with_grad(x.square().sum(dims), group) / count  # (C,)
+        if self.training and self.track_running_stats:
+            self._follow(mean.detach(), variance.detach() * count / (count - 1))
+        y = x * torch.rsqrt(variance + self.eps).view(shape)
+        if self.affine:
+            y = y * self.weight.view(shape) + self.bias.view(shape)
+        return y.to(input.dtype)
+
+    @torch.no_grad()
+    def _follow(self, mean: Tensor, unbiased_variance: Tensor) -> None:
+        """Move the running statistics, by 1/n of the way without a momentum."""
+        assert self.num_batches_tracked is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        self.num_batches_tracked.add_(1)
+        share: float | Tensor = (
+            1.0 / self.num_batches_tracked.to(mean.dtype)
+            if self.momentum is None
+            else self.momentum
+        )
+        self.running_mean.add_((mean - self.running_mean) * share)
+        self.running_var.add_((unbiased_variance - self.running_var) * share)
+
+
+def synchronize_batch_norm(module: nn.Module, ranks: Ranks) -> None:
+    """Make every BatchNorm inside ``module`` a synchronised one; names and state stay.
+
+    Raises UserError for a kind of BatchNorm whose forward pass is its own.
+    """
+    for name, part in module.named_modules():
+        if not isinstance(part, _BatchNorm):
+            continue
+        if type(part) not in _KNOWN:
+            raise UserError(
+                f"parallel.sync_batch_norm: {name} is a {type(part).__name__}, whose forward pass "
+                "is its own; only BatchNorm1d, 2d and 3d of torch.nn can be synchronised"
+            )
+        part.__class__ = SyncBatchNorm
+        part.__dict__["ranks"] = ranks
+
+
+def form_groups(which: str | int) -> Ranks:
+    """This rank's group: ``all`` ranks, those of its ``node``, or a number of neighbours.
+
+    Every rank must call. Raises UserError if the ranks are no whole number of groups.
+    """
+    if which == "all":
+        return Ranks(None)
+    mine = None
+    for members in _members(which):
+        group = new_group(members)  # every rank makes every group
+        if rank() in members:
+            mine = group
+    return Ranks(mine)
+
+
+def _members(which: str | int) -> list[list[int]]:
+    ranks = range(world_size())
+    if which == "node":
+        hosts = gather_objects(socket.gethostname())
+        return [[r for r in ranks if hosts[r] == host] for host in dict.fromkeys(hosts)]
+    size = int(which)
+    if len(ranks) % size:
+        raise UserError(
+            f"parallel.sync_batch_norm={size}: {len(ranks)} processes are no whole number of "
+            f"groups of {size}; use a divisor, 'all' or 'node'"
+        )
+    return [list(ranks[first : first + size]) for first in ranks[::size]]

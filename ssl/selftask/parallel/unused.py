@@ -1,0 +1,36 @@
+"""Parameters without a gradient, by name: on which ranks, and what to do about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from selftask.collectives import world_size
+from selftask.pulse import collective
+
+_MOST_NAMES = 12
+
+
+def count_ranks(present: Sequence[bool]) -> list[int]:
+    """For each entry, the number of ranks on which it is true. Waits for the device."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    counts = torch.tensor(present, dtype=torch.int32, device=device)
+    with collective("all_reduce of which parameters have gradients"):
+        dist.all_reduce(counts)
+    return [int(count) for count in counts.tolist()]
+
+
+def describe(names: Sequence[str], counts: Sequence[int]) -> str:
+    """The parameters that some rank has no gradient for: which, and on how many ranks."""
+    size = world_size()
+    missing = [(n, c) for n, c in zip(names, counts, strict=True) if c < size]
+    lines = [
+        f"  {name}" + (f" (has one on {count} of {size} ranks)" if count else "")
+        for name, count in missing[:_MOST_NAMES]
+    ]
+    if len(missing) > _MOST_NAMES:
+        lines.append(f"  and {len(missing) - _MOST_NAMES} more")
+    which = "parameter" if len(missing) == 1 else f"{len(missing)} parameters"
+    return f"{which} without a gradient in the first step:\n" + "\n".join(lines)

@@ -1,0 +1,371 @@
+"""Three ways of reducing gradients against each other and against one rank, in double precision."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ranks import run_ranks
+from selftask.collectives import rank, world_size
+from selftask.errors import RunError
+from selftask.optim.lars import LARS
+from selftask.parallel.activation_checkpointing import checkpoint_blocks
+from selftask.parallel.blocks import find_blocks
+from selftask.parallel.build import build_reduction
+from selftask.parallel.ddp import DDPReduction
+from selftask.parallel.fsdp import FSDPReduction
+from selftask.parallel.manual import ManualReduction
+from selftask.parallel.reduction import Reduction
+
+WAYS = ("manual", "ddp", "fsdp")
+STEPS = 3
+BATCH = 8
+
+
+class Block(nn.Module):
+    """Residual, with dropout: what is computed again must draw again what was drawn."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x: Tensor, *, scale: float) -> Tensor:
+        y: Tensor = x + scale * self.mlp(self.norm(x))
+        return y
+
+
+class Student(nn.Module):
+    """Two passes through the same blocks, as in multi-crop; the spare layer is never used."""
+
+    def __init__(self, *, spare: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList(Block(6) for _ in range(2))
+        self.head = nn.Linear(6, 4)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        if spare:
+            self.spare = nn.Linear(2, 3)
+
+    def forward(self, views: list[Tensor]) -> Tensor:
+        return torch.stack([self.head(self.encode(view)) for view in views])
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, scale=0.7)
+        return x
+
+
+def reduction(way: str, **more: Any) -> Reduction:
+    """The one for two ranks; small buckets, so that there are several."""
+    if world_size() == 1:
+        return Reduction()
+    if way == "ddp":
+        return DDPReduction(bucket_mb=0.0005, **more)
+    if way == "fsdp":
+        return FSDPReduction(bucket_mb=0.0005, low_precision=None)
+    return ManualReduction(bucket_mb=0.0005, **more)
+
+
+def data() -> Tensor:
+    draws = torch.Generator().manual_seed(1)
+    return torch.randn(STEPS, 2, BATCH, 5, dtype=torch.float64, generator=draws)
+
+
+def train(
+    way: str, *, checkpointing: bool = False, accumulate: int = 1, spare: bool = False, **more: Any
+) -> dict[str, Any]:
+    """Some steps of a student, its teacher and a predictor that the network does not hold."""
+    torch.manual_seed(0)
+    student = Student(spare=spare).double()
+    predictor = nn.Linear(4, 4).double()
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    if checkpointing:
+        checkpoint_blocks(find_blocks(student))
+    sharing = reduction(way, **more)
+    sharing.shard([student, teacher])
+    called = sharing.wrap(student)
+    named = [(f"network.{name}", p) for name, p in student.named_parameters() if p.requires_grad]
+    named += [(f"loss.{name}", p) for name, p in predictor.named_parameters()]
+    groups = sharing.arrange([{"params": [p for _, p in named]}])
+    optimizer = torch.optim.AdamW(groups, lr=0.05, foreach=True)
+    sharing.watch(named)
+    losses, gradients = [], []
+    mine = BATCH // world_size() // accumulate
+    for views in data():
+        optimizer.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64)
+        for part in range(accumulate):
+            first = part * (BATCH // accumulate) + rank() * mine
+            batch = [view[first : first + mine] for view in views]
+            with nullcontext() if part == accumulate - 1 else sharing.no_sync():
+                output = called(batch)
+                target = teacher(batch)
+                share = (predictor(output) - target.flip(0) - 1).square().mean() / accumulate
+                share.backward()
+            loss += share.detach()
+        sharing.reduce()
+        gradients.append({name: whole(p.grad) for name, p in named})
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 0.1)
+        losses.append(loss)
+    optim = sharing.whole_optimizer({"optim": optimizer.state_dict()})["optim"]
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "student": {name: whole(p) for name, p in student.named_parameters()},
+        "teacher": {name: whole(p) for name, p in teacher.named_parameters()},
+        "predictor": predictor.state_dict(),
+        "optimizer": optim if rank() == 0 else None,
+    }
+
+
+def whole(x: Tensor | None) -> Tensor | None:
+    if x is None:
+        return None
+    full: Any = x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[attr-defined]
+    return full.detach().clone()
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("manual", {}),
+    ("ddp", {}),
+    ("ddp", {"static_graph": True}),
+    ("fsdp", {}),
+    *((way, {"checkpointing": True}) for way in WAYS),
+    *((way, {"accumulate": 2}) for way in WAYS),
+]
+
+
+def every_case(rank: int) -> list[dict[str, Any]]:
+    return [train(way, **more) for way, more in CASES]
+
+
+def everything(rank: int) -> dict[str, Any]:
+    """One pair of processes for all tests: starting torch costs seconds."""
+    return {run.__name__: run(rank) for run in (every_case, unused, one_sided, details, lars)}
+
+
+@pytest.fixture(scope="module")
+def told() -> list[dict[str, Any]]:
+    """What each of two ranks has to tell."""
+    return run_ranks(everything, 2)
+
+
+def test_all_ways_are_one_rank(told: list[dict[str, Any]]) -> None:
+    """Losses, gradients, weights, teacher and optimizer state, at 1e-9 and in plain order."""
+    ranks = [of_rank["every_case"] for of_rank in told]
+    expected = train("manual")
+    assert_alike(expected, train("manual", checkpointing=True))
+    for (way, more), first, second in zip(CASES, *ranks, strict=True):
+        first["losses"] = [
+            (a + b) / 2 for a, b in zip(first["losses"], second["losses"], strict=True)
+        ]
+        second.update(losses=first["losses"], optimizer=first["optimizer"])
+        for result in (first, second):
+            assert_alike(expected, result, f"{way} {more}")
+
+
+def assert_alike(a: Any, b: Any, place: str = "") -> None:
+    if isinstance(a, Tensor):
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-12, msg=lambda m: f"{place}: {m}")
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), place
+        for key in a:
+            assert_alike(a[key], b[key], f"{place} {key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), place
+        for number, pair in enumerate(zip(a, b, strict=True)):
+            assert_alike(*pair, f"{place} {number}")
+    else:
+        assert a == b, place
+
+
+def unused(rank: int) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    lines = io.StringIO()
+    logging.getLogger("selftask").addHandler(logging.StreamHandler(lines))
+    for way in WAYS:
+        lines.truncate(0)
+        try:
+            told[way] = train(way, spare=True)["gradients"][0]["network.spare.weight"]
+        except RunError as error:
+            told[way] = str(error)
+        told[f"{way} log"] = lines.getvalue()
+    return told
+
+
+def test_unused_parameters_have_names(told: list[dict[str, Any]]) -> None:
+    for ways in (of_rank["unused"] for of_rank in told):
+        assert "2 parameters without a gradient in the first step" in ways["ddp"]
+        assert "network.spare.weight\n  network.spare.bias\n" in ways["ddp"]
+        assert "parallel.reduce=manual" in ways["ddp"]
+        for way in ("manual", "fsdp"):
+            assert ways[way] is None, "as on one rank"
+            assert "network.spare.weight\n  network.spare.bias\n" in ways[f"{way} log"]
+    assert train("manual", spare=True)["gradients"][0]["network.spare.weight"] is None
+
+
+def one_sided(rank: int) -> tuple[list[list[Tensor | None]], list[str]]:
+    """Each step another parameter has a gradient on one rank only; one has none anywhere, once."""
+    a, b, c = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(3))
+    d = nn.Parameter(torch.ones(2))
+    parameters = [a, b, c, d]
+    sharing = ManualReduction(bucket_mb=1e-6)
+    sharing.watch([(name, p) for name, p in zip("abcd", parameters, strict=True)])
+    seen = []
+    for step in range(4):
+        for p in parameters:
+            p.grad = None
+        loss = (a * (rank + 1.0)).sum() + (d.double() * 4 * rank).sum()
+        if step % 2 == rank:
+            loss = loss + (b * 6.0).sum()
+        if step == 3 and rank == 1:
+            loss = loss + (c * 2.0).sum()
+        loss.backward()
+        sharing.reduce()
+        seen.append([None if p.grad is None else p.grad.clone() for p in parameters])
+    strict = DDPReduction()
+    strict.wrap(nn.ParameterList([a, b]))
+    strict.watch([("network.a", a), ("network.b", b)])
+    a.grad, b.grad = torch.ones_like(a), torch.ones_like(b) if rank else None
+    try:
+        strict.reduce()
+    except RunError as error:
+        return seen, str(error).splitlines()
+    return seen, []
+
+
+def test_a_gradient_on_one_rank_only(told: list[dict[str, Any]]) -> None:
+    for seen, message in (of_rank["one_sided"] for of_rank in told):
+        for step, (a, b, c, d) in enumerate(seen):
+            assert a.tolist() == [1.5] * 3
+            assert b.tolist() == [3.0] * 3, "zero on the other rank"
+            assert d.tolist() == [2.0] * 2
+            assert c is None if step < 3 else c.tolist() == [1.0] * 3
+        assert message[:2] == [
+            "parameter without a gradient in the first step:",
+            "  network.b (has one on 1 of 2 ranks)",
+        ]
+
+
+def second_backward(rank: int) -> str:
+    weight = nn.Parameter(torch.ones(3))
+    sharing = ManualReduction()
+    sharing.watch([("network.weight", weight)])
+    (weight * 2).sum().backward()
+    sharing.reduce()
+    (weight * 2).sum().backward()
+    try:
+        (weight * 2).sum().backward()
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def compressed(rank: int) -> dict[str, Tensor]:
+    """Sums in half the bytes; a gradient that is scaled for float16 stays in its range."""
+    gradients = {}
+    for compress in ("none", "fp16", "bf16"):
+        weight = nn.Parameter(torch.ones(1000))
+        sharing = ManualReduction(compress=compress)
+        sharing.watch([("weight", weight)])
+        draws = torch.Generator().manual_seed(rank)
+        weight.grad = torch.randn(1000, generator=draws) * 1e4
+        sharing.reduce()
+        gradients[compress] = weight.grad.clone()
+    return gradients
+
+
+def memory_format(rank: int) -> bool:
+    """Gradients keep the strides of their parameters: optimizers are slow without."""
+    conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    sharing = ManualReduction()
+    sharing.watch(list(conv.named_parameters()))
+    conv(torch.ones(2, 3, 8, 8)).sum().backward()
+    before = conv.weight.grad.clone()
+    sharing.reduce()
+    assert torch.allclose(conv.weight.grad, before)
+    return conv.weight.grad.stride() == conv.weight.stride() != before.contiguous().stride()
+
+
+def overlap(rank: int) -> list[int]:
+    """How many buckets are on their way when the backward pass ends."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    sharing = ManualReduction(bucket_mb=1e-5)
+    sharing.watch(list(layers.named_parameters()))
+    counts = []
+    for step in range(3):
+        layers.zero_grad()
+        with sharing.no_sync() if step == 2 else nullcontext():
+            layers(torch.ones(2, 4)).sum().backward()
+        counts.append(sharing._next)
+        sharing.reduce()
+    return counts
+
+
+def details(rank: int) -> tuple[Any, ...]:
+    return second_backward(rank), compressed(rank), memory_format(rank), overlap(rank)
+
+
+def test_details_of_manual_reduction(told: list[dict[str, Any]]) -> None:
+    for message, gradients, kept, counts in (of_rank["details"] for of_rank in told):
+        assert "a second backward pass" in message
+        assert "network.weight" in message
+        assert "task.no_sync()" in message
+        exact = gradients["none"]
+        for compress, error in (("fp16", 1.5e-3), ("bf16", 1.2e-2)):
+            assert not torch.equal(gradients[compress], exact)
+            assert torch.allclose(gradients[compress], exact, rtol=0, atol=error * 4e4)
+        assert kept
+        assert counts == [0, 8, 0]
+
+
+def test_nothing_on_one_rank() -> None:
+    """No hook, no copy, no wrapper."""
+    from selftask.config.schema import ParallelConfig
+
+    for way in WAYS:
+        sharing = build_reduction(ParallelConfig(reduce=way), None)  # type: ignore[arg-type]
+        assert type(sharing) is Reduction
+        network = Student()
+        assert sharing.wrap(network) is network
+        sharing.watch(list(network.named_parameters()))
+        assert all(p._post_accumulate_grad_hooks is None for p in network.parameters())
+        state = network.state_dict()
+        assert sharing.whole(state) is state
+
+
+def lars(rank: int) -> list[Tensor]:
+    """Norms of sharded parameters are those of whole ones."""
+    weights = []
+    for way in ("manual", "fsdp"):
+        torch.manual_seed(0)
+        student = Student().double()
+        sharing = reduction(way)
+        sharing.shard([student])
+        named = [(n, p) for n, p in student.named_parameters() if p.requires_grad]
+        sharing.watch(named)
+        optimizer = LARS(sharing.arrange([{"params": [p for _, p in named]}]), lr=1.0, trust=0.1)
+        sharing.wrap(student)(list(data()[0])).square().mean().backward()
+        sharing.reduce()
+        optimizer.step()
+        weights.append(torch.cat([whole(p).flatten() for _, p in named]))
+    return weights
+
+
+def test_lars_of_sharded_parameters(told: list[dict[str, Any]]) -> None:
+    for manual, fsdp in (of_rank["lars"] for of_rank in told):
+        torch.testing.assert_close(manual, fsdp, rtol=1e-9, atol=1e-12)
