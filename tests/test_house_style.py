@@ -21,7 +21,7 @@ PACKAGE = ROOT / "ssl" / "selftask"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     {"errors", "registry", "classy", "environment", "collectives", "logs", "timing", "progress"}
-    | {"pulse", "world"}
+    | {"memory", "pulse", "world"}
     | {"checkpoint", "checkpoint_writer", "draws"},
     {"config"},
     {"data", "models", "optim", "meters", "parallel"},

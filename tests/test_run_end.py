@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import tiny
 from selftask.cli.main import main
-from selftask.data.dataset import open_data
-from selftask.launch.run import run as run_process
 from selftask.logs import MetricsFile, read_metrics
 
 EXTENSION = '''
@@ -181,16 +178,9 @@ def test_metrics_are_cut_back(tmp_path: Path) -> None:
     ]
 
 
-def test_ranks_but_the_first_write_no_status(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[dict[str, Any]] = []
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("selftask.launch.run.write_json", lambda path, c: written.append(c))
-
-    def stop(self: Any, task: Any) -> None:
-        raise RuntimeError("no other rank here")
-
-    monkeypatch.setattr("selftask.launch.run.Trainer.train", stop)
-    config = tiny.config("simclr", folder)
-    assert run_process(config, open_data(config.data)) == 1
-    assert written == []
+def test_meters_of_class_scores_need_a_method_that_gives_them(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = f"data.val={tiny.digits_file(folder)}"
+    assert train(folder, "meters={accuracy: {}}", data) == 2
+    assert "method.name=simclr gives none" in last_line(capsys)

@@ -26,6 +26,7 @@ from selftask.config.load import to_yaml
 from selftask.config.schema import Component, Config
 from selftask.data.dataset import Sources, open_data
 from selftask.data.feed import Feed
+from selftask.errors import UserError
 from selftask.hooks.base import POINTS, defines
 from selftask.logs import MetricsFile, format_row, get_logger
 from selftask.models.address import read_weights
@@ -168,6 +169,11 @@ class Task(ClassyTaskNames):
     def _build_hooks(self) -> None:
         self.named_hooks = {key: _build(HOOKS, c) for key, c in self.config.hooks.items()}
         self.meters = [_build(METERS, c) for c in self.config.meters.values()]
+        if self.meters and not self.loss.gives_scores:
+            raise UserError(
+                f"meters: {', '.join(self.config.meters)} look at class scores, and "
+                f"method.name={self.config.method.name} gives none; see eval.evaluations"
+            )
         ranked = sorted(self.named_hooks.values(), key=lambda hook: getattr(hook, "priority", 50))
         self.hooks = [self.loss, *ranked]
         self._calls = {

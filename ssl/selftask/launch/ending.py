@@ -12,7 +12,7 @@ import torch.distributed as dist
 from selftask.errors import RunError, UserError
 from selftask.launch import slurm
 from selftask.launch.status import Status
-from selftask.launch.watch import Failure, Watch
+from selftask.launch.watch import Failure, Rank0IsGone, Watch
 from selftask.logs import LOGGER
 from selftask.task import Task
 
@@ -67,7 +67,7 @@ class Ending:
         """The last lines of a failed run; whoever is left speaks when rank 0 is gone."""
         first, *rest = failure.message.splitlines() or [""]
         line = f"RUN FAILED at step {self.step} on rank {failure.rank}: {first}"
-        speaks = self.first or self.status.read().get("state") == "running"
+        speaks = self.first or isinstance(failure, Rank0IsGone)
         if speaks:
             self.status.write("failed", step=self.step, rank=failure.rank, error=failure.message)
         for text in (failure.details, *rest):

@@ -13,11 +13,11 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 
 from selftask.config.schema import Config
 from selftask.launch.status import Status
+from selftask.memory import out_of_memory_kills
 
 GRACE_S = 20.0  # after the first failure: the ranks tell each other and leave within seconds
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -127,20 +127,6 @@ def _tell_what_ranks_could_not(status: Status, ranks: Ranks) -> None:
     message = ranks.describe_failure()
     status.write("failed", rank=ranks.first_failed, error=message)
     print(f"RUN FAILED on rank {ranks.first_failed}: {message}", flush=True)
-
-
-def out_of_memory_kills() -> int:
-    """How many processes the kernel has killed for want of memory, here or on this machine."""
-    for path, key in (
-        (Path("/sys/fs/cgroup/memory.events"), "oom_kill"),
-        (Path("/proc/vmstat"), "oom_kill"),
-    ):
-        with suppress(OSError):
-            for line in path.read_text(encoding="ascii").splitlines():
-                name, _, value = line.partition(" ")
-                if name == key:
-                    return int(value)
-    return 0
 
 
 def own_command(argv: list[str]) -> list[str]:

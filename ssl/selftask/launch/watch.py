@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from selftask.logs import LOGGER
+from selftask.memory import out_of_memory_kills
 from selftask.pulse import PULSE
 
 EVERY_S = 1.0
@@ -45,6 +46,13 @@ class Failure(Exception):
         return json.dumps({"rank": self.rank, "message": self.message, "details": self.details})
 
 
+class Rank0IsGone(Failure):
+    """The board cannot be reached any more: rank 0 died without a word, and others must speak."""
+
+    def __init__(self) -> None:
+        super().__init__(0, "rank 0 is gone: killed, or out of memory; the others cannot go on")
+
+
 class Watch:
     """One thread of each rank; ``report`` is called once at most, with what ended the run."""
 
@@ -55,6 +63,7 @@ class Watch:
         self.board = _open_board(rank, size) if size > 1 else None
         self._main = threading.main_thread().ident
         self._over = threading.Event()
+        self._kills = out_of_memory_kills()
         self._reporting = threading.Lock()
         self._moved: dict[int, tuple[int, float]] = {}  # rank -> its count, when it last changed
         self._heard: dict[int, tuple[Sign, float]] = {}  # rank -> its sign, when it last changed
@@ -106,7 +115,7 @@ class Watch:
                 told = self._told()
                 gone = self._gone(silent_s=LEAVE_S / 2) if self.rank == 0 else None
             except dist.DistError:
-                return self._without_rank_0()
+                return Rank0IsGone()
             if told or gone:
                 return told or gone
             time.sleep(0.2)
@@ -142,7 +151,7 @@ class Watch:
             try:
                 failure = self._look()
             except dist.DistError:
-                failure = self._without_rank_0()
+                failure = Rank0IsGone()
             except Exception:  # noqa: BLE001 - a bug of the watch must not cost the run
                 LOGGER.exception("the watch over the run has ended; the run goes on without it")
                 return
@@ -191,10 +200,15 @@ class Watch:
             if rank == self.rank or self._has_left(rank):
                 continue
             if _dead_here(sign):
-                return Failure(rank, f"{_who(rank, sign)} is dead: killed, or out of memory")
+                return Failure(rank, f"{_who(rank, sign)} is dead: {self._why()}")
             if not _is_here(sign) and silent > silent_s:
                 return Failure(rank, f"{_who(rank, sign)} has given no sign for {silent:.0f} s")
         return None
+
+    def _why(self) -> str:
+        if out_of_memory_kills() > self._kills:
+            return "killed by the kernel, out of memory; try fewer data.num_workers"
+        return "killed from outside"
 
     def _stuck(self) -> Failure | None:
         """No rank has moved for too long. Who does not wait for the others keeps them waiting."""
@@ -249,9 +263,6 @@ class Watch:
         """Where the main thread is."""
         frame = sys._current_frames().get(self._main or 0)
         return "".join(traceback.format_stack(frame)[-8:]).rstrip() if frame else "  (gone)"
-
-    def _without_rank_0(self) -> Failure:
-        return Failure(0, "rank 0 is gone: killed, or out of memory; the others cannot go on")
 
 
 def _open_board(rank: int, size: int) -> Any:

@@ -38,6 +38,7 @@ class Method(nn.Module, Hook):
 
     Config: ClassVar[Any]
     reduces: ClassVar[Literal["samples", "gathered", "statistics"]]
+    gives_scores: ClassVar[bool] = False  # whether the output is (B, C), as meters expect
 
     def __init__(self, config: Any) -> None:
         super().__init__()

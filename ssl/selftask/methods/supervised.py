@@ -30,6 +30,7 @@ class Supervised(Method):
     """Cross-entropy, or any loss of torch.nn or Classy Vision by its name; one view."""
 
     reduces = "samples"
+    gives_scores = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
