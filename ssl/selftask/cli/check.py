@@ -50,8 +50,16 @@ def _check_all(settings: list[str], ranks: list[int], steps: int) -> int:
     import_entry_points()
     if settings:
         load(METHODS.names()[0], settings)  # imports what import=[...] names
-    failed = [name for name in METHODS.names() if _check(name, settings, ranks, steps)]
-    print(f"{len(METHODS.names())} methods checked; different: {', '.join(failed) or 'none'}")
+    failed = []
+    for name in METHODS.names():
+        try:
+            code = _check(name, settings, ranks, steps)
+        except UserError as error:
+            print(f"{name}: FAILED: {error}\n")
+            code = error.exit_code
+        if code:
+            failed.append(name)
+    print(f"{len(METHODS.names())} methods checked; failed: {', '.join(failed) or 'none'}")
     return 1 if failed else 0
 
 
@@ -96,12 +104,12 @@ def load(name: str, settings: list[str]) -> Config:
 
 def _heading(small: Config, steps: int) -> str:
     method = METHODS[small.method.name]
-    backbone = {"name": small.backbone.name, **small.backbone.args}
+    optimizer = {"name": small.optimizer.name, **small.optimizer.args}
     return (
         f"{small.method.name}: {method.__name__} at {METHODS.address(small.method.name)}\n"
         f"  declares reduces = {method.reduces!r}: {REDUCTIONS[method.reduces]}\n"
-        f"  in small: batch {small.train.batch_size}, {steps} steps, {small.train.step} step, "
-        f"{small.optimizer.name}, backbone {backbone}, float64"
+        f"  in small: batch {small.train.batch_size}, {steps} steps ({small.train.step}), float64\n"
+        f"  backbone {small.backbone.to_dict()}\n  optimizer {optimizer}"
     )
 
 

@@ -80,7 +80,7 @@ def _compare_steps(
     for step, (a, b) in enumerate(zip(one, many, strict=True), start=first):
         difference, place = _largest(a, b)
         if difference > worst.difference:
-            worst = Row(quantity, ranks, difference, f"step {step}  {place}".rstrip())
+            worst = Row(quantity, ranks, difference, f"step {step}: {place}".rstrip(": "))
         if not worst.ok:
             break
     return worst

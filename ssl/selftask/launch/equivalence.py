@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -24,8 +27,9 @@ import torch
 from selftask.config.schema import Config
 from selftask.errors import RunError, UserError
 from selftask.launch.comparison import Record, Row, compare, compare_resume, merge
-from selftask.launch.recording import Leg, work
+from selftask.launch.legs import Leg, work
 
+_PRELOADED = ("selftask.launch.legs", "torch._dynamo")  # optimizers import the second: 3 s
 _GRACE_S = 5.0  # for ranks that fail because another one has
 
 
@@ -80,9 +84,9 @@ def _legs_of_a_resume(steps: int) -> list[Leg]:
 
 
 def _run_processes(number: int, legs: list[Leg], config: Config, folder: Path) -> None:
-    """Every leg on the first processes; they are started once, and torch is imported once."""
+    """Every leg on the first processes, which are started once."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["selftask.launch.recording"])
+    _start_server(config)
     processes = [
         context.Process(target=work, args=(rank, legs, config, folder), daemon=True)
         for rank in range(number)
@@ -98,6 +102,24 @@ def _run_processes(number: int, legs: list[Leg], config: Config, folder: Path) -
     failed = [_failure(folder, rank, code) for rank, code in enumerate(codes) if code]
     if failed:
         _raise(sorted(failed, key=lambda failure: failure["time"]))
+
+
+def _start_server(config: Config) -> None:
+    """The process that imports torch once and is forked for every rank; it ends with this one.
+
+    What it has to import it must find by PYTHONPATH: older Pythons do not hand it ``sys.path``.
+    """
+    libraries = ["timm"] if config.backbone.name.startswith(("vit", "timm")) else []
+    multiprocessing.set_forkserver_preload([*_PRELOADED, *libraries])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 def _wait(processes: Sequence[Any]) -> list[int | None]:

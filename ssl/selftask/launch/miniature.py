@@ -7,20 +7,21 @@ stays too.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from selftask.config.schema import DEFAULT_HOOKS, Component, Config, ViewConfig
+from selftask.config.schema import DEFAULT_HOOKS, Component, Config, OptimizerConfig, ViewConfig
 from selftask.config.sections import own_problems
 from selftask.data.source import Source
 from selftask.errors import ConfigError
-from selftask.registry import METHODS
+from selftask.registry import BACKBONES, METHODS
 
 IMAGE_SIZE = 32  # pixels
 UPDATES_PER_EPOCH = 2  # so that a few steps see the end of an epoch
+EPS = 1e-3  # of Adam: with its own 1e-8 a zero gradient's rounding becomes an update of its own
 _KINDS = 4  # of images: what supervised training has to tell apart
 _VIT = {"img_size": IMAGE_SIZE, "patch_size": 4, "depth": 2}
 _VIT_CHOICES = ("pool", "class_token", "dynamic_img_size")  # which stay as they are
@@ -63,6 +64,7 @@ def miniature(config: Config, *, batch_size: int, steps: int) -> Config:
             threads=1,
             stop_at=None,
         ),
+        optimizer=_calm_optimizer(config),
         hooks={key: hook for key, hook in config.hooks.items() if key not in DEFAULT_HOOKS},
         eval=replace(config.eval, evaluations={}),
         init=replace(config.init, backbone=None),
@@ -104,22 +106,32 @@ class Images(Source):
 
 
 def _given(config: Config, key: str) -> bool:
-    """Whether the command line says something about ``key``."""
-    inside = (place for name, place in config.places.items() if name.startswith(f"{key}."))
-    return any(p.startswith("command line") for p in (config.place(key), *inside))
+    """Whether the command line says what ``key`` is."""
+    return config.place(key).startswith("command line")
 
 
 def _small_backbone(config: Config) -> Component:
-    """A tiny network of the same sort; one that is the user's own stays."""
+    """A tiny network of the same sort; the user's own stays, and so does one that was asked for."""
     name, args = config.backbone.name, config.backbone.args
-    if _given(config, "backbone"):
-        return config.backbone
+    given = {key: value for key, value in args.items() if _given(config, f"backbone.{key}")}
     if name.startswith("vit_") or "vit" in str(args.get("model", "")):
         kept = {key: args[key] for key in _VIT_CHOICES if key in args}
-        return Component(name="vit_micro", args={**_VIT, **kept})
-    if name.startswith(_NETS):
-        return Component(name="small_resnet", args={"width": 8})
-    return config.backbone
+        small = Component(name="vit_micro", args={**_VIT, **kept, **given})
+    elif name.startswith(_NETS):
+        small = Component(name="small_resnet", args={"width": 8, **given})
+    else:
+        return config.backbone
+    schema = BACKBONES.config_class(small.name)
+    known = {field.name for field in fields(schema)} if schema else set()
+    asked_for = _given(config, "backbone.name") or not given.keys() <= known
+    return config.backbone if asked_for else small
+
+
+def _calm_optimizer(config: Config) -> OptimizerConfig:
+    args = config.optimizer.args
+    if "eps" not in args or _given(config, "optimizer.eps"):
+        return config.optimizer
+    return replace(config.optimizer, args={**args, "eps": EPS})
 
 
 def _small_method(config: Config) -> Component:
