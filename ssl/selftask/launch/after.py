@@ -24,6 +24,7 @@ from selftask.logs import write_json
 MARK = "selftask: attempt "  # the batch script writes it to the log before each srun
 _KILLED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (Killed|Out Of Memory|.*fault.*)")
 _UNTOLD = ("running", "failed", None)  # states that may not be the whole truth
+ENDED = "the run ended with code "  # what the error of a rank says, and then the code
 USER_ERROR, USR2 = 2, 128 + 12
 
 
@@ -46,7 +47,7 @@ def after(code: int, folder: Path, job: Job | None) -> int:
         record.write("interrupted", text, by="scancel")
         return code
     cause = _cause(code, paths.stderr)
-    again = job is not None and _may_try_again(code, job, launch, record)
+    again = job is not None and _may_try_again(code, job, launch, record, paths)
     problem = requeue(job) if again and job is not None else ""
     if again and not problem:
         left = launch.max_restarts - record.failures(name)
@@ -54,21 +55,29 @@ def after(code: int, folder: Path, job: Job | None) -> int:
         record.write("requeued", f"RUN interrupted: {cause}; {text}", by=cause)
         _forget_results(paths)
         return 0
-    if record.state != "failed" or problem:
+    if not record.tells_of_failure() or problem:
         more = f"; it could not be requeued: {problem}" if problem else ""
         record.write("failed", f"RUN FAILED: {cause}{more}", error=cause)
     _write_missing_results(paths, launch.world_size, cause)
     return code
 
 
-def _may_try_again(code: int, job: Job, launch: LaunchConfig, record: Record) -> bool:
+def _may_try_again(
+    code: int, job: Job, launch: LaunchConfig, record: Record, paths: submitit_files.JobPaths
+) -> bool:
     """Count the failure, and say whether another attempt is allowed after it."""
     if code == USR2:  # the warning came before python could heed it: no failure of ours
         return job.attempt < launch.max_requeues
-    if code == USER_ERROR or record.failures(job.id) >= launch.max_restarts:
+    if record.failures(job.id) >= launch.max_restarts or _is_the_users_to_mend(paths):
         return False
     record.count_failure(job.id)
     return True
+
+
+def _is_the_users_to_mend(paths: submitit_files.JobPaths) -> bool:
+    """Whether a rank has said so: another attempt would only say it again."""
+    texts = [submitit_files.pickle_load(path) for path in _results(paths)]
+    return any(f"{USER_ERROR}: " in str(text).partition(ENDED)[2][:4] for _, text in texts)
 
 
 class Submitted(Protocol):
@@ -96,6 +105,13 @@ class Record:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
         print(line, flush=True)
 
+    def tells_of_failure(self) -> bool:
+        """Whether status and log say so: a killed rank 0 could not."""
+        log = self.out / "log.txt"
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        last = text.rstrip().rpartition("\n")[2]
+        return self.state == "failed" and "RUN FAILED" in last
+
     def failures(self, job: str) -> int:
         """Attempts of that job that have failed and were made again."""
         return int(_read(self._failures).get(job, 0))
@@ -122,8 +138,12 @@ def _cause(code: int, log: Path) -> str:
 
 def _forget_results(paths: submitit_files.JobPaths) -> None:
     """Else ``job.result()`` would answer with those of an attempt that does not count."""
-    for path in paths.folder.glob(f"{paths.job_id}_*_result.pkl"):
+    for path in _results(paths):
         path.unlink(missing_ok=True)
+
+
+def _results(paths: submitit_files.JobPaths) -> list[Path]:
+    return list(paths.folder.glob(f"{paths.job_id}_*_result.pkl"))
 
 
 def _write_missing_results(paths: submitit_files.JobPaths, ranks: int, cause: str) -> None:

@@ -23,7 +23,7 @@ import selftask
 from selftask.config.sbatch import DEFAULT_MINUTES, SUBMITIT, minutes, option
 from selftask.config.schema import Config, LaunchConfig
 from selftask.errors import RunError, UserError
-from selftask.launch.after import MARK
+from selftask.launch.after import ENDED, MARK
 
 
 def signal_delay_s(limit: int) -> int:
@@ -63,7 +63,7 @@ class Submission:
             sys.exit(0)
         if code != 0:
             reason = state.get("error") or f"interrupted by {state.get('by')}"
-            raise RunError(f"the run ended with code {code}: {reason}; see {self.out}/log.txt")
+            raise RunError(f"{ENDED}{code}: {reason}; see {self.out}/log.txt")
         return self.out
 
     def checkpoint(self) -> DelayedSubmission:
@@ -134,6 +134,8 @@ def _before() -> list[str]:
     root = str(Path(selftask.__file__).resolve().parents[1])
     if root not in site.getsitepackages():
         lines.append(f"export PYTHONPATH={shlex.quote(root)}${{PYTHONPATH:+:$PYTHONPATH}}")
+    # Else torch shows the C++ stack of each connection that a dying rank breaks.
+    lines.append("export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}")
     # srun no longer takes this over from sbatch (since 22.05)
     lines.append("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK")
     lines.append(f'echo "{MARK}$((${{SLURM_RESTART_COUNT:-0}} + 1)) of job $SLURM_JOB_ID" >&2')

@@ -1,0 +1,352 @@
+"""A real SLURM, two nodes on this machine: whatever happens to a job, its run ends as undisturbed.
+
+Each test trains the same 15 steps on two ranks of two nodes. A hook slows them down while
+something is done to the job, and the final tensors are compared bit for bit with those of a run
+that was left in peace.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from submitit.core.utils import FailedJobError
+
+import tiny
+from selftask.launch.submit import plan
+from selftask.logs import read_metrics
+
+pytestmark = pytest.mark.slow
+
+STEPS = 15
+PHOTOS = tiny.ROOT.parent / "shared" / "data" / "photos" / "train"
+PACE = '''
+"""Slows a run down, by as many seconds a step as the file OUT/pace says just now."""
+import time
+from dataclasses import dataclass
+from selftask.hooks.base import Hook
+from selftask.registry import register_hook
+
+@register_hook("pace")
+@dataclass(eq=False, kw_only=True)
+class Pace(Hook):
+    def on_update(self, task):
+        try:
+            seconds = float((task.out / "pace").read_text() or 0)
+        except FileNotFoundError:
+            return
+        while seconds > 0 and (task.out / "pace").exists():
+            time.sleep(0.1)
+            seconds -= 0.1
+'''
+
+
+def _load_cluster() -> ModuleType:
+    """tools/slurm/cluster.py, which is a script and in no package."""
+    spec = importlib.util.spec_from_file_location("cluster", tiny.ROOT / "tools/slurm/cluster.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ModuleType]:
+    """Two nodes; the tests are skipped, loudly, where they cannot be had."""
+    module = _load_cluster()
+    was_up = module.is_up(module.FOLDER / "slurmctld.pid")
+    try:
+        config = module.up()
+    except module.ClusterError as error:
+        warnings.warn(f"NO TEST HAS SEEN A SLURM CLUSTER: {error}", stacklevel=1)
+        pytest.skip(f"no SLURM cluster can be started here: {error}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(config))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", tiny.environment()["PYTHONPATH"])
+        yield module
+    if not was_up:
+        module.down()
+        assert "up" not in [line.split()[-1] for line in module.status().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(cluster: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where all runs of this file lie, and from where they are submitted."""
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "pace.py").write_text(PACE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
+
+
+class Run:
+    """A submitted run, watched from outside."""
+
+    def __init__(
+        self, folder: Path, name: str, *more: str, pace: float = 0.0, recipe: str = "simclr/digits"
+    ) -> None:
+        self.out = folder / name
+        self.out.mkdir()
+        if pace:
+            (self.out / "pace").write_text(str(pace))
+        words = tiny.overrides("simclr", folder, name, *SETTINGS, *more)
+        self.job = plan(recipe, words).submit()[0]
+
+    @property
+    def state(self) -> str:
+        return str(tiny.status(self.out)["state"]) if (self.out / "status.json").exists() else ""
+
+    @property
+    def log(self) -> str:
+        path = self.out / "log.txt"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def last_line(self) -> str:
+        return self.log.strip().splitlines()[-1]
+
+    @property
+    def step(self) -> int:
+        path = self.out / "metrics.jsonl"
+        rows = read_metrics(path) if path.exists() else []
+        return max((row["step"] for row in rows), default=0)
+
+    def at_full_speed(self) -> None:
+        (self.out / "pace").unlink(missing_ok=True)
+
+    def slurm(self, key: str) -> str:
+        """What the controller says of the job."""
+        text = _command("scontrol", "show", "job", "--oneliner", self.job.job_id)
+        return dict(re.findall(r"(?:^| )(\w+)=(\S*)", text))[key]
+
+    def processes(self) -> dict[int, int]:
+        """Pids of everything that runs for this job, and the rank (-1: the batch script)."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            try:
+                variables = (entry / "environ").read_bytes() if entry.name.isdigit() else b""
+                if f"SLURM_JOB_ID={self.job.job_id}\0".encode() in variables:
+                    rank = re.search(rb"SLURM_PROCID=(\d+)", variables)
+                    of_srun = b"SLURM_STEP_ID=" in variables  # the batch script is rank 0, too
+                    found[int(entry.name)] = int(rank[1]) if rank and of_srun else -1
+            except OSError:  # gone meanwhile
+                continue
+        return found
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL the process of a rank, as the kernel does when memory is short."""
+        pids = [pid for pid, its in self.processes().items() if its == rank]
+        assert pids
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    def wait_for_step(self, step: int) -> None:
+        wait_for(lambda: self.step >= step, 60, f"step {step}")
+
+    def wait_for_attempt(self, restarts: int, seconds: float = 90) -> None:
+        """Until SLURM has started the job so many times again."""
+        wait_for(
+            lambda: int(self.slurm("Restarts")) >= restarts and self.slurm("JobState") == "RUNNING",
+            seconds,
+            f"restart {restarts}",
+        )
+
+    def wait_for_end(self, state: str = "finished", seconds: float = 90) -> None:
+        """Until the run says so and the job has left nothing behind."""
+        last = ("finished", "failed", "interrupted")
+        wait_for(lambda: self.state in (state, *last), seconds, f"the run to be {state}")
+        assert self.state == state, self.log
+        wait_for(
+            lambda: self.slurm("JobState") not in ("RUNNING", "COMPLETING", "PENDING"), 30, "end"
+        )
+        wait_for(lambda: not self.processes(), 15, f"no orphans, not {self.processes()}")
+
+
+SETTINGS = (
+    "import=[pace]",
+    "hooks.pace={}",
+    "train.checkpoint_every='2 steps'",
+    "launch.nodes=2",
+    "launch.slurm.exclusive=true",
+    "launch.slurm.time=10",
+)
+
+
+def wait_for(true: Callable[[], Any], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
+        time.sleep(0.2)
+
+
+def _command(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> dict[str, Any]:
+    """The last checkpoint of a run that nothing happens to."""
+    run = Run(folder, "undisturbed")
+    run.wait_for_end()
+    assert run.job.results() == [str(run.out)] * 2
+    assert "RUN finished" in run.last_line
+    return tiny.last_state(run.out)
+
+
+def ends_like(run: Run, undisturbed: dict[str, Any]) -> None:
+    """Bit for bit, with every step in the metrics once."""
+    assert tiny.differences(tiny.last_state(run.out), undisturbed) == []
+    steps = [row["step"] for row in read_metrics(run.out / "metrics.jsonl") if "loss" in row]
+    assert steps == list(range(1, STEPS + 1))
+    assert "RUN finished" in run.last_line
+    assert run.job.results() == [str(run.out)] * 2
+
+
+@pytest.mark.skipif(not PHOTOS.is_dir(), reason=f"there are no photographs in {PHOTOS}")
+def test_two_nodes_train_on_photographs(folder: Path) -> None:
+    small = ("views.main.transforms.0.size=32", "backbone={name: small_resnet, width: 8}")
+    length = ("train.epochs=null", "train.max_steps=4")
+    run = Run(folder, "photos", f"data={PHOTOS}", *small, *length, recipe="simclr/images")
+    run.wait_for_end()
+    assert run.step == 4
+    assert run.job.results() == [str(run.out)] * 2
+
+
+def test_requeued_by_hand(folder: Path, undisturbed: dict[str, Any]) -> None:
+    run = Run(folder, "requeued", pace=0.5)
+    run.wait_for_step(4)
+    _command("scontrol", "requeue", run.job.job_id)
+    wait_for(lambda: run.state == "requeued", 15, f"requeued, not {run.state}")
+    assert f"SLURM has put job {run.job.job_id} back into the queue" in run.log
+    run.at_full_speed()
+    run.wait_for_end()
+    assert re.search(r"resumed from \S+: step (\d+)", run.log)
+    ends_like(run, undisturbed)
+
+
+def test_preempted_by_a_job_of_another_partition(folder: Path, undisturbed: dict[str, Any]) -> None:
+    run = Run(folder, "preempted", "launch.slurm.partition=main", pace=0.5)
+    run.wait_for_step(4)
+    urgent = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive"]
+    job = _command(*urgent, "--output=/dev/null", "--wrap=sleep 2").strip()
+    wait_for(lambda: run.state == "requeued", 15, f"requeued, not {run.state}")
+    run.at_full_speed()
+    run.wait_for_end()
+    assert int(run.slurm("Restarts")) == 1
+    assert "JobState=COMPLETED" in _command("scontrol", "show", "job", job)
+    ends_like(run, undisturbed)
+
+
+def test_time_limit_reached_twice(folder: Path, undisturbed: dict[str, Any]) -> None:
+    """One minute is the shortest limit; SLURM warns some tens of seconds too early."""
+    limit = ("launch.slurm.time=1", "launch.slurm.signal_delay_s=10", "launch.max_requeues=7")
+    run = Run(folder, "timed_out", *limit, pace=6.0)
+    run.wait_for_attempt(1)
+    run.wait_for_attempt(2)
+    run.at_full_speed()
+    run.wait_for_end()
+    stops = re.findall(r"RUN interrupted by SIGUSR2 at step (\d+); checkpoint saved", run.log)
+    assert len(stops) == 2
+    assert 0 < int(stops[0]) < int(stops[1]) < STEPS
+    left = re.findall(r"back in the queue; (\d) of 7 requeues left", run.log)
+    assert left == ["6", "5"]
+    ends_like(run, undisturbed)
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_killed_rank(folder: Path, undisturbed: dict[str, Any], rank: int) -> None:
+    run = Run(folder, f"killed_rank{rank}", "launch.max_restarts=1", pace=0.5)
+    run.wait_for_step(4)
+    run.kill(rank)
+    run.wait_for_attempt(1)
+    assert f"rank {rank} on n{rank + 1} was killed (SIGKILL)" in run.log
+    assert "0 of 1 restarts left" in run.log
+    run.at_full_speed()
+    run.wait_for_end()
+    ends_like(run, undisturbed)
+
+
+def test_killed_rank_without_restarts(folder: Path, cluster: ModuleType) -> None:
+    run = Run(folder, "killed", pace=0.5)
+    run.wait_for_step(2)
+    run.kill(0)
+    run.wait_for_end("failed")
+    assert "RUN FAILED: rank 0 on n1 was killed (SIGKILL)" in run.last_line
+    assert run.slurm("JobState") == "FAILED"
+    with pytest.raises(FailedJobError):
+        run.job.result()
+
+
+def test_node_failure(cluster: ModuleType, folder: Path, undisturbed: dict[str, Any]) -> None:
+    run = Run(folder, "node_failed", pace=0.5)
+    run.wait_for_step(4)
+    os.kill(int((cluster.FOLDER / "slurmd-n2.pid").read_text()), signal.SIGKILL)
+    wait_for(lambda: int(run.slurm("Restarts")) == 1, 60, "SLURM to miss the node")
+    cluster.start_node("n2")
+    run.at_full_speed()
+    run.wait_for_attempt(1)
+    run.wait_for_end()
+    ends_like(run, undisturbed)
+
+
+def test_cancelled(folder: Path) -> None:
+    run = Run(folder, "cancelled", pace=0.5)
+    run.wait_for_step(3)
+    done = tiny.run([sys.executable, "-m", "selftask", "cancel", str(run.out)], folder)
+    assert done.returncode == 0, done.stderr
+    run.wait_for_end("interrupted")
+    assert run.slurm("JobState") == "CANCELLED"
+    assert f"job {run.job.job_id} was cancelled" in run.last_line
+    assert tiny.status(run.out)["by"] == "scancel"
+    listed = tiny.run([sys.executable, "-m", "selftask", "jobs", str(run.out)], folder).stdout
+    assert "interrupted" in listed
+    assert run.last_line in listed
+
+
+def test_failing_run_fails_its_job(folder: Path) -> None:
+    run = Run(folder, "raised", "hooks.fault={at: 3, rank: 1, kind: raise}")
+    run.wait_for_end("failed")
+    assert run.slurm("JobState") == "FAILED"
+    assert run.slurm("ExitCode") != "0:0"
+    assert "RUN FAILED at step 2 on rank 1: InjectedFault" in run.last_line
+    assert "InjectedFault" in (run.out / "errors" / "rank1.txt").read_text()
+    with pytest.raises(FailedJobError, match="InjectedFault"):
+        run.job.result()
+    for path in (run.out / "slurm").glob("*_log.*"):
+        assert "completed successfully" not in path.read_text()
+
+
+def test_sweep_is_a_job_array(folder: Path) -> None:
+    words = tiny.overrides("simclr", folder, "sweep", "launch.nodes=2", "train.seed=1,2")
+    jobs = plan("simclr/digits", [*words, "train.max_steps=2"]).submit()
+    outs = [folder / "sweep" / name for name in ("seed_1", "seed_2")]
+    assert [job.job_id.partition("_")[2] for job in jobs] == ["0", "1"]
+    finished = [out / "status.json" for out in outs]
+    wait_for(lambda: all(path.exists() for path in finished), 90, "both to start")
+    wait_for(lambda: all(tiny.status(out)["state"] == "finished" for out in outs), 90, "both")
+    assert [job.results() for job in jobs] == [[str(out)] * 2 for out in outs]
+    listed = tiny.run([sys.executable, "-m", "selftask", "jobs", "sweep"], folder).stdout
+    assert listed.count("RUN finished: 2 steps") == 2
+    assert tiny.last_state(outs[0]) != tiny.last_state(outs[1])
+
+
+def test_srun_and_submit_train_alike(folder: Path, undisturbed: dict[str, Any]) -> None:
+    """Plain srun of two tasks: the same run without submitit."""
+    settings = [word for word in SETTINGS if not word.startswith("launch.")]
+    words = tiny.command("simclr", folder, "srun", *settings)
+    _command("srun", "--nodes=2", "--ntasks=2", "--time=5", *words)
+    assert tiny.differences(tiny.last_state(folder / "srun"), undisturbed) == []
