@@ -53,6 +53,7 @@ class FSDPReduction(Reduction):
         networks = list(networks)
         device = next(networks[0].parameters()).device
         mesh = init_device_mesh(device.type, (world_size(),))
+        networks[0].register_forward_hook(_own_memory)
         for network in networks:
             for part in (*find_blocks(network), network):
                 # also the outermost: between steps every parameter is a part, for teachers
@@ -192,6 +193,11 @@ class FSDPReduction(Reduction):
         copy.load_state_dict(full)
         device = next(iter(full.values())).device
         return copy.to(device).train(module.training)
+
+
+def _own_memory(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """An output that is no view: in-place operations on one would undo FSDP's hook on it."""
+    return output.clone() if isinstance(output, Tensor) and output._is_view() else output
 
 
 class Arrivals:
