@@ -72,6 +72,11 @@ class CheckpointWriter:
         if failure is not None:
             raise failure
 
+    @property
+    def busy(self) -> bool:
+        """Whether a file is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
     def settle(self) -> None:
         """Let the write under way end when something else went wrong, which is what counts."""
         try:
@@ -138,23 +143,23 @@ class HostBuffers:
         devices: set[torch.device] = set()
 
         def copied(tensor: Tensor, place: str) -> Tensor:
-            tensor = tensor.detach()
             if tensor.layout != torch.strided:
-                return tensor.to("cpu", copy=True)
-            kind = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-            same = (tensor.data_ptr(), *kind)
-            if same not in copies:
+                return tensor.detach().to("cpu", copy=True)
+            kind = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda)
+            same = (tensor.data_ptr(), kind)
+            buffer = copies.get(same)
+            if buffer is None:
                 fits, buffer = before.get(place, (None, tensor))
                 if fits != kind:
                     buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-                buffer.copy_(tensor, non_blocking=tensor.is_cuda)
-                self._buffers[place] = kind, buffer
-                copies[same] = buffer
                 if tensor.is_cuda:
                     devices.add(tensor.device)
-            return copies[same]
+                buffer.copy_(tensor, non_blocking=tensor.is_cuda)  # the others are not pinned
+                self._buffers[place], copies[same] = (kind, buffer), buffer
+            return buffer
 
-        result = _map_tensors(copied, state)
+        with torch.no_grad():
+            result = _map_tensors(copied, state)
         return result, [_event_after_queue(device) for device in devices]
 
 
