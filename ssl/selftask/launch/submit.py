@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from selftask.config.derive import MOST_WORKERS
 from selftask.config.load import load_config
 from selftask.config.sbatch import DEFAULT_MINUTES, minutes, option, show_minutes
 from selftask.config.schema import Config
-from selftask.config.sweep import expand_sweep
+from selftask.config.sweep import Point, expand_sweep
 from selftask.data.dataset import check_sizes, open_data
 from selftask.errors import ConfigError, UserError
 from selftask.launch import jobs
@@ -90,21 +90,8 @@ class Plan:
 
 def plan(recipe: str, overrides: list[str]) -> Plan:
     """Check what can be checked on this machine. Raises UserError with all that is wrong."""
-    points = expand_sweep(overrides)
-    first = load_config(recipe, points[0].overrides)
-    base = Path(first.out)
-    configs, problems = [], []
-    for point in points:
-        more = [f"out='{base / point.name}'"] if point.name else []
-        try:
-            config = load_config(recipe, [*point.overrides, *more])
-            check_sizes(config, open_data(config.data).train)
-            check_same_run(config, Path(config.out))
-            configs.append(config)
-        except ConfigError as error:
-            problems += [problem for problem in error.problems if problem not in problems]
-    if problems:
-        raise ConfigError(problems)
+    base, configs, samples = _read(recipe, expand_sweep(overrides))
+    first = configs[0]
     jobs.check_idle(base)
     megabytes = _check_space(first, base, len(configs))
     derived, workers, notes = _derived(first)
@@ -117,8 +104,32 @@ def plan(recipe: str, overrides: list[str]) -> Plan:
         Submission(_settled(config, workers), str(Path.cwd()), folders) for config in configs
     ]
     made = executor(first.launch, base / "slurm", base.name, **derived)
-    samples = len(open_data(first.data).train)
     return Plan(configs, base, submissions, made, samples, megabytes, notes)
+
+
+def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
+    """The folder of all, the config of each run, and the images of the first.
+
+    Raises ConfigError with what is wrong with any of them.
+    """
+    configs: list[Config] = []
+    problems: list[str] = []
+    base, samples = Path(), 0
+    for point in points:
+        try:
+            config = load_config(recipe, point.overrides)
+            base = Path(config.out)
+            config = replace(config, out=str(base / point.name))
+            source = open_data(config.data).train
+            check_sizes(config, source)
+            check_same_run(config, Path(config.out))
+            samples = samples or len(source)
+            configs.append(config)
+        except ConfigError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+    if problems:
+        raise ConfigError(problems)
+    return base, configs, samples
 
 
 def _settled(config: Config, workers: int) -> dict[str, Any]:
