@@ -8,11 +8,9 @@ import logging
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from ranks import run_ranks
 from selftask.collectives import rank, world_size
 from selftask.errors import RunError
 from selftask.optim.lars import LARS
@@ -150,17 +148,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 def every_case(rank: int) -> list[dict[str, Any]]:
     return [train(way, **more) for way, more in CASES]
-
-
-def everything(rank: int) -> dict[str, Any]:
-    """One pair of processes for all tests: starting torch costs seconds."""
-    return {run.__name__: run(rank) for run in (every_case, unused, one_sided, details, lars)}
-
-
-@pytest.fixture(scope="module")
-def told() -> list[dict[str, Any]]:
-    """What each of two ranks has to tell."""
-    return run_ranks(everything, 2)
 
 
 def test_all_ways_are_one_rank(told: list[dict[str, Any]]) -> None:
@@ -369,3 +356,6 @@ def lars(rank: int) -> list[Tensor]:
 def test_lars_of_sharded_parameters(told: list[dict[str, Any]]) -> None:
     for manual, fsdp in (of_rank["lars"] for of_rank in told):
         torch.testing.assert_close(manual, fsdp, rtol=1e-9, atol=1e-12)
+
+
+ON_RANKS = (every_case, unused, one_sided, details, lars)

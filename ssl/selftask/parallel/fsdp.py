@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ class FSDPReduction(Reduction):
             for entry in _ENTRIES:
                 if hasattr(network, entry):
                     register_fsdp_forward_method(network, entry)
-        self._network: Any = networks[0]
+        self._network = cast(Any, networks[0])
         if _FILLS_IN:
             self._network.set_reduce_scatter_unused_params(True)
         self._arrivals = Arrivals(self._network)

@@ -1,0 +1,207 @@
+"""Blocks, activation checkpointing and BatchNorm over ranks, against torch's own BatchNorm."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from selftask.config.schema import Component
+from selftask.errors import UserError
+from selftask.models.build import build_backbone
+from selftask.models.network import Network
+from selftask.parallel.activation_checkpointing import checkpoint_blocks
+from selftask.parallel.blocks import find_blocks
+from selftask.parallel.sync_batch_norm import (
+    Ranks,
+    SyncBatchNorm,
+    form_groups,
+    synchronize_batch_norm,
+)
+from selftask.registry import BACKBONES
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "names"),
+    [
+        ("vit_micro", {"depth": 2}, ["blocks.0", "blocks.1"]),
+        ("small_resnet", {"width": 4, "blocks": 2}, [f"stages.{i}" for i in range(6)]),
+        ("resnet18", {}, [f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1)]),
+        ("torchvision", {"model": "efficientnet_b0"}, None),
+        ("torchvision", {"model": "swin_t"}, None),
+        ("timm", {"model": "convnext_atto"}, None),
+        ("timm", {"model": "swin_tiny_patch4_window7_224"}, None),
+    ],
+)
+def test_what_a_block_is(name: str, args: dict[str, Any], names: list[str] | None) -> None:
+    with torch.device("meta") if names is None else torch.device("cpu"):
+        component = Component(name=name, args=args)
+        backbone = BACKBONES[name](**component.args).build()
+    found = find_blocks(backbone)
+    place = {module: key for key, module in backbone.named_modules()}
+    if names is not None:
+        assert [place[block] for block in found] == names
+    else:  # the repeated part, as its class says, and all of it
+        kinds = {"efficientnet_b0": "MBConv", "swin_t": "SwinTransformerBlock"}
+        kinds |= {
+            "convnext_atto": "ConvNeXtBlock",
+            "swin_tiny_patch4_window7_224": "SwinTransformerBlock",
+        }
+        kind = kinds[args["model"]]
+        every = [m for m in backbone.modules() if type(m).__name__ == kind]
+        assert [b for b in found if type(b).__name__ == kind] == every
+        assert len(found) <= len(every) + 4
+    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))) == []
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+        self.linear = nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.dropout(self.linear(self.norm(x)).relu())
+        return y
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Residual(5) for _ in range(3)))
+    return nn.Sequential(nn.Linear(5, 5), blocks, nn.Linear(5, 2)).double()
+
+
+def test_checkpointing_changes_nothing_but_memory() -> None:
+    """Gradients, dropout's draws, running statistics; two passes, as in multi-crop."""
+    plain, saving = small(), small()
+    checkpoint_blocks(find_blocks(saving))
+    assert plain.state_dict().keys() == saving.state_dict().keys()
+    assert [type(m).__name__ for m in plain.modules()] == [
+        type(m).__name__ for m in saving.modules()
+    ]
+    x = torch.randn(6, 5, dtype=torch.float64)
+    kept: list[int] = []
+    for network in (plain, saving):
+        torch.manual_seed(1)
+        sizes: list[int] = []
+
+        def pack(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        for step in range(2):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = (network(x) + network(2 * x)).square().sum()
+                kept.append(sum(sizes))
+            loss.backward()
+            del step
+        assert network[1][0].norm.num_batches_tracked == 4
+    assert kept[2] < kept[0] / 2
+    for (name, a), b in zip(plain.named_parameters(), saving.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name  # type: ignore[arg-type]
+    for (name, a), b in zip(plain.named_buffers(), saving.buffers(), strict=True):
+        assert torch.equal(a, b), name
+    teacher = copy.deepcopy(saving)
+    assert teacher[1][0].norm is not saving[1][0].norm
+    with torch.no_grad():
+        assert not teacher(x).requires_grad
+
+
+def test_a_checkpointed_vit_takes_keywords() -> None:
+    backbone = build_backbone(Component(name="vit_micro", args={"depth": 2}))
+    network = Network(backbone, nn.Identity())
+    checkpoint_blocks(find_blocks(network))
+    x = torch.randn(2, 16, backbone.embed_dim, requires_grad=True)  # type: ignore[call-overload]
+    block = backbone.blocks[0]  # type: ignore[index]
+    everyone = torch.ones(2, 1, 16, 16, dtype=torch.bool)
+    block(x, attn_mask=everyone).sum().backward()
+    assert x.grad is not None
+
+
+def batch() -> Tensor:
+    draws = torch.Generator().manual_seed(3)
+    return 5 + 2 * torch.randn(12, 3, 4, dtype=torch.float64, generator=draws)
+
+
+SHARES = ((0, 7), (7, 12))  # rows of two ranks: not equally many
+
+
+def normalize(norm: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """A step in train mode, whose loss looks at each row differently, then one in eval mode."""
+    x = x.clone().requires_grad_()
+    weights = torch.arange(12 * 12, dtype=torch.float64).view(12, 3, 4).sin()
+    first = {7: 0, 5: 7, 12: 0}[len(x)]
+    y = norm(x)
+    (y * weights[first : first + len(x)]).sum().backward()
+    norm.eval()
+    assert x.grad is not None
+    state = {key: value.clone().double() for key, value in norm.state_dict().items()}
+    return {"y": y.detach(), "dx": x.grad, "eval": norm(x).detach(), **state, **gradients(norm)}
+
+
+def gradients(norm: nn.Module) -> dict[str, Tensor]:
+    return {f"d{name}": p.grad.clone() for name, p in norm.named_parameters() if p.grad is not None}
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"affine": False},
+    {"momentum": None},
+    {"track_running_stats": False},
+]
+
+
+def synchronized(rank: int) -> list[dict[str, Tensor]]:
+    results = []
+    for more in KINDS:
+        norm = nn.BatchNorm1d(3, dtype=torch.float64, **more)
+        synchronize_batch_norm(norm, form_groups("all"))
+        assert type(norm) is SyncBatchNorm
+        results.append(normalize(copy.deepcopy(norm), batch()[slice(*SHARES[rank])]))
+    alone = nn.BatchNorm1d(3, dtype=torch.float64)
+    synchronize_batch_norm(alone, form_groups(1))
+    results.append(normalize(alone, batch()[slice(*SHARES[rank])]))
+    node = form_groups("node")
+    assert torch.distributed.get_world_size(node.group) == 2
+    with pytest.raises(UserError, match="2 processes are no whole number of groups of 3"):
+        form_groups(3)
+    half = nn.BatchNorm1d(3)
+    synchronize_batch_norm(half, node)
+    assert half(torch.ones(4, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    return results
+
+
+def test_two_ranks_are_one_batch(told: list[dict[str, Any]]) -> None:
+    ranks = [of_rank["synchronized"] for of_rank in told]
+    for number, more in enumerate(KINDS):
+        whole = normalize(nn.BatchNorm1d(3, dtype=torch.float64, **more), batch())
+        parts = [rank[number] for rank in ranks]
+        for key, expected in whole.items():
+            if key in ("y", "dx", "eval"):
+                found = torch.cat([part[key] for part in parts])
+            elif key.startswith("d"):
+                found = sum(part[key] for part in parts)
+            else:
+                found = parts[0][key]
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=f"{more} {key}")
+    for rank, share in zip(ranks, SHARES, strict=True):
+        alone = normalize(nn.BatchNorm1d(3, dtype=torch.float64), batch()[slice(*share)])
+        for key, expected in alone.items():
+            torch.testing.assert_close(rank[-1][key], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_another_kind_of_batch_norm_is_refused() -> None:
+    class Acting(nn.BatchNorm2d):
+        pass
+
+    inner = nn.Module()
+    inner.norm = Acting(3)
+    with pytest.raises(UserError, match=r"0\.norm is a Acting"):
+        synchronize_batch_norm(nn.Sequential(inner), Ranks(None))
+
+
+ON_RANKS = (synchronized,)

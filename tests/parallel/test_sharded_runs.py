@@ -1,0 +1,108 @@
+"""Whole runs under FSDP: evaluated, clipped, exported, and resumed by another number of ranks."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from ranks import run_ranks
+from selftask import checkpoint
+from selftask.collectives import rank, world_size
+from selftask.config.schema import ParallelConfig
+from selftask.data.dataset import open_data
+from selftask.evaluate.online import evaluate_task
+from selftask.task import Task
+from selftask.trainer import Interrupted, Trainer
+from selftask.world import World
+
+LABELS = "eval.evaluations={knn: {k: [3]}}"
+CLIPPED = "hooks.clip_gradients={max_norm: 0.5}"
+
+
+def words(folder: Path) -> list[str]:
+    val = f"data.val={tiny.digits_file(folder, 'val.npz', 400, 430)}"
+    return [val, LABELS, CLIPPED, "train.max_steps=6", "train.checkpoint_every='1 epoch'"]
+
+
+def train(method: str, folder: Path, out: str, way: str, *more: str) -> Task:
+    """Train with everything a run has; on these ranks."""
+    torch.set_num_threads(1)
+    config = tiny.config(method, folder, out, *words(folder), *more)
+    chosen: Any = {"reduce": way, "sync_batch_norm": "all"}
+    config = replace(config, parallel=ParallelConfig(**chosen))
+    task = Task(config, sources=open_data(config.data))
+    task.world = World(rank(), world_size(), rank(), world_size())
+    task.evaluate = evaluate_task
+    try:
+        Trainer().train(task)
+    except Interrupted:
+        assert config.train.stop_at is not None
+    return task
+
+
+def on_ranks(_: int, folder: Path, runs: list[tuple[str, ...]]) -> list[str]:
+    told = []
+    for method, out, way, *more in runs:
+        try:
+            train(method, folder, out, way, *more)
+            told.append("done")
+        except Exception:  # noqa: BLE001 - told by the parent
+            told.append(traceback.format_exc())
+    return told
+
+
+@pytest.mark.slow
+def test_runs_of_sharded_networks(tmp_path: Path) -> None:
+    tiny.digits_file(tmp_path)
+    words(tmp_path)
+    runs = [
+        (method, f"{method}_{way}", way, *more)
+        for method, *more in (("byol",), ("ijepa",), ("swav",))
+        for way in ("manual", "fsdp")
+    ]
+    stopped = [("byol", f"byol_stopped_{n}", "fsdp", "train.stop_at=3") for n in (1, 2)]
+    half = [("mae", "mae_bf16", "fsdp", "train.precision=bfloat16")]
+    half += [("dino", "dino_bf16", "fsdp", "train.precision=bfloat16")]
+    for told in run_ranks(on_ranks, 2, tmp_path, [*runs, *stopped, *half]):
+        assert not [text for text in told if text != "done"], "\n".join(told)
+    resumed = run_ranks(on_ranks, 2, tmp_path, [("byol", "byol_stopped_2", "fsdp")])
+    assert resumed == [["done"], ["done"]], resumed
+    train("byol", tmp_path, "byol_stopped_1", "fsdp")  # alone: resharded to one
+
+    for method in ("byol", "ijepa", "swav"):
+        assert_alike(tmp_path / f"{method}_manual", tmp_path / f"{method}_fsdp")
+    for name in ("byol_stopped_1", "byol_stopped_2"):
+        assert_alike(tmp_path / "byol_fsdp", tmp_path / name)
+    for name in ("mae_bf16", "dino_bf16"):
+        assert all(row["loss"] < 20 for row in tiny.rows(tmp_path / name) if "loss" in row)
+
+
+def assert_alike(a: Path, b: Path) -> None:
+    """Rows, checkpoints and exports of two runs, to the rounding of single precision."""
+    for first, second in zip(tiny.rows(a), tiny.rows(b), strict=True):
+        assert first.keys() == second.keys()
+        for key, value in first.items():
+            assert second[key] == pytest.approx(value, rel=2e-3, abs=2e-3), (a, b, key)
+    states = [tiny.last_state(out) for out in (a, b)]
+    for key in ("model", "method"):
+        assert states[0][key].keys() == states[1][key].keys()
+        for name, tensor in states[0][key].items():
+            torch.testing.assert_close(
+                states[1][key][name], tensor, rtol=1e-2, atol=2e-3, msg=f"{b} {name}"
+            )
+    groups = [state["optimizer"]["optim"]["param_groups"] for state in states]
+    assert groups[0] == groups[1]
+    exports = [torch.load(out / "export/backbone.pt", weights_only=True) for out in (a, b)]
+    assert exports[0].keys() == exports[1].keys()
+    place = states[1]["backbone"].partition(".")
+    for name, tensor in exports[1].items():
+        assert type(tensor) is torch.Tensor
+        held = states[1][place[0]][f"{place[2]}.{name}"]
+        assert torch.equal(held, tensor), f"{b}: {name} of export and checkpoint"
+    assert checkpoint.checkpoints(b / "checkpoints")

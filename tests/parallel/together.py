@@ -1,0 +1,14 @@
+"""All that needs two ranks, in one pair of processes: starting torch costs seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def everything(rank: int) -> dict[str, Any]:
+    """What each function that is to run on ranks returns, by its name."""
+    import test_layers
+    import test_reductions
+
+    functions = (*test_reductions.ON_RANKS, *test_layers.ON_RANKS)
+    return {function.__name__: function(rank) for function in functions}
