@@ -91,6 +91,13 @@ def folder(cluster: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield folder
 
 
+@pytest.fixture(autouse=True)
+def _empty_queue(cluster: ModuleType) -> Iterator[None]:
+    """A failed test leaves no job to the next one."""
+    yield
+    subprocess.run(["scancel", "--quiet", "--user=root"], check=False)
+
+
 class Run:
     """A submitted run, watched from outside."""
 
@@ -252,9 +259,12 @@ def test_preempted_by_a_job_of_another_partition(folder: Path, undisturbed: dict
 
 
 def test_time_limit_reached_twice(folder: Path, undisturbed: dict[str, Any]) -> None:
-    """One minute is the shortest limit; SLURM warns some tens of seconds too early."""
+    """One minute is the shortest limit; SLURM warns some tens of seconds too early.
+
+    It warns every process of the step, those of the loader among them.
+    """
     limit = ("launch.slurm.time=1", "launch.slurm.signal_delay_s=10", "launch.max_requeues=7")
-    run = Run(folder, "timed_out", *limit, pace=6.0)
+    run = Run(folder, "timed_out", *limit, "data.num_workers=1", pace=6.0)
     run.wait_for_attempt(1)
     run.wait_for_attempt(2)
     run.at_full_speed()
@@ -294,9 +304,12 @@ def test_killed_rank_without_restarts(folder: Path, cluster: ModuleType) -> None
 def test_node_failure(cluster: ModuleType, folder: Path, undisturbed: dict[str, Any]) -> None:
     run = Run(folder, "node_failed", pace=0.5)
     run.wait_for_step(4)
+    (run.out / "pace").write_text("300")  # SLURM takes its time to miss a node
     os.kill(int((cluster.FOLDER / "slurmd-n2.pid").read_text()), signal.SIGKILL)
-    wait_for(lambda: int(run.slurm("Restarts")) == 1, 60, "SLURM to miss the node")
-    cluster.start_node("n2")
+    try:
+        wait_for(lambda: int(run.slurm("Restarts")) == 1, 120, "SLURM to miss the node")
+    finally:
+        cluster.start_node("n2")
     run.at_full_speed()
     run.wait_for_attempt(1)
     run.wait_for_end()
