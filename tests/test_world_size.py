@@ -329,7 +329,7 @@ def test_a_broken_method_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_ones_own_error_is_shown(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, output = check(capsys, "pull", "import=[mine]", "method.raises=true", "--ranks", "1")
+    code, output = check(capsys, "pull", "import=[mine]", "method.raises=true", "--ranks", "2")
     assert code == 1
     assert "FAILED: rank 0 of 1: ValueError: no distance today" in output
     assert 'mine.py:28 in forward: raise ValueError("no distance today")' in output
@@ -346,12 +346,24 @@ def test_wrong_words() -> None:
     for words, message in (
         (["simclrr"], "no method named 'simclrr'; did you mean 'simclr'"),
         (["simclr", "--ranks", "1,x"], "--ranks '1,x': expected numbers above 0"),
+        (["simclr", "--ranks", "1"], "nothing to compare one rank with"),
         (["simclr", "--ranks", "3", "train.batch_size=8"], "8 cannot be divided among 3 ranks"),
         (["simclr", "byol"], "one METHOD or recipe"),
         (["simclr", "method.temprature=1"], "did you mean 'method.temperature'"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             main(words)
+
+
+def test_all_are_those_of_ones_own_too(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(
+        "selftask.cli.check._check", lambda name, settings, *_: asked.append((name, settings)) or 0
+    )
+    assert main(["--all", "import=[mine]"]) == 0
+    names = [name for name, _ in asked]
+    assert {"pull", "simclr", "ijepa"} < set(names) and names == METHODS.names()
+    assert all(settings == ["import=[mine]"] for _, settings in asked)
 
 
 @pytest.mark.slow
@@ -373,9 +385,13 @@ def test_all_shipped_methods(capsys: pytest.CaptureFixture[str]) -> None:
         ["dino/vit_small_imagenet"],
         ["byol/resnet50_imagenet"],
         ["moco", "train.accumulate=2", "train.step=accumulate"],
+        ["byol", "parallel.reduce=ddp"],
+        ["byol", "parallel.reduce=fsdp", "parallel.sync_batch_norm=all"],
+        ["moco", "parallel.sync_batch_norm=all"],
+        ["swav", "parallel.sync_batch_norm=all"],
         [str(PROJECT / "recipe.yaml")],
     ],
-    ids=lambda words: words[0].rpartition("projects/")[2],
+    ids=lambda words: " ".join(words).rpartition("projects/")[2],
 )
 def test_more_recipes(
     words: list[str], forget_names: None, capsys: pytest.CaptureFixture[str]

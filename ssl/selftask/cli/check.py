@@ -20,7 +20,10 @@ usage: selftask check METHOD [key=value ...] [--ranks 1,2,4] [--steps 3]
 Trains a small version of METHOD, which may be a recipe as in `selftask train`, in double precision:
 once on one rank, then with the same global batch on several, then with their number changing
 between checkpoints. Samples, inputs, loss and its terms, gradients and all state must be the same
-to 1e-9. Your own method is found as ever: import=[mine], or its recipe. Exit code 1: different."""
+to 1e-9. Your own method is found as ever: import=[mine], or its recipe. Exit code 1: different.
+
+BatchNorm gives way to a norm of one sample; parallel.sync_batch_norm=all tries it, synchronised.
+Try also parallel.reduce=ddp or fsdp, train.accumulate=2 train.step=accumulate, optimizer=lars."""
 
 LEAST_BATCH = 8
 _OPTIONS = ("--ranks", "--steps")
@@ -34,6 +37,8 @@ def main(argv: list[str]) -> int:
     words, options = _split_options(argv)
     ranks = _numbers("--ranks", options.get("--ranks", "1,2,4"))
     steps = _numbers("--steps", options.get("--steps", "3"))[0]
+    if max(ranks) == 1:
+        raise UserError("--ranks 1: nothing to compare one rank with; more are wanted, such as 1,2")
     names = [word for word in words if "=" not in word and not word.startswith("~")]
     settings = [word for word in words if word not in names]
     if names == ["--all"]:
@@ -132,7 +137,8 @@ def _verdict(small: Config, report: Report, ranks: list[int]) -> str:
     if report.replaced_norms:
         lines.append(
             f"{report.replaced_norms} BatchNorm layers were replaced by GroupNorm(1), which looks "
-            "at one sample: BatchNorm itself sees its own rank's batch only"
+            "at one sample;\nBatchNorm itself sees its own rank's batch only, unless "
+            "parallel.sync_batch_norm=all, which keeps it here too"
         )
     different = [row for row in report.rows if not row.ok]
     if report.silent:
@@ -141,7 +147,7 @@ def _verdict(small: Config, report: Report, ranks: list[int]) -> str:
             'between ranks; if it needs nothing of other samples, declare "samples"'
         )
     if different:
-        first = different[0]
+        first = min(different, key=lambda row: row.step)  # of those of one step, the first row
         lines.append(
             f"DIFFERENT: {name} depends on the number of ranks: {first.quantity} with "
             f"{first.ranks} ranks, {first.place or 'everywhere'}, by {first.difference:.1e}"

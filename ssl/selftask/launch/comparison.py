@@ -27,6 +27,7 @@ class Row:
     ranks: str
     difference: float
     place: str
+    step: float = math.inf  # 1 is the first; inf: of the state after all steps
 
     @property
     def ok(self) -> bool:
@@ -70,17 +71,17 @@ def compare(one: Record, records: list[Record], ranks: str) -> Iterator[Row]:
         yield Row(part, ranks, *_largest(one[part], many[part]))
 
 
-def _compare_steps(
-    quantity: str, one: Sequence[Any], many: Sequence[Any], ranks: str, first: int = 1
-) -> Row:
+def _compare_steps(quantity: str, one: Sequence[Any], many: Sequence[Any], ranks: str) -> Row:
     """The first step that differs too much, or else the one that differs most."""
     if len(one) != len(many):
-        return Row(quantity, ranks, math.inf, f"{len(one)} steps on one rank, here {len(many)}")
+        place = f"{len(one)} steps on one rank, here {len(many)}"
+        return Row(quantity, ranks, math.inf, place, min(len(one), len(many)) + 1)
     worst = Row(quantity, ranks, 0.0, "")
-    for step, (a, b) in enumerate(zip(one, many, strict=True), start=first):
+    for step, (a, b) in enumerate(zip(one, many, strict=True), start=1):
         difference, place = _largest(a, b)
         if difference > worst.difference:
-            worst = Row(quantity, ranks, difference, f"step {step}: {place}".rstrip(": "))
+            place = f"step {step}: {place}".rstrip(": ")
+            worst = Row(quantity, ranks, difference, place, step)
         if not worst.ok:
             break
     return worst

@@ -96,9 +96,7 @@ class RecordedTask(Task):
             self.terms.append({name: value.detach().clone() for name, value in terms.items()})
         if point == "on_backward":
             grads = {name: p.grad for name, p in self.trained_parameters.items()}
-            self.gradients.append(
-                {n: g.detach().clone() for n, g in grads.items() if g is not None}
-            )
+            self.gradients.append({n: _whole(g) for n, g in grads.items() if g is not None})
 
     def record(self) -> dict[str, Any]:
         """All that was written down, and the state at the end; of this rank."""
@@ -108,8 +106,8 @@ class RecordedTask(Task):
             "loss": self.batch_losses,
             "terms": self.terms,
             "gradients": self.gradients,
-            "network": self.base_model.state_dict(),
-            "method": self.loss.state_dict(),
+            "network": _tensors(self.base_model),
+            "method": _tensors(self.loss),
             "optimizer": dict(self._optimizer_state()),
             "exchanges": self.exchanges,
         }
@@ -122,7 +120,8 @@ class RecordedTask(Task):
         for number, entries in state.items():
             for key, value in entries.items():
                 if isinstance(value, Tensor | float | int):
-                    yield f"{names.get(id(params[number]), number)}.{key}", torch.as_tensor(value)
+                    whole = _whole(torch.as_tensor(value))
+                    yield f"{names.get(id(params[number]), number)}.{key}", whole
 
     def _count_exchanges(self) -> None:
         """Count the collectives between the first and the last line of the method's loss."""
@@ -189,6 +188,17 @@ class _InDouble:
 
     def labelled_samples(self) -> Iterator[dict[str, Any]]:
         return map(_to_double, self._feed.labelled_samples())
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    state = module.state_dict()
+    return {name: _whole(value) for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _whole(tensor: Any) -> Tensor:
+    """A copy, put together from all ranks where FSDP has shared it out."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
 
 
 def _to_double(sample: dict[str, Any]) -> dict[str, Any]:
