@@ -7,7 +7,7 @@ import os
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -114,8 +114,7 @@ def _meet(rank: int, leg: Leg, folder: Path) -> None:
 def _run(leg: Leg, config: Config, folder: Path) -> dict[str, Any]:
     """Train up to ``leg.stop``; what was recorded."""
     config = replace(config, out=str(folder / leg.out))
-    synchronized = config.parallel.sync_batch_norm != "none"
-    with nullcontext([]) if synchronized else batch_norm_replaced() as replaced:
+    with batch_norm_replaced(config.parallel.sync_batch_norm == "none") as replaced:
         task = RecordedTask(config)
         task.prepare()
     try:

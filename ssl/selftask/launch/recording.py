@@ -24,13 +24,16 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 @contextmanager
-def batch_norm_replaced() -> Iterator[list[str]]:
-    """Wherever a BatchNorm is built into a module, build in a norm of one sample instead.
+def batch_norm_replaced(wanted: bool = True) -> Iterator[list[str]]:
+    """Wherever a BatchNorm is built into a module, build in a norm of one sample instead, or not.
 
     Yields the names of those that were replaced. Models are not changed afterwards: teachers are
     copies of networks, and optimizers hold parameters.
     """
     replaced: list[str] = []
+    if not wanted:
+        yield replaced
+        return
 
     def without(parent: nn.Module, name: str, child: nn.Module | None) -> nn.Module | None:
         if type(child) not in _BATCH_NORMS:
