@@ -277,27 +277,28 @@ def test_time_limit_reached_twice(folder: Path, undisturbed: dict[str, Any]) -> 
     ends_like(run, undisturbed)
 
 
-@pytest.mark.parametrize("rank", [1, 0])
-def test_killed_rank(folder: Path, undisturbed: dict[str, Any], rank: int) -> None:
-    run = Run(folder, f"killed_rank{rank}", "launch.max_restarts=1", pace=0.5)
+def test_killed_rank(folder: Path, undisturbed: dict[str, Any]) -> None:
+    """Rank 0: with it goes whoever could speak for the others."""
+    run = Run(folder, "killed_once", "launch.max_restarts=1", pace=0.5)
     run.wait_for_step(4)
-    run.kill(rank)
+    run.kill(0)
     run.wait_for_attempt(1)
-    assert f"rank {rank} on n{rank + 1} was killed (SIGKILL)" in run.log
+    assert "rank 0 on n1 was killed (SIGKILL)" in run.log
     assert "0 of 1 restarts left" in run.log
     run.at_full_speed()
     run.wait_for_end()
     ends_like(run, undisturbed)
 
 
-def test_killed_rank_without_restarts(folder: Path, cluster: ModuleType) -> None:
+def test_killed_rank_without_restarts(folder: Path) -> None:
     run = Run(folder, "killed", pace=0.5)
     run.wait_for_step(2)
-    run.kill(0)
+    run.kill(1)
     run.wait_for_end("failed")
-    assert "RUN FAILED: rank 0 on n1 was killed (SIGKILL)" in run.last_line
+    assert "RUN FAILED" in run.last_line
+    assert "rank 1" in run.last_line
     assert run.slurm("JobState") == "FAILED"
-    with pytest.raises(FailedJobError):
+    with pytest.raises(FailedJobError, match="rank 1"):
         run.job.result()
 
 
@@ -354,7 +355,7 @@ def test_sweep_is_a_job_array(folder: Path) -> None:
     assert [job.results() for job in jobs] == [[str(out)] * 2 for out in outs]
     listed = tiny.run([sys.executable, "-m", "selftask", "jobs", "sweep"], folder).stdout
     assert listed.count("RUN finished: 2 steps") == 2
-    assert tiny.last_state(outs[0]) != tiny.last_state(outs[1])
+    assert tiny.differences(*(tiny.last_state(out)["model"] for out in outs)) != []
 
 
 def test_srun_and_submit_train_alike(folder: Path, undisturbed: dict[str, Any]) -> None:

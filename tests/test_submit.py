@@ -440,8 +440,8 @@ def test_killed_ranks_start_again_as_often_as_allowed(folder: Path, fake: Fake) 
     fake("scontrol", "echo $* >> requeued")
     os.chdir(folder)
     stale = JobPaths(folder, "12", 1).result_pickle
-    for left in (1, 0):
-        write_json(folder.parent / "status.json", {"state": "running"})
+    for left, state in ((1, "running"), (0, "failed")):  # failed: so says a rank that is left
+        write_json(folder.parent / "status.json", {"state": state})
         stale.write_bytes(cloudpickle.dumps(("error", "rank 1 has lost rank 0")))
         assert after(137, folder, job()) == 0
         state, log = told(folder)

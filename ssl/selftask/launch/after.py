@@ -58,7 +58,7 @@ def after(code: int, folder: Path, job: Job | None) -> int:
     if not record.tells_of_failure() or problem:
         more = f"; it could not be requeued: {problem}" if problem else ""
         record.write("failed", f"RUN FAILED: {cause}{more}", error=cause)
-    _write_missing_results(paths, launch.world_size, cause)
+    _write_missing_results(paths, launch.world_size, str(record.content.get("error") or cause))
     return code
 
 
@@ -99,8 +99,8 @@ class Record:
         """Another state, and the line of the log that goes with it."""
         self.out.mkdir(parents=True, exist_ok=True)
         self.content.pop("error", None)
-        content = {**self.content, "state": state, "updated": time.time(), **more}
-        write_json(self.out / "status.json", content)
+        self.content = {**self.content, "state": state, "updated": time.time(), **more}
+        write_json(self.out / "status.json", self.content)
         with (self.out / "log.txt").open("a", encoding="utf-8") as log:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
         print(line, flush=True)
