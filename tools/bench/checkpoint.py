@@ -15,7 +15,7 @@ the machine. A round is one turn of each entry:
                 loss is only the machine's, and not the thread's holding python's lock
 
 ``call`` is how long the call keeps the loop from its next step; ``loop`` adds by how much the steps
-are slower than the median quiet one until the file is on disk: what the training loses in all.
+are slower than those before the call until the file is on disk: what the training loses in all.
 ``on disk`` is when that is. ``ratio`` compares calls with memcpy, medians and minima. ``first`` is
 the first call of an async writer, which also gets the memory.
 """
@@ -77,9 +77,7 @@ class Loop:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.matrix = torch.randn(128, 128, device=device)
-        for _ in range(QUIET_STEPS):
-            self.step()
-        self.quiet = statistics.median(self.step() for _ in range(QUIET_STEPS))
+        self.quiet()  # warms up
 
     def step(self) -> float:
         start = time.perf_counter()
@@ -88,11 +86,15 @@ class Loop:
         wait_for(self.device)
         return time.perf_counter() - start
 
-    def lost(self, until: Callable[[], bool]) -> float:
+    def quiet(self) -> float:
+        """Seconds of a step while nothing is written, the mean: what disturbs it counts as well."""
+        return statistics.fmean(self.step() for _ in range(QUIET_STEPS))
+
+    def lost(self, quiet: float, until: Callable[[], bool]) -> float:
         """By how much the steps up to then were slower than quiet ones."""
         lost = 0.0
         while not until():
-            lost += self.step() - self.quiet
+            lost += self.step() - quiet
         return lost
 
 
@@ -104,12 +106,11 @@ def wait_for(device: torch.device) -> None:
 def measure(loop: Loop, times: Times, save: Callable[[], None], done: Callable[[], bool]) -> None:
     """One turn: the call, then steps until the file is on disk."""
     gc.collect()
-    for _ in range(QUIET_STEPS):
-        loop.step()
+    quiet = loop.quiet()
     start = time.perf_counter()
     save()
     called = time.perf_counter() - start
-    lost = loop.lost(done)
+    lost = loop.lost(quiet, done)
     times.call.append(called)
     times.loop.append(called + lost)
     times.on_disk.append(time.perf_counter() - start)
@@ -187,7 +188,7 @@ def contest(megabytes: int, rounds: int, device: torch.device, folder: Path) -> 
 
 
 def table(times: dict[str, Times]) -> Iterator[str]:
-    kinds = ("call", "min", "ratio", "min", "loop", "min", "on disk", "min")
+    kinds = ("call", "min", "ratio", "min", "loop", "on disk", "min")
     yield f"{'ms':<12}" + "".join(f"{kind:>10}" for kind in kinds)
     base = times["memcpy"].call
     for name, entry in times.items():
@@ -196,7 +197,7 @@ def table(times: dict[str, Times]) -> Iterator[str]:
             min(entry.call) / min(base),
         )
         cells = [*both(entry.call), *(f"{ratio:.2f}" for ratio in ratios)]
-        cells += [*both(entry.loop), *both(entry.on_disk)]
+        cells += [f"{1e3 * statistics.median(entry.loop):.1f}", *both(entry.on_disk)]
         yield f"{name:<12}" + "".join(f"{cell:>10}" for cell in cells)
 
 
