@@ -43,7 +43,9 @@ class Block(nn.Module):
 
 
 class Student(nn.Module):
-    """Two passes through the same blocks, as in multi-crop; the spare layer is never used."""
+    """Two passes through the same blocks, as in multi-crop; the spare layer is used on demand."""
+
+    use_spare = False
 
     def __init__(self, *, spare: bool = False) -> None:
         super().__init__()
@@ -52,10 +54,12 @@ class Student(nn.Module):
         self.head = nn.Linear(6, 4)
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         if spare:
-            self.spare = nn.Linear(2, 3)
+            self.spare = nn.Linear(6, 4)
 
     def forward(self, views: list[Tensor]) -> Tensor:
-        return torch.stack([self.head(self.encode(view)) for view in views])
+        features = torch.stack([self.encode(view) for view in views])
+        output: Tensor = self.head(features)
+        return output + self.spare(features) if self.use_spare else output
 
     def encode(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -81,11 +85,20 @@ def data() -> Tensor:
 
 
 def train(
-    way: str, *, checkpointing: bool = False, accumulate: int = 1, spare: bool = False, **more: Any
+    way: str,
+    *,
+    checkpointing: bool = False,
+    accumulate: int = 1,
+    spare: bool = False,
+    late: bool = False,
+    **more: Any,
 ) -> dict[str, Any]:
-    """Some steps of a student, its teacher and a predictor that the network does not hold."""
+    """Some steps of a student, its teacher and a predictor that the network does not hold.
+
+    With ``late``, the spare layer is used in the second step only.
+    """
     torch.manual_seed(0)
-    student = Student(spare=spare).double()
+    student = Student(spare=spare or late).double()
     predictor = nn.Linear(4, 4).double()
     teacher = copy.deepcopy(student).requires_grad_(False)
     if checkpointing:
@@ -100,7 +113,8 @@ def train(
     sharing.watch(named)
     losses, gradients = [], []
     mine = BATCH // world_size() // accumulate
-    for views in data():
+    for step, views in enumerate(data()):
+        student.use_spare = late and step == 1
         optimizer.zero_grad()
         loss = torch.zeros((), dtype=torch.float64)
         for part in range(accumulate):
@@ -143,6 +157,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("fsdp", {}),
     *((way, {"checkpointing": True}) for way in WAYS),
     *((way, {"accumulate": 2}) for way in WAYS),
+    *((way, {"late": True}) for way in ("manual", "fsdp")),
 ]
 
 
@@ -153,7 +168,7 @@ def every_case(rank: int) -> list[dict[str, Any]]:
 def test_all_ways_are_one_rank(told: list[dict[str, Any]]) -> None:
     """Losses, gradients, weights, teacher and optimizer state, at 1e-9 and in plain order."""
     ranks = [of_rank["every_case"] for of_rank in told]
-    expected = train("manual")
+    expected, late = train("manual"), train("manual", late=True)
     assert_alike(expected, train("manual", checkpointing=True))
     for (way, more), first, second in zip(CASES, *ranks, strict=True):
         first["losses"] = [
@@ -161,7 +176,7 @@ def test_all_ways_are_one_rank(told: list[dict[str, Any]]) -> None:
         ]
         second.update(losses=first["losses"], optimizer=first["optimizer"])
         for result in (first, second):
-            assert_alike(expected, result, f"{way} {more}")
+            assert_alike(late if "late" in more else expected, result, f"{way} {more}")
 
 
 def assert_alike(a: Any, b: Any, place: str = "") -> None:

@@ -14,6 +14,7 @@ from selftask.errors import UserError
 
 _SECTIONS = ("data", "views", "backbone", "method", "optimizer", "init")
 _TRAIN = ("batch_size", "accumulate", "seed", "precision", "step")
+_PARALLEL = ("sync_batch_norm", "compress")
 _MAY_CHANGE = {"data": ("num_workers", "on_error", "max_bad", "max_pixels", "val")}
 
 
@@ -47,6 +48,8 @@ def _fixed(config: dict[str, Any]) -> dict[str, Any]:
         for section in _SECTIONS
     }
     fixed["train"] = {key: (config.get("train") or {}).get(key) for key in _TRAIN}
+    parallel = config.get("parallel") or {}  # no such section in runs of old
+    fixed["parallel"] = {key: parallel.get(key, "none") for key in _PARALLEL}
     return fixed
 
 

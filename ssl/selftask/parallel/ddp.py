@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -86,6 +87,12 @@ class DDPReduction(Reduction):
 
 
 class _Strict(ManualReduction):
+    """Of the first step only, in which nothing is sent before the backward pass is over."""
+
+    def watch(self, named: Named) -> None:
+        self._named = named
+        self._group = dist.group.WORLD
+
     def on_unused(self, message: str) -> None:
         raise RunError(f"{message}\n{_ADVICE}")
 

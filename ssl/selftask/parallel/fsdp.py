@@ -209,6 +209,7 @@ class Arrivals:
     def __init__(self, network: nn.Module) -> None:
         self.names: set[str] = set()
         self._network = network
+        self._wanted = {name for name, p in network.named_parameters() if p.requires_grad}
         self._gradients: dict[str, RemovableHandle] = {}
         self._passes = [
             part.register_forward_pre_hook(self._look)
@@ -219,7 +220,8 @@ class Arrivals:
     def _look(self, part: nn.Module, inputs: Any) -> None:
         """The parameters of this part have just been gathered."""
         for name, p in self._network.named_parameters():
-            if name not in self._gradients and p.requires_grad and not isinstance(p, DTensor):
+            if name in self._wanted and not isinstance(p, DTensor):
+                self._wanted.remove(name)
                 arrived = partial(self._arrived, name)
                 self._gradients[name] = p.register_post_accumulate_grad_hook(arrived)
 
@@ -227,12 +229,13 @@ class Arrivals:
         self.names.add(name)
 
     def listen_to(self, names: set[str]) -> None:
-        """From now on to these only."""
-        for hook in self._passes:
-            hook.remove()
-        for name, handle in self._gradients.items():
-            if name not in names:
-                handle.remove()
+        """From now on to these only; some of them may not have been gathered yet."""
+        for name in self._gradients.keys() - names:
+            self._gradients.pop(name).remove()
+        self._wanted &= names
+        if not names:
+            for hook in self._passes:
+                hook.remove()
 
 
 def _share(value: Any, like: Any) -> Any:

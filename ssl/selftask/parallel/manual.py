@@ -48,7 +48,7 @@ class Bucket:
         self.work: Any = None
 
     @torch.no_grad()
-    def launch(self, group: dist.ProcessGroup) -> None:
+    def launch(self, group: dist.ProcessGroup | None) -> None:
         """Begin to sum the gradients there are; a missing one is zero."""
         grads: list[Tensor] = []
         parts: list[Tensor] = []
@@ -103,7 +103,7 @@ class ManualReduction(Reduction):
 
     def watch(self, named: Named) -> None:
         self._named = named
-        self._group = new_group()
+        self._group: dist.ProcessGroup | None = new_group()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

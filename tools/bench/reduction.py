@@ -1,0 +1,148 @@
+"""How long gradients take from rank to rank: by hand, by DDP, and one tensor at a time.
+
+    python tools/bench/reduction.py [--ranks 2] [--model resnet50] [--rounds 9] [--device cpu]
+
+Every rank has gradients of the shapes of a torchvision model, made by a backward pass that does
+next to nothing else, so that what is measured is the reduction and what it hides. A round is one
+turn of each entry:
+
+    alone       the backward pass without communication
+    per tensor  one all-reduce for each tensor, then a division (VISSL's way)
+    one bucket  all gradients in one flat tensor after the backward pass
+    manual      parallel.reduce=manual: buckets on their way during the backward pass
+    fp16        the same with parallel.compress=fp16
+    ddp         torch's DistributedDataParallel
+
+``ms`` is the median and ``least`` the minimum of whole passes on rank 0; ``reduce`` is the median
+without that of ``alone``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
+
+from selftask.collectives import all_reduce_gradients
+from selftask.parallel.ddp import DDPReduction
+from selftask.parallel.manual import ManualReduction
+from selftask.parallel.reduction import Reduction
+
+
+class Parameters(nn.Module):
+    """Parameters of given shapes; the gradient of each is a constant."""
+
+    def __init__(self, shapes: list[torch.Size], device: torch.device) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(torch.zeros(shape, device=device) for shape in shapes)
+
+    def forward(self) -> Tensor:
+        return torch.stack([p.sum() for p in self.all]).sum()
+
+
+class Alone(Reduction):
+    """No communication."""
+
+
+class PerTensor(Reduction):
+    def watch(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        self.parameters = [p for _, p in named]
+
+    def reduce(self) -> None:
+        for parameter in self.parameters:
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(dist.get_world_size())  # type: ignore[union-attr]
+
+
+class OneBucket(PerTensor):
+    def reduce(self) -> None:
+        all_reduce_gradients(self.parameters)
+
+
+ENTRIES: dict[str, Callable[[], Reduction]] = {
+    "alone": Alone,
+    "per tensor": PerTensor,
+    "one bucket": OneBucket,
+    "manual": ManualReduction,
+    "fp16": lambda: ManualReduction(compress="fp16"),
+    "ddp": DDPReduction,
+}
+
+
+def one_pass(module: nn.Module, parameters: Parameters, reduction: Reduction) -> float:
+    """Seconds of a backward pass with its reduction; all ranks begin together."""
+    parameters.zero_grad()
+    loss = module()
+    dist.barrier()
+    _wait(loss.device)
+    start = time.perf_counter()
+    loss.backward()
+    reduction.reduce()
+    _wait(loss.device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(rank: int, args: argparse.Namespace, port: int) -> None:
+    """All entries in turn, on one rank; the first one prints."""
+    import torchvision
+
+    torch.set_num_threads(1)
+    cuda = args.device == "cuda"
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    backend, address = ("nccl" if cuda else "gloo"), f"tcp://localhost:{port}"
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=args.ranks)
+    model = torchvision.models.get_model(args.model, weights=None)
+    shapes = [p.shape for p in model.parameters()]
+    setups = {}
+    for name, make in ENTRIES.items():
+        parameters, reduction = Parameters(shapes, device), make()
+        called = reduction.wrap(parameters)
+        reduction.watch(list(parameters.named_parameters()))
+        setups[name] = (called, parameters, reduction)
+    seconds: dict[str, list[float]] = {name: [] for name in setups}
+    for number in range(args.rounds + 3):
+        for name, setup in setups.items():
+            taken = one_pass(*setup)
+            if number >= 3:  # the first ones make buckets, or find out what has gradients
+                seconds[name].append(taken)
+    if rank == 0:
+        megabytes = sum(shape.numel() for shape in shapes) * 4 / 2**20
+        print(f"{args.model}: {len(shapes)} tensors, {megabytes:.0f} MiB; {args.ranks} ranks")
+        alone = statistics.median(seconds["alone"])
+        for name, taken in seconds.items():
+            ms, least = 1e3 * statistics.median(taken), 1e3 * min(taken)
+            print(f"{name:<12}{ms:8.1f} ms  least {least:8.1f}  reduce {ms - 1e3 * alone:8.1f}")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--model", default="resnet50", help="of torchvision")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    args = parser.parse_args()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    mp.spawn(measure, (args, port), nprocs=args.ranks)
+
+
+if __name__ == "__main__":
+    main()
