@@ -273,6 +273,12 @@ def test_sweep_is_one_array(tmp_path: Path) -> None:
     ]
     assert [s.config["train"]["seed"] for s in planned.submissions] == [1, 2, 3]
     assert "3 runs" in planned.describe()
+    done = tmp_path / "sweep" / "seed_2"
+    done.mkdir(parents=True)
+    write_json(done / "status.json", {"state": "finished", "length": [3, None]})
+    assert plan("simclr/digits", words).notes[-2:-1] == [
+        f"{done} is complete: its job will only say so"
+    ]
 
 
 def test_mistakes_of_all_runs_of_a_sweep(tmp_path: Path) -> None:

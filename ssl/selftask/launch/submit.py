@@ -19,6 +19,7 @@ from selftask.data.dataset import check_sizes, open_data
 from selftask.errors import ConfigError, UserError
 from selftask.launch import jobs
 from selftask.launch.continuity import check_same_run
+from selftask.launch.status import Status
 from selftask.launch.submission import Executor, Submission, executor, signal_delay_s, submit
 from selftask.progress import RunLength
 
@@ -95,6 +96,8 @@ def plan(recipe: str, overrides: list[str]) -> Plan:
     jobs.check_idle(base)
     megabytes = _check_space(first, base, len(configs))
     derived, workers, notes = _derived(first)
+    complete = [config.out for config in configs if Status(config).says_finished()]
+    notes += [f"{out} is complete: its job will only say so" for out in complete]
     if str(base.resolve()).startswith("/tmp/"):
         notes.append(f"{base} lies in /tmp, which the nodes of a cluster do not usually share")
     folders = [str(Path.cwd())]
