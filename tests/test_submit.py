@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,21 @@ def no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(empty))
 
 
+SMALL: list[str] = []  # tiny's overrides without out=; they are dear, and asked for once
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small(tmp_path_factory: pytest.TempPathFactory) -> None:
+    SMALL[:] = tiny.overrides("simclr", tmp_path_factory.mktemp("data"))[:-1]
+
+
+def words(folder: Path, out: str, *more: str) -> list[str]:
+    """The small run in ``folder/out``."""
+    return [*SMALL, f"out={folder / out}", *more]
+
+
 def submit(folder: Path, *more: str) -> int:
-    return main(["submit", "simclr/digits", *tiny.overrides("simclr", folder, "run", *more)])
+    return main(["submit", "simclr/digits", *words(folder, "run", *more)])
 
 
 # -- the plan and the script -------------------------------------------------------------------
@@ -102,7 +116,7 @@ def test_dry_run_shows_plan_and_script(
 def test_script_is_what_submitit_hands_in(tmp_path: Path, fake: Fake) -> None:
     fake("sbatch", f'cp "$1" {tmp_path}/handed_in; echo Submitted batch job 77')
     fake("squeue", "exit 0")
-    planned = plan("simclr/digits", tiny.overrides("simclr", tmp_path, "run", *CLUSTER))
+    planned = plan("simclr/digits", words(tmp_path, "run", *CLUSTER))
     made = planned.submit()
     assert [job.job_id for job in made] == ["77"]
     assert (tmp_path / "handed_in").read_text() == planned.script()
@@ -113,8 +127,8 @@ def test_script_is_what_submitit_hands_in(tmp_path: Path, fake: Fake) -> None:
 
 def test_script_is_valid_shell_and_returns_the_code_of_srun(tmp_path: Path, fake: Fake) -> None:
     script = tmp_path / "script.sh"
-    words = tiny.overrides("simclr", tmp_path, "run", *CLUSTER, "launch.slurm.setup=['x=5']")
-    script.write_text(plan("simclr/digits", words).script())
+    given = words(tmp_path, "run", *CLUSTER, "launch.slurm.setup=['x=5']")
+    script.write_text(plan("simclr/digits", given).script())
     for code in (0, 5):
         fake("srun", 'exit "$x"' if code else "exit 0")
         done = tiny.run(["bash", str(script)], tmp_path)
@@ -124,23 +138,23 @@ def test_script_is_valid_shell_and_returns_the_code_of_srun(tmp_path: Path, fake
 
 
 def test_defaults_give_way(tmp_path: Path) -> None:
-    words = ("launch.slurm.signal-delay-s=30", "launch.slurm.job_name=mine", "data.num_workers=3")
-    script = plan("simclr/digits", tiny.overrides("simclr", tmp_path, "run", *words)).script()
+    options = ("launch.slurm.signal-delay-s=30", "launch.slurm.job_name=mine", "data.num_workers=3")
+    script = plan("simclr/digits", words(tmp_path, "run", *options)).script()
     assert "--signal=USR2@30" in script
     assert "--job-name=mine" in script
     assert "--cpus-per-task=3" in script
     assert "--time=60" in script
     assert "gpus" not in script
-    words = ("launch.slurm.no_requeue=true", "train.device=cuda", "launch.processes=2")
-    planned = plan("simclr/digits", tiny.overrides("simclr", tmp_path, "run", *words))
+    options = ("launch.slurm.no_requeue=true", "train.device=cuda", "launch.processes=2")
+    planned = plan("simclr/digits", words(tmp_path, "run", *options))
     assert "--requeue" not in planned.script()
     assert "--gpus-per-node=2" in planned.script()
 
 
 def test_loader_workers_are_those_of_the_nodes(tmp_path: Path) -> None:
-    words = tiny.overrides("simclr", tmp_path, "run", "launch.slurm.cpus_per_task=5")
-    words.remove("data.num_workers=0")
-    assert plan("simclr/digits", words).submissions[0].config["data"]["num_workers"] == 5
+    given = words(tmp_path, "run", "launch.slurm.cpus_per_task=5")
+    given.remove("data.num_workers=0")
+    assert plan("simclr/digits", given).submissions[0].config["data"]["num_workers"] == 5
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -159,7 +173,7 @@ def test_all_mistakes_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("wrong", "message"),
     [
         (["launch.slurm.mem=1", "+launch.slurm.--mem=2"], "launch.slurm"),
         (["launch.slurm.signal_delay_s=600", "launch.slurm.time=5"], "not before the start"),
@@ -169,32 +183,32 @@ def test_all_mistakes_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: list[str], message: str
 ) -> None:
-    assert submit(tmp_path, *words, "--dry-run") == 2
+    assert submit(tmp_path, *wrong, "--dry-run") == 2
     assert message in capsys.readouterr().err
 
 
 def test_out_is_a_place_with_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = tiny.overrides("simclr", tmp_path, "run")
+    given = words(tmp_path, "run")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        plan("simclr/digits", [*words, f"out={tmp_path}/file/run"])
+        plan("simclr/digits", [*given, f"out={tmp_path}/file/run"])
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(UserError, match="0 MB are free"):
-        plan("simclr/digits", words)
+        plan("simclr/digits", given)
 
 
 def test_without_a_cluster_says_so(tmp_path: Path, no_slurm: None) -> None:
-    planned = plan("simclr/digits", tiny.overrides("simclr", tmp_path, "run"))
+    planned = plan("simclr/digits", words(tmp_path, "run"))
     with pytest.raises(UserError, match="no sbatch on this machine"):
         planned.submit()
 
 
 def test_words_of_sbatch_are_passed_on(tmp_path: Path, fake: Fake) -> None:
     fake("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
-    planned = plan("simclr/digits", tiny.overrides("simclr", tmp_path, "run"))
+    planned = plan("simclr/digits", words(tmp_path, "run"))
     with pytest.raises(UserError, match="invalid partition specified: x"):
         planned.submit()
 
@@ -203,10 +217,10 @@ def test_a_run_is_not_submitted_twice(tmp_path: Path, fake: Fake) -> None:
     jobs.note(tmp_path / "run", {tmp_path / "run": "12"})
     fake("squeue", "echo '12|PENDING|Priority'")
     with pytest.raises(UserError, match=r"job 12 \(PENDING \(Priority\)\) makes"):
-        plan("simclr/digits", tiny.overrides("simclr", tmp_path, "run"))
+        plan("simclr/digits", words(tmp_path, "run"))
     fake("squeue", "exit 0")
     fake("scontrol", "echo 'JobId=12 JobState=COMPLETED Reason=None'")
-    plan("simclr/digits", tiny.overrides("simclr", tmp_path, "run"))
+    plan("simclr/digits", words(tmp_path, "run"))
 
 
 # sbatch's manual: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]
@@ -265,8 +279,8 @@ def test_sweep_refuses_what_all_share(word: str) -> None:
 
 
 def test_sweep_is_one_array(tmp_path: Path) -> None:
-    words = tiny.overrides("simclr", tmp_path, "sweep", *CLUSTER, "train.seed=1,2,3")
-    planned = plan("simclr/digits", words)
+    given = words(tmp_path, "sweep", *CLUSTER, "train.seed=1,2,3")
+    planned = plan("simclr/digits", given)
     assert "#SBATCH --array=0-2%3" in planned.script()
     assert [Path(s.out) for s in planned.submissions] == [
         tmp_path / "sweep" / f"seed_{seed}" for seed in (1, 2, 3)
@@ -276,24 +290,30 @@ def test_sweep_is_one_array(tmp_path: Path) -> None:
     done = tmp_path / "sweep" / "seed_2"
     done.mkdir(parents=True)
     write_json(done / "status.json", {"state": "finished", "length": [3, None]})
-    assert plan("simclr/digits", words).notes[-2:-1] == [
+    assert plan("simclr/digits", given).notes[-2:-1] == [
         f"{done} is complete: its job will only say so"
     ]
 
 
 def test_mistakes_of_all_runs_of_a_sweep(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
-        plan("simclr/digits", tiny.overrides("simclr", tmp_path, "s", "train.batch_size=0,16,-3"))
+        plan("simclr/digits", words(tmp_path, "s", "train.batch_size=0,16,-3"))
     assert len(raised.value.problems) == 2
 
 
 # -- what the job runs -------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def some_submission(tmp_path_factory: pytest.TempPathFactory) -> Submission:
+    given = words(tmp_path_factory.mktemp("some"), "run", "launch.max_restarts=2")
+    return plan("simclr/digits", given).submissions[0]
+
+
 @pytest.fixture
-def submission(tmp_path: Path) -> Submission:
-    words = tiny.overrides("simclr", tmp_path, "run", "launch.max_restarts=2")
-    return plan("simclr/digits", words).submissions[0]
+def submission(some_submission: Submission, tmp_path: Path) -> Submission:
+    config = {**some_submission.config, "out": str(tmp_path / "run")}
+    return replace(some_submission, config=config)
 
 
 def test_submission_is_small_and_loads_without_torch(
@@ -311,8 +331,8 @@ def test_submission_is_small_and_loads_without_torch(
 
 
 def test_submission_holds_the_whole_config(tmp_path: Path, submission: Submission) -> None:
-    words = tiny.overrides("simclr", tmp_path, "run", "launch.max_restarts=2")
-    assert submission.read_config() == load_config("simclr/digits", words)
+    given = words(tmp_path, "run", "launch.max_restarts=2")
+    assert submission.read_config() == load_config("simclr/digits", given)
 
 
 def test_submission_returns_itself_by_both_names(tmp_path: Path, submission: Submission) -> None:
@@ -442,9 +462,11 @@ def told(folder: Path) -> tuple[str, str]:
     return tiny.status(folder.parent)["state"], (folder.parent / "log.txt").read_text()
 
 
-def test_killed_ranks_start_again_as_often_as_allowed(folder: Path, fake: Fake) -> None:
+def test_killed_ranks_start_again_as_often_as_allowed(
+    folder: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake("scontrol", "echo $* >> requeued")
-    os.chdir(folder)
+    monkeypatch.chdir(folder)
     stale = JobPaths(folder, "12", 1).result_pickle
     for left, state in ((1, "running"), (0, "failed")):  # failed: so says a rank that is left
         write_json(folder.parent / "status.json", {"state": state})
@@ -546,9 +568,9 @@ def test_cancel_by_folder_and_by_id(
 def test_the_readable_script_is_short_and_the_same(tmp_path: Path) -> None:
     path = tiny.ROOT / "tools" / "submit.py"
     assert len(path.read_text().splitlines()) < 40
-    words = tiny.overrides("simclr", tmp_path, "run", *CLUSTER)
+    given = words(tmp_path, "run", *CLUSTER)
     done = subprocess.run(
-        [sys.executable, str(path), "simclr/digits", *words, "--dry-run"],
+        [sys.executable, str(path), "simclr/digits", *given, "--dry-run"],
         cwd=tmp_path,
         env=tiny.environment(),
         capture_output=True,
@@ -556,4 +578,4 @@ def test_the_readable_script_is_short_and_the_same(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert plan("simclr/digits", words).script() in done.stdout
+    assert plan("simclr/digits", given).script() in done.stdout
