@@ -283,15 +283,17 @@ def mean_token(tokens: Tensor, padding: Tensor) -> Tensor:
 
 @torch.no_grad()
 def initialize(module: nn.Module) -> None:
-    """Normal weights of deviation 0.02, less in deeper blocks, and no biases: as published.
+    """Normal weights, less in deeper blocks, and no biases: as published, for any width.
 
-    The patches' projection keeps torch's own, 1 / sqrt(3 n) for patches of n numbers: the published
-    0.02 for n = 768. With 0.02 for the few numbers of small patches, features would be little but
-    positions, which are predicted without looking.
+    The published deviation of 0.02 is 1 / sqrt(3 n) for the n = 768 numbers of a ViT-B, and what
+    torch gives the projection of patches. Layers with fewer inputs get that, too: with 0.02 they
+    would pass on next to nothing, and features would be little but positions, which are predicted
+    without looking.
     """
     for part in module.modules():
         if isinstance(part, nn.Linear):
-            nn.init.trunc_normal_(part.weight, std=0.02)
+            deviation = max(0.02, (3 * part.in_features) ** -0.5)
+            nn.init.trunc_normal_(part.weight, std=deviation)
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
     blocks: Any = module.blocks
