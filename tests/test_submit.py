@@ -189,6 +189,16 @@ def test_refused(
     assert message in capsys.readouterr().err
 
 
+def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; from selftask.cli.main import main\n"
+        "assert main(['submit', 'simclr', 'launch.slurm.partion=x', 'train.seed=1,2']) == 2\n"
+        "assert not {'torch', 'sklearn'} & set(sys.modules)"
+    )
+    done = tiny.run([sys.executable, "-c", code], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_out_is_a_place_with_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = words(tmp_path, "run")
     (tmp_path / "file").write_text("")

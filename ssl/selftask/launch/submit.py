@@ -18,7 +18,6 @@ from selftask.config.sweep import Point, expand_sweep
 from selftask.data.dataset import check_sizes, open_data
 from selftask.errors import ConfigError, UserError
 from selftask.launch import jobs
-from selftask.launch.continuity import check_same_run
 from selftask.launch.status import Status
 from selftask.launch.submission import Executor, Submission, executor, signal_delay_s, submit
 from selftask.progress import RunLength
@@ -121,6 +120,8 @@ def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
     for point in points:
         try:
             config = load_config(recipe, point.overrides)
+            from selftask.launch.continuity import check_same_run  # imports torch: not for typos
+
             base = Path(config.out)
             config = replace(config, out=str(base / point.name))
             source = open_data(config.data).train
