@@ -223,6 +223,20 @@ def test_words_of_sbatch_are_passed_on(tmp_path: Path, fake: Fake) -> None:
         planned.submit()
 
 
+def test_partitions_of_the_cluster(tmp_path: Path, fake: Fake) -> None:
+    fake("sinfo", "echo 'cpu*|2:00:00|(null)\ngpu|1-00:00:00|gpu:8\nlong|infinite|(null)'")
+    for partition, time in (("cpu", "121"), ("cpu,gpu", "2-0")):
+        options = (f"launch.slurm.partition={partition}", f"launch.slurm.time={time}")
+        with pytest.raises(UserError, match="allows at most"):
+            plan("simclr/digits", words(tmp_path, "run", *options))
+    with pytest.raises(UserError, match="no partition 'gpus' on this cluster; did you mean 'gpu'"):
+        plan("simclr/digits", words(tmp_path, "run", "launch.slurm.partition=gpus"))
+    for partition, time in (("long", "60-0"), ("gpu,long", "60-0"), ("gpu", "24:00:00")):
+        options = (f"launch.slurm.partition={partition}", f"launch.slurm.time={time}")
+        planned = plan("simclr/digits", words(tmp_path, "run", *options, "train.device=auto"))
+        assert ("--gpus-per-node=1" in planned.script()) == ("gpu" in partition)
+
+
 def test_a_run_is_not_submitted_twice(tmp_path: Path, fake: Fake) -> None:
     jobs.note(tmp_path / "run", {tmp_path / "run": "12"})
     fake("squeue", "echo '12|PENDING|Priority'")

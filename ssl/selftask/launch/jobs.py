@@ -96,7 +96,7 @@ def queue(ids: list[str]) -> dict[str, str]:
     ``squeue`` for the queue, ``scontrol`` for jobs that ended minutes ago, ``sacct`` for older
     ones where the cluster keeps accounts.
     """
-    listed = _lines("squeue", "--noheader", "--array", "--format=%i|%T|%r", "--me")
+    listed = lines("squeue", "--noheader", "--array", "--format=%i|%T|%r", "--me")
     states = {}
     for job, state, reason in (line.split("|", 2) for line in listed if line.count("|") > 1):
         states[job] = f"{state} ({reason})" if state == "PENDING" else state
@@ -104,11 +104,11 @@ def queue(ids: list[str]) -> dict[str, str]:
         if job not in states:
             found = [
                 word.removeprefix("JobState=")
-                for line in _lines("scontrol", "show", "job", "--oneliner", job)
+                for line in lines("scontrol", "show", "job", "--oneliner", job)
                 for word in line.split()
                 if word.startswith("JobState=")
             ]
-            found = found or _lines(
+            found = found or lines(
                 "sacct", "--noheader", "--parsable2", "--allocations", "--format=State", "-j", job
             )
             if found:
@@ -128,7 +128,7 @@ def cancel(ids: list[str]) -> None:
         raise UserError(f"scancel {' '.join(ids)}: {done.stderr.strip()}")
 
 
-def _lines(*words: str) -> list[str]:
+def lines(*words: str) -> list[str]:
     """What a command of SLURM prints; nothing where it fails or is missing."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from selftask.config.sweep import Point, expand_sweep
 from selftask.data.dataset import check_sizes, open_data
 from selftask.errors import ConfigError, UserError
 from selftask.launch import jobs
+from selftask.launch.partitions import Partition, check_time, chosen
 from selftask.launch.status import Status
 from selftask.launch.submission import Executor, Submission, executor, signal_delay_s, submit
 from selftask.progress import RunLength
@@ -94,7 +94,10 @@ def plan(recipe: str, overrides: list[str]) -> Plan:
     first = configs[0]
     jobs.check_idle(base)
     megabytes = _check_space(first, base, len(configs))
-    derived, workers, notes = _derived(first)
+    slurm = {option(key): value for key, value in first.launch.slurm.items()}
+    partitions = chosen(slurm)
+    check_time(partitions, minutes(slurm.get("time")) or DEFAULT_MINUTES)
+    derived, workers, notes = _derived(first, partitions)
     complete = [config.out for config in configs if Status(config).says_finished()]
     notes += [f"{out} is complete: its job will only say so" for out in complete]
     if str(base.resolve()).startswith("/tmp/"):
@@ -142,7 +145,7 @@ def _settled(config: Config, workers: int) -> dict[str, Any]:
     return settled
 
 
-def _derived(config: Config) -> tuple[dict[str, Any], int, list[str]]:
+def _derived(config: Config, partitions: list[Partition]) -> tuple[dict[str, Any], int, list[str]]:
     """Options of sbatch that follow from the config, loader processes a rank, and what to say."""
     given = {option(key): value for key, value in config.launch.slurm.items()}
     derived: dict[str, Any] = {}
@@ -155,7 +158,7 @@ def _derived(config: Config) -> tuple[dict[str, Any], int, list[str]]:
         notes.append(f"data.num_workers={workers}, one for each CPU of a rank")
     asked = any(key in given for key in _GPUS)
     wanted = config.train.device == "cuda" or (
-        config.train.device == "auto" and _has_gpus(given.get("partition"))
+        config.train.device == "auto" and any(partition.gpus for partition in partitions)
     )
     if wanted and not asked:
         derived["gpus_per_node"] = config.launch.processes
@@ -163,17 +166,6 @@ def _derived(config: Config) -> tuple[dict[str, Any], int, list[str]]:
     elif config.train.device == "auto" and not asked:
         notes.append("no GPUs are asked for; launch.slurm.gpus_per_node=N or train.device=cuda")
     return derived, workers, notes
-
-
-def _has_gpus(partition: str | None) -> bool:
-    """Whether SLURM knows of GPUs there; not where there is no SLURM."""
-    words = ["sinfo", "--noheader", "--format=%G"]
-    words += [f"--partition={partition}"] if partition else []
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return "gpu" in done.stdout
 
 
 def _check_space(config: Config, out: Path, runs: int) -> float:
