@@ -2,7 +2,7 @@
 
 Buckets are launched in one fixed order, on a process group of their own, so that every rank calls
 the same collectives in the same order whichever parameter goes without a gradient somewhere, and
-whatever collectives the backward pass of the loss holds. gloo has no mean: sums are divided.
+whatever collectives the backward pass of the loss holds. gloo has no mean: what is sent is divided.
 """
 
 from __future__ import annotations
@@ -30,56 +30,51 @@ _WIRE = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 class Bucket:
     """Some parameters of one dtype, and one flat tensor through which their gradients go.
 
-    The tensor stays from step to step. After a reduction the gradients are views of it: nothing is
-    copied back.
+    The tensor stays from step to step, and gradients become views of it: their own memory is free
+    at once, and nothing is copied back. They are divided as they are copied in, in one pass, by
+    which a sum of scaled gradients stays in float16's range, too.
     """
 
     def __init__(self, parameters: list[nn.Parameter], wire: torch.dtype | None) -> None:
         first = parameters[0]
         self.parameters = parameters
-        self.flat = torch.zeros(
-            sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device
-        )
-        chunks = self.flat.split([p.numel() for p in parameters])
-        self.parts = [_like(chunk, p) for chunk, p in zip(chunks, parameters, strict=True)]
-        self.wire = wire if wire is not None and wire.itemsize < first.dtype.itemsize else None
-        self.missing = set(parameters)  # without a gradient so far in this step
-        self.sent: Tensor | None = None
+        self.missing = set(parameters)  # not taken in so far in this step
+        size = sum(p.numel() for p in parameters)
+        self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
+        kept = sent = _split_like(self.flat, parameters)
+        self.sent = self.flat
+        if wire is not None and wire.itemsize < first.dtype.itemsize:
+            self.sent = self.flat.to(wire)
+            sent = _split_like(self.sent, parameters)
+        self._places = dict(zip(parameters, zip(sent, kept, strict=True), strict=True))
+        self._share = 1.0 / world_size()
         self.work: Any = None
 
     @torch.no_grad()
+    def take(self, parameter: nn.Parameter) -> None:
+        """Take in a gradient, best while it is new and in the processor's cache; none is zero."""
+        sent, kept = self._places[parameter]
+        if parameter.grad is None:
+            sent.zero_()
+        else:
+            torch.mul(parameter.grad, self._share, out=sent)
+        if parameter.requires_grad:
+            parameter.grad = kept  # which holds the mean at last
+        self.missing.discard(parameter)
+
     def launch(self, group: dist.ProcessGroup | None) -> None:
-        """Begin to sum the gradients there are; a missing one is zero."""
-        grads: list[Tensor] = []
-        parts: list[Tensor] = []
-        for parameter, part in zip(self.parameters, self.parts, strict=True):
-            if parameter.grad is None:
-                part.zero_()
-            elif parameter.grad.data_ptr() != part.data_ptr():
-                grads.append(parameter.grad)
-                parts.append(part)
-        if grads:
-            torch._foreach_copy_(parts, grads)
-        if self.wire is None:
-            self.sent = self.flat
-        else:  # divided first: a sum of scaled gradients would leave float16's range
-            self.sent = self.flat.div_(world_size()).to(self.wire)
+        """Begin to average, with what there is by now."""
+        for parameter in list(self.missing):
+            self.take(parameter)
         self.work = dist.all_reduce(self.sent, group=group, async_op=True)
 
-    @torch.no_grad()
     def finish(self) -> None:
-        """Wait, then hand out the means."""
+        """Wait: now gradients are means."""
         self.work.wait()
-        if self.wire is None:
-            self.flat /= world_size()
-        else:
-            assert self.sent is not None
+        self.work = None
+        if self.sent is not self.flat:
             self.flat.copy_(self.sent)
-        for parameter, part in zip(self.parameters, self.parts, strict=True):
-            if parameter.requires_grad:
-                parameter.grad = part
-        self.sent = self.work = None
-        self.missing = set(self.parameters)
+        self.missing.update(self.parameters)
 
 
 class ManualReduction(Reduction):
@@ -156,13 +151,13 @@ class ManualReduction(Reduction):
             return
         assert isinstance(parameter, nn.Parameter)
         bucket = self._place[parameter]
-        if bucket.work is not None:
+        if parameter not in bucket.missing:
             name = next(name for name, p in self._named if p is parameter)
             raise RunError(
                 f"a second backward pass before task.reduce_gradients(): the gradient of {name} "
                 "is on its way already; put all but the last one under task.no_sync()"
             )
-        bucket.missing.discard(parameter)
+        bucket.take(parameter)
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._buckets[self._next].launch(self._group)
             self._next += 1
@@ -175,12 +170,16 @@ class ManualReduction(Reduction):
         return [p for (_, p), count in zip(self._idle, counts, strict=True) if count == 0]
 
 
-def _like(chunk: Tensor, parameter: nn.Parameter) -> Tensor:
-    """The flat chunk in the parameter's shape, and in its memory format where it has no gaps."""
-    like = torch.empty_like(parameter, device="meta")  # keeps the strides of what has no gaps
-    if like.stride() == parameter.stride():
-        return chunk.as_strided(parameter.shape, parameter.stride())
-    return chunk.view(parameter.shape)
+def _split_like(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Views of a flat tensor in the shapes of parameters, and in the memory format of each."""
+    chunks = flat.split([p.numel() for p in parameters])
+    parts = []
+    for chunk, parameter in zip(chunks, parameters, strict=True):
+        like = torch.empty_like(parameter, device="meta")  # keeps the strides of what has no gaps
+        strided = like.stride() == parameter.stride()
+        shape, strides = parameter.shape, parameter.stride()
+        parts.append(chunk.as_strided(shape, strides) if strided else chunk.view(shape))
+    return parts
 
 
 def _split(parameters: list[nn.Parameter], most_bytes: float) -> list[list[nn.Parameter]]:
