@@ -541,6 +541,17 @@ def test_what_the_run_has_told_itself_stays(folder: Path, state: str) -> None:
     assert told(folder) == (state, "step 3\n")
 
 
+@pytest.mark.parametrize("state", ["finished", "interrupted", "requeued"])
+def test_what_an_attempt_before_has_told_is_past(
+    folder: Path, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This attempt died so early that it has not even said that it runs."""
+    write_json(folder.parent / "status.json", {"state": state, "updated": 999.0})
+    monkeypatch.setenv("SELFTASK_ATTEMPT_STARTED", "1000")
+    assert after(137, folder, None) == 137
+    assert told(folder)[0] == "failed"
+
+
 # -- jobs and cancel ---------------------------------------------------------------------------
 
 

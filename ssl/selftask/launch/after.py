@@ -8,7 +8,9 @@ It makes ``status.json`` and the last line true, and puts the job back into the 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
 import time
 from contextlib import suppress
@@ -21,6 +23,7 @@ from selftask.config.schema import LaunchConfig
 from selftask.launch.slurm import Job, current_job, job_name, requeue
 from selftask.logs import write_json
 
+STARTED = "SELFTASK_ATTEMPT_STARTED"  # set by the batch script, in seconds since 1970
 MARK = "selftask: attempt "  # the batch script writes it to the log before each srun
 _KILLED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (Killed|Out Of Memory|.*fault.*)")
 _UNTOLD = ("running", "failed", None)  # states that may not be the whole truth
@@ -93,7 +96,9 @@ class Record:
     def __init__(self, out: Path) -> None:
         self.out = out
         self.content: dict[str, Any] = _read(out / "status.json")
-        self.state = self.content.get("state")
+        started = float(os.environ.get(STARTED, 0))
+        fresh = self.content.get("updated", started) >= started
+        self.state = self.content.get("state") if fresh else None  # else of an attempt before
 
     def write(self, state: str, line: str, **more: Any) -> None:
         """Another state, and the line of the log that goes with it."""
@@ -163,4 +168,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM sends it with the requeue we ask for
     sys.exit(after(int(sys.argv[1]), Path(sys.argv[2]), current_job()))

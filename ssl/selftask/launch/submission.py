@@ -23,7 +23,7 @@ import selftask
 from selftask.config.sbatch import DEFAULT_MINUTES, SUBMITIT, minutes, option
 from selftask.config.schema import Config, LaunchConfig
 from selftask.errors import RunError, UserError
-from selftask.launch.after import ENDED, MARK
+from selftask.launch.after import ENDED, MARK, STARTED
 
 
 def signal_delay_s(limit: int) -> int:
@@ -138,6 +138,7 @@ def _before() -> list[str]:
     lines.append("export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}")
     # srun no longer takes this over from sbatch (since 22.05)
     lines.append("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK")
+    lines.append(f"export {STARTED}=$(date +%s)")
     lines.append(f'echo "{MARK}$((${{SLURM_RESTART_COUNT:-0}} + 1)) of job $SLURM_JOB_ID" >&2')
     lines.append("trap : TERM  # ranks get it, too, and save; this shell waits for them")
     return lines
