@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from selftask.collectives import rank
+from selftask.collectives import all_reduce_mean, rank
 from selftask.errors import RunError
 from selftask.hooks.base import Hook
 from selftask.registry import register_hook
@@ -70,7 +70,7 @@ class Metrics(Hook):
             "lr": task.optimizer.param_groups[0]["lr"],
             "images_per_s": self.samples / seconds,
             "data_wait": min((task.feed.data_wait_s - self.waited_s) / seconds, 1.0),
-            **{name: float(value) for name, value in task.loss.terms.items()},
+            **_mean_over_ranks(task.loss.terms),
             **task.take_scalars(),
         }
         self.window.clear()
@@ -93,6 +93,14 @@ class Metrics(Hook):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.restored, self.restored_steps = list(state["window"].unbind()), state["steps"]
+
+
+def _mean_over_ranks(terms: dict[str, Tensor]) -> dict[str, float]:
+    """Each term of the loss as a number, the mean over ranks; every rank calls."""
+    if not terms:
+        return {}
+    values = torch.stack([torch.as_tensor(value).detach().float() for value in terms.values()])
+    return dict(zip(terms, all_reduce_mean(values).tolist(), strict=True))
 
 
 def _explain(task: Task, loss: float, step: int) -> str:
