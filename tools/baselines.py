@@ -14,10 +14,10 @@ from torch import nn
 from selftask.config.load import load_config
 from selftask.data.dataset import open_data
 from selftask.environment import pick_device
-from selftask.world import World
 from selftask.evaluate.offline import evaluate_backbone
 from selftask.models.address import open_model
 from selftask.models.build import build_backbone
+from selftask.world import World
 
 EVALUATIONS = "eval.evaluations={knn: {}, linear: {few_labels: [10], repeats: 3}}"
 

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ssl"))
 from selftask.cli.main import guarded
 from selftask.config.load import load_config
 from selftask.data.dataset import check_sizes, open_data
+from selftask.launch.local import start, starts_ranks
 
 
 def main(argv: list[str]) -> int:
@@ -20,6 +21,9 @@ def main(argv: list[str]) -> int:
     config = load_config(argv[0] if argv else "simclr", argv[1:])
     sources = open_data(config.data)
     check_sizes(config, sources.train)
+
+    if starts_ranks(config):
+        return start(config, [sys.executable, *sys.argv])
 
     from selftask.launch.run import run
 

@@ -39,8 +39,10 @@ def new_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
     Every rank calls, also those outside. Collectives there may take as long as everywhere.
     """
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    options = getattr(dist.group.WORLD._get_backend(device), "options", None)
-    return dist.new_group(ranks, timeout=getattr(options, "_timeout", None))
+    world: Any = dist.group.WORLD
+    options = getattr(world._get_backend(device), "options", None)
+    group: Any = dist.new_group(ranks, timeout=getattr(options, "_timeout", None))
+    return group  # type: ignore[no-any-return]
 
 
 def barrier() -> None:

@@ -117,14 +117,14 @@ def test_short_forms(project: Path) -> None:
 def test_hydras_grammar(project: Path) -> None:
     config = load(
         "~hooks.toy_hook",
-        "launch.slurm={partition: 'a b', hours: 3}",
+        "launch.slurm={partition: 'a b', nice: 3}",
         'out="with, comma"',
         "views.main.transforms.0.size=28",
         "views.main.transforms.0.scale=[0.5,1]",
         "train.max_steps=${train.batch_size}",
     )
     assert "toy_hook" not in config.hooks
-    assert config.launch.slurm == {"partition": "a b", "hours": 3}
+    assert config.launch.slurm == {"partition": "a b", "nice": 3}
     assert config.out == "with, comma"
     assert config.views["main"].transforms[0].args == {"size": 28, "scale": (0.5, 1.0)}
     assert config.train.max_steps == 8

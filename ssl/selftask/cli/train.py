@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from selftask.errors import UserError
-from selftask.world import read_world
-
-if TYPE_CHECKING:
-    from selftask.config.schema import Config
 
 USAGE = """\
 usage: selftask train RECIPE [key=value ...]
@@ -26,38 +20,15 @@ def main(argv: list[str]) -> int:
         raise UserError(f"train needs a RECIPE before any key=value\n{USAGE}")
     from selftask.config.load import load_config
     from selftask.data.dataset import check_sizes, open_data
+    from selftask.launch.local import own_command, start, starts_ranks
 
     config = load_config(argv[0], argv[1:])
     sources = open_data(config.data)
     check_sizes(config, sources.train)
 
     if starts_ranks(config):
-        from selftask.launch import local
-
-        return local.start(config, local.own_command(argv))
+        return start(config, own_command(argv))
 
     from selftask.launch.run import run  # imports torch: not before the config is known to be right
 
     return run(config, sources)
-
-
-def starts_ranks(config: Config) -> bool:
-    """Whether this process is to start the ranks, and not to be one.
-
-    Raises UserError if the launcher around this process has started another number of ranks than
-    the config asks for.
-    """
-    world, asked = read_world(), config.launch.world_size
-    if world.launcher != "python" or asked == 1:
-        if asked not in (1, world.size):
-            raise UserError(
-                f"launch.nodes x launch.processes is {asked}, but {world.launcher} has started "
-                f"{world.size} processes; leave launch out, or make it {world.size}"
-            )
-        return False
-    if config.launch.nodes > 1:
-        raise UserError(
-            f"launch.nodes={config.launch.nodes}: this command starts processes on one machine; "
-            "use `selftask submit`, srun, or torchrun on each node"
-        )
-    return True

@@ -16,8 +16,10 @@ from contextlib import suppress
 from types import FrameType
 
 from selftask.config.schema import Config
+from selftask.errors import UserError
 from selftask.launch.status import Status
 from selftask.memory import out_of_memory_kills
+from selftask.world import read_world
 
 GRACE_S = 20.0  # after the first failure: the ranks tell each other and leave within seconds
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -127,6 +129,28 @@ def _tell_what_ranks_could_not(status: Status, ranks: Ranks) -> None:
     message = ranks.describe_failure()
     status.write("failed", rank=ranks.first_failed, error=message)
     print(f"RUN FAILED on rank {ranks.first_failed}: {message}", flush=True)
+
+
+def starts_ranks(config: Config) -> bool:
+    """Whether this process is to start the ranks, and not to be one.
+
+    Raises UserError if the launcher around this process has started another number of ranks than
+    the config asks for.
+    """
+    world, asked = read_world(), config.launch.world_size
+    if world.launcher != "python" or asked == 1:
+        if asked not in (1, world.size):
+            raise UserError(
+                f"launch.nodes x launch.processes is {asked}, but {world.launcher} has started "
+                f"{world.size} processes; leave launch out, or make it {world.size}"
+            )
+        return False
+    if config.launch.nodes > 1:
+        raise UserError(
+            f"launch.nodes={config.launch.nodes}: this command starts processes on one machine; "
+            "use `selftask submit`, srun, or torchrun on each node"
+        )
+    return True
 
 
 def own_command(argv: list[str]) -> list[str]:
