@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMISE = re.compile(r"#\s*Gate:\s*(\w+)\s*>=\s*untrained\s*\+\s*([\d.]+)")
-LIMIT_S = 600  # per method; the promise is 180 s on an idle machine
+LIMIT_S = 900  # per method, two at a time, on a busy machine
 
 
 @dataclass(frozen=True)
