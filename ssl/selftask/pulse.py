@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from types import TracebackType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Pulse:
@@ -41,6 +45,16 @@ class during:
     ) -> None:
         PULSE.doing = self.before
         PULSE.count += 1
+
+
+def each(doing: str, items: Iterable[T]) -> Iterator[T]:
+    """The items of a long loop; the main thread is ``doing`` something, and each is a sign of life.
+
+    Whoever watches takes a process that gives none for ``launch.timeout_s`` for stuck.
+    """
+    for item in items:
+        with during(doing):
+            yield item
 
 
 class collective(during):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from selftask.evaluate.features import Features
 from selftask.logs import get_logger
+from selftask.pulse import each
 from selftask.registry import register_evaluation
 
 log = get_logger(__name__)
@@ -81,7 +82,7 @@ def _neighbours(train: Features, test: Features, k: int) -> Iterator[tuple[Tenso
         chunk = queries[start : start + _TEST_ROWS]  # (B, E)
         best = chunk.new_empty(len(chunk), 0)
         where = torch.empty(len(chunk), 0, dtype=torch.int64, device=chunk.device)
-        for offset in range(0, bank.shape[1], _TRAIN_ROWS):
+        for offset in each("k-NN", range(0, bank.shape[1], _TRAIN_ROWS)):
             block = bank[:, offset : offset + _TRAIN_ROWS]
             size = (len(chunk), block.shape[1])
             similarity = torch.mm(chunk, block, out=buffer[: size[0] * size[1]].view(size))

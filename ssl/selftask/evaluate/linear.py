@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selftask.evaluate.features import Features
+from selftask.pulse import each
 from selftask.registry import register_evaluation
 
 _ROWS = 8192  # images whose logits for the whole grid exist at a time
@@ -119,7 +120,7 @@ def _fit(train: Features, weight_decay: list[float], iterations: int) -> _Fit:
     weight, bias = z.new_zeros(z.shape[1], *shape), z.new_zeros(*shape)
     ahead_weight, ahead_bias = weight, bias  # where Nesterov looks
     pace = z.new_ones(shape[0], 1)  # (S, 1), his t_k
-    for _ in range(iterations):
+    for _ in each("linear evaluation", range(iterations)):
         weight_gradient, bias_gradient = _gradient(z, target, ahead_weight, ahead_bias)
         weight_gradient += decay * ahead_weight
         next_weight = ahead_weight - weight_gradient / bound

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from selftask.collectives import all_gather_cat
 from selftask.models.precision import full_precision, in_full_precision
+from selftask.pulse import each
 
 
 @torch.no_grad()
@@ -68,7 +69,7 @@ def spherical_kmeans(
     x = F.normalize(full_precision(x), dim=1)
     first = torch.randperm(len(x), generator=generator)[:num_clusters]
     centroids = x[first.to(x.device)]  # (K, D)
-    for _ in range(iterations):
+    for _ in each("k-means", range(iterations)):
         similarity, cluster = _nearest(x, centroids, chunk)
         sums = _sum_by_cluster(x, cluster, num_clusters, chunk)
         empty = cluster.bincount(minlength=num_clusters) == 0
