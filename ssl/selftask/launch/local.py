@@ -89,7 +89,7 @@ class Ranks:
                 if failed and self.first_failed is None:
                     self.first_failed = failed[0]
                     deadline = time.monotonic() + GRACE_S
-                if deadline is not None and time.monotonic() > deadline and not self.asked_to_stop:
+                if deadline is not None and time.monotonic() > deadline:
                     self._kill()
                 time.sleep(0.1)
         finally:

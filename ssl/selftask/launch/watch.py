@@ -97,7 +97,7 @@ class Watch:
         waits for the word of that rank, or for the news that it is gone.
         """
         if not self._reporting.acquire(blocking=False):
-            time.sleep(3600)  # the watch is at it, and ends the process
+            time.sleep(4 * LEAVE_S)  # the watch is at it, and ends the process
         self._over.set()
         self._thread.join(timeout=LEAVE_S)
         if self.board is None:
@@ -160,12 +160,17 @@ class Watch:
 
     def _end(self, failure: Failure) -> None:
         """Report, let the others know, leave: the main thread may never come back."""
-        if self.board is not None:
-            failure = _quietly(lambda: self._announce(failure)) or failure
-        self.report(failure)
-        if self.board is not None:
-            self._let_others_leave()
-        os._exit(1)
+        try:
+            if self.board is not None:
+                failure = _quietly(lambda: self._announce(failure)) or failure
+            self.report(failure)
+            if self.board is not None:
+                self._let_others_leave()
+        except BaseException:
+            traceback.print_exc()
+            raise
+        finally:
+            os._exit(1)
 
     def _look(self) -> Failure | None:
         mine = _sign()
@@ -310,7 +315,7 @@ def _dead_here(sign: Sign) -> bool:
     try:
         with open(f"/proc/{sign['pid']}/stat", encoding="ascii") as file:
             return file.read().rpartition(")")[2].split()[0] in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter: it went while it was read
         return os.path.isdir("/proc/self")
 
 
