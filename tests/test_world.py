@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+import tiny
+from selftask import memory
 from selftask.errors import UserError
+from selftask.launch.local import starts_ranks
 from selftask.world import World, expand_counts, first_host, read_world
 
 TORCHRUN = {
@@ -104,3 +109,25 @@ def test_first_host(hosts: str, first: str) -> None:
 def test_expand_counts() -> None:
     assert expand_counts("2(x3),1") == [2, 2, 2, 1]
     assert expand_counts("4") == [4]
+
+
+def test_who_starts_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one, two = (tiny.config("mae", tmp_path, "run", f"launch.processes={n}") for n in (1, 2))
+    nodes = tiny.config("mae", tmp_path, "run", "launch.nodes=2")
+    world(monkeypatch, {})
+    assert not starts_ranks(one)
+    assert starts_ranks(two)
+    with pytest.raises(UserError, match=r"launch\.nodes=2"):
+        starts_ranks(nodes)
+    world(monkeypatch, TORCHRUN)  # four ranks, of which this is one
+    assert not starts_ranks(one)
+    with pytest.raises(UserError, match="torchrun has started 4 processes"):
+        starts_ranks(two)
+
+
+def test_out_of_memory_kills_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    events = tmp_path / "memory.events"
+    monkeypatch.setattr(memory, "_COUNTS", (tmp_path / "missing", events))
+    assert memory.out_of_memory_kills() == 0
+    events.write_text("low 0\noom 4\noom_kill 3\noom_group_kill 0\n")
+    assert memory.out_of_memory_kills() == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -37,12 +36,7 @@ class during:
         PULSE.doing = self.doing
         PULSE.count += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         PULSE.doing = self.before
         PULSE.count += 1
 
@@ -65,11 +59,6 @@ class collective(during):
         PULSE.collectives += 1
         PULSE.waits = True
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         PULSE.waits = False
-        super().__exit__(kind, error, trace)
+        super().__exit__(*error)
