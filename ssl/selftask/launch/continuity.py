@@ -15,7 +15,12 @@ from selftask.errors import UserError
 _SECTIONS = ("data", "views", "backbone", "method", "optimizer", "init")
 _TRAIN = ("batch_size", "accumulate", "seed", "precision", "step")
 _PARALLEL = ("sync_batch_norm", "compress")
-_MAY_CHANGE = {"data": ("num_workers", "on_error", "max_bad", "max_pixels", "val")}
+_MAY_CHANGE = {
+    "data": (
+        *("num_workers", "on_error", "max_bad", "max_pixels", "val"),
+        *("read_timeout_s", "read_retries"),
+    )
+}
 
 
 def check_same_run(config: Config, out: Path) -> None:

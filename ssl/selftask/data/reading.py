@@ -1,0 +1,212 @@
+"""Reading a file whole, when the file may be no file and its file system may not answer.
+
+A read that is stuck in the kernel cannot be called back: not by a signal, and on a hard NFS mount
+not at all. So a thread of its own reads while the caller waits, and a thread that does not come
+back is left behind. One thread for each caller is kept for the next file: handing a file over costs
+about 15 microseconds.
+
+What a process reads at the moment also stands in memory that it shares with the process that forked
+it, so that the file which killed a worker can be named (``last_file``).
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+
+if TYPE_CHECKING:
+    from selftask.data.image import BadImage
+
+T = TypeVar("T")
+
+MAX_BYTES = 4 << 30  # a larger file is no image, and would only fill the memory
+MAX_STUCK = 16  # threads left behind in one process before nothing more is tried
+FIRST_PAUSE_S = 0.1  # before the first retry; each further one waits four times as long
+
+TRANSIENT = frozenset(
+    {errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO}
+    | {errno.ENOTCONN, errno.ECONNRESET, errno.ESHUTDOWN, errno.EHOSTDOWN}
+)  # what network file systems answer when the next try may well succeed
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+@dataclass
+class Policy:
+    """How patient this process and the workers it forks are: ``data.read_timeout_s``, ..."""
+
+    timeout_s: float = 60.0  # 0: for ever
+    retries: int = 2
+
+
+POLICY = Policy()
+
+
+def set_policy(timeout_s: float, retries: int) -> None:
+    """What ``read_bytes`` does from now on where it is not told otherwise."""
+    POLICY.timeout_s, POLICY.retries = timeout_s, retries
+
+
+def read_bytes(path: str, timeout_s: float | None = None, retries: int | None = None) -> bytes:
+    """The content of a regular file (or of one that a link points to).
+
+    Raises BadImage for everything else, without opening it; for a file that cannot be read; and for
+    one that a file system does not hand out within ``timeout_s`` seconds (0: no limit). Time-outs
+    and errors that pass are tried again ``retries`` times, after growing pauses.
+    """
+    timeout_s = POLICY.timeout_s if timeout_s is None else timeout_s
+    retries = POLICY.retries if retries is None else retries
+    now_reading(path)
+    for attempt in range(retries + 1):
+        if attempt:
+            time.sleep(FIRST_PAUSE_S * 4 ** (attempt - 1))
+        try:
+            return in_time(_read, path, timeout_s)
+        except TimeoutError as error:  # also what the kernel raises for ETIMEDOUT
+            problem: OSError | ValueError = error
+        except (OSError, ValueError) as error:  # ValueError: no path can look like this
+            problem = error
+            if getattr(error, "errno", None) not in TRANSIENT:
+                break
+    reason = (getattr(problem, "strerror", None) or str(problem)).lower()
+    tried = f" (tried {attempt + 1} times)" if attempt else ""
+    raise _bad_image(path, f"{reason}{tried}") from problem
+
+
+def open_regular(path: str) -> BinaryIO:
+    """A file opened for reading, for whoever needs a part of it; OSError for what is no file."""
+    return os.fdopen(_open(path)[0], "rb")
+
+
+def _open(path: str) -> tuple[int, int]:
+    """Handle and size of a regular file. Nothing else is opened: a pipe would wait for a writer."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"{kind}, not a file")
+    if status.st_size > MAX_BYTES:
+        raise OSError(errno.EFBIG, f"{status.st_size} bytes: too large for an image")
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), status.st_size
+
+
+def _read(path: str) -> bytes:
+    handle, size = _open(path)
+    try:
+        content = os.read(handle, size + 1)
+        if len(content) == size:
+            return content
+        parts = [content]  # it shrank, grew, or came in pieces
+        while parts[-1] and sum(map(len, parts)) <= MAX_BYTES:
+            parts.append(os.read(handle, 1 << 20))
+        return b"".join(parts)
+    finally:
+        os.close(handle)
+
+
+class _Reader:
+    """A thread that does one thing after the other for whoever waits."""
+
+    def __init__(self) -> None:
+        self.jobs: SimpleQueue[tuple[Callable[[str], Any], str] | None] = SimpleQueue()
+        self.answers: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name="reader", daemon=True)
+        self.thread.start()
+
+    def give_up(self) -> None:
+        """Let the thread end when, if ever, its read comes back."""
+        self.jobs.put(None)
+        _STUCK.append(self.thread)
+
+    def _run(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            function, path = job
+            try:
+                self.answers.put((function(path), None))
+            except Exception as error:  # noqa: BLE001 - it is raised where somebody waits
+                self.answers.put((None, error))
+
+
+_IDLE: list[_Reader] = []
+_STUCK: list[threading.Thread] = []
+
+
+def in_time(function: Callable[[str], T], path: str, timeout_s: float) -> T:
+    """``function(path)``; TimeoutError if that takes longer than ``timeout_s`` (0: no limit)."""
+    if timeout_s <= 0:
+        return function(path)
+    try:
+        reader = _IDLE.pop()
+    except IndexError:
+        reader = _new_reader()
+    reader.jobs.put((function, path))
+    try:
+        answer, error = reader.answers.get(timeout=timeout_s)
+    except Empty:
+        reader.give_up()
+        late = f"no answer from the file system within {timeout_s:g} s"
+        raise TimeoutError(late) from None
+    except BaseException:  # an interrupt: the thread may still be at work
+        reader.give_up()
+        raise
+    _IDLE.append(reader)
+    if error is not None:
+        raise error
+    return answer
+
+
+def _new_reader() -> _Reader:
+    _STUCK[:] = [thread for thread in _STUCK if thread.is_alive()]
+    if len(_STUCK) >= MAX_STUCK:
+        raise OSError(errno.EDEADLK, f"{len(_STUCK)} reads of other files have not come back yet")
+    return _Reader()
+
+
+def _forget_threads() -> None:
+    """A forked process has none of its parent's threads."""
+    _IDLE.clear()
+    _STUCK.clear()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
+
+
+_NUM_SLOTS, _SLOT = 1024, 4096  # bytes: process id, length, path; untouched ones take no memory
+_SLOTS = mmap.mmap(-1, _NUM_SLOTS * _SLOT)  # anonymous and shared: forked processes write here, too
+
+
+def now_reading(path: str) -> None:
+    """Note what this process reads or decodes: a path, or the name of something in an archive."""
+    name = os.fsencode(path)[-(_SLOT - 12) :]
+    pid = os.getpid()
+    start = pid % _NUM_SLOTS * _SLOT
+    head = pid.to_bytes(8, "little") + len(name).to_bytes(4, "little")
+    _SLOTS[start : start + 12 + len(name)] = head + name
+
+
+def last_file(pid: int) -> str | None:
+    """What a process that this one forked has read last, even after its death; None: not known."""
+    start = pid % _NUM_SLOTS * _SLOT
+    if int.from_bytes(_SLOTS[start : start + 8], "little") != pid:
+        return None
+    length = int.from_bytes(_SLOTS[start + 8 : start + 12], "little")
+    return os.fsdecode(_SLOTS[start + 12 : start + 12 + length])
+
+
+def _bad_image(path: str, reason: str) -> BadImage:
+    from selftask.data.image import BadImage  # which imports this module
+
+    return BadImage(path, reason)
