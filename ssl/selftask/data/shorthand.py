@@ -8,27 +8,31 @@ from typing import Any
 
 from selftask.registry import SOURCES
 
-ARRAY_SUFFIXES = (".npz", ".npy")
-LIST_SUFFIXES = (".txt", ".tsv", ".lst")
 _OBJECT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_PATTERN = re.compile(r"[*?\[]|\{[^{}]*(,|\.\.)[^{}]*\}")  # wildcards, or braces with a choice
+_BY_SUFFIX = {
+    **dict.fromkeys((".npz", ".npy"), "array"),
+    **dict.fromkeys((".txt", ".lst"), "list"),
+    **dict.fromkeys((".csv", ".tsv", ".parquet", ".pq"), "table"),
+}
 
 
 def expand_source(text: str) -> dict[str, Any]:
     """The ``data:`` section that a short form stands for, as a plain dict with its ``name``.
 
     ``digits`` (or any registered name that needs no arguments), ``torchvision:CIFAR10``,
-    ``x.npz``, ``list.txt``, ``package.module:Dataset``; everything else is a folder. A folder that
-    is called like a source is written with its path: ``./digits``.
+    ``x.npz``, ``list.txt``, ``table.csv``, ``/x/**/*.jpg``, ``package.module:Dataset``; everything
+    else is a folder. A folder that is called like a source is written with its path: ``./digits``.
     """
     if text in SOURCES:
         return {"name": text}
     if text.startswith("torchvision:"):
         return {"name": "torchvision", "dataset": text.removeprefix("torchvision:")}
-    if _OBJECT.fullmatch(text) and not Path(text).exists():
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return {"name": "folder", "path": text}
+    if _OBJECT.fullmatch(text) and not path.exists():
         return {"name": "custom", "dataset": text}
-    suffix = Path(text).suffix.lower()
-    if suffix in ARRAY_SUFFIXES and not Path(text).is_dir():
-        return {"name": "array", "path": text}
-    if suffix in LIST_SUFFIXES and not Path(text).is_dir():
-        return {"name": "list", "path": text}
-    return {"name": "folder", "path": text}
+    if _PATTERN.search(text) and not path.exists():
+        return {"name": "glob", "pattern": text}
+    return {"name": _BY_SUFFIX.get(path.suffix.lower(), "folder"), "path": text}

@@ -1,0 +1,16 @@
+"""Packages that only some sources need."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from selftask.errors import UserError
+
+
+def require(package: str, extra: str, purpose: str) -> None:
+    """Raise UserError, naming what to install, if a package is not there; imports nothing."""
+    if importlib.util.find_spec(package) is None:
+        raise UserError(
+            f"data: {purpose} need the package {package}: pip install {package}, or "
+            f"pip install 'selftask[{extra}]'"
+        )

@@ -1,0 +1,119 @@
+"""Many files by one pattern: ``**`` and ``*`` as in a shell, braces ``{a,b}``, ``{000..010}``."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from selftask.data.source import PathTable
+from selftask.data.sources.files import EXTENSIONS, FileSource
+from selftask.data.sources.labels import label_top_folders
+from selftask.errors import UserError, nearest
+from selftask.registry import register_source
+
+MAX_EXPANDED = 10_000_000  # names from one pattern of braces; more is a mistake in it
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_MAGIC = re.compile(r"[*?\[]")
+
+
+@register_source("glob")
+class Glob(FileSource):
+    """Image files that a pattern matches; the folders at its first wildcard are the labels."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        pattern: str  # such as /data/**/*.jpg; ** is any depth of folders
+        labels: bool = True  # False: no labels, whatever the folders are called
+
+    def __init__(self, config: Config) -> None:
+        pattern = os.path.expanduser(config.pattern)
+        self.root = fixed_folder(pattern)
+        if not os.path.isdir(self.root):
+            raise UserError(f"data.pattern: {config.pattern}: there is no folder {self.root}")
+        found = [os.path.relpath(path, self.root) for path in _images(pattern)]
+        if not found:
+            raise UserError(f"data.pattern: no image matches {config.pattern}")
+        self.paths = PathTable(found)
+        self.num_folders = len({os.path.dirname(path) for path in found})
+        self.labels = label_top_folders(found) if config.labels else None
+
+
+def is_pattern(text: str) -> bool:
+    """Whether a text has wildcards or braces to expand."""
+    return bool(_MAGIC.search(text)) or any(_is_choice(m[1]) for m in _BRACES.finditer(text))
+
+
+def fixed_folder(pattern: str) -> str:
+    """The deepest folder above everything that a pattern can match."""
+    fixed = re.split(r"[*?\[{]", pattern, maxsplit=1)[0]
+    return os.path.dirname(fixed) or "."
+
+
+def match_files(pattern: str) -> list[str]:
+    """Files that match, sorted; what has braces but no wildcards need not exist."""
+    found: set[str] = set()
+    for expanded in expand_braces(pattern):
+        if _MAGIC.search(expanded):
+            found.update(path for path in glob.iglob(expanded, recursive=True) if _is_file(path))
+        else:
+            found.add(expanded)
+    return sorted(found)
+
+
+def no_match(pattern: str) -> str:
+    """The message for a pattern without a match: the nearest file or folder that is there."""
+    folder = Path(fixed_folder(pattern))
+    while not folder.is_dir():
+        folder = folder.parent
+    names = [str(folder / name) for name in os.listdir(folder)]
+    return f"no file matches {pattern}; in {folder}: {nearest(pattern, names, show=6)}"
+
+
+def expand_braces(text: str) -> Iterator[str]:
+    """Each text that ``{a,b}`` and ``{000..010}`` stand for, in order; other braces stay.
+
+    The numbers of a range are as wide as its first one, as in WebDataset's names of shards.
+    Raises UserError for a range of more than MAX_EXPANDED numbers.
+    """
+    for match in _BRACES.finditer(text):
+        if _is_choice(match[1]):
+            for option in _options(match[1], text):
+                for rest in expand_braces(text[match.end() :]):
+                    yield f"{text[: match.start()]}{option}{rest}"
+            return
+    yield text
+
+
+def _is_choice(inside: str) -> bool:
+    return "," in inside or bool(_RANGE.fullmatch(inside))
+
+
+def _options(inside: str, text: str) -> list[str]:
+    span = _RANGE.fullmatch(inside)
+    if span is None:
+        return inside.split(",")
+    first, last = int(span[1]), int(span[2])
+    if not 0 <= last - first < MAX_EXPANDED:
+        raise UserError(
+            f"data: {{{inside}}} in {text} is no range: the first number comes first, and there "
+            f"are at most {MAX_EXPANDED}"
+        )
+    return [str(number).zfill(len(span[1])) for number in range(first, last + 1)]
+
+
+def _images(pattern: str) -> list[str]:
+    """What matches, without what is no image; a pattern that names the extension decides itself."""
+    names_extension = not _MAGIC.search(os.path.splitext(pattern)[1] or "*")
+    found = match_files(pattern)
+    if names_extension:
+        return [path for path in found if _is_file(path)]
+    return [path for path in found if path.lower().endswith(EXTENSIONS)]
+
+
+def _is_file(path: str) -> bool:
+    return not os.path.isdir(path)

@@ -1,0 +1,166 @@
+"""Lists of image files in tables: csv, tsv and parquet."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selftask.data.source import PathTable
+from selftask.data.sources.files import FileSource
+from selftask.data.sources.labels import number_labels
+from selftask.data.sources.packages import require
+from selftask.errors import UserError, nearest
+from selftask.registry import register_source
+
+PATH_COLUMNS = (
+    *("path", "file", "filename", "file_name", "filepath", "file_path"),
+    *("image", "image_path", "img", "img_path"),
+)
+_LABELS = "label"  # the default of label_column: used if it is there
+
+
+@dataclass
+class Table:
+    """The columns that are needed of a table."""
+
+    paths: Sequence[str | None]
+    labels: Sequence[Any] | None
+    lines: Sequence[int] | None  # of the file, of each row; None for a table without lines
+
+
+@register_source("table")
+class TableSource(FileSource):
+    """Image files named in a column of a .csv, .tsv or .parquet file, with labels in another."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        path: str
+        column: str | None = None  # of the paths; none: `path`, `file`, `image`, ..., or the only
+        label_column: str | None = "label"  # used if it is there; texts are numbered, sorted
+        root: str | None = None  # the folder of relative paths; none: that of the table
+        delimiter: str | None = None  # none: a comma, in .tsv files a tab
+
+    def __init__(self, config: Config) -> None:
+        file = Path(config.path).expanduser()
+        if not file.exists():
+            siblings = [str(p) for p in file.parent.iterdir()] if file.parent.is_dir() else []
+            raise UserError(f"data: no such table: {file}; {nearest(str(file), siblings, show=6)}")
+        self.root = os.path.expanduser(config.root) if config.root else str(file.parent)
+        if not os.path.isdir(self.root):
+            raise UserError(f"data.root: no such folder: {self.root}")
+        read = _read_parquet if file.suffix.lower() in (".parquet", ".pq") else _read_text
+        table = read(file, config, self.root)
+        if not len(table.paths):
+            raise UserError(f"data: no images: {file} has no rows")
+        self.paths = PathTable(_checked(table, file))
+        self.num_folders = len({os.path.dirname(path) for path in table.paths if path})
+        if not os.path.exists(self.path(0)):
+            raise UserError(
+                f"data: {_place(file, table, 0)}: no such image: {self.path(0)}; data.root is the "
+                f"folder that its paths start from, now {self.root}"
+            )
+        if table.labels is not None:
+            self.labels = number_labels(table.labels)
+
+
+def _checked(table: Table, file: Path) -> Iterable[str]:
+    for number, path in enumerate(table.paths):
+        if not isinstance(path, str) or not path:
+            what = "no path" if path is None or path == "" else f"{path!r} is no path"
+            raise UserError(f"data: {_place(file, table, number)}: {what}")
+        yield path
+
+
+def _place(file: Path, table: Table, row: int) -> str:
+    return f"{file}:{table.lines[row]}" if table.lines else f"{file} row {row}"
+
+
+def _columns(config: TableSource.Config, names: list[str], file: Path) -> tuple[str, str | None]:
+    """Names of the columns of paths and of labels; raises UserError for one that is not there."""
+    column = config.column
+    if column is None:
+        lower = {name.lower(): name for name in reversed(names)}
+        column = next((lower[name] for name in PATH_COLUMNS if name in lower), None)
+        column = names[0] if column is None and len(names) == 1 else column
+        if column is None:
+            listed = ", ".join(names)
+            raise UserError(f"data.column: which column of {file} holds the paths? one of {listed}")
+    for key, name in (("column", column), ("label_column", config.label_column)):
+        if name is not None and name not in names and not (key != "column" and name == _LABELS):
+            hint = nearest(name, names)
+            raise UserError(f"data.{key}: {file} has no column {name!r}; {hint}")
+    label = config.label_column if config.label_column in names else None
+    return column, label
+
+
+def _read_text(file: Path, config: TableSource.Config, root: str) -> Table:
+    delimiter = config.delimiter or ("\t" if file.suffix.lower() == ".tsv" else ",")
+    if len(delimiter) != 1:
+        raise UserError(f"data.delimiter={delimiter!r}: one character is expected")
+    try:
+        with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+            reader = csv.reader(lines, delimiter=delimiter)
+            rows = [(reader.line_num, row) for row in reader if any(row)]
+    except (csv.Error, OSError) as error:
+        problem = f"{file} is no table with {delimiter!r} between its columns: {error}"
+        raise UserError(f"data: {problem}") from error
+    if not rows:
+        raise UserError(f"data: no images: {file} is empty")
+    names = rows[0][1]
+    if _has_header(names, config, root):
+        rows = rows[1:]
+    else:  # columns are called by their number, and the second one is the label
+        names = [str(number) for number in range(len(names))]
+    if len(set(names)) < len(names):
+        raise UserError(f"data: {file}: two columns have the same name: {', '.join(names)}")
+    for number, row in rows:
+        if len(row) != len(names):
+            raise UserError(f"data: {file}:{number}: {len(row)} columns, expected {len(names)}")
+    return _chosen(rows, names, config, file)
+
+
+def _chosen(
+    rows: list[tuple[int, list[str]]], names: list[str], config: TableSource.Config, file: Path
+) -> Table:
+    if names[0] == "0" and config.column is None:
+        column, label = "0", "1" if len(names) > 1 and config.label_column == _LABELS else None
+    else:
+        column, label = _columns(config, names, file)
+    at = names.index(column)
+    labels = None if label is None else [row[names.index(label)] for _, row in rows]
+    return Table([row[at] for _, row in rows], labels, [number for number, _ in rows])
+
+
+def _has_header(first: list[str], config: TableSource.Config, root: str) -> bool:
+    """Whether the first row names the columns: no cell of it is then an image that exists."""
+    if config.column is not None and config.column not in first:
+        return not config.column.isdecimal()  # a number calls a column of a table without names
+    return config.column is not None or not os.path.isfile(os.path.join(root, first[0]))
+
+
+def _read_parquet(file: Path, config: TableSource.Config, root: str) -> Table:
+    require("pyarrow", "data", "parquet files")
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    try:
+        dataset = parquet.ParquetDataset(file)
+        names = [str(name) for name in dataset.schema.names]
+        column, label = _columns(config, names, file)
+        wanted = [column] if label is None else [column, label]
+        read = dataset.read(columns=wanted)
+    except (pa.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"data: {file} is no parquet file: {reason}") from error
+    kind = read.schema.field(column).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise UserError(
+            f"data.column: column {column!r} of {file} holds {kind}; paths are expected (images "
+            "inside of parquet files: open them with Hugging Face datasets and save_to_disk)"
+        )
+    labels = None if label is None else read.column(label).to_pylist()
+    return Table(read.column(column).to_pylist(), labels, None)

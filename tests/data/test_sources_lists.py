@@ -1,0 +1,175 @@
+"""Tables and patterns name the same images, in a fixed order, and say what they miss."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from selftask.data.image import BadImage
+from selftask.data.shorthand import expand_source
+from selftask.data.source import Source
+from selftask.data.sources.patterns import expand_braces, match_files
+from selftask.errors import UserError
+from selftask.registry import SOURCES
+
+NAMES = ["a/0.png", "a/1.png", "b/x/2.png", "b/3.png"]
+
+
+def build(name: str, **args: Any) -> Source:
+    cls = SOURCES[name]
+    source: Source = cls(cls.Config(**args))
+    return source
+
+
+@pytest.fixture
+def pixels(tmp_path: Path) -> list[np.ndarray]:
+    """Four PNGs below tmp_path, as their pixels."""
+    rng = np.random.default_rng(0)
+    images = [rng.integers(0, 256, (5 + i, 7, 3), dtype=np.uint8) for i in range(4)]
+    for name, image in zip(NAMES, images, strict=True):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(tmp_path / name)
+    return images
+
+
+def check(source: Source, pixels: list[np.ndarray], labels: list[int] | None) -> None:
+    """Pixels and labels, of the source and of what a worker gets."""
+    assert len(source) == len(pixels)
+    assert (None if source.labels is None else source.labels.tolist()) == labels
+    for read in (source, pickle.loads(pickle.dumps(source))):
+        for index, expected in enumerate(pixels):
+            image, label = read[index]
+            assert np.array_equal(np.asarray(image), expected)
+            assert label == (-1 if labels is None else labels[index])
+
+
+def test_csv_with_header(tmp_path: Path, pixels: list[np.ndarray]) -> None:
+    rows = ["id,File,label", "7,a/0.png,dog", '8,"a/1.png",cat', "", "9,b/x/2.png,dog"]
+    (tmp_path / "list.csv").write_text("\ufeff" + "\r\n".join(rows), encoding="utf-8")
+    source = build("table", path=str(tmp_path / "list.csv"))
+    check(source, pixels[:3], [1, 0, 1])
+    assert source.path(2) == str(tmp_path / "b/x/2.png")
+    assert source.describe() == "3 images, 2 folders, 0 unreadable"
+    assert build("table", path=str(tmp_path / "list.csv"), label_column="id")[1][1] == 8
+    assert build("table", path=str(tmp_path / "list.csv"), label_column=None).labels is None
+
+
+def test_tsv_without_header_and_missing_labels(tmp_path: Path, pixels: list[np.ndarray]) -> None:
+    (tmp_path / "list.tsv").write_text("a/1.png\t3\nb/3.png\t\na/0.png\t1\n")
+    check(
+        build("table", path=str(tmp_path / "list.tsv")), [pixels[i] for i in (1, 3, 0)], [3, -1, 1]
+    )
+    (tmp_path / "list.csv").write_text("5;a/1.png\n6;b/3.png\n")
+    source = build("table", path=str(tmp_path / "list.csv"), column="1", delimiter=";")
+    check(source, [pixels[1], pixels[3]], None)
+
+
+def test_parquet_by_pandas(tmp_path: Path, pixels: list[np.ndarray]) -> None:
+    pytest.importorskip("pyarrow")
+    pandas = pytest.importorskip("pandas")
+    (tmp_path / "lists").mkdir()
+    table = pandas.DataFrame({"image": NAMES, "species": ["owl", "cat", None, "owl"]})
+    table.to_parquet(tmp_path / "lists" / "x.parquet")
+    args = {"path": str(tmp_path / "lists" / "x.parquet"), "root": str(tmp_path)}
+    check(build("table", **args, label_column="species"), pixels, [1, 0, -1, 1])
+    check(build("table", **args), pixels, None)
+    with pytest.raises(UserError, match=r"data\.label_column: .* 'specie'; did you mean 'species'"):
+        build("table", **args, label_column="specie")
+    (tmp_path / "bad.parquet").write_text("no parquet")
+    with pytest.raises(UserError, match=r"bad\.parquet is no parquet file"):
+        build("table", path=str(tmp_path / "bad.parquet"))
+
+
+def test_parquet_with_images_inside_is_told(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    cell = {"bytes": b"x", "path": "0.png"}
+    parquet.write_table(pa.table({"image": [cell]}), tmp_path / "x.parquet")
+    with pytest.raises(UserError, match=r"holds struct<.*; paths are expected"):
+        build("table", path=str(tmp_path / "x.parquet"))
+
+
+def test_table_errors_name_the_place(tmp_path: Path, pixels: list[np.ndarray]) -> None:
+    def fails(text: str, match: str, **args: Any) -> None:
+        (tmp_path / "x.csv").write_text(text)
+        with pytest.raises(UserError, match=match):
+            build("table", path=str(tmp_path / "x.csv"), **args)
+
+    fails("path,label\na/0.png,1\n", "no column 'pth'; did you mean 'path'", column="pth")
+    fails("one,two\na/0.png,1\n", r"data\.column: which column .* one of one, two")
+    fails("path,label\n\na/9.png,1\n", r"x\.csv:3: no such image: .*a/9\.png; data\.root")
+    fails("path,label\na/0.png,1\n,2\n", r"x\.csv:3: no path")
+    fails("path,label\na/0.png,1\na/1.png\n", r"x\.csv:3: 1 columns, expected 2")
+    fails("path,label\n", "has no rows")
+    fails("path,label\na/0.png,1\n", r"data\.root: no such folder", root="no/such")
+    with pytest.raises(UserError, match=r"no such table: .*y\.csv; did you mean '.*x\.csv'"):
+        build("table", path=str(tmp_path / "y.csv"))
+
+
+def test_unreadable_image_of_a_table_is_named(tmp_path: Path, pixels: list[np.ndarray]) -> None:
+    (tmp_path / "a" / "1.png").write_bytes(b"nothing")
+    (tmp_path / "x.csv").write_text("path\na/0.png\na/1.png\n")
+    with pytest.raises(BadImage, match=r"a/1\.png: not an image"):
+        build("table", path=str(tmp_path / "x.csv"))[1]
+
+
+def test_glob_is_sorted_and_labelled(tmp_path: Path, pixels: list[np.ndarray]) -> None:
+    (tmp_path / "b" / "notes.txt").write_text("no image")
+    (tmp_path / "b" / "0.png").mkdir()
+    order = [0, 1, 3, 2]  # b/3.png before b/x/2.png
+    everything = [pixels[i] for i in order]
+    check(build("glob", pattern=f"{tmp_path}/**/*.png"), everything, [0, 0, 1, 1])
+    check(build("glob", pattern=f"{tmp_path}/**"), everything, [0, 0, 1, 1])
+    check(build("glob", pattern=f"{tmp_path}/**", labels=False), everything, None)
+    check(build("glob", pattern=f"{tmp_path}/b/*.png"), [pixels[3]], None)
+    check(build("glob", pattern=f"{tmp_path}/a/{{0..1}}.png"), pixels[:2], None)
+    source = build("glob", pattern=f"{tmp_path}/{{a,b}}/?.png")
+    assert [Path(source.path(i)).name for i in range(3)] == ["0.png", "1.png", "3.png"]
+
+
+def test_glob_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no image matches"):
+        build("glob", pattern=f"{tmp_path}/*.png")
+    with pytest.raises(UserError, match=r"there is no folder .*/gone"):
+        build("glob", pattern=f"{tmp_path}/gone/*.png")
+
+
+def test_braces_are_those_of_the_shell(tmp_path: Path) -> None:
+    import subprocess
+
+    for text in ("{000..010}.tar", "a{b,c}{1..3}", "x{8..11}y", "plain{}{z}"):
+        shell = subprocess.run(
+            ["bash", "-c", f"echo {text}"], capture_output=True, text=True, check=True
+        )
+        assert list(expand_braces(text)) == shell.stdout.split()
+    with pytest.raises(UserError, match="is no range"):
+        list(expand_braces("{10..1}"))
+    assert match_files(f"{tmp_path}/s{{08..10}}.tar") == [
+        f"{tmp_path}/s{number}.tar" for number in ("08", "09", "10")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x/list.csv", {"name": "table", "path": "x/list.csv"}),
+        ("list.TSV", {"name": "table", "path": "list.TSV"}),
+        ("list.parquet", {"name": "table", "path": "list.parquet"}),
+        ("/x/**/*.jpg", {"name": "glob", "pattern": "/x/**/*.jpg"}),
+        ("/x/{train,val}/*", {"name": "glob", "pattern": "/x/{train,val}/*"}),
+    ],
+)
+def test_short_forms_of_lists(text: str, expected: dict[str, str]) -> None:
+    assert expand_source(text) == expected
+
+
+def test_folder_with_brackets_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "photos [2024]").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert expand_source("photos [2024]") == {"name": "folder", "path": "photos [2024]"}
