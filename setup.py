@@ -37,6 +37,8 @@ setup(
         "rich>=13",
         "numpy>=1.24",
         "pillow>=10",
+        "opencv-python-headless>=4.8",
+        "simplejpeg>=1.7",
         "pyyaml>=6",
     ],
     extras_require={
@@ -44,7 +46,7 @@ setup(
         "datasets": ["datasets>=2.14"],  # Hugging Face's
         "test": [
             *("pytest>=8", "lightly>=1.5", "lightning>=2.2", "tensorboard>=2.15"),
-            *("pyarrow>=14", "pandas>=2", "h5py>=3.9", "lmdb>=1.4", "fsspec>=2023.6"),
+            *("pyarrow>=14", "h5py>=3.9", "lmdb>=1.4", "fsspec>=2023.6"),
         ],
         "dev": ["ruff>=0.12", "mypy>=1.14", "types-PyYAML"],
         "onnx": ["onnx>=1.16", "onnxscript>=0.1"],

@@ -62,12 +62,12 @@ class Numbers:
     def __len__(self) -> int:
         return self.n
 
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         if index == self.dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
         if index in self.bad:
             raise BadImage(self.path(index), "broken")
-        return Image.new("RGB", (9, 9), (index,) * 3), index % 3
+        return np.full((9, 9, 3), index, dtype=np.uint8), index % 3
 
     def path(self, index: int) -> str:
         return f"images/{index}"
@@ -121,8 +121,8 @@ def test_samples_do_not_depend_on_workers_or_stops(digits: ViewDataset) -> None:
 
 def test_an_image_looks_different_in_each_epoch(digits: ViewDataset) -> None:
     first, second = digits[0, 17], digits[1, 17]
-    assert not torch.equal(first.views[0], second.views[0])
-    assert torch.equal(first.views[0], digits[0, 17].views[0])
+    assert not np.array_equal(first.views[0], second.views[0])
+    assert np.array_equal(first.views[0], digits[0, 17].views[0])
 
 
 def test_ranks_share_the_batches() -> None:
@@ -240,6 +240,16 @@ def test_views_of_different_sizes_are_explained(tmp_path: Path, workers: int) ->
     assert "Traceback" not in str(caught.value)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_transform_that_makes_floats_is_explained(workers: int) -> None:
+    data = dataset(Numbers(20))
+    data.views.pipelines[1].transforms.append(lambda image, rng: image / 255)
+    with pytest.raises(
+        UserError, match=r"view 0: its transforms gave float64 of shape \(8, 8, 3\)"
+    ):
+        read(Batches(data, batch_size=4, seed=0, num_workers=workers), 1)
+
+
 def test_a_killed_worker_is_named() -> None:
     batches = Batches(dataset(Numbers(20, dies_at=7)), batch_size=10, seed=0, num_workers=1)
     with pytest.raises(UserError, match=r"worker process \d+ was killed by SIGKILL; out of memory"):
@@ -257,17 +267,33 @@ def test_workers_leave_signals_to_the_main_process() -> None:
     batches.close()
 
 
-def test_a_script_that_forgets_to_close_ends() -> None:
-    """Also with an uncaught error, whose traceback keeps the loader alive."""
-    for ending, code in (("", 0), ("raise RuntimeError('mine')", 1)):
-        done = subprocess.run(
-            [sys.executable, "-c", START_WORKERS + ending],
-            env=ENVIRONMENT,
-            capture_output=True,
-            timeout=20,
-            check=False,
-        )
-        assert done.returncode == code
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("", 0),
+        ("raise RuntimeError('mine')", 1),  # its traceback keeps the loader alive
+        ("kept = batches._reader._iterator; del batches", 0),  # nobody is left to close it
+    ],
+)
+def test_a_script_that_forgets_to_close_ends(ending: str, code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", START_WORKERS + ending],
+        env=ENVIRONMENT,
+        capture_output=True,
+        timeout=20,
+        check=False,
+    )
+    assert done.returncode == code
+
+
+def test_a_stuck_worker_does_not_keep_the_run_from_ending() -> None:
+    batches = Batches(dataset(Numbers(40)), batch_size=4, seed=0, num_workers=1)
+    next(batches)
+    (worker,) = batches._reader._workers  # type: ignore[union-attr]
+    os.kill(worker.pid, signal.SIGSTOP)  # type: ignore[arg-type]
+    batches.close()
+    worker.join(timeout=10)
+    assert not worker.is_alive()
 
 
 def test_no_orphans_when_the_main_process_is_killed() -> None:

@@ -1,7 +1,11 @@
-"""Transforms equal torchvision's for the same drawn parameters."""
+"""Transforms against torchvision's (on Pillow images) for the same drawn parameters.
+
+Theirs round down after each operation, ours to nearest: half a grey level for each, on average.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -12,6 +16,8 @@ import torchvision.transforms as tv
 import torchvision.transforms.functional as F
 from PIL import Image
 
+from selftask.data.draws import ViewDraws
+from selftask.data.views import Pipeline
 from selftask.registry import TRANSFORMS
 
 
@@ -23,35 +29,50 @@ def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+def waves(height: int, width: int) -> np.ndarray:
+    """Smooth but colourful, with the whole range of values."""
+    y, x = np.mgrid[0:height, 0:width]
+    planes = [np.sin(x / 7) * np.cos(y / 5), np.cos(x / 11 + y / 6), np.sin(y / 9) * np.sin(x / 4)]
+    return (np.stack(planes, -1) * 127.5 + 127.5).astype(np.uint8)
+
+
 @pytest.fixture
-def photo() -> Image.Image:
-    """60x44, smooth but colourful, with the whole range of values."""
-    y, x = np.mgrid[0:44, 0:60]
-    waves = [np.sin(x / 7) * np.cos(y / 5), np.cos(x / 11 + y / 6), np.sin(y / 9) * np.sin(x / 4)]
-    return Image.fromarray((np.stack(waves, -1) * 127.5 + 127.5).astype(np.uint8))
+def photo() -> np.ndarray:
+    return waves(44, 60)
 
 
-def assert_equal(a: Image.Image, b: Image.Image) -> None:
-    assert np.array_equal(np.asarray(a), np.asarray(b))
+def pillow(image: np.ndarray) -> Image.Image:
+    return Image.fromarray(image)
 
 
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_random_resized_crop(photo: Image.Image, interpolation: str) -> None:
-    transform = build("random_resized_crop", size=32, interpolation=interpolation)
+def assert_close(ours: np.ndarray, theirs: Image.Image, mean: float = 0.0, most: int = 0) -> None:
+    """Within these grey levels."""
+    assert ours.dtype == np.uint8
+    assert ours.flags.c_contiguous
+    difference = np.abs(ours.astype(int) - np.asarray(theirs).astype(int))
+    assert difference.mean() <= mean, difference.mean()
+    assert difference.max() <= most, difference.max()
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "nearest"])
+@pytest.mark.parametrize("size", [16, 32, 100])
+def test_random_resized_crop(photo: np.ndarray, interpolation: str, size: int) -> None:
+    transform = build("random_resized_crop", size=size, interpolation=interpolation)
     for seed in range(10):
-        left, top, right, bottom = transform.draw_box(photo.size, rng(seed))
+        left, top, right, bottom = transform.draw(rng(seed), 44, 60)
         expected = F.resized_crop(
-            *(photo, top, left, bottom - top, right - left, [32, 32]),
+            *(pillow(photo), top, left, bottom - top, right - left, [size, size]),
             interpolation=tv.InterpolationMode(interpolation),
         )
-        assert_equal(transform(photo, rng(seed)), expected)
+        assert_close(transform(photo, rng(seed)), expected, mean=0.35, most=2)
 
 
 @pytest.mark.parametrize("size", [(60, 44), (300, 20), (10, 200), (1, 1)])
 def test_random_resized_crop_draws_like_torchvision(size: tuple[int, int]) -> None:
     """Mean place, size and aspect ratio of 2000 boxes each; 5 standard errors."""
     transform, draws = build("random_resized_crop", size=8, scale=(0.2, 1.0)), rng()
-    ours = np.array([transform.draw_box(size, draws) for _ in range(2000)], dtype=float)
+    boxes = [transform.draw(draws, size[1], size[0]) for _ in range(2000)]
+    ours = np.array(boxes, dtype=float)
     ours = np.stack([ours[:, 0], ours[:, 1], ours[:, 2] - ours[:, 0], ours[:, 3] - ours[:, 1]], 1)
     torch.manual_seed(0)
     blank = Image.new("L", size)
@@ -67,39 +88,47 @@ def test_random_resized_crop_draws_like_torchvision(size: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize("size", [16, 44, 100])
-def test_resize_and_center_crop(photo: Image.Image, size: int) -> None:
-    for image in (photo, photo.transpose(Image.Transpose.TRANSPOSE)):
-        assert_equal(build("resize", size=size)(image, rng()), F.resize(image, [size]))
-        assert_equal(build("center_crop", size=size)(image, rng()), F.center_crop(image, [size]))
+def test_resize_and_center_crop(photo: np.ndarray, size: int) -> None:
+    for image in (photo, np.ascontiguousarray(photo.transpose(1, 0, 2))):
+        resized = F.resize(pillow(image), [size])
+        assert_close(build("resize", size=size)(image, rng()), resized, mean=0.35, most=2)
+        centre = F.center_crop(pillow(image), [size])
+        assert_close(build("center_crop", size=size)(image, rng()), centre)
 
 
-def test_random_crop(photo: Image.Image) -> None:
-    padded = np.asarray(F.pad(photo, [4]))
+def test_random_crop(photo: np.ndarray) -> None:
+    padded = np.asarray(F.pad(pillow(photo), [4]))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (32, 32), axis=(0, 1))
     seen = set()
     for seed in range(20):
-        crop = np.asarray(build("random_crop", size=32, padding=4)(photo, rng(seed)))
-        windows = np.lib.stride_tricks.sliding_window_view(padded, (32, 32), axis=(0, 1))
+        crop = build("random_crop", size=32, padding=4)(photo, rng(seed))
         found = np.argwhere((windows == crop.transpose(2, 0, 1)).all(axis=(2, 3, 4)))
         assert len(found) == 1
         seen.add(tuple(found[0]))
     assert len(seen) > 15
 
 
-def test_flips(photo: Image.Image) -> None:
+def test_random_crop_of_a_smaller_image(photo: np.ndarray) -> None:
+    expected = F.center_crop(pillow(photo), [70])
+    assert_close(build("random_crop", size=70)(photo, rng()), expected)
+
+
+def test_flips(photo: np.ndarray) -> None:
     for name, flip in (("horizontal_flip", F.hflip), ("vertical_flip", F.vflip)):
-        assert_equal(build(name, p=1.0)(photo, rng()), flip(photo))
-        assert_equal(build(name, p=0.0)(photo, rng()), photo)
+        assert_close(build(name, p=1.0)(photo, rng()), flip(pillow(photo)))
+        assert build(name, p=0.0)(photo, rng()) is photo
         draws = rng()
         share = np.mean([build(name)(photo, draws) is not photo for _ in range(1000)])
         assert abs(share - 0.5) < 5 * 0.5 / math.sqrt(1000)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_affine(photo: Image.Image, seed: int) -> None:
+def test_random_affine(photo: np.ndarray, seed: int) -> None:
+    """OpenCV knows positions to 1/32 of a pixel, here worth up to 3 grey levels, but for edges."""
     transform = build("random_affine", degrees=45, scale=(0.5, 1.1), shift=0.25)
     angle, scale, right, down = rng(seed).random(4)
     expected = F.affine(
-        photo,
+        pillow(photo),
         angle=90 * angle - 45,
         translate=[60 * 0.25 * (2 * right - 1), 44 * 0.25 * (2 * down - 1)],
         scale=0.5 + 0.6 * scale,
@@ -107,16 +136,23 @@ def test_random_affine(photo: Image.Image, seed: int) -> None:
         interpolation=tv.InterpolationMode.BILINEAR,
         fill=[0, 0, 0],
     )
-    difference = np.abs(
-        np.asarray(transform(photo, rng(seed)), float) - np.asarray(expected, float)
-    )
-    assert difference.max() <= 1  # the matrix is rounded differently
+    assert_close_inside(transform(photo, rng(seed)), expected)
 
 
-def test_rotation(photo: Image.Image) -> None:
+def test_rotation(photo: np.ndarray) -> None:
     angle = 60 * rng().random() - 30
-    expected = F.rotate(photo, angle, tv.InterpolationMode.BILINEAR)
-    assert_equal(build("rotation", degrees=30)(photo, rng()), expected)
+    expected = F.rotate(pillow(photo), angle, tv.InterpolationMode.BILINEAR)
+    assert_close_inside(build("rotation", degrees=30)(photo, rng()), expected)
+
+
+def assert_close_inside(ours: np.ndarray, theirs: Image.Image) -> None:
+    """But for the border: theirs ends there abruptly, ours fades into the fill."""
+    expected = np.asarray(theirs)
+    inside = (expected.max(axis=2) > 0) & (ours.max(axis=2) > 0)
+    difference = np.abs(ours.astype(int) - expected.astype(int))
+    assert inside.mean() > 0.15
+    assert np.quantile(difference[inside], 0.95) <= 3
+    assert difference[inside].mean() < 2
 
 
 @pytest.mark.parametrize(
@@ -128,77 +164,105 @@ def test_rotation(photo: Image.Image) -> None:
     ],
 )
 @pytest.mark.parametrize("strength", [0.4, 0.8, 1.5])
-def test_color_jitter_factors(
-    photo: Image.Image, key: str, reference: Any, strength: float
-) -> None:
+def test_color_jitter_factors(photo: np.ndarray, key: str, reference: Any, strength: float) -> None:
     place = ["brightness", "contrast", "saturation"].index(key)
     for seed in range(5):
-        draw = rng(seed).random(5)[1 + place]
+        draw = rng(seed).random(6)[1 + place]
         low = max(0.0, 1 - strength)
-        expected = reference(photo, low + (1 + strength - low) * draw)
-        assert_equal(build("color_jitter", **{key: strength})(photo, rng(seed)), expected)
+        expected = reference(pillow(photo), low + (1 + strength - low) * draw)
+        ours = build("color_jitter", **{key: strength})(photo, rng(seed))
+        assert_close(ours, expected, mean=0.6, most=2)
 
 
-def test_color_jitter_hue(photo: Image.Image) -> None:
+def test_color_jitter_hue(photo: np.ndarray) -> None:
     for seed in range(10):
-        expected = F.adjust_hue(photo, 0.4 * rng(seed).random(5)[4] - 0.2)
-        assert_equal(build("color_jitter", hue=0.2)(photo, rng(seed)), expected)
+        expected = F.adjust_hue(pillow(photo), 0.4 * rng(seed).random(6)[4] - 0.2)
+        ours = build("color_jitter", hue=0.2)(photo, rng(seed))
+        assert_close(ours, expected, mean=1.2, most=12)  # both know the hue in 8 bits only
 
 
-def test_color_jitter_uses_every_order(photo: Image.Image) -> None:
+def test_color_jitter_uses_every_order(photo: np.ndarray) -> None:
     jitter = build("color_jitter", brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, p=0.8)
     draws = rng()
-    untouched = np.mean([jitter(photo, draws) is photo for _ in range(300)])
-    assert abs(untouched - 0.2) < 5 * math.sqrt(0.16 / 300)
-    orders = {tuple(rng(seed).permutation(4)) for seed in range(300)}
-    assert len(orders) == 24
+    drawn = [jitter.draw(draws, 44, 60) for _ in range(3000)]
+    untouched = np.mean([draw is None for draw in drawn])
+    assert abs(untouched - 0.2) < 5 * math.sqrt(0.16 / 3000)
+    orders = [draw.order for draw in drawn if draw is not None]
+    counts = [orders.count(order) for order in itertools.permutations(range(4))]
+    assert len(set(orders)) == 24
+    assert sum((count - len(orders) / 24) ** 2 for count in counts) / (len(orders) / 24) < 60
 
 
-def test_grayscale_and_solarize(photo: Image.Image) -> None:
-    assert_equal(build("grayscale", p=1.0)(photo, rng()), F.rgb_to_grayscale(photo, 3))
-    assert_equal(build("solarize", p=1.0)(photo, rng()), F.solarize(photo, 128))
+def test_color_jitter_applies_in_the_drawn_order(photo: np.ndarray) -> None:
+    jitter = build("color_jitter", brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2)
+    functions = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
+    for seed in range(30):
+        drawn = jitter.draw(rng(seed), 44, 60)
+        expected = pillow(photo)
+        for operation in drawn.order:
+            expected = functions[operation](expected, (*drawn.factors, drawn.turn)[operation])
+        difference = np.abs(jitter(photo, rng(seed)).astype(int) - np.asarray(expected).astype(int))
+        assert difference.mean() < 3, seed
+
+
+def test_the_whole_pipeline_is_close_to_torchvisions() -> None:
+    """Mean difference below 1.5 grey levels over 60 images, with the same draws."""
+    images = [waves(90 + 7 * seed % 40, 120 + 11 * seed % 50) for seed in range(60)]
+    crop, flip = build("random_resized_crop", size=64), build("horizontal_flip")
+    jitter = build("color_jitter", brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, p=0.8)
+    gray, solarize = build("grayscale", p=0.2), build("solarize", p=0.2)
+    pipeline = Pipeline([crop, flip, jitter, gray, solarize])
+    functions = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
+    draws, differences = ViewDraws(0), []
+    for index, image in enumerate(images):
+        ours = pipeline(image, draws.at(0, index, 0))
+        generator = draws.at(0, index, 0)
+        left, top, right, bottom = crop.draw(generator, *image.shape[:2])
+        theirs = F.resized_crop(pillow(image), top, left, bottom - top, right - left, [64, 64])
+        if flip.draw(generator, 64, 64) is not None:
+            theirs = F.hflip(theirs)
+        drawn = jitter.draw(generator, 64, 64)
+        for operation in () if drawn is None else drawn.order:
+            theirs = functions[operation](theirs, (*drawn.factors, drawn.turn)[operation])
+        if gray.draw(generator, 64, 64) is not None:
+            theirs = F.rgb_to_grayscale(theirs, 3)
+        if solarize.draw(generator, 64, 64) is not None:
+            theirs = F.solarize(theirs, 128)
+        differences.append(np.abs(ours.astype(int) - np.asarray(theirs).astype(int)).mean())
+    assert np.mean(differences) < 1.5
+
+
+def test_grayscale_and_solarize(photo: np.ndarray) -> None:
+    gray = F.rgb_to_grayscale(pillow(photo), 3)
+    assert_close(build("grayscale", p=1.0)(photo, rng()), gray, mean=0.1, most=1)
+    for threshold in (0, 1, 128, 255, 256):
+        ours = build("solarize", p=1.0, threshold=threshold)(photo, rng())
+        assert_close(ours, F.solarize(pillow(photo), threshold))
     assert build("grayscale", p=0.0)(photo, rng()) is photo
     assert build("solarize", p=0.0)(photo, rng()) is photo
 
 
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 2.0])
-def test_gaussian_blur_is_close_to_the_gaussian(photo: Image.Image, sigma: float) -> None:
-    ours = np.asarray(build("gaussian_blur", p=1.0, sigma=(sigma, sigma))(photo, rng()), float)
-    exact = np.asarray(F.gaussian_blur(photo, [21, 21], [sigma, sigma]), float)
-    assert np.abs(ours - exact)[6:-6, 6:-6].max() <= 3  # borders are extended differently
+@pytest.mark.parametrize("sigma", [0.1, 0.5, 1.0, 2.0])
+def test_gaussian_blur_is_the_gaussian(photo: np.ndarray, sigma: float) -> None:
+    before = photo.copy()
+    ours = build("gaussian_blur", p=1.0, sigma=(sigma, sigma))(photo, rng())
+    exact = F.gaussian_blur(torch.from_numpy(before.transpose(2, 0, 1)).double(), [21, 21], sigma)
+    assert np.abs(ours - exact.numpy().transpose(1, 2, 0)).max() <= 1.5
+    assert np.array_equal(photo, before)
 
 
-def test_contrast_noise(photo: Image.Image) -> None:
+def test_contrast_noise(photo: np.ndarray) -> None:
     transform = build("contrast_noise", contrast=(0.35, 1.0), offset=(0.0, 0.2), noise=0.05)
     factor, offset = rng().random(2)
-    clean = (
-        np.asarray(photo, float).transpose(2, 0, 1) / 255 * (0.35 + 0.65 * factor) + 0.2 * offset
-    )
+    clean = photo * (0.35 + 0.65 * factor) + 255 * 0.2 * offset
     values = transform(photo, rng())
-    assert values.dtype == np.float32
-    assert values.min() >= 0
-    assert values.max() <= 1
-    inside = ((clean > 0.2) & (clean < 0.8)).all(axis=0)
-    noise = (values - clean)[:, inside]
-    assert abs(noise.std() / 0.05 - 1) < 0.15
-    assert np.abs(noise[0] - noise[1]).max() < 1e-6
-
-
-@pytest.mark.parametrize("of", ["imagenet", "cifar10", "cifar100", "half"])
-def test_normalize(photo: Image.Image, of: str) -> None:
-    from selftask.data.transforms.normalize import STATISTICS, to_float
-
-    expected = F.normalize(F.to_tensor(photo), *map(list, STATISTICS[of])).numpy()
-    for image in (photo, to_float(photo)):
-        assert np.abs(build("normalize", of=of)(image, rng()) - expected).max() < 2e-6
-    own = build("normalize", mean=[0.5] * 3, std=[0.5] * 3)(photo, rng())
-    assert np.array_equal(own, build("normalize", of="half")(photo, rng()))
-
-
-def test_normalize_leaves_its_input_alone(photo: Image.Image) -> None:
-    values = np.ones((3, 4, 4), dtype=np.float32)
-    build("normalize")(values, rng())
-    assert (values == 1).all()
+    assert values.dtype == np.uint8
+    inside = ((clean > 50) & (clean < 205)).all(axis=2)
+    noise = (values - clean)[inside]
+    assert abs(noise.std() / (255 * 0.05) - 1) < 0.15
+    assert np.abs(noise[:, 0] - noise[:, 1]).max() <= 1
+    plain = build("contrast_noise", contrast=(0.5, 0.5), offset=(0.1, 0.1))(photo, rng())
+    assert np.abs(plain - np.clip(photo * 0.5 + 25.5, 0, 255)).max() <= 0.5
 
 
 @pytest.mark.parametrize(

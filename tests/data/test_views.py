@@ -8,10 +8,11 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+import torchvision.transforms.functional as F
 
 from selftask.config.schema import Component, ViewConfig
 from selftask.data.draws import ViewDraws, draw_rng
+from selftask.data.transforms.normalize import STATISTICS
 from selftask.data.views import Views, build_pipeline
 from selftask.errors import ConfigError
 
@@ -21,9 +22,8 @@ NORMALIZE = Component(name="normalize", args={})
 
 
 @pytest.fixture
-def image() -> Image.Image:
-    pixels = np.random.default_rng(0).integers(0, 256, (20, 20, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
+def image() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (20, 20, 3), dtype=np.uint8)
 
 
 def test_streams_are_distinct_and_repeatable() -> None:
@@ -45,28 +45,43 @@ def test_streams_look_independent() -> None:
     assert abs(values.mean() - 0.5) < 5 * np.sqrt(1 / 12 / values.size)
 
 
-def test_views_come_in_order_and_size(image: Image.Image) -> None:
+def test_views_come_in_order_and_size(image: np.ndarray) -> None:
     config = {
         "global": ViewConfig(count=2, transforms=[CROP, NORMALIZE]),
         "local": ViewConfig(count=3, transforms=[SMALL]),
     }
     views = Views(config)
     out = views(image, 0, 0, 5)
-    assert [view.shape[-1] for view in out] == [8, 8, 6, 6, 6]
-    assert all(view.dtype == torch.float32 and view.is_contiguous() for view in out)
-    assert not torch.equal(out[0], out[1])
+    assert [view.shape for view in out] == [(8, 8, 3)] * 2 + [(6, 6, 3)] * 3
+    assert all(view.dtype == np.uint8 and view.flags.c_contiguous for view in out)
+    assert not np.array_equal(out[0], out[1])
     again = pickle.loads(pickle.dumps(views))(image, 0, 0, 5)
-    assert all(torch.equal(a, b) for a, b in zip(out, again, strict=True))
-    assert not torch.equal(out[0], views(image, 0, 1, 5)[0])
-    assert not torch.equal(out[0], views(image, 1, 0, 5)[0])
-    assert torch.equal(out[0], views(image, 0, 0, 5)[0])
+    assert all(np.array_equal(a, b) for a, b in zip(out, again, strict=True))
+    assert not np.array_equal(out[0], views(image, 0, 1, 5)[0])
+    assert not np.array_equal(out[0], views(image, 1, 0, 5)[0])
+    assert np.array_equal(out[0], views(image, 0, 0, 5)[0])
 
 
-def test_a_view_does_not_depend_on_the_others(image: Image.Image) -> None:
+def test_a_view_does_not_depend_on_the_others(image: np.ndarray) -> None:
     jitter = Component(name="color_jitter", args={"brightness": 0.5})
     plain = Views({"a": ViewConfig(count=2, transforms=[CROP])})
     longer = Views({"a": ViewConfig(transforms=[jitter, CROP]), "b": ViewConfig(transforms=[CROP])})
-    assert torch.equal(plain(image, 0, 0, 0)[1], longer(image, 0, 0, 0)[1])
+    assert np.array_equal(plain(image, 0, 0, 0)[1], longer(image, 0, 0, 0)[1])
+
+
+@pytest.mark.parametrize("of", ["imagenet", "cifar10", "cifar100", "half"])
+def test_batches_are_normalized_like_torchvision_does(image: np.ndarray, of: str) -> None:
+    batch = np.stack([image, 255 - image])
+    mean, std = STATISTICS[of]
+    expected = torch.stack([F.normalize(F.to_tensor(pixels), mean, std) for pixels in batch])
+    named = build_pipeline([Component(name="normalize", args={"of": of})])
+    listed = Component(name="normalize", args={"mean": list(mean), "std": list(std)})
+    for pipeline in (named, build_pipeline([listed])):
+        values = pipeline.to_float(torch.from_numpy(batch))
+        assert values.is_contiguous()
+        assert (values - expected).abs().max() < 2e-6
+    plain = build_pipeline([]).to_float(torch.from_numpy(batch))
+    assert (plain - torch.stack([F.to_tensor(pixels) for pixels in batch])).abs().max() < 1e-7
 
 
 def test_impossible_orders_are_refused() -> None:

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from selftask.data.draws import draw_rng
 from selftask.data.image import BadImage
-from selftask.data.sampler import hash_words, steps_per_epoch
+from selftask.data.order import hash_words
+from selftask.data.sampler import build_sampler, epoch_of, steps_per_epoch
 from selftask.data.source import Source
 from selftask.errors import ConfigError, UserError
 from selftask.registry import SOURCES
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
 
     from selftask.config.schema import Component, Config, DataConfig
-    from selftask.data.views import Pipeline, Views
+    from selftask.data.views import Pipeline, ToFloat, Views
 
 MAX_REPLACEMENTS = 100  # tried for one sample before giving up
 _REPLACEMENT = 0x7265706C  # "repl": keeps the chain of replacements apart from other hashes
@@ -39,7 +40,7 @@ class Sources(NamedTuple):
 class Sample:
     """One item of a dataset, on its way from a worker to the batch."""
 
-    views: list[torch.Tensor]  # V float32 (3, H, W); empty if the image was left out
+    views: list[np.ndarray]  # V uint8 (H, W, 3); empty if the image was left out
     target: int  # -1 where there is none
     index: int  # of the image that is shown
     epoch: int
@@ -66,11 +67,12 @@ def open_data(data: DataConfig) -> Sources:
 def check_sizes(config: Config, source: Source) -> None:
     """Raise ConfigError if an epoch has no step, or if one update takes more than an epoch."""
     batch_size, accumulate = config.train.batch_size, config.train.accumulate
-    steps = steps_per_epoch(len(source), batch_size)
+    num_samples = build_sampler(config, source).num_samples
+    steps = steps_per_epoch(num_samples, batch_size)
     if accumulate > steps:
         problem = (
             f"train.accumulate: {accumulate} batches are more than the {steps} of an epoch "
-            f"({len(source)} images in batches of {batch_size}); at most {steps} is possible"
+            f"({num_samples} images in batches of {batch_size}); at most {steps} is possible"
         )
         raise ConfigError([problem])
 
@@ -88,6 +90,11 @@ class ViewDataset:
         self.views = views
         self.seed = seed
 
+    @property
+    def to_float(self) -> list[ToFloat]:
+        """For each view, what makes a batch of its pictures the input of a network."""
+        return [pipeline.to_float for pipeline in self.views.pipelines]
+
     def __len__(self) -> int:
         return len(self.source)
 
@@ -103,8 +110,8 @@ class ViewDataset:
                 shown = hash_words(*words) % len(self.source)
             else:
                 views = self.views(image, self.seed, epoch, index)
-                return Sample(views, target, shown, epoch, bad)
-        return Sample([], -1, index, epoch, bad)
+                return Sample(views, target, shown, epoch_of(epoch), bad)
+        return Sample([], -1, index, epoch_of(epoch), bad)
 
 
 class EvalDataset:
@@ -118,6 +125,11 @@ class EvalDataset:
         self.source = source
         self.pipeline = pipeline
         self.seed = seed
+
+    @property
+    def to_float(self) -> list[ToFloat]:
+        """For its one view, what makes a batch of pictures the input of a network."""
+        return [self.pipeline.to_float]
 
     def __len__(self) -> int:
         return len(self.source)

@@ -8,18 +8,21 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, default_collate
 
 from selftask.data.dataset import BadFiles, EvalDataset, Sample, ViewDataset
 from selftask.data.image import BadImage
-from selftask.data.sampler import BatchSampler
+from selftask.data.sampler import BatchSampler, Pool, Sampler
+from selftask.data.samplers.shuffled import Shuffled
+from selftask.data.views import ToFloat
 from selftask.errors import UserError
 from selftask.pulse import during
 
@@ -49,15 +52,18 @@ class Batches:
         world_size: int = 1,
         device: torch.device | None = None,
         bad_files: BadFiles | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
-        """``batch_size`` is the global one. Raises ConfigError if it does not fit the data."""
+        """``batch_size`` is the global one. Raises ConfigError if it does not fit the data.
+
+        Without a ``sampler``, each epoch shows every sample once, shuffled.
+        """
         self.dataset = dataset
         self.num_workers = num_workers
         self.device = device or torch.device("cpu")
         self.bad_files = BadFiles(None, len(dataset)) if bad_files is None else bad_files
-        self.sampler = BatchSampler(
-            len(dataset), batch_size, seed=seed, rank=rank, world_size=world_size
-        )
+        chosen = sampler or Shuffled(None, Pool(len(dataset), batch_size, seed))
+        self.sampler = BatchSampler(chosen, rank=rank, world_size=world_size)
         self.step = 0  # of the next batch
         self.data_wait_s = 0.0  # time that callers of next() have waited so far
         self._reader: _Reader | None = None
@@ -89,7 +95,8 @@ class Batches:
                 "data: no readable image was found in place of an unreadable one; "
                 f"{len(self.bad_files)} are known to be bad"
             )
-        sample = {**batch.to_sample(self.device), "epoch": batch.epoch, "step": self.step}
+        sample = batch.to_sample(self.device, self.dataset.to_float)
+        sample |= {"epoch": batch.epoch, "step": self.step}
         self.step += 1
         self.data_wait_s += time.perf_counter() - started
         return sample
@@ -138,7 +145,7 @@ class EvalBatches:
         for batch in _Reader(self.dataset, self.keys, self.num_workers, self.device):
             self.bad_files.add(batch.bad)
             if batch.views:
-                sample = batch.to_sample(self.device)
+                sample = batch.to_sample(self.device, self.dataset.to_float)
                 yield {**sample, "input": sample["views"][0]}
 
 
@@ -146,7 +153,7 @@ class EvalBatches:
 class Batch:
     """A batch on its way from a worker."""
 
-    views: list[torch.Tensor]
+    views: list[torch.Tensor]  # V uint8 (B, H, W, 3)
     target: torch.Tensor
     index: torch.Tensor
     epoch: int
@@ -163,10 +170,11 @@ class Batch:
             index=self.index.pin_memory(),
         )
 
-    def to_sample(self, device: torch.device) -> dict[str, Any]:
-        """Views, target and index, on the device."""
+    def to_sample(self, device: torch.device, to_float: Sequence[ToFloat]) -> dict[str, Any]:
+        """Views, target and index, on the device; there each view becomes what a network takes."""
+        pixels = [view.to(device, non_blocking=True) for view in self.views]
         return {
-            "views": [view.to(device, non_blocking=True) for view in self.views],
+            "views": [convert(view) for convert, view in zip(to_float, pixels, strict=True)],
             "target": self.target.to(device, non_blocking=True),
             "index": self.index.to(device, non_blocking=True),
         }
@@ -176,9 +184,9 @@ def collate(samples: list[Sample]) -> Batch:
     """Stack samples into contiguous tensors (in shared memory, when called in a worker)."""
     shown = [sample for sample in samples if sample.views]
     by_view = list(zip(*(sample.views for sample in shown), strict=True))
-    problem = _size_problem(by_view)
+    problem = _problem(by_view)
     return Batch(
-        views=[] if problem else [default_collate(list(views)) for views in by_view],
+        views=[] if problem else [_stack(views) for views in by_view],
         target=torch.tensor([sample.target for sample in shown], dtype=torch.int64),
         index=torch.tensor([sample.index for sample in shown], dtype=torch.int64),
         epoch=samples[0].epoch,
@@ -186,6 +194,11 @@ def collate(samples: list[Sample]) -> Batch:
         num_left_out=len(samples) - len(shown),
         problem=problem,
     )
+
+
+def _stack(views: Sequence[np.ndarray]) -> torch.Tensor:
+    stacked: torch.Tensor = default_collate([torch.from_numpy(view) for view in views])
+    return stacked
 
 
 class _Reader:
@@ -210,7 +223,7 @@ class _Reader:
         self._workers: list[BaseProcess] = [
             process for process in multiprocessing.active_children() if process not in others
         ]
-        _OPEN.add(self)
+        _OPEN.append((weakref.ref(self), self._workers))
         atexit.unregister(_close_all)
         atexit.register(_close_all)  # so that it runs before torch's own, which waits for workers
 
@@ -235,15 +248,31 @@ class _Reader:
         shut_down = getattr(self._iterator, "_shutdown_workers", None)  # none without workers
         if shut_down is not None:
             shut_down()
+        _kill(self._workers)
+        _OPEN[:] = [entry for entry in _OPEN if any(worker.is_alive() for worker in entry[1])]
 
 
-_OPEN: weakref.WeakSet[_Reader] = weakref.WeakSet()
+# Every reader that was not closed, if it still exists, and its workers, which exist anyway.
+_OPEN: list[tuple[weakref.ref[_Reader], list[BaseProcess]]] = []
 
 
 def _close_all() -> None:
-    """Stop all workers at the exit of the main process: they would not hear its SIGTERM."""
-    for reader in list(_OPEN):
-        reader.close()
+    """Stop all workers at the exit of the main process.
+
+    They ignore its SIGTERM, so that python, which waits for its children, would wait for ever.
+    """
+    for reader, workers in list(_OPEN):
+        opened = reader()
+        if opened is not None:
+            opened.close()
+        _kill(workers)
+
+
+def _kill(workers: list[BaseProcess]) -> None:
+    """What did not end when it was asked to: stuck in a read, or nobody was left to ask."""
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
 
 
 @contextmanager
@@ -285,10 +314,16 @@ def _describe_death(workers: list[BaseProcess]) -> str | None:
     return f"data: worker process {dead.pid} {how}{hint}"
 
 
-def _size_problem(by_view: list[tuple[torch.Tensor, ...]]) -> str:
-    """What to say if the images of a view differ in size and so make no batch; else nothing."""
+def _problem(by_view: list[tuple[np.ndarray, ...]]) -> str:
+    """What to say if the pictures of a view make no batch; else nothing."""
     for number, views in enumerate(by_view):
-        sizes = sorted({f"{view.shape[-1]}x{view.shape[-2]}" for view in views})
+        odd = next((view for view in views if view.dtype != np.uint8 or view.ndim != 3), None)
+        if odd is not None:
+            return (
+                f"view {number}: its transforms gave {odd.dtype} of shape {odd.shape}; "
+                "8-bit pictures (H, W, 3) are expected (normalize, the last one, makes floats)"
+            )
+        sizes = sorted({f"{view.shape[1]}x{view.shape[0]}" for view in views})
         if len(sizes) > 1:
             return (
                 f"view {number}: its images have different sizes ({', '.join(sizes[:3])}) and make "

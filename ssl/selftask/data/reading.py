@@ -20,10 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
-
-if TYPE_CHECKING:
-    from selftask.data.image import BadImage
+from typing import Any, BinaryIO, TypeVar
 
 T = TypeVar("T")
 
@@ -43,6 +40,18 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+
+class BadImage(Exception):
+    """An image that cannot be read: its path (or name) and the reason, on one line."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path = path
+        self.reason = " ".join(reason.split())
+        super().__init__(path, self.reason)
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
 
 
 @dataclass
@@ -84,7 +93,7 @@ def read_bytes(path: str, timeout_s: float | None = None, retries: int | None = 
                 break
     reason = (getattr(problem, "strerror", None) or str(problem)).lower()
     tried = f" (tried {attempt + 1} times)" if attempt else ""
-    raise _bad_image(path, f"{reason}{tried}") from problem
+    raise BadImage(path, f"{reason}{tried}") from problem
 
 
 def open_regular(path: str) -> BinaryIO:
@@ -204,9 +213,3 @@ def last_file(pid: int) -> str | None:
         return None
     length = int.from_bytes(_SLOTS[start + 8 : start + 12], "little")
     return os.fsdecode(_SLOTS[start + 12 : start + 12 + length])
-
-
-def _bad_image(path: str, reason: str) -> BadImage:
-    from selftask.data.image import BadImage  # which imports this module
-
-    return BadImage(path, reason)

@@ -17,7 +17,8 @@ NO_LABEL = -1
 class Source(ABC):
     """A map-style set of images, torch-free and picklable, the same in every process.
 
-    ``source[i]`` is ``(image, label)``: an RGB Pillow image and an int, -1 where there is none.
+    ``source[i]`` is ``(image, label)``: a uint8 RGB array (H, W, 3), not to be changed in place,
+    and an int, -1 where there is none.
     It raises BadImage for what cannot be read. Registered sources are dataclasses whose fields are
     the keys of the ``data:`` section; opening (``__post_init__``) raises UserError.
     """
@@ -30,7 +31,7 @@ class Source(ABC):
         """Number of images."""
 
     @abstractmethod
-    def __getitem__(self, index: int) -> tuple[Any, int]:
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         """Image and label; raises BadImage."""
 
     @abstractmethod

@@ -7,30 +7,53 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image
+from torch import Tensor
 
 from selftask.data.draws import ViewDraws
-from selftask.data.transforms.normalize import to_float
+from selftask.data.transforms.normalize import Normalize
 from selftask.errors import ConfigError
 from selftask.registry import TRANSFORMS
 
 if TYPE_CHECKING:
     from selftask.config.schema import Component, ViewConfig
 
-_TAKE_ARRAYS = ("contrast_noise", "normalize")  # and give arrays: no image comes after them
+UNIT = np.float32(1 / 255)  # without ``normalize``, values are in [0, 1]
 
 
 class Pipeline:
-    """Transforms in sequence: an RGB image in, a float32 tensor (3, H, W) out."""
+    """Transforms in sequence on one 8-bit picture; what makes floats of a whole batch comes last.
+
+    ``pipeline(image, rng)`` takes and gives uint8 (H, W, 3); ``pipeline.to_float`` is for the
+    batch, once it is on its device.
+    """
 
     def __init__(self, transforms: Iterable[Any]) -> None:
         self.transforms = list(transforms)
+        last = self.transforms[-1] if self.transforms else None
+        if isinstance(last, Normalize):
+            self.transforms.pop()
+            self.to_float = ToFloat(*last.scale_and_shift())
+        else:
+            self.to_float = ToFloat(np.full(3, UNIT), np.zeros(3, dtype=np.float32))
 
-    def __call__(self, image: Image.Image, rng: np.random.Generator) -> torch.Tensor:
-        value: Any = image
+    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         for transform in self.transforms:
-            value = transform(value, rng)
-        return torch.from_numpy(to_float(value))
+            image = transform(image, rng)
+        return image
+
+
+class ToFloat:
+    """uint8 (B, H, W, 3) on any device -> float32 (B, 3, H, W), contiguous: x * scale + shift."""
+
+    def __init__(self, scale: np.ndarray, shift: np.ndarray) -> None:
+        self._constants = [torch.from_numpy(np.asarray(c))[:, None, None] for c in (scale, shift)]
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        if self._constants[0].device != pixels.device:
+            self._constants = [c.to(pixels.device) for c in self._constants]
+        scale, shift = self._constants
+        values = pixels.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+        return values.mul_(scale).add_(shift)
 
 
 class Views:
@@ -49,8 +72,8 @@ class Views:
     def __len__(self) -> int:
         return len(self.pipelines)
 
-    def __call__(self, image: Image.Image, seed: int, epoch: int, index: int) -> list[torch.Tensor]:
-        """V float32 tensors (3, H, W)."""
+    def __call__(self, image: np.ndarray, seed: int, epoch: int, index: int) -> list[np.ndarray]:
+        """V uint8 pictures (H, W, 3) of one (H', W', 3)."""
         if self._draws is None or self._seed != seed:
             self._draws, self._seed = ViewDraws(seed), seed
         return [
@@ -68,15 +91,12 @@ def build_pipeline(transforms: Iterable[Component], key: str = "transforms") -> 
     ``key`` is the list's place in the config, for the message.
     """
     built: list[Any] = []
-    array_maker = None  # after it there are floats instead of an image
     for position, component in enumerate(transforms):
-        if array_maker is not None and component.name not in _TAKE_ARRAYS:
+        if built and isinstance(built[-1], Normalize):
             problem = (
                 f"{key}[{position}]: {component.name} works on 8-bit images and cannot come after "
-                f"{array_maker}; put it before"
+                "normalize; put it before"
             )
             raise ConfigError([problem])
-        if component.name in _TAKE_ARRAYS:
-            array_maker = component.name
         built.append(TRANSFORMS[component.name](**component.args))
     return Pipeline(built)

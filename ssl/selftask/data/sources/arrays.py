@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image
 
 from selftask.data.image import from_array
 from selftask.data.source import NO_LABEL, Source
@@ -45,7 +44,7 @@ class ArrayFile(Source):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         label = NO_LABEL if self.labels is None else int(self.labels[index])
         return from_array(self.images[index]), label
 

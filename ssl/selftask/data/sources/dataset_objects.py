@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from selftask.data.image import BadImage, as_rgb
 from selftask.data.source import NO_LABEL, Source
@@ -36,7 +35,7 @@ class DatasetSource(Source):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         try:
             item = self.dataset[index]
         except OSError as error:  # what image libraries raise for a damaged file

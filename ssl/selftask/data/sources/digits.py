@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
+from selftask.data.image import from_array
 from selftask.data.source import Source
 from selftask.errors import UserError
 from selftask.registry import register_source
@@ -44,9 +45,8 @@ class Digits(Source):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        gray = Image.fromarray(self.images[index])
-        return Image.merge("RGB", (gray, gray, gray)), int(self.labels[index])
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        return from_array(self.images[index]), int(self.labels[index])
 
     def path(self, index: int) -> str:
         return f"digits.csv.gz:{self.first + index + 1}"

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from selftask.data.image import check_header, read_image
 from selftask.data.source import NO_LABEL, PathTable, Source
@@ -35,7 +34,7 @@ class FileSource(Source):
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         label = NO_LABEL if self.labels is None else int(self.labels[index])
         return read_image(self.path(index), self.max_pixels), label
 

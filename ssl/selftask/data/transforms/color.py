@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import cv2
 import numpy as np
-from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
-from selftask.data.transforms.normalize import to_float
+from selftask.data.transforms.transform import Transform
 from selftask.registry import register_transform
+
+LUMA = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R 601), as Pillow and torchvision use
+_ORDERS = list(itertools.permutations(range(4)))
+_EYE = np.eye(3, 4)
+_GRAY = np.zeros((3, 4))
+_GRAY[:, :3] = LUMA
+
+
+class Jitter(NamedTuple):
+    """Drawn factors; ``order`` is that in which 0 brightness, 1 contrast, 2 saturation, 3 hue."""
+
+    factors: tuple[float, float, float]
+    turn: float
+    order: tuple[int, ...]
 
 
 @register_transform("color_jitter")
 @dataclass(frozen=True, kw_only=True)
-class ColorJitter:
+class ColorJitter(Transform):
     """Brightness, contrast, saturation and hue by random factors, in random order."""
 
     brightness: float = 0.0  # factor within 1 +- this, never below 0
@@ -33,23 +48,30 @@ class ColorJitter:
         if not 0 <= self.p <= 1:
             yield f"p: {self.p}; a probability is expected"
 
-    def __call__(self, image: Image.Image, rng: np.random.Generator) -> Image.Image:
-        if rng.random() >= self.p:
-            return image
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> Jitter | None:
+        chance, *draws, turn, order = rng.random(6).tolist()
+        if chance >= self.p:
+            return None
         strengths = (self.brightness, self.contrast, self.saturation)
-        factors = [_factor(strength, rng) for strength in strengths]
-        turn = self.hue * (2 * rng.random() - 1)
-        for operation in rng.permutation(4).tolist():
+        brightness, contrast, saturation = map(_factor, strengths, draws)
+        turn = self.hue * (2 * turn - 1)
+        return Jitter((brightness, contrast, saturation), turn, _ORDERS[int(order * len(_ORDERS))])
+
+    def apply(self, image: np.ndarray, drawn: Jitter) -> np.ndarray:
+        strengths = (self.brightness, self.contrast, self.saturation, self.hue)
+        for operation in drawn.order:
+            if not strengths[operation]:
+                continue
             if operation == 3:
-                image = adjust_hue(image, turn) if self.hue else image
-            elif strengths[operation]:
-                image = _ENHANCERS[operation](image).enhance(factors[operation])
+                image = adjust_hue(image, drawn.turn)
+            else:
+                image = _ADJUST[operation](image, drawn.factors[operation])
         return image
 
 
 @register_transform("grayscale")
 @dataclass(frozen=True, kw_only=True)
-class Grayscale:
+class Grayscale(Transform):
     """Three equal channels of luma, with probability p."""
 
     p: float = 0.1
@@ -58,20 +80,20 @@ class Grayscale:
         if not 0 <= self.p <= 1:
             yield f"p: {self.p}; a probability is expected"
 
-    def __call__(self, image: Image.Image, rng: np.random.Generator) -> Image.Image:
-        if rng.random() >= self.p:
-            return image
-        luma = image.convert("L")
-        return Image.merge("RGB", (luma, luma, luma))
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
+        return () if rng.random() < self.p else None
+
+    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+        return cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
 
 
 @register_transform("gaussian_blur")
 @dataclass(frozen=True, kw_only=True)
-class GaussianBlur:
+class GaussianBlur(Transform):
     """Blur by a random sigma, with probability p.
 
-    Pillow's filter, as in MoCo's, BYOL's and DINO's code: three box filters that come close to the
-    Gaussian, without a kernel size to choose.
+    The true Gaussian, cut off where it no longer counts: no kernel size to choose, as with
+    Pillow's filter in MoCo's, BYOL's and DINO's code, which comes close to it by box filters.
     """
 
     p: float = 0.5
@@ -83,16 +105,19 @@ class GaussianBlur:
         if not 0 <= self.sigma[0] <= self.sigma[1]:
             yield f"sigma: {list(self.sigma)}; 0 <= least <= largest is expected"
 
-    def __call__(self, image: Image.Image, rng: np.random.Generator) -> Image.Image:
-        if rng.random() >= self.p:
-            return image
-        sigma = self.sigma[0] + (self.sigma[1] - self.sigma[0]) * rng.random()
-        return image.filter(ImageFilter.GaussianBlur(sigma))
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> float | None:
+        """Sigma in pixels."""
+        chance, draw = rng.random(2).tolist()
+        low, high = self.sigma
+        return low + (high - low) * draw if chance < self.p else None
+
+    def apply(self, image: np.ndarray, drawn: float) -> np.ndarray:
+        return cv2.GaussianBlur(image, (0, 0), drawn) if drawn > 0 else image
 
 
 @register_transform("solarize")
 @dataclass(frozen=True, kw_only=True)
-class Solarize:
+class Solarize(Transform):
     """Invert the values from ``threshold`` on, with probability p."""
 
     p: float = 0.2
@@ -102,17 +127,21 @@ class Solarize:
         if not 0 <= self.p <= 1:
             yield f"p: {self.p}; a probability is expected"
 
-    def __call__(self, image: Image.Image, rng: np.random.Generator) -> Image.Image:
-        return ImageOps.solarize(image, self.threshold) if rng.random() < self.p else image
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
+        return () if rng.random() < self.p else None
+
+    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+        mask = cv2.compare(image, float(self.threshold), cv2.CMP_GE)  # 255 where it holds
+        return cv2.bitwise_xor(image, mask)
 
 
 @register_transform("contrast_noise")
 @dataclass(frozen=True, kw_only=True)
-class ContrastNoise:
+class ContrastNoise(Transform):
     """Random contrast, brightness offset and sensor noise: x * factor + offset + noise.
 
     On the scale [0, 1], clipped to it. The noise is the same in the three channels, so gray stays
-    gray. Gives floats: only ``normalize`` may come after it.
+    gray.
     """
 
     contrast: tuple[float, float] = (1.0, 1.0)  # the factor's range
@@ -127,33 +156,58 @@ class ContrastNoise:
         if self.noise < 0:
             yield f"noise: {self.noise}; 0 or more is expected"
 
-    def __call__(self, image: Image.Image | np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def draw(
+        self, rng: np.random.Generator, height: int, width: int
+    ) -> tuple[float, float, np.ndarray | None]:
+        """Factor, offset, and the noise (H, W, 1), on the scale [0, 255]."""
         factor, offset = rng.random(2).tolist()
         factor = self.contrast[0] + (self.contrast[1] - self.contrast[0]) * factor
         offset = self.offset[0] + (self.offset[1] - self.offset[0]) * offset
-        values: np.ndarray = to_float(image) * np.float32(factor)
+        noise = None
         if self.noise:
-            noise = rng.standard_normal(values.shape[1:], dtype=np.float32)
-            noise *= np.float32(self.noise)
-            noise += np.float32(offset)
-            values += noise
-        else:
-            values += np.float32(offset)
-        np.clip(values, 0.0, 1.0, out=values)
-        return values
+            noise = rng.standard_normal((height, width, 1), dtype=np.float32)
+            noise *= np.float32(255 * self.noise)
+        return factor, 255 * offset, noise
+
+    def apply(self, image: np.ndarray, drawn: tuple[float, float, np.ndarray | None]) -> np.ndarray:
+        factor, offset, noise = drawn
+        values = image * np.float32(factor)
+        values += np.float32(offset) if noise is None else noise + np.float32(offset)
+        np.rint(values, out=values)
+        return np.clip(values, 0, 255, out=values).astype(np.uint8)
 
 
-def adjust_hue(image: Image.Image, turn: float) -> Image.Image:
+def adjust_brightness(image: np.ndarray, factor: float) -> np.ndarray:
+    """x * factor."""
+    return cv2.transform(image, factor * _EYE)
+
+
+def adjust_contrast(image: np.ndarray, factor: float) -> np.ndarray:
+    """Away from (factor above 1) or towards the mean luma, which is rounded as Pillow does."""
+    red, green, blue, _ = cv2.mean(image)
+    mean = int(LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue + 0.5)
+    matrix = factor * _EYE
+    matrix[:, 3] = (1 - factor) * mean
+    return cv2.transform(image, matrix)
+
+
+def adjust_saturation(image: np.ndarray, factor: float) -> np.ndarray:
+    """Away from (factor above 1) or towards each pixel's luma."""
+    return cv2.transform(image, factor * _EYE + (1 - factor) * _GRAY)
+
+
+def adjust_hue(image: np.ndarray, turn: float) -> np.ndarray:
     """Turn the hue by a fraction of the colour circle, in steps of 1/256."""
-    hue, saturation, value = image.convert("HSV").split()
-    shift = int(turn * 255)
-    hue = hue.point([(level + shift) % 256 for level in range(256)])
-    return Image.merge("HSV", (hue, saturation, value)).convert("RGB")
+    hsv = cv2.cvtColor(image, cv2.COLOR_RGB2HSV_FULL)
+    step = np.array((int(turn * 255) % 256, 0, 0), dtype=np.uint8)
+    rows = np.tile(step, image.shape[1]).reshape(image.shape[1], 3)
+    hsv += rows  # wraps around, as the circle does
+    return cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB_FULL)
 
 
-def _factor(strength: float, rng: np.random.Generator) -> float:
+def _factor(strength: float, draw: float) -> float:
     low = max(0.0, 1.0 - strength)
-    return low + (1.0 + strength - low) * rng.random()
+    return low + (1.0 + strength - low) * draw
 
 
-_ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
+_ADJUST = (adjust_brightness, adjust_contrast, adjust_saturation)

@@ -5,30 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+import cv2
 import numpy as np
-from PIL import Image, ImageOps
 
+from selftask.data.transforms.resampling import Interpolation, resize
+from selftask.data.transforms.transform import Certain, Transform
 from selftask.registry import register_transform
 
-RESAMPLING = {
-    "bicubic": Image.Resampling.BICUBIC,
-    "bilinear": Image.Resampling.BILINEAR,
-    "nearest": Image.Resampling.NEAREST,
-}
+Box = tuple[int, int, int, int]  # left, top, right, bottom, in pixels
 TRIES = 10  # random crops of a wrong shape before the centre is taken
 
 
 @register_transform("random_resized_crop")
 @dataclass(frozen=True, kw_only=True)
-class RandomResizedCrop:
+class RandomResizedCrop(Transform):
     """A crop of random area and aspect ratio, resized to a square."""
 
     size: int  # pixels
     scale: tuple[float, float] = (0.08, 1.0)  # of the image's area
     ratio: tuple[float, float] = (0.75, 1.3333333333333333)  # width / height, log-uniform
-    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
+    interpolation: Interpolation = "bilinear"
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.size < 1:
@@ -38,27 +36,24 @@ class RandomResizedCrop:
         if not 0 < self.ratio[0] <= self.ratio[1]:
             yield f"ratio: {list(self.ratio)}; 0 < least <= largest is expected"
 
-    def __call__(self, image: Image.Image, rng: np.random.Generator) -> Image.Image:
-        crop = image.crop(self.draw_box(image.size, rng))
-        return crop.resize((self.size, self.size), RESAMPLING[self.interpolation])
-
-    def draw_box(
-        self, size: tuple[int, int], rng: np.random.Generator
-    ) -> tuple[int, int, int, int]:
-        """(left, top, right, bottom) within an image of ``size`` (width, height)."""
-        width, height = size
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> Box:
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         for _ in range(TRIES):
-            area = width * height * (self.scale[0] + (self.scale[1] - self.scale[0]) * rng.random())
-            ratio = math.exp(low + (high - low) * rng.random())
+            of_area, of_ratio, of_left, of_top = rng.random(4).tolist()
+            area = width * height * (self.scale[0] + (self.scale[1] - self.scale[0]) * of_area)
+            ratio = math.exp(low + (high - low) * of_ratio)
             w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
             if 0 < w <= width and 0 < h <= height:
-                left = int(rng.random() * (width - w + 1))
-                top = int(rng.random() * (height - h + 1))
+                left = int(of_left * (width - w + 1))
+                top = int(of_top * (height - h + 1))
                 return left, top, left + w, top + h
         return self._centre_box(width, height)
 
-    def _centre_box(self, width: int, height: int) -> tuple[int, int, int, int]:
+    def apply(self, image: np.ndarray, drawn: Box) -> np.ndarray:
+        left, top, right, bottom = drawn
+        return resize(image[top:bottom, left:right], self.size, self.size, self.interpolation)
+
+    def _centre_box(self, width: int, height: int) -> Box:
         """The largest crop in the middle whose aspect ratio is allowed."""
         w, h = width, height
         if width / height < self.ratio[0]:
@@ -71,30 +66,28 @@ class RandomResizedCrop:
 
 @register_transform("resize")
 @dataclass(frozen=True, kw_only=True)
-class Resize:
+class Resize(Certain):
     """Resize the shorter side to ``size``, keeping the aspect ratio."""
 
     size: int  # pixels
-    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
+    interpolation: Interpolation = "bilinear"
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.size < 1:
             yield f"size: {self.size}; at least 1 pixel"
 
-    def __call__(self, image: Image.Image, rng: np.random.Generator) -> Image.Image:
-        width, height = image.size
+    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+        height, width = image.shape[:2]
         if width <= height:
-            target = (self.size, max(1, int(self.size * height / width)))
+            height, width = max(1, int(self.size * height / width)), self.size
         else:
-            target = (max(1, int(self.size * width / height)), self.size)
-        if target == image.size:
-            return image
-        return image.resize(target, RESAMPLING[self.interpolation])
+            height, width = self.size, max(1, int(self.size * width / height))
+        return resize(image, height, width, self.interpolation)
 
 
 @register_transform("center_crop")
 @dataclass(frozen=True, kw_only=True)
-class CenterCrop:
+class CenterCrop(Certain):
     """The square in the middle; a smaller image is padded with black first."""
 
     size: int  # pixels
@@ -103,16 +96,16 @@ class CenterCrop:
         if self.size < 1:
             yield f"size: {self.size}; at least 1 pixel"
 
-    def __call__(self, image: Image.Image, rng: np.random.Generator) -> Image.Image:
+    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
         image = _pad_to(image, self.size)
-        left = round((image.size[0] - self.size) / 2)
-        top = round((image.size[1] - self.size) / 2)
-        return image.crop((left, top, left + self.size, top + self.size))
+        top = round((image.shape[0] - self.size) / 2)
+        left = round((image.shape[1] - self.size) / 2)
+        return np.ascontiguousarray(image[top : top + self.size, left : left + self.size])
 
 
 @register_transform("random_crop")
 @dataclass(frozen=True, kw_only=True)
-class RandomCrop:
+class RandomCrop(Transform):
     """A square at a random place, after padding with black on all sides."""
 
     size: int  # pixels
@@ -124,19 +117,27 @@ class RandomCrop:
         if self.padding < 0:
             yield f"padding: {self.padding}; 0 or more pixels"
 
-    def __call__(self, image: Image.Image, rng: np.random.Generator) -> Image.Image:
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[int, int]:
+        """Left and top in the padded image."""
+        across, down = rng.random(2).tolist()
+        room = (max(0, side + 2 * self.padding - self.size) for side in (width, height))
+        return int(across * (next(room) + 1)), int(down * (next(room) + 1))
+
+    def apply(self, image: np.ndarray, drawn: tuple[int, int]) -> np.ndarray:
         if self.padding:
-            image = ImageOps.expand(image, self.padding)
+            image = _pad(image, self.padding, self.padding, self.padding, self.padding)
         image = _pad_to(image, self.size)
-        left = int(rng.random() * (image.size[0] - self.size + 1))
-        top = int(rng.random() * (image.size[1] - self.size + 1))
-        return image.crop((left, top, left + self.size, top + self.size))
+        left, top = drawn
+        return np.ascontiguousarray(image[top : top + self.size, left : left + self.size])
 
 
-def _pad_to(image: Image.Image, size: int) -> Image.Image:
+def _pad_to(image: np.ndarray, size: int) -> np.ndarray:
     """Black around the image until each side has at least ``size`` pixels."""
-    width, height = max(image.size[0], size), max(image.size[1], size)
-    if (width, height) == image.size:
+    down, across = (max(0, size - side) for side in image.shape[:2])
+    if not down and not across:
         return image
-    left, top = (width - image.size[0]) // 2, (height - image.size[1]) // 2
-    return image.crop((-left, -top, width - left, height - top))
+    return _pad(image, down // 2, down - down // 2, across // 2, across - across // 2)
+
+
+def _pad(image: np.ndarray, top: int, bottom: int, left: int, right: int) -> np.ndarray:
+    return cv2.copyMakeBorder(image, top, bottom, left, right, cv2.BORDER_CONSTANT)

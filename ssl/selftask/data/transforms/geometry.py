@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+import cv2
 import numpy as np
-from PIL import Image
 
-from selftask.data.transforms.crops import RESAMPLING
+from selftask.data.transforms.resampling import Interpolation, warp
+from selftask.data.transforms.transform import Transform
 from selftask.registry import register_transform
+
+Matrix = tuple[float, ...]  # 2x3, row by row
 
 
 @register_transform("horizontal_flip")
 @dataclass(frozen=True, kw_only=True)
-class HorizontalFlip:
+class HorizontalFlip(Transform):
     """Left becomes right, with probability p."""
 
     p: float = 0.5
@@ -25,14 +28,16 @@ class HorizontalFlip:
         if not 0 <= self.p <= 1:
             yield f"p: {self.p}; a probability is expected"
 
-    def __call__(self, image: Image.Image, rng: np.random.Generator) -> Image.Image:
-        flip = rng.random() < self.p
-        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else image
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
+        return () if rng.random() < self.p else None
+
+    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+        return cv2.flip(image, 1)
 
 
 @register_transform("vertical_flip")
 @dataclass(frozen=True, kw_only=True)
-class VerticalFlip:
+class VerticalFlip(Transform):
     """Up becomes down, with probability p."""
 
     p: float = 0.5
@@ -41,28 +46,34 @@ class VerticalFlip:
         if not 0 <= self.p <= 1:
             yield f"p: {self.p}; a probability is expected"
 
-    def __call__(self, image: Image.Image, rng: np.random.Generator) -> Image.Image:
-        flip = rng.random() < self.p
-        return image.transpose(Image.Transpose.FLIP_TOP_BOTTOM) if flip else image
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
+        return () if rng.random() < self.p else None
+
+    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+        return cv2.flip(image, 0)
 
 
 @register_transform("rotation")
 @dataclass(frozen=True, kw_only=True)
-class Rotation:
+class Rotation(Transform):
     """Turn about the centre by up to ``degrees`` either way; the size stays."""
 
     degrees: float
-    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
+    interpolation: Interpolation = "bilinear"
     fill: int = 0  # grey level of what comes from outside
 
-    def __call__(self, image: Image.Image, rng: np.random.Generator) -> Image.Image:
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> Matrix:
+        """From output to input coordinates; anticlockwise for a positive angle."""
         angle = self.degrees * (2 * rng.random() - 1)
-        return image.rotate(angle, RESAMPLING[self.interpolation], fillcolor=(self.fill,) * 3)
+        return inverse_affine((width, height), -angle, 1.0, (0.0, 0.0))
+
+    def apply(self, image: np.ndarray, drawn: Matrix) -> np.ndarray:
+        return warp(image, drawn, self.interpolation, self.fill)
 
 
 @register_transform("random_affine")
 @dataclass(frozen=True, kw_only=True)
-class RandomAffine:
+class RandomAffine(Transform):
     """Random rotation, scale and shift in a single resampling.
 
     torchvision's RandomAffine without shear, except that shifts are not rounded to whole pixels.
@@ -71,7 +82,7 @@ class RandomAffine:
     degrees: float = 0.0  # rotation by up to this, either way
     scale: tuple[float, float] = (1.0, 1.0)
     shift: float = 0.0  # by up to this fraction of the width and of the height, either way
-    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
+    interpolation: Interpolation = "bilinear"
     fill: int = 0  # grey level of what comes from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -80,29 +91,23 @@ class RandomAffine:
         if not 0 <= self.shift <= 1:
             yield f"shift: {self.shift}; a fraction of the image, from 0 to 1, is expected"
 
-    def __call__(self, image: Image.Image, rng: np.random.Generator) -> Image.Image:
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> Matrix:
+        """From output to input coordinates."""
         angle, scale, right, down = rng.random(4).tolist()
-        matrix = inverse_affine(
-            image.size,
+        return inverse_affine(
+            (width, height),
             self.degrees * (2 * angle - 1),
             self.scale[0] + (self.scale[1] - self.scale[0]) * scale,
-            (
-                image.size[0] * self.shift * (2 * right - 1),
-                image.size[1] * self.shift * (2 * down - 1),
-            ),
+            (width * self.shift * (2 * right - 1), height * self.shift * (2 * down - 1)),
         )
-        return image.transform(
-            image.size,
-            Image.Transform.AFFINE,
-            matrix,
-            RESAMPLING[self.interpolation],
-            fillcolor=(self.fill,) * 3,
-        )
+
+    def apply(self, image: np.ndarray, drawn: Matrix) -> np.ndarray:
+        return warp(image, drawn, self.interpolation, self.fill)
 
 
 def inverse_affine(
     size: tuple[int, int], degrees: float, scale: float, shift: tuple[float, float]
-) -> tuple[float, ...]:
+) -> Matrix:
     """The 2x3 matrix, row by row, that takes output to input coordinates.
 
     Forward: turn clockwise by ``degrees`` about the centre and scale, then shift by pixels.

@@ -1,0 +1,62 @@
+"""Other sizes and other frames for 8-bit pictures, at Pillow's (and so torchvision's) semantics."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import cv2
+import numpy as np
+
+Interpolation = Literal["bilinear", "bicubic", "nearest"]
+
+cv2.setNumThreads(1)  # pictures are shared out among processes; its threads do not survive a fork
+
+_WARPS = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC, "nearest": cv2.INTER_NEAREST}
+
+
+def resize(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:
+    """uint8 (height, width, 3) of (H, W, 3), which may be a crop of a larger array; antialiased.
+
+    torch has the fastest antialiased kernel for bytes; OpenCV has none, but is faster where
+    nothing shrinks, and means the same there (for bicubic another kernel: not used).
+    """
+    size = image.shape[:2]
+    if size == (height, width):
+        return np.ascontiguousarray(image)
+    if interpolation == "nearest":
+        return cv2.resize(image, (width, height), interpolation=cv2.INTER_NEAREST_EXACT)
+    if interpolation == "bilinear" and height >= size[0] and width >= size[1]:
+        return cv2.resize(image, (width, height), interpolation=cv2.INTER_LINEAR)
+    return _antialiased(image, height, width, interpolation)
+
+
+def _antialiased(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:
+    import torch  # here, so that a wrong config is reported before torch is loaded
+    from torch.nn.functional import interpolate
+
+    # Indexed before it is permuted: only so are the strides those of channels_last, and the copy
+    # to and from planes that torch makes otherwise costs more than the resizing.
+    planes = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
+    resized = interpolate(planes, (height, width), mode=interpolation, antialias=True)
+    pixels: np.ndarray = resized[0].permute(1, 2, 0).numpy()
+    return np.ascontiguousarray(pixels)
+
+
+def warp(
+    image: np.ndarray, output_to_input: tuple[float, ...], interpolation: str, fill: int
+) -> np.ndarray:
+    """An affine map of the frame; ``fill`` is the grey level of what comes from outside.
+
+    The matrix (2x3, row by row) takes output to input coordinates, in which the first pixel's
+    centre is at (0.5, 0.5), as Pillow's do.
+    """
+    a, b, c, d, e, f = output_to_input
+    centred = ((a, b, c + (a + b - 1) / 2), (d, e, f + (d + e - 1) / 2))
+    return cv2.warpAffine(
+        image,
+        np.array(centred),
+        (image.shape[1], image.shape[0]),
+        flags=_WARPS[interpolation] | cv2.WARP_INVERSE_MAP,
+        borderMode=cv2.BORDER_CONSTANT,
+        borderValue=(fill,) * 3,
+    )

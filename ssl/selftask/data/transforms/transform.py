@@ -1,0 +1,36 @@
+"""What a transform is: parameters drawn from a generator, then applied to an image."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+
+
+class Transform(ABC):
+    """One registered operation on 8-bit pictures; its dataclass fields are its keys in the config.
+
+    Drawing and applying are apart, so that whoever applies (image by image here, a batch at once
+    on a device) does the same with the same draws. A transform of your own may as well be any
+    callable ``(image, rng) -> image``.
+    """
+
+    @abstractmethod
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
+        """Parameters for an image of that size; None if it is to stay as it is."""
+
+    @abstractmethod
+    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+        """The changed picture, uint8 (H', W', 3), of one (H, W, 3), which is left as it was."""
+
+    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        drawn = self.draw(rng, *image.shape[:2])
+        return image if drawn is None else self.apply(image, drawn)
+
+
+class Certain(Transform):
+    """A transform without randomness."""
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
+        return ()
