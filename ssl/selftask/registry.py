@@ -235,6 +235,7 @@ TRAIN_STEPS = Registry("train_step", "selftask.train_steps")
 HOOKS = Registry("hook", "selftask.hooks")
 BACKBONES = Registry("backbone", "selftask.models.backbones")
 SOURCES = Registry("source", "selftask.data.sources")
+SAMPLERS = Registry("sampler", "selftask.data.samplers")
 TRANSFORMS = Registry("transform", "selftask.data.transforms")
 OPTIMIZERS = Registry("optimizer", "selftask.optim")
 SCHEDULES = Registry("schedule", "selftask.optim")
@@ -247,6 +248,7 @@ REGISTRIES: dict[str, Registry] = {
     "hooks": HOOKS,
     "backbones": BACKBONES,
     "sources": SOURCES,
+    "samplers": SAMPLERS,
     "transforms": TRANSFORMS,
     "optimizers": OPTIMIZERS,
     "schedules": SCHEDULES,
@@ -259,6 +261,7 @@ register_train_step = TRAIN_STEPS.register
 register_hook = HOOKS.register
 register_backbone = BACKBONES.register
 register_source = SOURCES.register
+register_sampler = SAMPLERS.register
 register_transform = TRANSFORMS.register
 register_optimizer = OPTIMIZERS.register
 register_schedule = SCHEDULES.register

@@ -1,108 +1,115 @@
-"""The order is a permutation, looks random, and can be entered anywhere."""
+"""Batches are parts of one order: for any world size, from any step on, for every sampler."""
 
 from __future__ import annotations
 
 import itertools
-import time
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from selftask.data.sampler import BatchSampler, FeistelOrder, SortedOrder, epoch_order
-from selftask.errors import ConfigError
+from selftask.data.order import FeistelOrder, epoch_order
+from selftask.data.sampler import BatchSampler, Pool, Sampler, epoch_of
+from selftask.data.samplers.shuffled import Shuffled
+from selftask.errors import ConfigError, UserError
+from selftask.registry import SAMPLERS
 
-KINDS = [SortedOrder, FeistelOrder]
-
-
-def whole_order(kind: Any, seed: int, epoch: int, n: int) -> np.ndarray:
-    order: np.ndarray = kind(seed, epoch, n).at(np.arange(n))
-    return order
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_order_is_a_permutation(kind: Any) -> None:
-    for n in [*range(1, 300), *range(300, 2001, 17), 2000]:
-        assert np.array_equal(np.sort(whole_order(kind, 7, n % 5, n)), np.arange(n)), n
+LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(6), [70, 40, 25, 12, 10, 3]))
+ALL = ["shuffled", "repeated", "stratified", "power_law", "balanced", "weighted"]
+ALL += ["sequential", "first"]
 
 
-@pytest.mark.parametrize("n", [1000, 20_000])
-def test_parts_agree_with_the_whole(n: int) -> None:
-    order = epoch_order(3, 2, n)
-    whole = order.at(np.arange(n))
-    positions = np.random.default_rng(0).integers(0, n, (7, 5))
-    assert np.array_equal(order.at(positions), whole[positions])
+def make(
+    name: str, n: int = 160, batch_size: int = 12, *, seed: int = 0, **args: object
+) -> Sampler:
+    """A sampler over images with LABELS, or without any where n is another."""
+    labels = LABELS if n == len(LABELS) else None
+    cls = SAMPLERS[name]
+    config = cls.Config(**args) if hasattr(cls, "Config") else None
+    sampler: Sampler = cls(config, Pool(n, batch_size, seed, labels))
+    return sampler
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_orders_differ_by_seed_and_epoch(kind: Any) -> None:
-    orders = [whole_order(kind, seed, epoch, 1000) for seed in (0, 1, 2) for epoch in (0, 1, 2)]
-    for a, b in itertools.combinations(orders, 2):
-        assert (a == b).sum() < 10  # one on average
+def shuffled(n: int, batch_size: int, *, seed: int = 0, **more: int) -> BatchSampler:
+    return BatchSampler(Shuffled(None, Pool(n, batch_size, seed)), **more)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [10, 97, 1000])
-def test_positions_are_uniform(kind: Any, n: int) -> None:
-    """Chi-square of (position, index) counts, in at most 10x10 cells, over many epochs."""
-    epochs, cells = 1000, min(n, 10)
-    rows = np.arange(n) * cells // n
-    counts = np.zeros((cells, cells))
-    for epoch in range(epochs):
-        np.add.at(counts, (rows, whole_order(kind, 11, epoch, n) * cells // n), 1)
-    size = np.bincount(rows).astype(float)
-    expected = np.outer(size, size) / n * epochs
-    chi2 = ((counts - expected) ** 2 / expected).sum() * (n - 1) / n
-    freedom = (cells - 1) ** 2
-    assert abs(chi2 - freedom) < 4.5 * np.sqrt(2 * freedom)
+@pytest.fixture
+def any_sampler(request: pytest.FixtureRequest, tmp_path: Path) -> Sampler:
+    if request.param == "weighted":
+        np.save(tmp_path / "w.npy", np.arange(len(LABELS)) % 5)
+        return make("weighted", weights=str(tmp_path / "w.npy"), seed=3)
+    return make(request.param, seed=3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_neighbours_are_unrelated(kind: Any) -> None:
-    """Differences of adjacent entries, as of independent draws: uniform modulo n."""
-    n, cells = 4096, 64
-    counts = np.zeros(cells)
-    for epoch in range(50):
-        steps = np.diff(whole_order(kind, 5, epoch, n)) % n
-        counts += np.bincount(steps * cells // n, minlength=cells)
-    expected = counts.sum() / cells
-    chi2 = ((counts - expected) ** 2 / expected).sum()
-    assert abs(chi2 - (cells - 1)) < 4.5 * np.sqrt(2 * (cells - 1))
+every_sampler = pytest.mark.parametrize("any_sampler", ALL, indirect=True)
 
 
-def test_seeking_in_a_huge_epoch_costs_nothing() -> None:
-    started = time.perf_counter()
-    part = epoch_order(0, 0, 10**12).at(np.arange(999_999_999_000, 10**12))
-    assert len(np.unique(part)) == 1000
-    assert part.min() >= 0
-    assert part.max() < 10**12
-    assert time.perf_counter() - started < 0.2
+# -- the contract ----------------------------------------------------------------------------------
 
 
-def test_large_epochs_are_read_in_blocks() -> None:
-    """Batches on both sides of the border of a block are those of the order."""
-    order = epoch_order(1, 0, 50_000)
-    batches = itertools.islice(BatchSampler(50_000, 1000, seed=1, start=3), 12)
-    for step, batch in enumerate(batches, 3):
-        expected = order.at(np.arange(step * 1000, (step + 1) * 1000))
-        assert batch == [(0, index) for index in expected.tolist()]
+@every_sampler
+def test_ranks_share_each_global_batch(any_sampler: Sampler) -> None:
+    whole = iter(BatchSampler(any_sampler))
+    for world_size in (2, 3, 12):
+        whole = iter(BatchSampler(any_sampler))
+        parts = [
+            iter(BatchSampler(any_sampler, rank=rank, world_size=world_size))
+            for rank in range(world_size)
+        ]
+        for _ in range(30):
+            assert next(whole) == [key for part in parts for key in next(part)]
 
 
-def test_ranks_share_each_global_batch() -> None:
-    whole = iter(BatchSampler(103, 12, seed=1))
-    parts = [iter(BatchSampler(103, 12, seed=1, rank=rank, world_size=3)) for rank in range(3)]
-    for _ in range(20):
-        assert next(whole) == [key for part in parts for key in next(part)]
+@every_sampler
+def test_seeking_is_counting(any_sampler: Sampler) -> None:
+    whole = list(itertools.islice(BatchSampler(any_sampler), 40))
+    for start in (0, 1, 5, 12, 13, 14, 26, 39):
+        assert next(iter(BatchSampler(any_sampler, start=start))) == whole[start]
 
 
-def test_seeking_is_counting() -> None:
-    whole = list(itertools.islice(BatchSampler(50, 8, seed=4), 40))
-    for start in (0, 1, 5, 6, 7, 12, 39):
-        assert next(iter(BatchSampler(50, 8, seed=4, start=start))) == whole[start]
+@every_sampler
+def test_keys_name_the_epoch_and_no_showing_twice(any_sampler: Sampler) -> None:
+    """Draws are a function of the key: those of two showings of an image must differ."""
+    batches = BatchSampler(any_sampler)
+    for epoch in range(3):
+        keys = list(
+            itertools.chain(
+                *itertools.islice(
+                    BatchSampler(any_sampler, start=epoch * batches.steps_per_epoch),
+                    batches.steps_per_epoch,
+                )
+            )
+        )
+        assert {epoch_of(key) for key, _ in keys} == {epoch}
+        assert len(set(keys)) == len(keys) == batches.steps_per_epoch * 12
+        indices = [index for _, index in keys]
+        assert any_sampler.repeats == (len(set(indices)) < len(indices))
+        assert 0 <= min(indices) <= max(indices) < len(LABELS)
+
+
+@every_sampler
+def test_seeds_and_epochs_make_other_orders(any_sampler: Sampler) -> None:
+    positions = np.arange(any_sampler.num_samples // 12 * 12)
+    orders = [any_sampler.order(epoch).at(positions).tolist() for epoch in range(4)]
+    if type(any_sampler).__name__ == "Sequential":
+        assert orders == [positions.tolist()] * 4
+    else:
+        assert len(set(map(tuple, orders))) == 4
+        other = type(any_sampler)(any_sampler.config, Pool(160, 12, 4, LABELS))
+        assert other.order(0).at(positions).tolist() not in orders
+
+
+@every_sampler
+def test_one_line_says_how_long_an_epoch_is(any_sampler: Sampler) -> None:
+    batches = BatchSampler(any_sampler)
+    steps = batches.steps_per_epoch
+    assert f"an epoch is {steps} steps of 12 = {steps * 12} samples" in batches.describe()
 
 
 def test_epochs_drop_the_partial_batch_and_do_not_repeat() -> None:
-    batches = list(itertools.islice(BatchSampler(50, 8, seed=4), 12))
+    batches = list(itertools.islice(shuffled(50, 8, seed=4), 12))
     for epoch in range(2):
         keys = list(itertools.chain(*batches[epoch * 6 : epoch * 6 + 6]))
         assert {e for e, _ in keys} == {epoch}
@@ -110,8 +117,181 @@ def test_epochs_drop_the_partial_batch_and_do_not_repeat() -> None:
     assert batches[:6] != batches[6:]
 
 
+def test_large_epochs_are_read_in_blocks() -> None:
+    """Batches on both sides of the border of a block are those of the order."""
+    order = epoch_order(1, 0, 50_000)
+    batches = itertools.islice(shuffled(50_000, 1000, seed=1, start=3), 12)
+    for step, batch in enumerate(batches, 3):
+        expected = order.at(np.arange(step * 1000, (step + 1) * 1000))
+        assert batch == [(0, index) for index in expected.tolist()]
+
+
 def test_impossible_batches() -> None:
     with pytest.raises(ConfigError, match=r"train\.batch_size: 64 is more than the 40 images"):
-        BatchSampler(40, 64, seed=0)
+        shuffled(40, 64)
     with pytest.raises(ConfigError, match="10 cannot be divided among 4 processes"):
-        BatchSampler(40, 10, seed=0, world_size=4)
+        shuffled(40, 10, world_size=4)
+
+
+# -- a billion samples on 4,096 ranks --------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_four_thousand_ranks_share_a_billion_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sample exactly once an epoch, shown in three steps.
+
+    The positions of all ranks are a partition of the epoch (exact arithmetic on their slices); the
+    order is a bijection (exhaustively at 2**22 in test_order, and here its inverse finds every
+    position back); and what each rank really yields is the order at these positions. A whole pass
+    with a bitmap is ``tools/bench/sampler.py --prove``.
+    """
+    n, ranks, per_rank, seed = 10**9, 4096, 64, 5
+    monkeypatch.setattr("selftask.data.sampler.BLOCK", per_rank)  # no reading ahead
+    sampler = Shuffled(None, Pool(n, ranks * per_rank, seed))
+    steps = BatchSampler(sampler).steps_per_epoch
+    assert steps == n // (ranks * per_rank) == 3814
+    slices = np.arange(steps)[:, None] * ranks * per_rank + np.arange(ranks) * per_rank
+    assert np.array_equal(slices.ravel(), np.arange(steps * ranks) * per_rank)
+
+    order = FeistelOrder(seed, 1, n)
+    seen = []
+    for rank in range(ranks):
+        step = rank * 7919 % steps  # another one for each
+        reader = BatchSampler(sampler, rank=rank, world_size=ranks, start=steps + step)
+        keys = np.array(next(iter(reader)))
+        assert (keys[:, 0] == 1).all()
+        expected = slices[step, rank] + np.arange(per_rank)
+        assert np.array_equal(order.inverse(keys[:, 1]), expected)
+        seen.append(keys[:, 1])
+    assert len(np.unique(np.concatenate(seen))) == ranks * per_rank
+
+
+# -- each sampler ----------------------------------------------------------------------------------
+
+
+def epoch_indices(sampler: Sampler, epoch: int) -> np.ndarray:
+    """All full batches of an epoch, (S, B)."""
+    batches = BatchSampler(sampler)
+    positions = np.arange(batches.steps_per_epoch * batches.batch_size)
+    return sampler.order(epoch).at(positions.reshape(-1, batches.batch_size))
+
+
+def test_repeated_shows_each_image_so_often_in_its_batch() -> None:
+    sampler = make("repeated", 1000, 24, times=3)
+    shown = np.zeros(1000, dtype=int)
+    for epoch in range(3):
+        for batch in epoch_indices(sampler, epoch):
+            images, counts = np.unique(batch, return_counts=True)
+            assert counts.tolist() == [3] * 8
+            shown[images] += 1
+            assert np.array_equal(batch[:8], batch[8:16]), "copies are 8 places apart"
+    assert shown.max() == 1, "three epochs go through one order"
+    assert shown.sum() == 1000 // 24 * 24
+
+
+def test_stratified_batches_are_alike() -> None:
+    sampler = make("stratified", seed=1)
+    left_over = set()
+    for epoch in range(20):
+        batches = epoch_indices(sampler, epoch)
+        assert len(np.unique(batches)) == batches.size == 156, "each image once"
+        left_over |= set(range(160)) - set(batches.ravel().tolist())
+        mix = np.stack([np.bincount(LABELS[batch], minlength=6) for batch in batches])
+        share = 12 * np.bincount(LABELS) / 160
+        assert (np.abs(mix - share) < 2).all()
+        assert (np.abs(mix - share) < 1).mean() > 0.9
+    assert len(left_over) > 20, "others in each epoch"
+
+
+def test_stratified_batches_are_in_no_order_of_classes() -> None:
+    """Rank 0 of 2 gets as many of each class as rank 1, and rare classes come at any time."""
+    sampler = make("stratified", seed=1)
+    first_half, steps_of_rarest = np.zeros(6), []
+    for epoch in range(80):
+        classes = LABELS[epoch_indices(sampler, epoch)]
+        first_half += np.bincount(classes[:, :6].ravel(), minlength=6)
+        steps_of_rarest += np.nonzero((classes == 5).any(axis=1))[0].tolist()
+    share = np.bincount(LABELS) / 160
+    assert stats.chisquare(first_half, share * first_half.sum(), ddof=0).pvalue > 1e-4
+    assert stats.chisquare(np.bincount(steps_of_rarest, minlength=13)).pvalue > 1e-4
+
+
+@pytest.mark.parametrize(("name", "power"), [("balanced", 0.0), ("power_law", 0.5)])
+def test_classes_by_a_power_of_their_frequency(name: str, power: float) -> None:
+    args = {"power": power} if name == "power_law" else {}
+    sampler = make(name, samples=1600, **args)
+    counts = np.bincount(LABELS)
+    share = counts**power / (counts**power).sum()
+    images = sampler.order(2).at(np.arange(1600))
+    assert (np.abs(np.bincount(LABELS[images]) - 1600 * share) < 1).all()
+    for label in range(6):
+        each = np.bincount(images, minlength=160)[label == LABELS]
+        assert each.max() - each.min() <= 1, "images of a class come equally often"
+
+
+def test_power_one_is_the_data_as_it_is() -> None:
+    images = make("power_law", power=1.0).order(0).at(np.arange(160))
+    assert sorted(images) == list(range(160))
+
+
+def test_balanced_takes_other_images_of_frequent_classes_in_other_epochs() -> None:
+    sampler = make("balanced")
+    epochs = [set(sampler.order(epoch).at(np.arange(160)).tolist()) for epoch in range(12)]
+    frequent = set(np.flatnonzero(LABELS == 0).tolist())
+    assert all(len(epoch & frequent) in (26, 27) for epoch in epochs)
+    assert set().union(*epochs) == set(range(160))
+
+
+def test_weighted_draws_follow_the_weights(tmp_path: Path) -> None:
+    weights = np.array([0.0, 1, 2, 0, 5, 2, 0])
+    np.savetxt(tmp_path / "w.txt", weights)
+    sampler = make("weighted", 7, 4, weights=str(tmp_path / "w.txt"), samples=20_000)
+    draws = sampler.order(0).at(np.arange(20_000))
+    counts = np.bincount(draws, minlength=7)
+    assert counts[weights == 0].sum() == 0
+    drawn = weights > 0
+    expected = weights[drawn] / weights.sum() * 20_000
+    assert stats.chisquare(counts[drawn], expected).pvalue > 1e-4
+    pairs = np.histogram2d(draws[:-1], draws[1:], bins=np.arange(8) - 0.5)[0][np.ix_(drawn, drawn)]
+    assert stats.chi2_contingency(pairs).pvalue > 1e-4, "draws are independent"
+    assert "draws from 4 of 7 images" in sampler.describe()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1\n2\n", r"shape \(2,\) for 3 images"),
+        ("1\nx\n2\n", r"expected \.npy, or one number a line"),
+        ("1\n-2\n2\n", r"weight -2\.0 of image 1 is not possible"),
+        ("0\n0\n0\n", "all weights are 0"),
+        (None, r"w\.txt'.*[Nn]o such file|w\.txt.*not found"),
+    ],
+)
+def test_wrong_weights(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "w.txt").write_text(text)
+    with pytest.raises(UserError, match=message):
+        make("weighted", 3, 2, weights=str(tmp_path / "w.txt"))
+
+
+def test_debugging_samplers() -> None:
+    assert make("sequential", 10, 4).order(7).at(np.arange(8)).tolist() == list(range(8))
+    first = make("first", 100, 16)
+    assert first.num_samples == 16
+    assert sorted(first.order(3).at(np.arange(16))) == list(range(16))
+    assert "the first 16 of 100 images" in first.describe()
+    with pytest.raises(UserError, match="the first 200 images are more than the 100"):
+        make("first", 100, 16, count=200)
+
+
+@pytest.mark.parametrize("name", ["stratified", "balanced", "power_law"])
+def test_samplers_by_class_need_labels(name: str) -> None:
+    with pytest.raises(
+        UserError, match=r"data\.sampler: .* needs labels, and these images have no"
+    ):
+        make(name, 100)
+    cls = SAMPLERS[name]
+    some = np.where(np.arange(160) == 7, -1, LABELS)
+    config = cls.Config() if hasattr(cls, "Config") else None
+    with pytest.raises(UserError, match=r"1 of 160 images have none \(the first is number 7\)"):
+        cls(config, Pool(160, 12, 0, some))

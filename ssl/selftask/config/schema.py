@@ -57,6 +57,7 @@ class DataConfig:
 
     source: Component  # yaml: data.name and the source's own fields, flat in `data:`
     val: Component | None = None  # labelled images for evaluations; none: no k-NN while training
+    sampler: Component = field(default_factory=lambda: Component(name="shuffled"))  # of an epoch
     num_workers: int = _setting(0, min=0, also=["workers"])  # processes; yaml `auto`: see derive
     on_error: Literal["skip", "fail"] = "skip"  # what an unreadable file does
     max_bad: float = _setting(0.001, min=0, max=1)  # share of unreadable files that stops the run
@@ -66,8 +67,11 @@ class DataConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """As in the yaml: the source's fields flat beside ours."""
-        val = self.val.to_dict() if self.val else None
-        return {**self.source.to_dict(), "val": val, **_own(self, without=("source", "val"))}
+        named = {
+            "val": self.val.to_dict() if self.val else None,
+            "sampler": self.sampler.to_dict(),
+        }
+        return {**self.source.to_dict(), **named, **_own(self, without=("source", *named))}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ from selftask.registry import (
     METERS,
     METHODS,
     OPTIMIZERS,
+    SAMPLERS,
     SOURCES,
     TRANSFORMS,
     Registry,
@@ -38,7 +39,7 @@ from selftask.registry import (
 
 T = TypeVar("T")
 
-DATA = Schema.of(DataConfig, without=["source", "val"])
+DATA = Schema.of(DataConfig, without=["source", "val", "sampler"])
 OPTIMIZER = Schema.of(OptimizerConfig, without=["name", "args"])
 SECTIONS: dict[str, type | None] = {
     "recipe": None,
@@ -60,7 +61,7 @@ SECTIONS: dict[str, type | None] = {
 }
 # Of the sections with a name, the fields that stay when another thing is named:
 OURS: dict[Key, frozenset[str]] = {
-    ("data",): frozenset(DATA.fields),
+    ("data",): frozenset({*DATA.fields, "sampler"}),
     ("optimizer",): frozenset(OPTIMIZER.fields),
 }
 
@@ -171,14 +172,12 @@ def _read_data(reader: Reader, value: Any, processes: int) -> DataConfig | None:
     if value is None:
         reader.problem(("data",), "data is missing: data=FOLDER takes any tree of images")
         return None
-    derived = None
+    derived = val = sampler = None
     if isinstance(value, dict):
         value = dict(value)
-        val = value.pop("val", None)
+        val, sampler = value.pop("val", None), value.pop("sampler", None)
         if value.get("num_workers", "auto") == "auto":
             value["num_workers"], derived = derive.num_workers(processes)
-    else:
-        val = None
     source, ours = reader.component(value, SOURCES, ("data",), ours=DATA)
     if derived:
         reader.places["data.num_workers"] = derived
@@ -186,7 +185,11 @@ def _read_data(reader: Reader, value: Any, processes: int) -> DataConfig | None:
     reader.note_place(("data", "val"))
     if val is not None:
         validation, _ = reader.component(val, SOURCES, ("data", "val"))
-    return DataConfig(source=source, val=validation, **ours) if source else None
+    reader.note_place(("data", "sampler"))
+    order, _ = reader.component(sampler or {"name": "shuffled"}, SAMPLERS, ("data", "sampler"))
+    if source is None or order is None:
+        return None
+    return DataConfig(source=source, val=validation, sampler=order, **ours)
 
 
 def _read_views(reader: Reader, value: Any) -> dict[str, ViewConfig]:
@@ -250,6 +253,7 @@ def own_problems(config: Config) -> Iterator[tuple[Key, str]]:
     whole = config.to_dict()
     named: list[tuple[Component, Registry, Key]] = [
         (config.data.source, SOURCES, ("data",)),
+        (config.data.sampler, SAMPLERS, ("data", "sampler")),
         (config.backbone, BACKBONES, ("backbone",)),
         (config.method, METHODS, ("method",)),
         (

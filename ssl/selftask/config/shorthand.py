@@ -13,7 +13,7 @@ from typing import Any
 
 Path = tuple[str, ...]
 
-_NAMED = {("backbone",), ("method",), ("optimizer",)}
+_NAMED = {("backbone",), ("method",), ("optimizer",), ("data", "sampler")}
 _SOURCES = {("data",), ("data", "val")}
 _NAMED_ENTRIES = {("hooks",), ("meters",), ("eval", "evaluations")}
 

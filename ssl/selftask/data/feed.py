@@ -10,12 +10,16 @@ import torch
 
 from selftask.data.dataset import BadFiles, EvalDataset, Sources, ViewDataset, check_sizes
 from selftask.data.loader import Batches, EvalBatches
+from selftask.data.sampler import build_sampler
 from selftask.data.views import Views, build_pipeline
+from selftask.logs import get_logger
 
 if TYPE_CHECKING:
     from selftask.config.schema import Config
     from selftask.data.source import Source
     from selftask.world import World
+
+log = get_logger(__name__)
 
 
 class Feed:
@@ -50,11 +54,18 @@ class Feed:
                 on_error=config.data.on_error,
                 max_bad=config.data.max_bad,
             ),
+            sampler=build_sampler(config, self.train_source),
         )
+        log.info("sampler: %s", self.batches.sampler.describe())
 
     @property
     def num_samples(self) -> int:
-        """Images of one epoch, over all ranks."""
+        """Samples of one epoch, over all ranks: what the sampler makes of the images."""
+        return self.batches.sampler.sampler.num_samples
+
+    @property
+    def num_images(self) -> int:
+        """Training images: every index is below."""
         return len(self.train_source)
 
     @property

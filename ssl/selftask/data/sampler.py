@@ -1,95 +1,75 @@
-"""Which sample comes when: a pure function of (seed, epoch), sought in O(1) time and memory.
+"""Which sample comes when: a pure function of (seed, epoch, position), sought in O(1) time.
 
-The order of a large epoch is a pseudo-random permutation computed position by position (a Feistel
-network with cycle walking), so nothing is stored or replayed: resuming at step k means counting
-from k.
+A *sampler* says which images an epoch shows, and in which order; the batch sampler cuts that order
+into this rank's parts of the global batches. Neither remembers anything: resuming at step k means
+counting from k, and the samples of a global batch are the same for any number of ranks.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from selftask.data.order import BLOCK, EpochOrder
 from selftask.errors import ConfigError
+from selftask.registry import SAMPLERS
 
-ROUNDS = 8  # even, so that both halves end with the width they began with
-MIN_BITS = 6  # narrower networks mix too little
-BLOCK = 8192  # positions computed at once; epochs up to this are simply sorted
-_MASK = (1 << 64) - 1
+if TYPE_CHECKING:
+    from selftask.config.schema import Config
+    from selftask.data.source import Source
 
-
-def hash_words(*words: int) -> int:
-    """64 well-mixed bits of some integers (splitmix64, one round a word)."""
-    state = 0
-    for word in words:
-        state = (state + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state
+_OCCASION_SHIFT = 32  # the bits of an epoch number below, those of an occasion above
 
 
-class EpochOrder(Protocol):
-    """The shuffled indices 0..n-1 of one epoch."""
+@dataclass(frozen=True)
+class Pool:
+    """What a sampler draws from, and for which batches."""
 
-    n: int
-
-    def at(self, positions: np.ndarray) -> np.ndarray:
-        """Indices (int64) at any positions below n, in their shape."""
-
-
-def epoch_order(seed: int, epoch: int, n: int) -> EpochOrder:
-    """The order of an epoch: sorted by hash where that is cheap, a Feistel network beyond."""
-    return (SortedOrder if n <= BLOCK else FeistelOrder)(seed, epoch, n)
+    num_images: int
+    batch_size: int  # of all ranks together
+    seed: int
+    labels: np.ndarray | None = None  # (num_images,) int64, -1 for none; None: no labels at all
 
 
-class SortedOrder:
-    """0..n-1 sorted by their hashes: O(n log n) once, for small n."""
+class Sampler(ABC):
+    """Which images an epoch shows, in which order: the same for every rank, and torch-free.
 
-    def __init__(self, seed: int, epoch: int, n: int) -> None:
-        self.n = n
-        hashes = _mix(np.arange(n, dtype=np.uint64) + np.uint64(hash_words(seed, epoch)))
-        self._indices = np.argsort(hashes, kind="stable")
-
-    def at(self, positions: np.ndarray) -> np.ndarray:
-        """Indices (int64) at any positions below n, in their shape."""
-        return self._indices[positions]
-
-
-class FeistelOrder:
-    """0..n-1 permuted position by position: O(1) memory, and time only for what is asked.
-
-    A Feistel network permutes the numbers below a power of two; results beyond n are put through
-    it again until they fall below n, which again is a permutation, of 0..n-1.
+    Registered classes take their ``Config`` (None if they have none) and the pool; they raise
+    UserError for what the user can put right. ``num_samples`` is the length of an epoch. Where
+    an image may come more than once in it, ``repeats`` is set: its draws then differ each time.
     """
 
-    def __init__(self, seed: int, epoch: int, n: int) -> None:
-        self.n = n
-        bits = max(MIN_BITS, (n - 1).bit_length())
-        self._right_bits = bits - bits // 2
-        self._widths = ((1 << bits // 2) - 1, (1 << self._right_bits) - 1)  # masks: left, right
-        self._keys = [hash_words(seed, epoch, number) for number in range(ROUNDS)]
+    repeats = False
 
-    def at(self, positions: np.ndarray) -> np.ndarray:
-        """Indices (int64) at any positions below n, in their shape; cheapest by the thousand."""
-        values = self._permute(positions.astype(np.uint64).ravel())
-        (outside,) = np.nonzero(values >= self.n)
-        while len(outside):
-            values[outside] = again = self._permute(values[outside])
-            outside = outside[again >= self.n]
-        return values.view(np.int64).reshape(positions.shape)
+    def __init__(self, config: Any, pool: Pool) -> None:
+        self.config = config
+        self.pool = pool
+        self.num_samples = pool.num_images
 
-    def _permute(self, values: np.ndarray) -> np.ndarray:
-        """One pass through the network; the halves swap, and so do their widths."""
-        shift = np.uint64(self._right_bits)
-        left, right = values >> shift, values & np.uint64(self._widths[1])
-        for number, key in enumerate(self._keys):
-            width = np.uint64(self._widths[number % 2])
-            left, right = right, left ^ (_mix(right + np.uint64(key)) & width)
-        permuted: np.ndarray = (left << shift) | right
-        return permuted
+    @abstractmethod
+    def order(self, epoch: int) -> EpochOrder:
+        """The indices of an epoch by position; O(1) to make, whatever the size."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What the samples of an epoch are: ``each image once``."""
+
+
+def build_sampler(config: Config, source: Source) -> Sampler:
+    """The sampler of ``data.sampler``; raises UserError or ConfigError."""
+    chosen = config.data.sampler
+    registered = SAMPLERS[chosen.name]
+    own = getattr(registered, "Config", None)
+    train = config.train
+    labels = None if source.labels is None else np.asarray(source.labels)
+    pool = Pool(len(source), train.batch_size, train.seed, labels)
+    sampler: Sampler = registered(own(**chosen.args) if own else None, pool)
+    steps_per_epoch(sampler.num_samples, pool.batch_size)  # raises where there is none
+    return sampler
 
 
 class BatchSampler:
@@ -97,29 +77,21 @@ class BatchSampler:
 
     Global batch k of an epoch is ``order[k * B : (k + 1) * B]``, and rank r of W has its r-th
     contiguous part of B / W. The last partial batch of an epoch is dropped. Yields lists of
-    (epoch, index).
+    (epoch, index), where the epoch of a sampler that repeats images also holds the occasion:
+    ``epoch_of`` takes it out.
     """
 
     def __init__(
-        self,
-        n: int,
-        batch_size: int,
-        *,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        start: int = 0,
+        self, sampler: Sampler, *, rank: int = 0, world_size: int = 1, start: int = 0
     ) -> None:
-        if batch_size % world_size:
-            raise ConfigError(
-                [f"train.batch_size: {batch_size} cannot be divided among {world_size} processes"]
-            )
-        self.n = n
-        self.batch_size = batch_size
-        self.seed = seed
+        self.sampler = sampler
+        self.batch_size = sampler.pool.batch_size
+        if self.batch_size % world_size:
+            text = f"{self.batch_size} cannot be divided among {world_size} processes"
+            raise ConfigError([f"train.batch_size: {text}"])
         self.rank = rank
-        self.batch_size_per_rank = batch_size // world_size
-        self.steps_per_epoch = steps_per_epoch(n, batch_size)
+        self.batch_size_per_rank = self.batch_size // world_size
+        self.steps_per_epoch = steps_per_epoch(sampler.num_samples, self.batch_size)
         self.start = start
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
@@ -127,30 +99,50 @@ class BatchSampler:
         batches_at_once = max(1, BLOCK // self.batch_size_per_rank)
         own = self.rank * self.batch_size_per_rank + np.arange(self.batch_size_per_rank)
         while True:
-            order = epoch_order(self.seed, epoch, self.n)
+            order = self.sampler.order(epoch)
             while batch < self.steps_per_epoch:
                 stop = min(batch + batches_at_once, self.steps_per_epoch)
-                firsts = np.arange(batch, stop) * self.batch_size
-                for indices in order.at(firsts[:, None] + own).tolist():
-                    yield [(epoch, index) for index in indices]
+                positions = np.arange(batch, stop)[:, None] * self.batch_size + own
+                yield from self._keys(epoch, positions, order.at(positions))
                 batch = stop
             epoch, batch = epoch + 1, 0
 
+    def _keys(
+        self, epoch: int, positions: np.ndarray, indices: np.ndarray
+    ) -> Iterator[list[tuple[int, int]]]:
+        """Batches (K, B / W) of indices as lists of keys, one after the other."""
+        if not self.sampler.repeats:
+            yield from ([(epoch, index) for index in batch] for batch in indices.tolist())
+            return
+        for places, batch in zip(positions.tolist(), indices.tolist(), strict=True):
+            yield [(_occasion(epoch, at), index) for at, index in zip(places, batch, strict=True)]
 
-def steps_per_epoch(n: int, batch_size: int) -> int:
-    """Number of full global batches in n samples; raises ConfigError if there is none."""
-    if batch_size > n:
+    def describe(self) -> str:
+        """How long an epoch is, in one line for the log."""
+        shown, length = self.steps_per_epoch * self.batch_size, self.sampler.num_samples
+        rest = f", {length - shown:,} left over" if length > shown else ""
+        return (
+            f"{self.sampler.describe()}; an epoch is {self.steps_per_epoch:,} steps of "
+            f"{self.batch_size:,} = {shown:,} samples{rest}"
+        )
+
+
+def _occasion(epoch: int, position: int) -> int:
+    """A number for one showing of an image in an epoch: draws for it are unlike all others."""
+    return epoch + ((position + 1) % (1 << _OCCASION_SHIFT) << _OCCASION_SHIFT)
+
+
+def epoch_of(key: int) -> int:
+    """The epoch in the first part of a batch sampler's key."""
+    return key % (1 << _OCCASION_SHIFT)
+
+
+def steps_per_epoch(num_samples: int, batch_size: int) -> int:
+    """Number of full global batches in an epoch; raises ConfigError if there is none."""
+    if batch_size > num_samples:
         problem = (
-            f"train.batch_size: {batch_size} is more than the {n} images there are, so an epoch "
-            f"would have no step; at most {n} is possible"
+            f"train.batch_size: {batch_size} is more than the {num_samples} images there are, so "
+            f"an epoch would have no step; at most {num_samples} is possible"
         )
         raise ConfigError([problem])
-    return n // batch_size
-
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    """splitmix64's finalizer, modulo 2**64."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = values ^ (values >> np.uint64(31))
-    return mixed
+    return num_samples // batch_size

@@ -52,6 +52,7 @@ def _fixed(config: dict[str, Any]) -> dict[str, Any]:
         }
         for section in _SECTIONS
     }
+    fixed["data"].setdefault("sampler", {"name": "shuffled"})  # runs of old had this one only
     fixed["train"] = {key: (config.get("train") or {}).get(key) for key in _TRAIN}
     parallel = config.get("parallel") or {}  # no such section in runs of old
     fixed["parallel"] = {key: parallel.get(key, "none") for key in _PARALLEL}

@@ -15,6 +15,7 @@ from selftask.config.sbatch import DEFAULT_MINUTES, minutes, option, show_minute
 from selftask.config.schema import Config
 from selftask.config.sweep import Point, expand_sweep
 from selftask.data.dataset import check_sizes, open_data
+from selftask.data.sampler import build_sampler
 from selftask.errors import ConfigError, UserError
 from selftask.launch import jobs
 from selftask.launch.partitions import Partition, check_time, chosen
@@ -130,7 +131,7 @@ def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
             source = open_data(config.data).train
             check_sizes(config, source)
             check_same_run(config, Path(config.out))
-            samples = samples or len(source)
+            samples = samples or build_sampler(config, source).num_samples
             configs.append(config)
         except ConfigError as error:
             problems += [problem for problem in error.problems if problem not in problems]

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.collectives import all_gather_cat, all_reduce_sum
-from selftask.data.sampler import hash_words
+from selftask.data.order import hash_words
 from selftask.errors import UserError
 from selftask.logs import get_logger
 from selftask.methods.base import Method
@@ -83,7 +83,7 @@ class DeepCluster(Method):
 
     def attach(self, task: Task) -> None:
         """A slot for each image. Raises UserError where there are fewer images than clusters."""
-        config, num_images = self.config, task.feed.num_samples
+        config, num_images = self.config, task.feed.num_images
         if max(config.num_prototypes) > num_images:
             raise UserError(
                 f"method.num_prototypes={config.num_prototypes}: {num_images} images cannot make "

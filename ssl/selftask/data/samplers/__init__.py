@@ -1,0 +1,1 @@
+"""Registered samplers: which images an epoch shows, and in which order."""
