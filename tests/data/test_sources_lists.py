@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from selftask.data.image import BadImage
+from selftask.data.reading import BadImage
 from selftask.data.shorthand import expand_source
 from selftask.data.source import Source
 from selftask.data.sources.patterns import expand_braces, match_files
@@ -69,12 +69,13 @@ def test_tsv_without_header_and_missing_labels(tmp_path: Path, pixels: list[np.n
     check(source, [pixels[1], pixels[3]], None)
 
 
-def test_parquet_by_pandas(tmp_path: Path, pixels: list[np.ndarray]) -> None:
-    pytest.importorskip("pyarrow")
-    pandas = pytest.importorskip("pandas")
+def test_parquet(tmp_path: Path, pixels: list[np.ndarray]) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
     (tmp_path / "lists").mkdir()
-    table = pandas.DataFrame({"image": NAMES, "species": ["owl", "cat", None, "owl"]})
-    table.to_parquet(tmp_path / "lists" / "x.parquet")
+    table = pa.table({"n": range(4), "image": NAMES, "species": ["owl", "cat", None, "owl"]})
+    parquet.write_table(table, tmp_path / "lists" / "x.parquet", row_group_size=3)
     args = {"path": str(tmp_path / "lists" / "x.parquet"), "root": str(tmp_path)}
     check(build("table", **args, label_column="species"), pixels, [1, 0, -1, 1])
     check(build("table", **args), pixels, None)
@@ -163,6 +164,8 @@ def test_braces_are_those_of_the_shell(tmp_path: Path) -> None:
         ("list.parquet", {"name": "table", "path": "list.parquet"}),
         ("/x/**/*.jpg", {"name": "glob", "pattern": "/x/**/*.jpg"}),
         ("/x/{train,val}/*", {"name": "glob", "pattern": "/x/{train,val}/*"}),
+        ("x/{00..10}.tar", {"name": "webdataset", "path": "x/{00..10}.tar"}),
+        ("s3://b/x-*.tar", {"name": "webdataset", "path": "s3://b/x-*.tar"}),
     ],
 )
 def test_short_forms_of_lists(text: str, expected: dict[str, str]) -> None:

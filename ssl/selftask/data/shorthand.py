@@ -21,8 +21,9 @@ def expand_source(text: str) -> dict[str, Any]:
     """The ``data:`` section that a short form stands for, as a plain dict with its ``name``.
 
     ``digits`` (or any registered name that needs no arguments), ``torchvision:CIFAR10``,
-    ``x.npz``, ``list.txt``, ``table.csv``, ``/x/**/*.jpg``, ``package.module:Dataset``; everything
-    else is a folder. A folder that is called like a source is written with its path: ``./digits``.
+    ``x.npz``, ``list.txt``, ``table.csv``, ``/x/**/*.jpg``, ``train-{000..146}.tar``,
+    ``s3://bucket/*.tar``, ``package.module:Dataset``; everything else is a folder. A folder that
+    is called like a source is written with its path: ``./digits``.
     """
     if text in SOURCES:
         return {"name": text}
@@ -33,6 +34,8 @@ def expand_source(text: str) -> dict[str, Any]:
         return {"name": "folder", "path": text}
     if _OBJECT.fullmatch(text) and not path.exists():
         return {"name": "custom", "dataset": text}
+    if "://" in text or path.suffix.lower() == ".tar":
+        return {"name": "webdataset", "path": text}
     if _PATTERN.search(text) and not path.exists():
         return {"name": "glob", "pattern": text}
     return {"name": _BY_SUFFIX.get(path.suffix.lower(), "folder"), "path": text}

@@ -1,0 +1,42 @@
+"""What is computed once about a data set, and kept for the next run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from selftask.errors import UserError
+
+
+def cache_folder() -> Path:
+    """``$SELFTASK_CACHE``, or ``~/.cache/selftask``; made if it is not there.
+
+    Raises UserError where it cannot be written to.
+    """
+    folder = Path(os.environ.get("SELFTASK_CACHE") or "~/.cache/selftask").expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} is not writable")
+    except OSError as error:
+        raise UserError(
+            f"the cache folder {folder} cannot be used: {error}; "
+            "SELFTASK_CACHE=DIR names another one"
+        ) from error
+    return folder
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Context in which no other process of this machine is for the same ``path``.
+
+    The lock is the kernel's and ends with the process, however it ends.
+    """
+    import fcntl
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,94 @@
+"""WebDataset's tar files, read at any position: map-style, so that a run resumes as with files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from selftask.data.source import NO_LABEL, Source
+from selftask.data.sources.encoded import decode
+from selftask.data.sources.storage import find_files, read_part
+from selftask.data.sources.tar_index import TarIndex, Wanted, map_index, open_index
+from selftask.errors import UserError
+from selftask.logs import get_logger
+from selftask.registry import register_source
+
+
+@register_source("webdataset")
+class WebDataset(Source):
+    """Tar shards, here or behind an fsspec address; their headers are read once and remembered."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        path: str | list[str]  # a tar, a pattern such as train-{000..146}.tar or s3://b/*.tar
+        images: str | None = None  # extension of the image's member; none: the first image
+        labels: str | None = "cls"  # or json.FIELD; `cls` is used if it is there
+
+    def __init__(self, config: Config) -> None:
+        patterns = [config.path] if isinstance(config.path, str) else config.path
+        if not patterns:
+            raise UserError("data.path: a list of tar files is empty")
+        shards = find_files(patterns, "data.path")
+        wanted = Wanted(_extension(config.images), _label(config.labels))
+        self.shards = [shard.path for shard in shards]
+        self.folder = open_index(shards, wanted)
+        self._open()
+        if self.index.damaged:
+            get_logger("data").warning("data: %s", self._tell_damage())
+
+    def _open(self) -> None:
+        self.index: TarIndex = map_index(self.folder)
+        has_labels = bool((self.index.labels != NO_LABEL).any())
+        self.labels = self.index.labels if has_labels else None
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"image {index} of {len(self)}")
+        rows, name = self.index, self.path(index)
+        shard = self.shards[rows.shards[index]]
+        data = read_part(shard, int(rows.offsets[index]), int(rows.sizes[index]), name)
+        return decode(data, name, self.max_pixels), int(rows.labels[index])
+
+    def path(self, index: int) -> str:
+        """``train-003.tar:n01440764/10026.jpg``."""
+        return f"{self.shards[self.index.shards[index]]}:{self.index.name(index)}"
+
+    def describe(self) -> str:
+        """``50000 images in 12 tar files, 10 classes``."""
+        classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
+        damage = f"; {self._tell_damage()}" if self.index.damaged else ""
+        return f"{len(self)} images in {len(self.shards)} tar files, {classes}{damage}"
+
+    def _tell_damage(self) -> str:
+        shard, byte = self.index.damaged[0]
+        return (
+            f"{len(self.index.damaged)} tar files cannot be read to their end, the first "
+            f"{self.shards[shard]} from byte {byte} on"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is mapped: another process maps it again."""
+        return {k: v for k, v in self.__dict__.items() if k not in ("index", "labels")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+
+def _extension(images: str | None) -> str | None:
+    return None if images is None else images.removeprefix(".").lower()
+
+
+def _label(labels: str | None) -> str | None:
+    """``cls``, another extension, or ``json.FIELD``; ``json[FIELD]`` says the same."""
+    if labels is None:
+        return None
+    wanted = labels.removeprefix(".").removesuffix("]").replace("[", ".")
+    if wanted == "json":
+        raise UserError("data.labels=json: which field of it? data.labels=json.FIELD")
+    return wanted

@@ -1,0 +1,110 @@
+"""The members of a tar file from its headers alone, without reading what is between them."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from typing import BinaryIO, NamedTuple
+
+from selftask.errors import UserError
+
+BLOCK = 512
+_FILES = b"0\x007"  # types of regular files
+_GZIP, _XZ, _BZIP2, _ZSTD = b"\x1f\x8b", b"\xfd7zXZ", b"BZh", b"\x28\xb5\x2f\xfd"
+
+
+class Member(NamedTuple):
+    """A regular file in a tar."""
+
+    name: str
+    offset: int  # of its content, in bytes
+    size: int
+
+
+class Damaged(Exception):
+    """A header that is none; the members before it are good."""
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+        super().__init__(offset)
+
+
+def walk(file: BinaryIO, path: str) -> Iterator[Member]:
+    """The regular files of a tar in their order: ustar, GNU's long names, and pax.
+
+    Ends quietly where the file ends, also within the content of a member. Raises UserError for a
+    compressed file, in which nothing can be found without reading all, and Damaged.
+    """
+    offset = 0
+    long_name: str | None = None
+    pax: dict[str, str] = {}
+    if _read(file, 0, BLOCK).startswith((_GZIP, _XZ, _BZIP2, _ZSTD)):
+        raise UserError(
+            f"data: {path} is compressed: single images cannot be found in it; unpack it, a plain "
+            ".tar of JPEGs is no larger"
+        )
+    while len(header := _read(file, offset, BLOCK)) == BLOCK:
+        if not header.strip(b"\0"):
+            return
+        if not _is_header(header):
+            raise Damaged(offset)
+        kind, size = header[156], _size(header, offset)
+        content = offset + BLOCK
+        if kind in b"xL":  # they speak about the next member
+            text = _read(file, content, size)
+            if kind == ord("L"):
+                long_name = _text(text)
+            else:
+                pax = _pax_records(text)
+        elif kind not in b"gK":  # of all members, or the target of a link: nothing that matters
+            size = int(pax.get("size", size))
+            if kind in _FILES:
+                yield Member(pax.get("path") or long_name or _name(header), content, size)
+            long_name, pax = None, {}
+        offset = content + -(-size // BLOCK) * BLOCK
+
+
+def _read(file: BinaryIO, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    return file.read(size)
+
+
+def _is_header(header: bytes) -> bool:
+    try:
+        stated = int(_text(header[148:156]).strip() or "0", 8)
+    except ValueError:
+        return False
+    unsigned = sum(header) - sum(header[148:156]) + 8 * ord(" ")
+    return stated == unsigned or stated in tarfile.calc_chksums(header)  # type: ignore[attr-defined]
+
+
+def _size(header: bytes, offset: int) -> int:
+    if header[124] & 0x80:  # 8 GiB and more, in base 256
+        return int.from_bytes(header[125:136], "big")
+    try:
+        return int(_text(header[124:136]).strip() or "0", 8)
+    except ValueError:
+        raise Damaged(offset) from None
+
+
+def _name(header: bytes) -> str:
+    name = _text(header[:100])
+    prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""
+    return f"{prefix}/{name}" if prefix else name
+
+
+def _text(field: bytes) -> str:
+    return field.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+
+
+def _pax_records(text: bytes) -> dict[str, str]:
+    """``30 mtime=1700000000.1234567\\n``, one after the other: the length counts all of it."""
+    records = {}
+    while text:
+        length, space, _ = text.partition(b" ")
+        if not space or not length.isdigit() or int(length) <= len(length):
+            break
+        key, _, value = text[len(length) + 1 : int(length) - 1].partition(b"=")
+        records[_text(key)] = value.decode("utf-8", "surrogateescape")
+        text = text[int(length) :]
+    return records
