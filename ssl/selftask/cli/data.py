@@ -1,0 +1,32 @@
+"""``selftask data``: look at images before training on them."""
+
+from __future__ import annotations
+
+import importlib
+
+from selftask.errors import UserError, nearest
+
+COMMANDS = {
+    "check": ("selftask.cli.data_check", "read every image: what is broken, what is there twice?"),
+}  # name -> module with USAGE and main(argv) -> exit code, one line
+
+USAGE = """\
+usage: selftask data check SOURCE [--workers N] [--out FILE] [--json] [key=value ...]
+
+SOURCE is what data= takes: a folder, list.txt, x.npz, torchvision:CIFAR10, package.module:Dataset.
+`selftask data COMMAND --help` says more."""
+
+
+def main(argv: list[str]) -> int:
+    """Run one of the commands on data."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if argv[0] not in COMMANDS:
+        hint = nearest(argv[0], COMMANDS)
+        raise UserError(f"there is no command `data {argv[0]}`; {hint}\n{USAGE}")
+    command = importlib.import_module(COMMANDS[argv[0]][0])
+    if any(word in ("-h", "--help") for word in argv[1:]):
+        print(command.USAGE)
+        return 0
+    return int(command.main(argv[1:]))

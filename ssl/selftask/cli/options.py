@@ -1,0 +1,38 @@
+"""The ``--options`` of commands whose other words are names and ``key=value``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from selftask.errors import UserError, nearest
+
+
+def take_options(argv: list[str], known: Mapping[str, type]) -> tuple[list[str], dict[str, Any]]:
+    """The other words, and the options with their values: ``--workers 4`` or ``--workers=4``.
+
+    ``known`` says what each option is: a bool takes no value, an int is one of 0 or more. Raises
+    UserError for an unknown option, and for a value that is missing or of another kind.
+    """
+    words: list[str] = []
+    options: dict[str, Any] = {}
+    rest = iter(argv)
+    for word in rest:
+        if not word.startswith("--"):
+            words.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        if name not in known:
+            raise UserError(f"there is no option {name}; {nearest(name, known)}")
+        if known[name] is bool:
+            if equals:
+                raise UserError(f"{name} takes no value")
+            options[name] = True
+            continue
+        text = value if equals else next(rest, "")
+        if not text:
+            raise UserError(f"{name} needs a value")
+        if known[name] is int and not text.isdecimal():
+            raise UserError(f"{name} {text}: expected a number, such as 4")
+        options[name] = known[name](text)
+    return words, options
