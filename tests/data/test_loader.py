@@ -336,7 +336,9 @@ def test_evaluation_reads_everything_once_in_order(workers: int) -> None:
 
 def test_check_sizes() -> None:
     def config(batch_size: int, accumulate: int = 1) -> Any:
-        return SimpleNamespace(train=SimpleNamespace(batch_size=batch_size, accumulate=accumulate))
+        train = SimpleNamespace(batch_size=batch_size, accumulate=accumulate, seed=0)
+        data = SimpleNamespace(sampler=Component(name="shuffled"))
+        return SimpleNamespace(train=train, data=data)
 
     source: Any = Numbers(100)
     check_sizes(config(100), source)
