@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import random
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,11 @@ import selftask
 from selftask.registry import REGISTRIES
 
 PACKAGE = Path(selftask.__file__).resolve().parent
+
+
+def pytest_unconfigure() -> None:
+    """If python then does not end, what it waits for is printed, and the tests have failed."""
+    faulthandler.dump_traceback_later(120, exit=True)
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ One thread. A round is one turn of each entry over the same images, another one 
 figures are process CPU time per image: the median over rounds and the least.
 
 ``selftask`` includes the floats, made a batch at a time, as training on a CPU makes them;
-``selftask bytes`` ends with what a worker hands over. Peers that are not installed are left out and named. What differs in meaning:
-albumentations does not antialias where it shrinks; kornia draws the order of the jitter per batch
-and blurs with a kernel of 23, as torchvision v2 on tensors does; lightly's and solo-learn's are
-their own defaults (solo-learn's pipeline is rebuilt here from torchvision: bicubic crops, Pillow's
-blur).
+``selftask bytes`` ends with what a worker hands over. Peers that are not installed are left out and
+named. What differs in meaning: albumentations does not antialias where it shrinks; kornia draws the
+order of the jitter per batch and blurs with a kernel of 23, as torchvision v2 on tensors does;
+lightly's and solo-learn's are their own defaults (solo-learn's pipeline is rebuilt here from
+torchvision: bicubic crops, Pillow's blur).
 """
 
 from __future__ import annotations
