@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import cv2
 import numpy as np
 
-from selftask.data.transforms.resampling import Interpolation, resize
+from selftask.data.transforms.resampling import resize
 from selftask.data.transforms.transform import Certain, Transform
 from selftask.registry import register_transform
 
@@ -26,7 +26,7 @@ class RandomResizedCrop(Transform):
     size: int  # pixels
     scale: tuple[float, float] = (0.08, 1.0)  # of the image's area
     ratio: tuple[float, float] = (0.75, 1.3333333333333333)  # width / height, log-uniform
-    interpolation: Interpolation = "bilinear"
+    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.size < 1:
@@ -70,7 +70,7 @@ class Resize(Certain):
     """Resize the shorter side to ``size``, keeping the aspect ratio."""
 
     size: int  # pixels
-    interpolation: Interpolation = "bilinear"
+    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.size < 1:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import cv2
 import numpy as np
 
-from selftask.data.transforms.resampling import Interpolation, warp
+from selftask.data.transforms.resampling import warp
 from selftask.data.transforms.transform import Transform
 from selftask.registry import register_transform
 
@@ -59,7 +59,7 @@ class Rotation(Transform):
     """Turn about the centre by up to ``degrees`` either way; the size stays."""
 
     degrees: float
-    interpolation: Interpolation = "bilinear"
+    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
     fill: int = 0  # grey level of what comes from outside
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Matrix:
@@ -82,7 +82,7 @@ class RandomAffine(Transform):
     degrees: float = 0.0  # rotation by up to this, either way
     scale: tuple[float, float] = (1.0, 1.0)
     shift: float = 0.0  # by up to this fraction of the width and of the height, either way
-    interpolation: Interpolation = "bilinear"
+    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
     fill: int = 0  # grey level of what comes from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import cv2
 import numpy as np
-
-Interpolation = Literal["bilinear", "bicubic", "nearest"]
 
 cv2.setNumThreads(1)  # pictures are shared out among processes; its threads do not survive a fork
 
