@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from selftask.data import reading
-from selftask.data.image import BadImage
-from selftask.data.reading import last_file, now_reading, read_bytes
+from selftask.data.reading import BadImage, last_file, now_reading, read_bytes
 
 
 @pytest.fixture

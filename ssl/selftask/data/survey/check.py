@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from selftask.data.image import BadImage
-from selftask.data.reading import now_reading, read_bytes
+from selftask.data.reading import BadImage, now_reading, read_bytes
 from selftask.data.source import Source
 from selftask.data.sources.files import FileSource
 from selftask.data.survey.crew import Lost, look_at_all

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from selftask.data.reading import POLICY
 from selftask.errors import RunError
 
@@ -46,7 +48,10 @@ def patience_s() -> float:
 
 
 def look_at_all(
-    look: _Look[T], indices: Sequence[int], num_workers: int, silence_s: float | None = None
+    look: _Look[T],
+    indices: Sequence[int] | np.ndarray,
+    num_workers: int,
+    silence_s: float | None = None,
 ) -> Iterator[tuple[int, T | Lost]]:
     """``(index, look(index))`` for each index, in no order, from ``num_workers`` processes.
 
@@ -71,7 +76,11 @@ class _Worker(Generic[T]):
 
 class _Crew(Generic[T]):
     def __init__(
-        self, look: _Look[T], indices: Sequence[int], num_workers: int, silence_s: float
+        self,
+        look: _Look[T],
+        indices: Sequence[int] | np.ndarray,
+        num_workers: int,
+        silence_s: float,
     ) -> None:
         self.look = look
         self.silence_s = silence_s
