@@ -105,7 +105,8 @@ def test_seeds_and_epochs_make_other_orders(any_sampler: Sampler) -> None:
 def test_one_line_says_how_long_an_epoch_is(any_sampler: Sampler) -> None:
     batches = BatchSampler(any_sampler)
     steps = batches.steps_per_epoch
-    assert f"an epoch is {steps} steps of 12 = {steps * 12} samples" in batches.describe()
+    word = "step" if steps == 1 else "steps"
+    assert f"an epoch is {steps} {word} of 12 = {steps * 12} samples" in batches.describe()
 
 
 def test_epochs_drop_the_partial_batch_and_do_not_repeat() -> None:
@@ -198,6 +199,7 @@ def test_stratified_batches_are_alike() -> None:
         left_over |= set(range(160)) - set(batches.ravel().tolist())
         mix = np.stack([np.bincount(LABELS[batch], minlength=6) for batch in batches])
         share = 12 * np.bincount(LABELS) / 160
+        assert (np.abs(mix.sum(axis=0) - 13 * share) < 2).all(), "left out of all classes alike"
         assert (np.abs(mix - share) < 2).all()
         assert (np.abs(mix - share) < 1).mean() > 0.9
     assert len(left_over) > 20, "others in each epoch"

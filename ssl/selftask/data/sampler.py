@@ -119,10 +119,11 @@ class BatchSampler:
 
     def describe(self) -> str:
         """How long an epoch is, in one line for the log."""
-        shown, length = self.steps_per_epoch * self.batch_size, self.sampler.num_samples
+        steps, length = self.steps_per_epoch, self.sampler.num_samples
+        shown = steps * self.batch_size
         rest = f", {length - shown:,} left over" if length > shown else ""
         return (
-            f"{self.sampler.describe()}; an epoch is {self.steps_per_epoch:,} steps of "
+            f"{self.sampler.describe()}; an epoch is {steps:,} step{'s' * (steps != 1)} of "
             f"{self.batch_size:,} = {shown:,} samples{rest}"
         )
 

@@ -129,8 +129,8 @@ class _Shuffle:
 class _Strata:
     """Batch k has every S-th slot from the k-th on (S steps an epoch): its share of each class.
 
-    Batches come in shuffled order, the slots within one too, and the row of slots is entered at
-    another place in each epoch, so that not always the same ones are left over at its end.
+    Batches come in shuffled order, the slots within one too. The slots that fill no batch are left
+    out evenly along the row, so of all classes, and others in each epoch: the row is turned.
     """
 
     def __init__(self, sampler: _ByClass, epoch: int) -> None:
@@ -146,9 +146,10 @@ class _Strata:
         size = self._sampler.pool.batch_size
         batches, places = np.divmod(positions.ravel(), size)
         places = self._places.at(batches, np.full_like(batches, size), places)
-        slots = self._batches.at(batches) + places * self._steps + self._turn
-        images = self._sampler.images(self._epoch, slots % self._sampler.num_samples)
-        return images.reshape(positions.shape)
+        numbers = self._batches.at(batches) + places * self._steps  # of those that are shown
+        total = self._sampler.num_samples
+        slots = numbers * total // (self._steps * size) + self._turn
+        return self._sampler.images(self._epoch, slots % total).reshape(positions.shape)
 
 
 def _complete_labels(pool: Pool) -> np.ndarray:
