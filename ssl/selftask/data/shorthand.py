@@ -14,7 +14,15 @@ _BY_SUFFIX = {
     **dict.fromkeys((".npz", ".npy"), "array"),
     **dict.fromkeys((".txt", ".lst"), "list"),
     **dict.fromkeys((".csv", ".tsv", ".parquet", ".pq"), "table"),
+    **dict.fromkeys((".h5", ".hdf5"), "hdf5"),
+    ".mdb": "lmdb",
+    ".tar": "webdataset",
 }
+_BY_CONTENT = {
+    "data.mdb": "lmdb",
+    "dataset_dict.json": "huggingface",
+    "dataset_info.json": "huggingface",
+}  # a file in a folder, and what the folder then is
 
 
 def expand_source(text: str) -> dict[str, Any]:
@@ -22,8 +30,9 @@ def expand_source(text: str) -> dict[str, Any]:
 
     ``digits`` (or any registered name that needs no arguments), ``torchvision:CIFAR10``,
     ``x.npz``, ``list.txt``, ``table.csv``, ``/x/**/*.jpg``, ``train-{000..146}.tar``,
-    ``s3://bucket/*.tar``, ``package.module:Dataset``; everything else is a folder. A folder that
-    is called like a source is written with its path: ``./digits``.
+    ``s3://bucket/*.tar``, ``x.h5``, the folder of an LMDB or of Hugging Face's ``save_to_disk``,
+    ``package.module:Dataset``; everything else is a folder of images. A folder that is called like
+    a source is written with its path: ``./digits``.
     """
     if text in SOURCES:
         return {"name": text}
@@ -31,7 +40,8 @@ def expand_source(text: str) -> dict[str, Any]:
         return {"name": "torchvision", "dataset": text.removeprefix("torchvision:")}
     path = Path(text).expanduser()
     if path.is_dir():
-        return {"name": "folder", "path": text}
+        inside = (name for file, name in _BY_CONTENT.items() if (path / file).is_file())
+        return {"name": next(inside, "folder"), "path": text}
     if _OBJECT.fullmatch(text) and not path.exists():
         return {"name": "custom", "dataset": text}
     if "://" in text or path.suffix.lower() == ".tar":

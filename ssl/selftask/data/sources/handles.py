@@ -1,0 +1,37 @@
+"""Open files of libraries that must not be shared by processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+_OTHERS: list[Any] = []  # opened by the process that forked this one: never closed from here
+
+
+class PerProcess(Generic[T]):
+    """What ``opener`` opens, once in each process that asks; pickled without what is open.
+
+    ``opener`` is picklable: a function of a module, with its arguments in a ``partial``.
+    """
+
+    def __init__(self, opener: Callable[[], T]) -> None:
+        self._opener = opener
+        self._opened: tuple[int, T] | None = None  # process id, and what it opened
+
+    def __call__(self) -> T:
+        pid = os.getpid()
+        if self._opened is not None and self._opened[0] != pid:
+            _OTHERS.append(self._opened[1])
+            self._opened = None
+        if self._opened is None:
+            self._opened = (pid, self._opener())
+        return self._opened[1]
+
+    def __getstate__(self) -> Callable[[], T]:
+        return self._opener
+
+    def __setstate__(self, opener: Callable[[], T]) -> None:
+        self._opener, self._opened = opener, None

@@ -1,0 +1,147 @@
+"""Images in one HDF5 file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from selftask.data.reading import BadImage, now_reading
+from selftask.data.source import NO_LABEL, Source
+from selftask.data.sources.encoded import decode, image_of
+from selftask.data.sources.handles import PerProcess
+from selftask.data.sources.labels import number_labels
+from selftask.data.sources.packages import require
+from selftask.data.sources.storage import find_files
+from selftask.errors import UserError, nearest
+from selftask.registry import register_source
+
+_LABELS = "labels"  # the default key: used if it is there
+
+
+@register_source("hdf5")
+class Hdf5(Source):
+    """Images of one HDF5 file: an array (N, H, W[, C]), or N encoded images as bytes."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        path: str
+        images: str = "images"  # the key of a data set; group/name for one in a group
+        labels: str | None = "labels"  # a key, used if it is there; texts are numbered, sorted
+        labels_path: str | None = None  # another file that holds the labels
+
+    def __init__(self, config: Config) -> None:
+        require("h5py", "data", "HDF5 files")
+        (file,) = find_files([config.path], "data.path")
+        self.file, self.key = file.path, config.images
+        with _open(self.file) as opened:
+            images = _dataset(opened, self.key, self.file, "images")
+            self.shape = tuple(images.shape)
+            self.encoded = _is_bytes(images)
+            self._check_shape()
+        self.labels = self._read_labels(config)
+        self._opened = PerProcess(partial(_open, self.file))
+
+    def _check_shape(self) -> None:
+        wanted = (1,) if self.encoded else (3, 4)
+        if len(self.shape) not in wanted or self.shape[0] == 0:
+            raise UserError(
+                f"data.images: {self.key!r} of {self.file} has shape {self.shape}; (N, H, W), "
+                "(N, H, W, C), (N, C, H, W), or (N,) encoded images are expected"
+            )
+
+    def _read_labels(self, config: Config) -> np.ndarray | None:
+        if config.labels is None:
+            return None
+        (file,) = find_files([config.labels_path or config.path], "data.labels_path")
+        with _open(file.path) as opened:
+            default = config.labels == _LABELS and config.labels_path is None
+            if default and config.labels not in opened:
+                return None
+            values = _dataset(opened, config.labels, file.path, "labels")
+            values = values.asstr()[:] if values.dtype.kind in "OS" else values[:]
+        if values.size != self.shape[0]:
+            raise UserError(
+                f"data.labels: {self.shape[0]} images but labels of shape {values.shape}"
+            )
+        values = values.reshape(-1)
+        if values.dtype.kind in "iub":
+            return values.astype(np.int64)
+        if values.dtype.kind == "f":
+            raise UserError(f"data.labels: {config.labels!r} of {file.path} holds {values.dtype}")
+        return number_labels(values.tolist())
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"image {index} of {len(self)}")
+        name = self.path(index)
+        now_reading(name)
+        try:
+            item = self._opened()[self.key][index]
+        except (OSError, RuntimeError) as error:  # a chunk that does not unpack, a truncated file
+            raise BadImage(name, str(error)) from error
+        label = NO_LABEL if self.labels is None else int(self.labels[index])
+        if self.encoded:
+            return decode(_as_bytes(item), name, self.max_pixels), label
+        return image_of(item, name), label
+
+    def path(self, index: int) -> str:
+        """``pcam.h5:images[17]``."""
+        return f"{self.file}:{self.key}[{index}]"
+
+    def describe(self) -> str:
+        """``50000 images of 32x32x3, 10 classes``."""
+        shape = "" if self.encoded else " of " + "x".join(map(str, self.shape[1:]))
+        classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
+        return f"{len(self)} images{shape}, {classes}"
+
+
+def _open(path: str) -> Any:
+    import h5py
+
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"data: {path} is no HDF5 file: {reason}") from error
+
+
+def _dataset(file: Any, key: str, path: str, field: str) -> Any:
+    import h5py
+
+    found = file.get(key)
+    if not isinstance(found, h5py.Dataset):
+        hint = nearest(key, _keys(file))
+        raise UserError(f"data.{field}: {path} has no data set {key!r}; {hint}")
+    return found
+
+
+def _keys(file: Any) -> Iterator[str]:
+    import h5py
+
+    keys: list[str] = []
+
+    def add(name: str, thing: Any) -> None:
+        if isinstance(thing, h5py.Dataset):
+            keys.append(name)
+
+    file.visititems(add)
+    yield from keys
+
+
+def _is_bytes(images: Any) -> bool:
+    """Whether each item is the bytes of a file: variable-length, or of a fixed number of bytes."""
+    import h5py
+
+    vlen = h5py.check_vlen_dtype(images.dtype)
+    return vlen == np.uint8 or vlen is bytes or images.dtype.kind in "SV"
+
+
+def _as_bytes(item: Any) -> bytes:
+    return item if isinstance(item, bytes) else item.tobytes()

@@ -1,0 +1,155 @@
+"""Hugging Face data sets that were saved to disk."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from selftask.data.image import read_image
+from selftask.data.reading import BadImage, now_reading
+from selftask.data.source import NO_LABEL, Source
+from selftask.data.sources.encoded import decode, image_of
+from selftask.data.sources.handles import PerProcess
+from selftask.data.sources.labels import number_labels
+from selftask.data.sources.packages import require
+from selftask.errors import UserError, nearest
+from selftask.registry import register_source
+
+_LABELS = ("label", "labels")  # columns that hold the labels if nothing else is said
+
+
+@register_source("huggingface")
+class HuggingFace(Source):
+    """A data set that Hugging Face's ``save_to_disk`` wrote; nothing is downloaded."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        path: str  # the folder that save_to_disk wrote
+        split: str | None = None  # of a folder with several; none: train, or the only one
+        images: str | None = None  # the column; none: the only one of type Image, or `image`
+        labels: str | None = None  # the column; none: `label` or `labels`, if it is there
+
+    def __init__(self, config: Config) -> None:
+        require("datasets", "datasets", "Hugging Face's data sets")
+        self.folder = _split_folder(os.path.expanduser(config.path), config.split)
+        dataset = _open(self.folder, None)
+        self.column = _image_column(dataset, config.images, self.folder)
+        self._opened = PerProcess(partial(_open, self.folder, self.column))
+        self.size = len(dataset)
+        if not self.size:
+            raise UserError(f"data: no images: {self.folder} has no rows")
+        self.labels = _labels(dataset, config.labels, self.folder)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        if not 0 <= index < self.size:
+            raise IndexError(f"image {index} of {self.size}")
+        name = self.path(index)
+        now_reading(name)
+        label = NO_LABEL if self.labels is None else int(self.labels[index])
+        return self._image(self._opened()[index][self.column], name), label
+
+    def _image(self, item: Any, name: str) -> np.ndarray:
+        if item is None:
+            raise BadImage(name, "there is no image in this row")
+        if not isinstance(item, dict):
+            return image_of(np.asarray(item), name)
+        if item["bytes"] is not None:
+            return decode(item["bytes"], name, self.max_pixels)
+        if item["path"] is None:
+            raise BadImage(name, "there is no image in this row")
+        try:
+            return read_image(item["path"], self.max_pixels)
+        except BadImage as error:
+            raise BadImage(name, f"{item['path']}: {error.reason}") from error
+
+    def path(self, index: int) -> str:
+        """``beans/train[17]``."""
+        return f"{self.folder}[{index}]"
+
+    def describe(self) -> str:
+        """``1034 images, 3 classes``."""
+        classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
+        return f"{self.size} images, {classes}"
+
+
+def _split_folder(folder: str, split: str | None) -> str:
+    """The folder of one split; raises UserError where there is none, or several to choose from."""
+    if os.path.isfile(os.path.join(folder, "state.json")):
+        if split is not None:
+            raise UserError(f"data.split={split}: {folder} holds one data set, without splits")
+        return folder
+    if not os.path.isfile(os.path.join(folder, "dataset_dict.json")):
+        what = "was not written by save_to_disk" if os.path.isdir(folder) else "is not there"
+        raise UserError(f"data.path: {folder} {what} (a data set of Hugging Face's is expected)")
+    found = os.path.join(folder, "")
+    splits = [name for name in os.listdir(folder) if os.path.isfile(f"{found}{name}/state.json")]
+    chosen = split or ("train" if "train" in splits else splits[0] if len(splits) == 1 else None)
+    if chosen not in splits:
+        raise UserError(
+            f"data.split={split or 'none'}: {folder} has other splits; "
+            f"{nearest(split or '', splits)}"
+        )
+    return found + str(chosen)
+
+
+def _open(folder: str, image_column: str | None) -> Any:
+    """The data set, mapped; with the name of a column only that: not decoded, arrays as such."""
+    import datasets
+
+    try:
+        dataset = datasets.load_from_disk(folder)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"data.path: {folder} cannot be opened: {reason}") from error
+    if image_column is None:
+        return dataset.with_format(None)
+    dataset = dataset.select_columns([image_column])
+    if not isinstance(dataset.features[image_column], datasets.Image):
+        return dataset.with_format("numpy", dtype=_number_type(dataset.features[image_column]))
+    dataset = dataset.with_format(None)
+    return dataset.cast_column(image_column, datasets.Image(decode=False))
+
+
+def _number_type(feature: Any) -> str:
+    """What the numbers of an array or of nested lists are; left alone they would become int64."""
+    while not hasattr(feature, "dtype") or feature.dtype == "list":
+        feature = feature.feature
+    return str(feature.dtype)
+
+
+def _image_column(dataset: Any, wanted: str | None, folder: str) -> str:
+    import datasets
+
+    names = list(dataset.features)
+    if wanted is not None and wanted not in names:
+        raise UserError(f"data.images: {folder} has no column {wanted!r}; {nearest(wanted, names)}")
+    images = [n for n in names if isinstance(dataset.features[n], datasets.Image)]
+    images = images if len(images) == 1 else [n for n in names if n == "image"]
+    column = wanted or (images[0] if images else None)
+    if column is None:
+        raise UserError(f"data.images: which column of {folder}? one of {', '.join(names)}")
+    return column
+
+
+def _labels(dataset: Any, wanted: str | None, folder: str) -> np.ndarray | None:
+    """(N,) int64 of a column of numbers, class labels or texts."""
+    names = list(dataset.features)
+    if wanted is not None and wanted not in names:
+        raise UserError(f"data.labels: {folder} has no column {wanted!r}; {nearest(wanted, names)}")
+    column = wanted or next((name for name in _LABELS if name in names), None)
+    if column is None:
+        return None
+    kind = getattr(dataset.features[column], "dtype", "")
+    if "int" not in kind and "string" not in kind and "bool" not in kind:
+        if wanted is None:
+            return None  # boxes, masks: called so, but no class
+        raise UserError(f"data.labels: column {column!r} of {folder} holds {kind or 'no numbers'}")
+    values = dataset.select_columns([column]).with_format("arrow")[:].column(column)
+    return number_labels([int(v) if isinstance(v, bool) else v for v in values.to_pylist()])

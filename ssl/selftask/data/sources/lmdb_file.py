@@ -1,0 +1,129 @@
+"""Images in an LMDB."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from selftask.data.reading import BadImage, now_reading
+from selftask.data.source import NO_LABEL, PathTable, Source
+from selftask.data.sources.encoded import decode, image_of
+from selftask.data.sources.labels import number_labels
+from selftask.data.sources.packages import require
+from selftask.errors import UserError, nearest
+from selftask.registry import register_source
+
+_LABEL = ".cls"  # how the key of a label ends, as in WebDataset's shards
+_OPEN: dict[str, Any] = {}  # path -> environment: LMDB opens a file once in a process, not twice
+
+
+@register_source("lmdb")
+class Lmdb(Source):
+    """Images of an LMDB, by sorted key: encoded, .npy, or plain pixels of a stated shape."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        path: str  # the folder with data.mdb, or the file itself
+        shape: list[int] | None = None  # [H, W, C] of values that are plain uint8 pixels
+        labels: bool = True  # KEY.cls, where there is one, holds the label of KEY.jpg
+
+    def __init__(self, config: Config) -> None:
+        require("lmdb", "data", "LMDB files")
+        self.file, self.shape = os.path.expanduser(config.path), config.shape
+        self._real = os.path.realpath(self.file)
+        labels: dict[bytes, bytes] = {}
+        keys = list(_image_keys(_open(self.file, self._real), self.file, labels))
+        if not keys:
+            raise UserError(f"data: no images in {self.file}")
+        self.keys = PathTable(os.fsdecode(key) for key in keys)
+        if config.labels and labels:
+            found = (labels.get(os.path.splitext(key)[0]) for key in keys)
+            texts = [None if text is None else text.decode().strip() for text in found]
+            self.labels = number_labels(texts)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        key, name = self.keys[index], self.path(index)
+        now_reading(name)
+        with _open(self.file, self._real).begin() as transaction:
+            data = transaction.get(os.fsencode(key))
+        if data is None:
+            raise BadImage(name, "the key is gone")
+        label = NO_LABEL if self.labels is None else int(self.labels[index])
+        if self.shape is None:
+            return decode(data, name, self.max_pixels), label
+        if len(data) != np.prod(self.shape):
+            raise BadImage(name, f"{len(data)} bytes are no pixels of shape {self.shape}")
+        return image_of(np.frombuffer(data, np.uint8).reshape(self.shape), name), label
+
+    def path(self, index: int) -> str:
+        """``train_lmdb:KEY``."""
+        return f"{self.file}:{self.keys[index]}"
+
+    def describe(self) -> str:
+        """``126227 images, no labels``."""
+        classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
+        return f"{len(self)} images, {classes}"
+
+
+def _open(path: str, real: str) -> Any:
+    """The environment of this process for a file, shared by all sources of it."""
+    if real not in _OPEN:
+        _OPEN[real] = _open_new(path)
+    return _OPEN[real]
+
+
+def _close_inherited() -> None:
+    """A forked process may neither use nor reopen what its parent has open, before it closes it."""
+    for environment in _OPEN.values():
+        environment.close()
+    _OPEN.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+def _open_new(path: str) -> Any:
+    import lmdb
+
+    if not os.path.exists(path):
+        folder = os.path.dirname(path) or "."
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        hint = nearest(path, [os.path.join(folder, name) for name in names], show=6)
+        raise UserError(f"data.path: no such LMDB: {path}; {hint}")
+    try:
+        return lmdb.open(
+            path,
+            subdir=os.path.isdir(path),
+            readonly=True,
+            lock=False,  # nobody writes, and a read-only disk has no place for a lock
+            readahead=False,  # reads are in random order
+            meminit=False,
+        )
+    except lmdb.Error as error:
+        raise UserError(f"data.path: {path} is no LMDB: {error}") from error
+
+
+def _image_keys(opened: Any, path: str, labels: dict[bytes, bytes]) -> Iterator[bytes]:
+    """Keys of images in LMDB's own order, by bytes; those of labels go into ``labels``.
+
+    Keys such as ``__len__`` are notes about the data set, often pickled: they are not read.
+    """
+    import lmdb
+
+    suffix = _LABEL.encode()
+    try:
+        with opened.begin() as transaction, transaction.cursor() as cursor:
+            for key in cursor.iternext(keys=True, values=False):
+                if key.endswith(suffix):
+                    labels[key.removesuffix(suffix)] = cursor.value()
+                elif not key.startswith(b"__"):
+                    yield bytes(key)
+    except lmdb.Error as error:
+        raise UserError(f"data.path: {path} cannot be read: {error}") from error
