@@ -107,7 +107,9 @@ CONTESTS = {
 }
 
 
-def selftask(contest: Contest, *, floats: bool = True) -> Work:
+def view_configs(contest: Contest) -> dict[str, ViewConfig]:
+    """The ``views:`` of a recipe."""
+
     def view(count: int, size: int, scale: tuple[float, float]) -> ViewConfig:
         jitter = dict(zip(("brightness", "contrast", "saturation", "hue"), JITTER, strict=True))
         transforms = [
@@ -120,7 +122,11 @@ def selftask(contest: Contest, *, floats: bool = True) -> Work:
         ]
         return ViewConfig(count=count, transforms=transforms)
 
-    views = Views({f"of {size}": view(n, size, scale) for n, size, scale in contest.views})
+    return {f"of {size}": view(count, size, scale) for count, size, scale in contest.views}
+
+
+def selftask(contest: Contest, *, floats: bool = True) -> Work:
+    views = Views(view_configs(contest))
 
     def work(images: Sequence[Any]) -> None:
         made = [views(contest.pixels(image), 0, 0, n) for n, image in enumerate(images)]
