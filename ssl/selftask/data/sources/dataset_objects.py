@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.image import BadImage, as_rgb
+from selftask.data.image import as_rgb
+from selftask.data.reading import BadImage
 from selftask.data.source import NO_LABEL, Source
 from selftask.errors import UserError, nearest
 from selftask.registry import register_source

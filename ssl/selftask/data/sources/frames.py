@@ -1,0 +1,81 @@
+"""Videos as folders of frames."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from selftask.data.source import NO_LABEL, Source
+from selftask.data.sources.files import Folder
+from selftask.data.sources.labels import label_top_folders
+from selftask.errors import UserError
+from selftask.registry import register_source
+
+_NUMBER = re.compile(r"(\d+)")
+
+
+@register_source("frames")
+class Frames(Source):
+    """Frames of videos: each folder that holds images is a clip, its frames in order of number."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        path: str  # the folder of the clips' folders, at any depth
+        every: int = 1  # take the first frame of each clip and every n-th after it
+        labels: Literal["clip", "folder"] | None = None  # the clip's number, or its top folder's
+
+    def __init__(self, config: Config) -> None:
+        if config.every < 1:
+            raise UserError(f"data.every={config.every}: must be at least 1")
+        self.folder = Folder(Folder.Config(path=config.path, labels=False))
+        self.every = config.every
+        rows, self.clip_of = _order(self.folder, config.every)
+        self.rows = rows  # (N,) int64: of the folder's images, those that are taken
+        self.num_clips = int(self.clip_of[-1]) + 1
+        if config.labels == "clip":
+            self.labels = self.clip_of
+        elif config.labels == "folder":
+            self.labels = label_top_folders([self.folder.paths[row] for row in rows])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        self.folder.max_pixels = self.max_pixels
+        image, _ = self.folder[int(self.rows[index])]
+        return image, NO_LABEL if self.labels is None else int(self.labels[index])
+
+    def path(self, index: int) -> str:
+        return self.folder.path(int(self.rows[index]))
+
+    def describe(self) -> str:
+        """``12000 frames of 40 clips, 1 in 5 of 60000, no labels``."""
+        taken = "" if self.every == 1 else f", 1 in {self.every} of {len(self.folder)}"
+        classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
+        return f"{len(self)} frames of {self.num_clips} clips{taken}, {classes}"
+
+
+def _order(folder: Folder, every: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the frames that are taken, and the number of the clip of each, both (N,) int64.
+
+    Clips are in the order of their paths; ``frame2`` comes before ``frame10``.
+    """
+    clips: dict[str, list[tuple[list[str | int], int]]] = {}
+    for row in range(len(folder)):
+        clip, name = os.path.split(folder.paths[row])
+        clips.setdefault(clip, []).append((_natural(name), row))
+    rows, numbers = [], []
+    for number, clip in enumerate(sorted(clips, key=_natural)):
+        taken = sorted(clips[clip])[::every]
+        rows += [row for _, row in taken]
+        numbers += [number] * len(taken)
+    return np.array(rows, dtype=np.int64), np.array(numbers, dtype=np.int64)
+
+
+def _natural(name: str) -> list[str | int]:
+    """A key that sorts numbers within names by their value: texts and numbers take turns."""
+    return [int(part) if part.isdecimal() else part for part in _NUMBER.split(name)]
