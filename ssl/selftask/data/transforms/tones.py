@@ -1,0 +1,166 @@
+"""Tones of 8-bit pictures: tables over a channel's values and sharpness, as Pillow's ImageOps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cv2
+import numpy as np
+
+from selftask.data.transforms.transform import Transform
+from selftask.registry import register_transform
+
+_VALUES = np.arange(256)
+
+
+@register_transform("posterize")
+@dataclass(frozen=True, kw_only=True)
+class Posterize(Transform):
+    """Keep the highest ``bits`` of every value, with probability p."""
+
+    bits: int = 4  # 1 to 8 (unchanged)
+    p: float = 0.5
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if not 1 <= self.bits <= 8:
+            yield f"bits: {self.bits}; 1 to 8 is expected"
+        if not 0 <= self.p <= 1:
+            yield f"p: {self.p}; a probability is expected"
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
+        return () if rng.random() < self.p else None
+
+    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+        return posterize(image, self.bits)
+
+
+@register_transform("equalize")
+@dataclass(frozen=True, kw_only=True)
+class Equalize(Transform):
+    """Make the histogram of each channel as flat as it gets, with probability p."""
+
+    p: float = 0.5
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if not 0 <= self.p <= 1:
+            yield f"p: {self.p}; a probability is expected"
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
+        return () if rng.random() < self.p else None
+
+    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+        return equalize(image)
+
+
+@register_transform("autocontrast")
+@dataclass(frozen=True, kw_only=True)
+class Autocontrast(Transform):
+    """Stretch each channel to the whole range 0..255, with probability p."""
+
+    p: float = 0.5
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if not 0 <= self.p <= 1:
+            yield f"p: {self.p}; a probability is expected"
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
+        return () if rng.random() < self.p else None
+
+    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+        return autocontrast(image)
+
+
+@register_transform("invert")
+@dataclass(frozen=True, kw_only=True)
+class Invert(Transform):
+    """The negative, 255 - x, with probability p."""
+
+    p: float = 0.5
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if not 0 <= self.p <= 1:
+            yield f"p: {self.p}; a probability is expected"
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
+        return () if rng.random() < self.p else None
+
+    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+        return cv2.bitwise_not(image)
+
+
+@register_transform("sharpness")
+@dataclass(frozen=True, kw_only=True)
+class Sharpness(Transform):
+    """Sharpen or smooth by a random factor, with probability p."""
+
+    factor: tuple[float, float] = (0.0, 2.0)  # 0 smooth, 1 unchanged, 2 sharp
+    p: float = 0.5
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if not 0 <= self.factor[0] <= self.factor[1]:
+            yield f"factor: {list(self.factor)}; 0 <= least <= largest is expected"
+        if not 0 <= self.p <= 1:
+            yield f"p: {self.p}; a probability is expected"
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> float | None:
+        """The factor."""
+        chance, draw = rng.random(2).tolist()
+        low, high = self.factor
+        return low + (high - low) * draw if chance < self.p else None
+
+    def apply(self, image: np.ndarray, drawn: float) -> np.ndarray:
+        return adjust_sharpness(image, drawn)
+
+
+def posterize(image: np.ndarray, bits: int) -> np.ndarray:
+    """The highest ``bits`` of every value; none is black."""
+    return image & np.uint8(256 - 2 ** (8 - bits) if bits else 0)
+
+
+def solarize(image: np.ndarray, threshold: float) -> np.ndarray:
+    """Invert the values from ``threshold`` on."""
+    table = np.where(threshold <= _VALUES, 255 - _VALUES, _VALUES)
+    return cv2.LUT(image, table.astype(np.uint8))
+
+
+def autocontrast(image: np.ndarray) -> np.ndarray:
+    """Stretch each channel to 0..255; one of a single value stays as it is."""
+    rows = image.reshape(image.shape[0], -1)  # along them numpy compares many values at once
+    low = rows.min(axis=0).reshape(-1, 3).min(axis=0).astype(int)
+    high = rows.max(axis=0).reshape(-1, 3).max(axis=0).astype(int)
+    scale = np.where(high > low, 255 / np.maximum(high - low, 1), 1.0)
+    offset = np.where(high > low, -low * scale, 0.0)
+    tables = _VALUES[:, None] * scale + offset  # (256, 3)
+    return cv2.LUT(image, np.clip(tables, 0, 255).astype(np.uint8)[None])
+
+
+def equalize(image: np.ndarray) -> np.ndarray:
+    """Values to their places in the channel's order, at Pillow's rounding."""
+    tables = [_flat_table(cv2.calcHist([image], [c], None, [256], [0, 256])) for c in range(3)]
+    return cv2.LUT(image, np.stack(tables, axis=1)[None])
+
+
+def _flat_table(histogram: np.ndarray) -> np.ndarray:
+    """uint8 (256,) that flattens a histogram, float (256, 1); Pillow's ``ImageOps.equalize``."""
+    counts = histogram.ravel().astype(np.int64)
+    present = np.flatnonzero(counts)
+    step = 0 if len(present) <= 1 else int(counts.sum() - counts[present[-1]]) // 255
+    if not step:
+        return _VALUES.astype(np.uint8)
+    below = np.cumsum(counts) - counts
+    return np.minimum((step // 2 + below) // step, 255).astype(np.uint8)
+
+
+def adjust_sharpness(image: np.ndarray, factor: float) -> np.ndarray:
+    """Away from (factor above 1) or towards a smoothed picture; the outermost pixels stay.
+
+    Pillow's smoothing is [1 1 1; 1 5 1; 1 1 1] / 13: nine parts a mean of 3x3 and four the pixel.
+    """
+    mean = cv2.blur(image, (3, 3))
+    smooth = (1 - factor) / 13
+    changed = cv2.addWeighted(image, factor + 4 * smooth, mean, 9 * smooth, 0.0)
+    for edge in (np.s_[0], np.s_[-1], np.s_[:, 0], np.s_[:, -1]):
+        changed[edge] = image[edge]
+    return changed

@@ -1,0 +1,137 @@
+"""Shear, perspective and elastic distortion; each resamples the image once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import cv2
+import numpy as np
+
+from selftask.data.transforms.resampling import warp
+from selftask.data.transforms.transform import Transform
+from selftask.registry import register_transform
+
+_MODES = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC, "nearest": cv2.INTER_NEAREST}
+_HALF = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])  # to coordinates with pixels' centres at .5
+_BACK = np.array([[1, 0, -0.5], [0, 1, -0.5], [0, 0, 1]])
+
+
+@register_transform("random_shear")
+@dataclass(frozen=True, kw_only=True)
+class RandomShear(Transform):
+    """Random shear about the centre, as the shear of torchvision's RandomAffine."""
+
+    x: float = 0.0  # degrees, by up to this either way: rows slide along themselves
+    y: float = 0.0  # the same for columns
+    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
+    fill: int = 0  # grey level of what comes from outside
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        for key in ("x", "y"):
+            if not 0 <= getattr(self, key) < 90:
+                yield f"{key}: {getattr(self, key)}; 0 to 89 degrees is expected"
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[float, ...]:
+        """From output to input coordinates, 2x3, row by row."""
+        x, y = (2 * rng.random(2) - 1).tolist()
+        across, down = math.tan(math.radians(self.x * x)), math.tan(math.radians(self.y * y))
+        a, b, c, d = 1 + across * down, across, down, 1.0
+        left, top = width / 2, height / 2
+        return a, b, left - a * left - b * top, c, d, top - c * left - d * top
+
+    def apply(self, image: np.ndarray, drawn: tuple[float, ...]) -> np.ndarray:
+        return warp(image, drawn, self.interpolation, self.fill)
+
+
+@register_transform("random_perspective")
+@dataclass(frozen=True, kw_only=True)
+class RandomPerspective(Transform):
+    """The picture seen from a random side, with probability p; torchvision's RandomPerspective."""
+
+    distortion: float = 0.5  # a corner moves inwards by up to this part of half a side
+    p: float = 0.5
+    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
+    fill: int = 0  # grey level of what comes from outside
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if not 0 <= self.distortion <= 1:
+            yield f"distortion: {self.distortion}; 0 to 1 is expected"
+        if not 0 <= self.p <= 1:
+            yield f"p: {self.p}; a probability is expected"
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
+        """Where the corners go: (4, 2), x and y in whole pixels, clockwise from the upper left."""
+        chance, *draws = rng.random(9).tolist()
+        if chance >= self.p:
+            return None
+        room = np.array([int(self.distortion * (side // 2)) for side in (width, height)])
+        inwards = np.floor(np.array(draws).reshape(4, 2) * (room + 1))
+        corners = _corners(height, width)
+        return np.where(corners == 0, inwards, corners - inwards)
+
+    def apply(self, image: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+        height, width = image.shape[:2]
+        if min(height, width) < 2:  # no corners apart
+            return image
+        corners = _corners(height, width)
+        to_input = cv2.getPerspectiveTransform(drawn.astype(np.float32), corners)
+        return cv2.warpPerspective(
+            image,
+            _BACK @ to_input @ _HALF,
+            (width, height),
+            flags=_MODES[self.interpolation] | cv2.WARP_INVERSE_MAP,
+            borderMode=cv2.BORDER_CONSTANT,
+            borderValue=(self.fill,) * 3,
+        )
+
+
+@register_transform("elastic")
+@dataclass(frozen=True, kw_only=True)
+class Elastic(Transform):
+    """Smooth random displacements, with probability p; torchvision's ElasticTransform.
+
+    Far slower than the others: every pixel has two draws and a place of its own.
+    """
+
+    alpha: float = 50.0  # strength: each draw within +- alpha / 2 pixels, then smoothed
+    sigma: float = 5.0  # pixels, of the smoothing
+    p: float = 0.5
+    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
+    fill: int = 0  # grey level of what comes from outside
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if self.alpha < 0:
+            yield f"alpha: {self.alpha}; 0 or more is expected"
+        if self.sigma <= 0:
+            yield f"sigma: {self.sigma}; above 0 is expected"
+        if not 0 <= self.p <= 1:
+            yield f"p: {self.p}; a probability is expected"
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
+        """Displacements in pixels, float32 (2, H, W): to the right and down."""
+        if rng.random() >= self.p:
+            return None
+        noise = 2 * rng.random((2, height, width), dtype=np.float32) - 1
+        side = int(8 * self.sigma + 1) | 1
+        smooth = [cv2.GaussianBlur(plane, (side, side), self.sigma) for plane in noise]
+        return np.stack(smooth) * np.float32(self.alpha / 2)
+
+    def apply(self, image: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+        height, width = image.shape[:2]
+        return cv2.remap(
+            image,
+            drawn[0] + np.arange(width, dtype=np.float32),
+            drawn[1] + np.arange(height, dtype=np.float32)[:, None],
+            _MODES[self.interpolation],
+            borderMode=cv2.BORDER_CONSTANT,
+            borderValue=(self.fill,) * 3,
+        )
+
+
+def _corners(height: int, width: int) -> np.ndarray:
+    """The middles of the four corner pixels as torchvision counts them, float32 (4, 2)."""
+    right, bottom = width - 1, height - 1
+    return np.array([[0, 0], [right, 0], [right, bottom], [0, bottom]], dtype=np.float32)
