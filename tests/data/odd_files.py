@@ -43,7 +43,7 @@ def bomb() -> bytes:
 def make_bad(folder: Path) -> dict[str, str]:
     """Files that cannot be read, below ``folder``: relative path -> a part of the reason."""
     folder.mkdir(parents=True, exist_ok=True)
-    sound = encoded(1000)
+    sound = encoded(1000, size=(64, 64))  # large enough to be cut behind its header
     contents = {
         "empty.jpg": b"",
         "text.jpg": b"this is no image",

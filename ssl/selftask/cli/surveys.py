@@ -39,11 +39,9 @@ def open_for_survey(command: str, words: list[str], num_workers: int | None, usa
     from selftask.config.derive import cores
     from selftask.config.load import load_config
     from selftask.data.dataset import open_data
-    from selftask.data.reading import set_policy
 
     recipe = str(recipes.folder() / BLANK)
     data = load_config(recipe, [f"data={words[0]}", *words[1:]]).data
-    set_policy(data.read_timeout_s, data.read_retries)
     return Survey(words[0], open_data(data).train, data, num_workers or cores())
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from selftask.data.draws import draw_rng
 from selftask.data.image import BadImage
 from selftask.data.order import hash_words
+from selftask.data.reading import set_policy
 from selftask.data.sampler import build_sampler, epoch_of, steps_per_epoch
 from selftask.data.source import Source
 from selftask.errors import ConfigError, UserError
@@ -59,7 +60,11 @@ def open_source(component: Component, max_pixels: int | None = None) -> Source:
 
 
 def open_data(data: DataConfig) -> Sources:
-    """Open the training images and, if there are any, the labelled ones for evaluation."""
+    """Open the training images and, if there are any, the labelled ones for evaluation.
+
+    From then on this process, and those it forks, are as patient with files as ``data`` says.
+    """
+    set_policy(data.read_timeout_s, data.read_retries)
     train = open_source(data.source, data.max_pixels)
     return Sources(train, None if data.val is None else open_source(data.val, data.max_pixels))
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from selftask.data.dataset import BadFiles, EvalDataset, Sample, ViewDataset
 from selftask.data.image import BadImage
+from selftask.data.reading import last_file
 from selftask.data.sampler import BatchSampler, Pool, Sampler
 from selftask.data.samplers.shuffled import Shuffled
 from selftask.data.views import ToFloat
@@ -311,7 +312,9 @@ def _describe_death(workers: list[BaseProcess]) -> str | None:
         -signal.SIGKILL: "; out of memory, perhaps: use fewer data.num_workers",
         -signal.SIGBUS: "; /dev/shm is too small, perhaps: use fewer data.num_workers",
     }.get(code, "")
-    return f"data: worker process {dead.pid} {how}{hint}"
+    name = last_file(dead.pid or 0)
+    reading = f"; the last image it began to read: {name}" if name else ""
+    return f"data: worker process {dead.pid} {how}{reading}{hint}"
 
 
 def _problem(by_view: list[tuple[np.ndarray, ...]]) -> str:

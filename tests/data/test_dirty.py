@@ -1,0 +1,216 @@
+"""Training on dirty data: it goes on, lists what is bad, and ends in time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from odd_files import encoded, make_bad, make_odd_but_sound, make_photographs
+from PIL import Image
+
+from selftask.config.load import load_config
+from selftask.config.schema import Config
+from selftask.data import reading
+from selftask.data.dataset import open_data
+from selftask.data.feed import Feed
+from selftask.data.reading import BadImage, Policy, read_bytes
+from selftask.data.sources.files import FileSource
+from selftask.errors import UserError
+from selftask.task import Task
+from selftask.trainer import Trainer
+from selftask.world import World
+
+
+@pytest.fixture(autouse=True)
+def _usual_patience() -> Iterator[None]:
+    yield
+    reading.set_policy(Policy().timeout_s, Policy().retries)
+
+
+def config_for(folder: Path, out: Path, *more: str) -> Config:
+    """SimCLR on a folder, two small views, batches of 10."""
+    transforms = "[{name: random_resized_crop, size: 16}, normalize]"
+    return load_config(
+        "simclr/images",
+        [
+            f"data={folder}",
+            f"views={{main: {{count: 2, transforms: {transforms}}}}}",
+            "backbone={name: small_resnet, width: 8}",
+            "method={hidden: 16, dim: 8}",
+            "train={batch_size: 10, epochs: 1, threads: 1, device: cpu}",
+            "eval.evaluations={knn: null, linear: null}",
+            f"out={out}",
+            *more,
+        ],
+    )
+
+
+def one_epoch(config: Config) -> list[int]:
+    """Read one epoch as training does; the indices of the images shown."""
+    feed = Feed(config, open_data(config.data), World(), torch.device("cpu"))
+    samples = feed.train_samples(0)
+    try:
+        shown = [next(samples)["index"] for _ in range(feed.batches.steps_per_epoch)]
+    finally:
+        feed.close()
+    return torch.cat(shown).tolist()
+
+
+def listed(out: Path) -> dict[str, str]:
+    """``bad_files.txt`` of a run: path -> reason."""
+    lines = (out / "bad_files.txt").read_text().splitlines()
+    assert len({line.split("\t")[0] for line in lines}) == len(lines), "each path once"
+    return dict(line.split("\t") for line in lines)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_odd_file_at_once(num_workers: int, tmp_path: Path) -> None:
+    folder, out = tmp_path / "images", tmp_path / "out"
+    make_photographs(folder / "sound", 32)
+    sound = make_odd_but_sound(folder / "odd")
+    bad = make_bad(folder / "bad")
+    config = config_for(folder, out, "data.max_bad=0.5", f"data.num_workers={num_workers}")
+    started = time.perf_counter()
+    assert len(open_data(config.data).train) == 32 + len(sound) + len(bad)
+    assert f"{len(bad) - 2} unreadable" in open_data(config.data).train.describe(), (
+        "all but the two whose header is sound"
+    )
+    shown = one_epoch(config)
+    assert time.perf_counter() - started < 20
+    assert len(shown) == 50
+    assert sorted(listed(out)) == sorted(f"{folder}/bad/{name}" for name in bad)
+    for path, reason in listed(out).items():
+        assert bad[os.path.basename(path)] in reason.lower(), path
+    source = open_data(config.data).train
+    assert not {source.path(index) for index in shown} & set(listed(out)), "none of them is shown"
+
+
+def test_one_per_cent_truncated_copies(tmp_path: Path) -> None:
+    folder, out = tmp_path / "images", tmp_path / "out"
+    photographs = make_photographs(folder, 297)
+    cut = [folder / f"copy_{number}.jpg" for number in range(3)]
+    for number, path in enumerate(cut):
+        content = photographs[number].read_bytes()
+        path.write_bytes(content[: len(content) // 2 + 50 * number])
+    config = config_for(folder, out, "data.max_bad=0.01", "data.num_workers=2")
+    one_epoch(config)
+    assert sorted(listed(out)) == sorted(map(str, cut))
+
+    too_strict = config_for(folder, tmp_path / "out2", "data.max_bad=0.009", "data.num_workers=2")
+    with pytest.raises(UserError, match=r"3 of 300 images \(1.00%\) cannot be read"):
+        one_epoch(too_strict)
+
+
+def test_training_on_dirty_data_finishes(tmp_path: Path) -> None:
+    folder, out = tmp_path / "images", tmp_path / "out"
+    make_photographs(folder / "sound", 31)
+    bad = make_bad(folder / "bad")
+    config = config_for(folder, out, "data.max_bad=0.3", "data.num_workers=2")
+    task = Task(config, sources=open_data(config.data))
+    started = time.perf_counter()
+    Trainer().train(task)
+    assert time.perf_counter() - started < 60
+    assert task.iteration == 4
+    assert sorted(listed(out)) == sorted(f"{folder}/bad/{name}" for name in bad)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_read_that_never_ends_is_given_up(
+    num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a dead network mount: the file is there, and opening it waits for ever."""
+    folder, out = tmp_path / "images", tmp_path / "out"
+    make_photographs(folder, 39)
+    stuck = folder / "stuck.jpg"
+    os.mkfifo(stuck)
+    real_stat, real_open = os.stat, os.open
+
+    def stat_as_file(path: Any, **more: Any) -> os.stat_result:
+        return real_stat(folder / "0000.jpg" if str(path) == str(stuck) else path, **more)
+
+    def open_and_wait(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        blocking = flags & ~os.O_NONBLOCK if str(path) == str(stuck) else flags
+        return real_open(path, blocking, *more, **named)
+
+    config = config_for(
+        folder,
+        out,
+        "data.max_bad=0.1",
+        f"data.num_workers={num_workers}",
+        "data.read_timeout_s=0.3",
+        "data.read_retries=1",
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", stat_as_file)
+        patch.setattr(os, "open", open_and_wait)
+        started = time.perf_counter()
+        one_epoch(config)
+        assert time.perf_counter() - started < 10
+    reason = "no answer from the file system within 0.3 s (tried 2 times)"
+    assert listed(out) == {str(stuck): reason}
+    while any(thread.is_alive() for thread in reading._STUCK):  # those of this process may leave
+        with open(stuck, "wb", buffering=0) as writer:
+            writer.write(b"x")
+        time.sleep(0.01)
+
+
+def test_patience_is_set_by_the_config(tmp_path: Path) -> None:
+    make_photographs(tmp_path, 10)
+    open_data(config_for(tmp_path, tmp_path, "data.read_timeout_s=7", "data.read_retries=5").data)
+    assert Policy(7.0, 5) == reading.POLICY
+    open_data(config_for(tmp_path, tmp_path).data)
+    assert Policy(60.0, 2) == reading.POLICY
+
+
+class Crashing(FileSource):
+    """Files of which one kills the process that has read it, as a faulty decoder does."""
+
+    def __init__(self, paths: list[Path], deadly: Path) -> None:
+        self.files, self.deadly = [str(path) for path in paths], str(deadly)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        read_bytes(self.files[index])
+        if self.files[index] == self.deadly:
+            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return np.zeros((20, 24, 3), dtype=np.uint8), -1
+
+    def path(self, index: int) -> str:
+        return self.files[index]
+
+
+def test_a_crash_of_a_worker_names_the_file(tmp_path: Path) -> None:
+    paths = make_photographs(tmp_path / "images", 40)
+    config = config_for(tmp_path / "images", tmp_path / "out", "data.num_workers=2")
+    sources = open_data(config.data)._replace(train=Crashing(paths, paths[17]))
+    feed = Feed(config, sources, World(), torch.device("cpu"))
+    samples = feed.train_samples(0)
+    said = rf"was killed by SIGSEGV; the last image it began to read: {re.escape(str(paths[17]))}$"
+    try:
+        with pytest.raises(UserError, match=said):
+            list(samples)
+    finally:
+        feed.close()
+
+
+def test_a_file_that_is_mended_meanwhile_is_read_again(tmp_path: Path) -> None:
+    """Nothing about a bad file is remembered by its reader: only the list is."""
+    (tmp_path / "a.jpg").write_bytes(b"")
+    make_photographs(tmp_path / "more", 10)
+    source = open_data(config_for(tmp_path, tmp_path).data).train
+    with pytest.raises(BadImage):
+        source[0]
+    (tmp_path / "a.jpg").write_bytes(encoded(5, "PNG"))
+    expected = np.asarray(Image.open(tmp_path / "a.jpg"))
+    assert np.array_equal(source[0][0], expected)
