@@ -19,6 +19,7 @@ class ViewDraws:
     """``draw_rng`` for many views: one generator whose counter is moved, not made anew."""
 
     def __init__(self, seed: int) -> None:
+        self.seed = seed
         key = np.array([seed & _MASK, _STREAM], dtype=np.uint64)
         self._philox = np.random.Philox(key=key)
         self._generator = np.random.Generator(self._philox)

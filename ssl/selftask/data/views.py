@@ -49,11 +49,19 @@ class ToFloat:
         self._constants = [torch.from_numpy(np.asarray(c))[:, None, None] for c in (scale, shift)]
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        if self._constants[0].device != pixels.device:
-            self._constants = [c.to(pixels.device) for c in self._constants]
-        scale, shift = self._constants
         values = pixels.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+        scale, shift = self._constants_on(pixels.device)
         return values.mul_(scale).add_(shift)
+
+    def of_planes(self, values: Tensor) -> Tensor:
+        """The same for float32 (B, 3, H, W) in 0..255, which is left as it is."""
+        scale, shift = self._constants_on(values.device)
+        return (values * scale).add_(shift)
+
+    def _constants_on(self, device: torch.device) -> list[Tensor]:
+        if self._constants[0].device != device:
+            self._constants = [c.to(device) for c in self._constants]
+        return self._constants
 
 
 class Views:

@@ -1,0 +1,127 @@
+"""Batched flips, rotations and affine maps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import grid_sample
+
+from selftask.data.device.operation import (
+    Arrays,
+    Images,
+    Operation,
+    Tensors,
+    batched_form_of,
+    chance,
+    on_chosen,
+    to_levels,
+)
+from selftask.data.transforms.geometry import (
+    HorizontalFlip,
+    RandomAffine,
+    Rotation,
+    VerticalFlip,
+)
+
+if TYPE_CHECKING:
+    from selftask.data.device.streams import Streams
+
+
+@batched_form_of(HorizontalFlip, VerticalFlip)
+class BatchedFlip(Operation):
+    """Columns or rows in reverse order."""
+
+    ragged = True
+    transform: HorizontalFlip | VerticalFlip
+
+    def __init__(self, transform: HorizontalFlip | VerticalFlip) -> None:
+        super().__init__(transform)
+        self._axis = 3 if isinstance(transform, HorizontalFlip) else 2
+
+    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
+        return chance(drawn)
+
+    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
+        return {"chosen": (streams.random(1)[:, 0] < self.transform.p).astype(np.float32)}
+
+    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
+        if images.sizes is None:
+            return on_chosen(images, packed["chosen"], self._flip)
+        ends = images.sizes[:, self._axis - 2]
+        return on_chosen(images, packed["chosen"], self._flip_part, ends)
+
+    def _flip(self, values: Tensor) -> Tensor:
+        return values.flip(self._axis)
+
+    def _flip_part(self, values: Tensor, ends: Tensor) -> Tensor:
+        """Only the first ``ends`` (B,) rows or columns; what comes after them is no picture."""
+        last = (ends - 1)[:, None]
+        places = (last - torch.arange(values.shape[self._axis], device=values.device)).clamp(min=0)
+        at = places.long()
+        at = at[:, None, :, None] if self._axis == 2 else at[:, None, None]
+        return values.gather(self._axis, at.expand(values.shape))
+
+
+@batched_form_of(Rotation, RandomAffine)
+class BatchedWarp(Operation):
+    """Affine maps: each output pixel is read where its matrix says."""
+
+    in_place = False
+    transform: Rotation | RandomAffine
+
+    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
+        return {"matrix": np.array(drawn, dtype=np.float32)}
+
+    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
+        height, width = sizes.T
+        transform = self.transform
+        if isinstance(transform, Rotation):
+            angle = -transform.degrees * (2 * streams.random(1)[:, 0] - 1)
+            none = np.zeros(len(sizes))
+            return {"matrix": _inverse_affine(width, height, angle, none + 1, none, none)}
+        angle, scale, right, down = streams.random(4).T
+        matrix = _inverse_affine(
+            *(width, height, transform.degrees * (2 * angle - 1)),
+            transform.scale[0] + (transform.scale[1] - transform.scale[0]) * scale,
+            width * transform.shift * (2 * right - 1),
+            height * transform.shift * (2 * down - 1),
+        )
+        return {"matrix": matrix}
+
+    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
+        values = images.values
+        height, width = values.shape[2:]
+        a, b, c, d, e, f = packed["matrix"][:, :, None].unbind(1)  # (B, 1) each
+        x = torch.arange(width, device=values.device) + 0.5
+        y = torch.arange(height, device=values.device) + 0.5
+        at_x = (a * x + c)[:, None] + (b * y)[:, :, None]  # (B, H, W), in pixels of the input
+        at_y = (d * x + f)[:, None] + (e * y)[:, :, None]
+        grid = torch.stack([at_x * (2 / width) - 1, at_y * (2 / height) - 1], 3)
+        fill = self.transform.fill
+        mode = self.transform.interpolation
+        moved = grid_sample(values - fill, grid, mode, "zeros", align_corners=False).add_(fill)
+        return images.with_values(to_levels(moved))
+
+
+def _inverse_affine(
+    width: np.ndarray,
+    height: np.ndarray,
+    degrees: np.ndarray,
+    scale: np.ndarray,
+    right: np.ndarray,
+    down: np.ndarray,
+) -> np.ndarray:
+    """transforms.geometry.inverse_affine for N pictures: (N, 6) float32."""
+    centre_x, centre_y = width / 2, height / 2
+    cos, sin = (f(degrees * (math.pi / 180)) / scale for f in (np.cos, np.sin))
+    from_x, from_y = centre_x + right, centre_y + down
+    rows = (
+        *(cos, sin, centre_x - cos * from_x - sin * from_y),
+        *(-sin, cos, centre_y + sin * from_x - cos * from_y),
+    )
+    return np.stack(rows, axis=1).astype(np.float32)

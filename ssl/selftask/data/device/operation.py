@@ -1,0 +1,153 @@
+"""What the batched form of a transform is, and where those of the built-in ones are found.
+
+The draws are those of ``Transform.draw``; only who applies them differs. So a batched form has two
+halves: ``pack`` runs in a worker and turns the draws of a batch into arrays, ``apply`` runs on the
+device and never asks the host anything, so that it can be compiled and run ahead of the step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selftask.errors import UserError
+
+if TYPE_CHECKING:
+    from selftask.data.device.streams import Streams
+
+Arrays = dict[str, np.ndarray]  # parameters by name, (B, ...) each, one entry a picture
+Tensors = Mapping[str, Tensor]  # the same on the device, float32
+
+
+@dataclass(frozen=True)
+class Images:
+    """A batch of pictures between two operations."""
+
+    values: Tensor  # (B, 3, H, W) float32, whole levels 0..255
+    sizes: Tensor | None = None  # (B, 2) height and width in the canvas; None: they all fill it
+    dense: bool = True  # change all and choose afterwards: no shape depends on a draw
+
+    def with_values(self, values: Tensor, sizes: Tensor | None = None) -> Images:
+        """Other pictures, which fill their canvas unless ``sizes`` are given."""
+        return replace(self, values=values, sizes=sizes)
+
+
+class Operation(ABC):
+    """The batched form of one transform."""
+
+    ragged = False  # whether it takes pictures of different sizes
+    in_place = True  # whether it may write into the values that it is given
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def size_after(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of what is made of a picture of that size."""
+        return height, width
+
+    @abstractmethod
+    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Any:
+        """What ``apply`` needs of the draws for B pictures of these ``sizes``, (B, 2) int64."""
+
+    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays | None:
+        """``pack`` of the draws for many pictures, all drawn at once; None: there is no such form.
+
+        Takes from each picture's stream what ``Transform.draw`` would take.
+        """
+        return None
+
+    @abstractmethod
+    def apply(self, images: Images, packed: Any, canvas: tuple[int, int]) -> Images:
+        """The changed pictures; ``packed`` are the arrays of ``pack`` on their device.
+
+        ``canvas`` is the height and width that the largest of them has afterwards.
+        """
+
+
+class OwnOperation(Operation):
+    """A user's transform with a method ``on_batch``; the size of the pictures stays.
+
+    ``on_batch(images, drawn)`` gets float32 (B, 3, H, W) in 0..255 and a list of what its ``draw``
+    gave for each picture (None: it stays as it is), and returns the changed pictures. They are
+    rounded to whole levels afterwards. It must not wait for the device (no ``.item()``).
+    """
+
+    in_place = False
+
+    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> list[Any]:
+        return list(drawn)
+
+    def apply(self, images: Images, packed: Any, canvas: tuple[int, int]) -> Images:
+        changed = self.transform.on_batch(images.values, packed)
+        if changed.shape != images.values.shape:
+            raise UserError(
+                f"{type(self.transform).__name__}.on_batch gave shape {tuple(changed.shape)} for "
+                f"{tuple(images.values.shape)}; the shape has to stay (data.engine=cpu has no such "
+                "limit)"
+            )
+        return images.with_values(to_levels(changed.float()))
+
+
+_FORMS: dict[type, type[Operation]] = {}
+
+
+def batched_form_of(*transforms: type) -> Callable[[type[Operation]], type[Operation]]:
+    """Decorator that makes a class the batched form of these transforms."""
+
+    def add(form: type[Operation]) -> type[Operation]:
+        _FORMS.update(dict.fromkeys(transforms, form))
+        return form
+
+    return add
+
+
+def find_form(transform: Any) -> Operation | None:
+    """The batched form of a transform, or None.
+
+    A subclass of a built-in one has none of its own accord: it may draw or apply in another way.
+    """
+    if hasattr(transform, "on_batch") and hasattr(transform, "draw"):
+        return OwnOperation(transform)
+    form = _FORMS.get(type(transform))
+    return None if form is None else form(transform)
+
+
+def to_levels(values: Tensor) -> Tensor:
+    """Rounded to whole levels and clipped to 0..255, in place."""
+    return values.round_().clamp_(0, 255)
+
+
+def on_chosen(
+    images: Images, chosen: Tensor, change: Callable[..., Tensor], *parameters: Tensor
+) -> Images:
+    """``change(values, *parameters)`` for the pictures where ``chosen`` (B,) is not zero.
+
+    Dense, all are changed and the right ones taken; else, on a host that knows its own values,
+    only those are touched, in place.
+    """
+    values = images.values
+    if images.dense:
+        changed = change(values.clone(), *parameters)
+        return images.with_values(torch.where(per_image(chosen) != 0, changed, values))
+    rows = chosen.nonzero()[:, 0]
+    if len(rows) == len(values):
+        return images.with_values(change(values, *parameters))
+    if len(rows):
+        values[rows] = change(values[rows], *(parameter[rows] for parameter in parameters))
+    return images.with_values(values)
+
+
+def per_image(parameter: Tensor) -> Tensor:
+    """(B,) as (B, 1, 1, 1), for products with pictures."""
+    return parameter[:, None, None, None]
+
+
+def chance(drawn: Sequence[Any]) -> Arrays:
+    """Which pictures are changed, for transforms that draw nothing else."""
+    return {"chosen": np.array([one is not None for one in drawn], dtype=np.float32)}
