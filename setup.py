@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "ssl/selftask/__init__.py").read_text())
 assert VERSION is not None
+
+KERNEL = Path("ssl/selftask/data/kernel")
+AUGMENT = Extension(
+    "selftask.data.kernel._augment",
+    sources=sorted(str(path) for path in KERNEL.glob("*.c")),
+    depends=sorted(str(path) for path in KERNEL.glob("*.h")),
+    extra_compile_args=[] if os.name == "nt" else ["-O3", "-std=c11"],
+    optional=True,  # without a compiler the package installs all the same, and is slower
+)
 
 setup(
     name="selftask",
@@ -21,7 +31,8 @@ setup(
     python_requires=">=3.10",
     package_dir={"": "ssl", "selftask.configs": "configs"},
     packages=[*find_packages(where="ssl"), "selftask.configs"],
-    package_data={"selftask.configs": ["**/*.yaml"], "selftask": ["py.typed"]},
+    package_data={"selftask.configs": ["**/*.yaml"], "selftask": ["py.typed", "**/*.pyi"]},
+    ext_modules=[AUGMENT],
     install_requires=[
         "torch>=2.5",
         "torchvision>=0.20",

@@ -1,0 +1,7 @@
+/* The table of one variant; a variant_*.c file sets the instruction set, then includes this. */
+#include "blur.h"
+#include "points.h"
+#include "resize.h"
+#include "rows.h"
+
+const kernels VARIANT = {VARIANT_NAME, load_rows, store_rows, resize_rows, change_points, blur_rows};

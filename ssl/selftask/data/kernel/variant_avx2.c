@@ -1,0 +1,17 @@
+/* For processors with 256-bit registers; empty where the compiler cannot make it. */
+#include "detect.h"
+
+#if HAVE_X86_VARIANTS
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
+#else
+#pragma GCC target("avx2")
+#endif
+#define LANES_AVX2
+#define VARIANT avx2_kernels
+#define VARIANT_NAME "avx2"
+#include "variant.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif
