@@ -1,0 +1,213 @@
+"""Automatic augmentation: operations drawn from a table; semantics of torchvision's classes.
+
+Operations are those of Pillow, so the sizes do not change. ``interpolation`` and ``fill`` are for
+the geometric ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import cv2
+import numpy as np
+
+from selftask.data.transforms import color, tones
+from selftask.data.transforms.geometry import inverse_affine
+from selftask.data.transforms.policy_tables import (
+    COLOURS,
+    GEOMETRY,
+    MIX,
+    NEUTRAL,
+    POLICIES,
+    RAND,
+    SIGNED,
+    TABLES,
+    WIDE,
+    Strengths,
+    magnitude,
+)
+from selftask.data.transforms.resampling import warp
+from selftask.data.transforms.transform import Transform
+from selftask.registry import register_transform
+
+Operation = tuple[str, float]  # name and signed magnitude
+ALL = (*NEUTRAL, *GEOMETRY, *COLOURS, *TABLES)
+POLICY_BINS = 10  # of AutoAugment
+MIX_BINS = 10  # of AugMix, most severe last
+
+
+@register_transform("rand_augment")
+@dataclass(frozen=True, kw_only=True)
+class RandAugment(Transform):
+    """Several random operations, all of the same strength (arXiv:1909.13719)."""
+
+    num_ops: int = 2
+    magnitude: int = 9  # the bin, from 0
+    num_bins: int = 31
+    interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
+    fill: int = 0  # grey level of what comes from outside
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if self.num_ops < 1:
+            yield f"num_ops: {self.num_ops}; at least 1"
+        if self.num_bins < 2:
+            yield f"num_bins: {self.num_bins}; at least 2"
+        elif not 0 <= self.magnitude < self.num_bins:
+            yield f"magnitude: {self.magnitude}; 0 to {self.num_bins - 1} (num_bins) is expected"
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[Operation, ...]:
+        level = self.magnitude / (self.num_bins - 1)
+        draws = rng.random((self.num_ops, 2)).tolist()
+        return tuple(
+            _signed(ALL[int(which * len(ALL))], level, sign, height, width, RAND)
+            for which, sign in draws
+        )
+
+    def apply(self, image: np.ndarray, drawn: tuple[Operation, ...]) -> np.ndarray:
+        return perform(image, drawn, self.interpolation, self.fill)
+
+
+@register_transform("trivial_augment_wide")
+@dataclass(frozen=True, kw_only=True)
+class TrivialAugmentWide(Transform):
+    """One random operation of a random strength (arXiv:2103.10158)."""
+
+    num_bins: int = 31
+    interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
+    fill: int = 0  # grey level of what comes from outside
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if self.num_bins < 2:
+            yield f"num_bins: {self.num_bins}; at least 2"
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[Operation, ...]:
+        which, strength, sign = rng.random(3).tolist()
+        level = int(strength * self.num_bins) / (self.num_bins - 1)
+        return (_signed(ALL[int(which * len(ALL))], level, sign, height, width, WIDE),)
+
+    def apply(self, image: np.ndarray, drawn: tuple[Operation, ...]) -> np.ndarray:
+        return perform(image, drawn, self.interpolation, self.fill)
+
+
+@register_transform("auto_augment")
+@dataclass(frozen=True, kw_only=True)
+class AutoAugment(Transform):
+    """One of 25 pairs of operations that were learned for a data set (arXiv:1805.09501)."""
+
+    policy: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
+    interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
+    fill: int = 0  # grey level of what comes from outside
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[Operation, ...]:
+        policy = POLICIES[self.policy]
+        which, *draws = rng.random(5).tolist()
+        pair = policy[int(which * len(policy))]
+        return tuple(
+            _signed(name, bin_ / (POLICY_BINS - 1), sign, height, width, RAND)
+            for (name, p, bin_), chance, sign in zip(pair, draws[:2], draws[2:], strict=True)
+            if chance < p
+        )
+
+    def apply(self, image: np.ndarray, drawn: tuple[Operation, ...]) -> np.ndarray:
+        return perform(image, drawn, self.interpolation, self.fill)
+
+
+@register_transform("aug_mix")
+@dataclass(frozen=True, kw_only=True)
+class AugMix(Transform):
+    """A weighted mean of the picture and of chains of operations on it (arXiv:1912.02781)."""
+
+    severity: int = 3  # strengths are drawn from so many of 10 bins
+    num_chains: int = 3
+    depth: int | None = None  # operations of a chain; none: 1 to 3 at random
+    alpha: float = 1.0  # of the Dirichlet distributions of the weights
+    all_ops: bool = True  # without: no brightness, colour, contrast and sharpness, as in the paper
+    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
+    fill: int = 0  # grey level of what comes from outside
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if not 1 <= self.severity <= 10:  # MIX_BINS
+            yield f"severity: {self.severity}; 1 to 10 is expected"
+        if self.num_chains < 1:
+            yield f"num_chains: {self.num_chains}; at least 1"
+        if self.depth is not None and self.depth < 1:
+            yield f"depth: {self.depth}; at least 1, or null for 1 to 3 at random"
+        if self.alpha <= 0:
+            yield f"alpha: {self.alpha}; above 0 is expected"
+
+    def draw(
+        self, rng: np.random.Generator, height: int, width: int
+    ) -> tuple[np.ndarray, list[tuple[Operation, ...]]]:
+        """Weights of the picture and of each chain, adding up to 1; the chains."""
+        kept, mixed = rng.dirichlet([self.alpha] * 2).tolist()
+        weights = np.array([kept, *(mixed * rng.dirichlet([self.alpha] * self.num_chains))])
+        return weights, [self._chain(rng, height, width) for _ in range(self.num_chains)]
+
+    def _chain(self, rng: np.random.Generator, height: int, width: int) -> tuple[Operation, ...]:
+        names = (*GEOMETRY, *TABLES, *(COLOURS if self.all_ops else ()))
+        depth = self.depth or 1 + int(3 * rng.random())
+        chain = []
+        for which, strength, sign in rng.random((depth, 3)).tolist():
+            level = int(strength * self.severity) / (MIX_BINS - 1)
+            name = names[int(which * len(names))]
+            chain.append(_signed(name, level, sign, height, width, MIX))
+        return tuple(chain)
+
+    def apply(
+        self, image: np.ndarray, drawn: tuple[np.ndarray, list[tuple[Operation, ...]]]
+    ) -> np.ndarray:
+        weights, chains = drawn
+        mixed = image * np.float32(weights[0])
+        for weight, chain in zip(weights[1:], chains, strict=True):
+            changed = perform(image, chain, self.interpolation, self.fill)
+            cv2.scaleAdd(changed.astype(np.float32), float(weight), mixed, dst=mixed)
+        return np.rint(mixed, out=mixed).astype(np.uint8)
+
+
+def _signed(
+    name: str, level: float, sign: float, height: int, width: int, strengths: Strengths
+) -> Operation:
+    size = magnitude(name, level, height, width, strengths)
+    return name, -size if name in SIGNED and sign < 0.5 else size
+
+
+def perform(
+    image: np.ndarray, operations: tuple[Operation, ...], interpolation: str, fill: int
+) -> np.ndarray:
+    """The operations one after the other, uint8 (H, W, 3)."""
+    for name, size in operations:
+        if name in GEOMETRY:
+            matrix = _matrix(name, size, *image.shape[:2])
+            image = warp(image, matrix, interpolation, fill)
+        else:
+            image = _TONES[name](image, size)
+    return image
+
+
+def _matrix(name: str, size: float, height: int, width: int) -> tuple[float, ...]:
+    """From output to input coordinates, 2x3, row by row; shear is about the upper left corner."""
+    if name == "Rotate":
+        return inverse_affine((width, height), -size, 1.0, (0.0, 0.0))
+    pixels = -int(round(size, 3))  # whole ones, and 16 do not become 15 by a rounding error
+    return {
+        "ShearX": (1.0, size, 0.0, 0.0, 1.0, 0.0),
+        "ShearY": (1.0, 0.0, 0.0, size, 1.0, 0.0),
+        "TranslateX": (1.0, 0.0, pixels, 0.0, 1.0, 0.0),
+        "TranslateY": (1.0, 0.0, 0.0, 0.0, 1.0, pixels),
+    }[name]
+
+
+_TONES: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
+    "Identity": lambda image, _: image,
+    "Brightness": lambda image, size: color.adjust_brightness(image, 1 + size),
+    "Color": lambda image, size: color.adjust_saturation(image, 1 + size),
+    "Contrast": lambda image, size: color.adjust_contrast(image, 1 + size),
+    "Sharpness": lambda image, size: tones.adjust_sharpness(image, 1 + size),
+    "Posterize": lambda image, size: tones.posterize(image, int(size)),
+    "Solarize": tones.solarize,
+    "AutoContrast": lambda image, _: tones.autocontrast(image),
+    "Equalize": lambda image, _: tones.equalize(image),
+    "Invert": lambda image, _: cv2.bitwise_not(image),
+}
