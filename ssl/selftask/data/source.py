@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -49,17 +49,34 @@ class Source(ABC):
 
 
 class PathTable:
-    """Paths in one block of bytes, so that workers share them instead of copying them.
+    """Paths in a few arrays, so that workers share them instead of copying them.
 
     A list of strings is copied page by page into each worker as reference counts are touched;
-    a million paths cost it about 100 MB a worker, here nothing.
+    a million paths cost it about 100 MB a worker, here nothing. Paths are kept as names within
+    folders, whose paths are kept once; a table made of plain strings has one folder without a name.
     """
 
     def __init__(self, paths: Iterable[str]) -> None:
         encoded = [os.fsencode(path) for path in paths]
-        self._offsets = np.zeros(len(encoded) + 1, dtype=np.int64)
-        np.cumsum([len(path) for path in encoded], out=self._offsets[1:])
-        self._blob = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+        lengths = np.fromiter((len(path) + 1 for path in encoded), np.int64, len(encoded))
+        self._names = np.frombuffer(join_bytes(encoded, b"\0"), dtype=np.uint8)
+        self._offsets = np.append(0, np.cumsum(lengths))
+        self._firsts = np.zeros(1, dtype=np.int64)
+        self._folders = np.zeros(1, dtype=np.uint8)
+        self._folder_offsets = np.array([0, 1])
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> PathTable:
+        """A table of arrays that are there: of an index file, most likely.
+
+        ``names``: N names as uint8, each followed by one byte that separates them; ``offsets``
+        (N + 1,): where each begins; ``firsts`` (F,): the number of each folder's first name;
+        ``folders`` and ``folder_offsets``: the paths of the F folders, likewise.
+        """
+        table = cls.__new__(cls)
+        for name in ("names", "offsets", "firsts", "folders", "folder_offsets"):
+            setattr(table, f"_{name}", arrays[name])
+        return table
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -67,4 +84,23 @@ class PathTable:
     def __getitem__(self, index: int) -> str:
         if not 0 <= index < len(self):
             raise IndexError(f"path {index} of {len(self)}")
-        return os.fsdecode(self._blob[self._offsets[index] : self._offsets[index + 1]].tobytes())
+        name = _item(self._names, self._offsets, index)
+        folder = _item(
+            self._folders, self._folder_offsets, int(self._firsts.searchsorted(index, "right")) - 1
+        )
+        return os.fsdecode(folder + b"/" + name if folder else name)
+
+
+def join_bytes(words: Iterable[bytes], separator: bytes) -> bytes:
+    """The words, each followed by the separator."""
+    return b"".join([word + separator for word in words])
+
+
+def split_bytes(joined: np.ndarray, separator: bytes) -> np.ndarray:
+    """Where each word of N begins, and where the last one ends: (N + 1,) int64."""
+    return np.append(0, np.flatnonzero(joined == separator[0]) + 1)
+
+
+def _item(words: np.ndarray, offsets: np.ndarray, number: int) -> bytes:
+    item: bytes = words[offsets[number] : offsets[number + 1] - 1].tobytes()
+    return item

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from selftask.data.image import check_header, read_image
+from selftask.data.path_list import read_list
+from selftask.data.scan import scan_folder
 from selftask.data.source import NO_LABEL, PathTable, Source
 from selftask.errors import UserError, nearest
 from selftask.registry import register_source
@@ -33,6 +35,18 @@ class FileSource(Source):
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Labels from an index file are left out: whoever gets this maps them, as the paths."""
+        state = dict(self.__dict__)
+        if self.labels is not None and self.labels is getattr(self.paths, "labels", None):
+            del state["labels"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "labels" not in state:
+            self.labels = getattr(self.paths, "labels", None)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         label = NO_LABEL if self.labels is None else int(self.labels[index])
@@ -73,14 +87,14 @@ class Folder(FileSource):
         self.root = os.path.expanduser(config.path)
         if not os.path.isdir(self.root):
             raise UserError(f"data: {_missing(self.root, 'folder')}")
-        found = sorted(_walk(self.root))
-        if not found:
+        found = scan_folder(self.root, EXTENSIONS)
+        if not len(found):
             raise UserError(
                 f"data: no images (looked for {' '.join(EXTENSIONS)}) under {config.path}"
             )
-        self.paths = PathTable(found)
-        self.num_folders = len({os.path.dirname(path) for path in found})
-        self.labels = _top_folder_labels(found) if config.labels else None
+        self.paths = found.paths
+        self.num_folders = found.num_folders
+        self.labels = found.labels if config.labels else None
 
 
 @register_source("list")
@@ -95,65 +109,16 @@ class ListFile(FileSource):
         file = Path(config.path).expanduser()
         if not file.is_file():
             raise UserError(f"data: {_missing(str(file), 'list of images')}")
-        lines = file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-        entries = [(number, line.rstrip()) for number, line in enumerate(lines, 1) if line.strip()]
-        if not entries:
+        found = read_list(str(file))
+        if not len(found):
             raise UserError(f"data: no images: {file} is empty (one path a line is expected)")
-        columns = [line.partition("\t") for _, line in entries]
         self.root = str(file.parent)
-        self.paths = PathTable(path for path, _, _ in columns)
-        self.num_folders = len({os.path.dirname(path) for path, _, _ in columns})
+        self.paths = found.paths
+        self.num_folders = found.num_folders
+        self.labels = found.labels
         if not os.path.exists(self.path(0)):
-            raise UserError(f"data: {file}:{entries[0][0]}: no such image: {self.path(0)}")
-        labelled = [bool(tab) for _, tab, _ in columns]
-        if any(labelled) and not all(labelled):
-            number = entries[labelled.index(not labelled[0])][0]
-            raise UserError(
-                f"data: {file}:{number}: some lines have a label after a tab, others not"
-            )
-        if all(labelled):
-            self.labels = _label_numbers([label.strip() for _, _, label in columns])
-
-
-def _walk(root: str) -> Iterator[str]:
-    """Paths of images below ``root``, relative to it, in no order.
-
-    Links to folders are followed, each folder once; names that begin with a dot are not seen.
-    """
-    visited = set()
-    folders = [""]
-    while folders:
-        folder = folders.pop()
-        status = os.stat(os.path.join(root, folder))
-        if (status.st_dev, status.st_ino) in visited:
-            continue
-        visited.add((status.st_dev, status.st_ino))
-        with os.scandir(os.path.join(root, folder)) as entries:
-            for entry in entries:
-                path = f"{folder}/{entry.name}" if folder else entry.name
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_dir():
-                    folders.append(path)
-                elif entry.name.lower().endswith(EXTENSIONS):
-                    yield path
-
-
-def _top_folder_labels(paths: list[str]) -> np.ndarray | None:
-    """Number of each path's top folder, in sorted order; None unless there are at least two."""
-    tops = [path.partition("/")[0] if "/" in path else None for path in paths]
-    numbers = {top: number for number, top in enumerate(sorted({t for t in tops if t is not None}))}
-    if len(numbers) < 2:
-        return None
-    return np.array([NO_LABEL if t is None else numbers[t] for t in tops], dtype=np.int64)
-
-
-def _label_numbers(labels: list[str]) -> np.ndarray:
-    """Labels as they are if all are non-negative integers, else numbered in sorted order."""
-    if all(label.isdecimal() for label in labels):
-        return np.array([int(label) for label in labels], dtype=np.int64)
-    numbers = {label: number for number, label in enumerate(sorted(set(labels)))}
-    return np.array([numbers[label] for label in labels], dtype=np.int64)
+            line = found.header["first_line"]
+            raise UserError(f"data: {file}:{line}: no such image: {self.path(0)}")
 
 
 def _missing(path: str, what: str) -> str:
