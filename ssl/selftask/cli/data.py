@@ -9,11 +9,13 @@ from selftask.errors import UserError, nearest
 COMMANDS = {
     "check": ("selftask.cli.data_check", "read every image: what is broken, what is there twice?"),
     "stats": ("selftask.cli.data_stats", "mean and std of the pixels, sizes of the images"),
+    "show": ("selftask.cli.data_show", "a picture of the views that the network gets"),
 }  # name -> module with USAGE and main(argv) -> exit code, one line
 
 USAGE = """\
 usage: selftask data check SOURCE [--workers N] [--out FILE] [--json] [key=value ...]
        selftask data stats SOURCE [--workers N] [--max N] [--seed 0] [--json] [key=value ...]
+       selftask data show  RECIPE [--images 8] [--out views.png] [key=value ...]
 
 SOURCE is what data= takes: a folder, list.txt, x.npz, torchvision:CIFAR10, package.module:Dataset.
 `selftask data COMMAND --help` says more."""

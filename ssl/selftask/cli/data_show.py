@@ -1,0 +1,50 @@
+"""``selftask data show``: see what the network sees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from selftask.cli.options import take_options
+from selftask.errors import UserError
+
+USAGE = """\
+usage: selftask data show RECIPE [--images 8] [--out views.png] [key=value ...]
+
+Writes a PNG: a row for each image with the image itself and every view of it, named by its group in
+`views:`. They are the first images of epoch 0, with the very draws that training would make for
+them (seed, epoch, sample, view), taken from the batch of floats and un-normalised."""
+
+OPTIONS = {"--images": int, "--out": str}
+
+
+def main(argv: list[str]) -> int:
+    """Check the config as train does, then make the views and draw them."""
+    words, options = take_options(argv, OPTIONS)
+    number, out = options.get("--images", 8), Path(options.get("--out", "views.png"))
+    if not words or "=" in words[0]:
+        raise UserError(f"data show needs a RECIPE before any key=value\n{USAGE}")
+    if number == 0:
+        raise UserError("--images 0: at least one image has to be shown")
+    if out.suffix.lower() != ".png":
+        raise UserError(f"--out {out}: the sheet is a PNG; its name has to end with .png")
+    if not out.absolute().parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.absolute().parent}")
+
+    from selftask.config.load import load_config
+    from selftask.data.dataset import open_data
+
+    config = load_config(words[0], words[1:])
+    sources = open_data(replace(config.data, val=None))
+
+    from selftask.data.survey.contact_sheet import draw, rows_of, view_names
+
+    rows = rows_of(config, sources, number)
+    draw(rows, view_names(config.views)).save(out)
+    sizes = {f"{view.shape[1]}x{view.shape[0]}": None for view in rows[0].views}
+    shown = f"{len(rows)} image" + ("s" if len(rows) > 1 else "")
+    print(
+        f"SHOW wrote {out}: {shown} with {len(rows[0].views)} views of {', '.join(sizes)} "
+        f"(seed {config.train.seed}, epoch 0)"
+    )
+    return 0
