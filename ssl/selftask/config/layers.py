@@ -89,7 +89,7 @@ class Layers(list[Layer]):
         ``backbone=resnet18`` over ``{name: small_resnet, width: 32}`` must not keep the width.
         ``fixed`` are, by section, the fields of ours: they stay (the ``lr``, whatever optimizer).
         """
-        for place in named_places(values):
+        for place in sorted(named_places(values), key=len, reverse=True):  # data.val before data
             renamed = self._last_renaming(place)
             section = _walk(values, place)[1]
             if not renamed or not isinstance(section, dict):

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from selftask.data.sources.catalog import look_up
+from selftask.errors import UserError
 from selftask.registry import SOURCES
 
 _OBJECT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -28,7 +30,8 @@ _BY_CONTENT = {
 def expand_source(text: str) -> dict[str, Any]:
     """The ``data:`` section that a short form stands for, as a plain dict with its ``name``.
 
-    ``digits`` (or any registered name that needs no arguments), ``torchvision:CIFAR10``,
+    ``digits`` (or any registered name that needs no arguments), a name in the catalog (which is
+    read by ``selftask.data.sources.catalog``), ``torchvision:CIFAR10``,
     ``x.npz``, ``list.txt``, ``table.csv``, ``/x/**/*.jpg``, ``train-{000..146}.tar``,
     ``s3://bucket/*.tar``, ``x.h5``, the folder of an LMDB or of Hugging Face's ``save_to_disk``,
     ``package.module:Dataset``; everything else is a folder of images. A folder that is called like
@@ -36,6 +39,9 @@ def expand_source(text: str) -> dict[str, Any]:
     """
     if text in SOURCES:
         return {"name": text}
+    entry = look_up(text)
+    if entry is not None:
+        return _expand_entry(text, entry)
     if text.startswith("torchvision:"):
         return {"name": "torchvision", "dataset": text.removeprefix("torchvision:")}
     path = Path(text).expanduser()
@@ -49,3 +55,27 @@ def expand_source(text: str) -> dict[str, Any]:
     if _PATTERN.search(text) and not path.exists():
         return {"name": "glob", "pattern": text}
     return {"name": _BY_SUFFIX.get(path.suffix.lower(), "folder"), "path": text}
+
+
+def _expand_entry(
+    name: str, entry: dict[str, Any] | str, seen: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The section that an entry of the catalog is, with short forms within it written out."""
+    if isinstance(entry, str):
+        return _expand_from(name, entry, seen)
+    section = dict(entry)
+    if "name" not in section:
+        if not isinstance(section.get("path"), str):
+            raise UserError(f"the catalog's {name}: `name` or `path` is missing")
+        section = {**_expand_from(name, section["path"], seen), **section}
+    if isinstance(section.get("val"), str):
+        section["val"] = _expand_from(name, section["val"], seen)
+    return section
+
+
+def _expand_from(name: str, text: str, seen: tuple[str, ...]) -> dict[str, Any]:
+    """A short form within the entry ``name``, which may be another entry's name, in no circle."""
+    if text in (*seen, name):
+        raise UserError(f"the catalog's {name}: entries that stand for each other")
+    inner = None if text in SOURCES else look_up(text)
+    return expand_source(text) if inner is None else _expand_entry(text, inner, (*seen, name))
