@@ -16,6 +16,7 @@ import torchvision.transforms as tv
 import torchvision.transforms.functional as F
 from PIL import Image
 
+from selftask.data import kernel
 from selftask.data.draws import ViewDraws
 from selftask.data.views import Pipeline
 from selftask.registry import TRANSFORMS
@@ -205,13 +206,20 @@ def test_color_jitter_applies_in_the_drawn_order(photo: np.ndarray) -> None:
         assert difference.mean() < 3, seed
 
 
-def test_the_whole_pipeline_is_close_to_torchvisions() -> None:
+COMPILED = pytest.param(
+    True, marks=pytest.mark.skipif(not kernel.available(), reason="installed without a compiler")
+)
+
+
+@pytest.mark.parametrize("compiled", [COMPILED, False])
+def test_the_whole_pipeline_is_close_to_torchvisions(compiled: bool) -> None:
     """Mean difference below 1.5 grey levels over 60 images, with the same draws."""
     images = [waves(90 + 7 * seed % 40, 120 + 11 * seed % 50) for seed in range(60)]
     crop, flip = build("random_resized_crop", size=64), build("horizontal_flip")
     jitter = build("color_jitter", brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, p=0.8)
     gray, solarize = build("grayscale", p=0.2), build("solarize", p=0.2)
     pipeline = Pipeline([crop, flip, jitter, gray, solarize])
+    pipeline.compiled = compiled
     functions = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
     draws, differences = ViewDraws(0), []
     for index, image in enumerate(images):
@@ -230,6 +238,33 @@ def test_the_whole_pipeline_is_close_to_torchvisions() -> None:
             theirs = F.solarize(theirs, 128)
         differences.append(np.abs(ours.astype(int) - np.asarray(theirs).astype(int)).mean())
     assert np.mean(differences) < 1.5
+
+
+@pytest.mark.skipif(not kernel.available(), reason="installed without a compiler")
+def test_the_kernel_does_what_the_transforms_do() -> None:
+    """Every transform that has a program, alone and between two that have none."""
+    args: dict[str, dict[str, Any]] = {
+        "random_resized_crop": {"size": 40},
+        "resize": {"size": 30, "interpolation": "bicubic"},
+        "horizontal_flip": {"p": 1.0},
+        "color_jitter": {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4},
+        "grayscale": {"p": 1.0},
+        "gaussian_blur": {"p": 1.0, "sigma": (0.5, 2.0)},
+        "solarize": {"p": 1.0, "threshold": 256},
+    }
+    alone = [[build(name, **given)] for name, given in args.items()]
+    flip = build("vertical_flip", p=1.0)
+    between = [flip, *(transform for (transform,) in alone), lambda image, rng: 255 - image, flip]
+    for transforms in (*alone, between):
+        fused, plain = Pipeline(transforms), Pipeline(transforms)
+        plain.compiled = False
+        for seed in range(5):
+            image = waves(50 + seed, 70)
+            before = image.copy()
+            difference = fused(image, rng(seed)).astype(int) - plain(image, rng(seed)).astype(int)
+            assert np.abs(difference).mean() < 0.6, transforms
+            assert np.abs(difference).max() <= 8, transforms
+            assert np.array_equal(image, before)
 
 
 def test_grayscale_and_solarize(photo: np.ndarray) -> None:

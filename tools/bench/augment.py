@@ -9,11 +9,12 @@ One thread. A round is one turn of each entry over the same images, another one 
 figures are process CPU time per image: the median over rounds and the least.
 
 ``selftask`` includes the floats, made a batch at a time, as training on a CPU makes them;
-``selftask bytes`` ends with what a worker hands over. Peers that are not installed are left out and
-named. What differs in meaning: albumentations does not antialias where it shrinks; kornia draws the
-order of the jitter per batch and blurs with a kernel of 23, as torchvision v2 on tensors does;
-lightly's and solo-learn's are their own defaults (solo-learn's pipeline is rebuilt here from
-torchvision: bicubic crops, Pillow's blur).
+``selftask bytes`` ends with what a worker hands over; ``by opencv`` does without the compiled
+kernel. Peers that are not installed are left out and named. What differs in meaning:
+albumentations does not antialias where it shrinks; kornia draws the order of the jitter per batch
+and blurs with a kernel of 23, as torchvision v2 on tensors does; lightly's and solo-learn's are
+their own defaults (solo-learn's pipeline is rebuilt here from torchvision: bicubic crops, Pillow's
+blur).
 """
 
 from __future__ import annotations
@@ -125,8 +126,10 @@ def view_configs(contest: Contest) -> dict[str, ViewConfig]:
     return {f"of {size}": view(count, size, scale) for count, size, scale in contest.views}
 
 
-def selftask(contest: Contest, *, floats: bool = True) -> Work:
+def selftask(contest: Contest, *, floats: bool = True, compiled: bool = True) -> Work:
     views = Views(view_configs(contest))
+    for pipeline in views.pipelines:
+        pipeline.compiled = pipeline.compiled and compiled
 
     def work(images: Sequence[Any]) -> None:
         made = [views(contest.pixels(image), 0, 0, n) for n, image in enumerate(images)]
@@ -258,6 +261,7 @@ ENTRIES: dict[str, tuple[Callable[[Contest], Work], str]] = {
     "decoding alone": (decoding, "simplejpeg"),
     "selftask": (selftask, "selftask"),
     "selftask bytes": (partial(selftask, floats=False), "selftask"),
+    "selftask by opencv": (partial(selftask, compiled=False), "selftask"),
     "albumentations": (albumentations, "albumentations"),
     "torchvision v1": (torchvision_v1, "torchvision"),
     "torchvision v2": (torchvision_v2, "torchvision"),

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from selftask.data import kernel
 from selftask.data.draws import ViewDraws
 from selftask.data.transforms.normalize import Normalize
+from selftask.data.transforms.transform import Transform
 from selftask.errors import ConfigError
 from selftask.registry import TRANSFORMS
 
@@ -24,8 +26,11 @@ class Pipeline:
     """Transforms in sequence on one 8-bit picture; what makes floats of a whole batch comes last.
 
     ``pipeline(image, rng)`` takes and gives uint8 (H, W, 3); ``pipeline.to_float`` is for the
-    batch, once it is on its device.
+    batch, once it is on its device. Transforms that the compiled kernel knows are done by it, all
+    those between two others in one call.
     """
+
+    compiled = kernel.available()
 
     def __init__(self, transforms: Iterable[Any]) -> None:
         self.transforms = list(transforms)
@@ -37,9 +42,34 @@ class Pipeline:
             self.to_float = ToFloat(np.full(3, UNIT), np.zeros(3, dtype=np.float32))
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        program: list[float] = []  # what the kernel is to do with the image, at once
+        height, width = image.shape[:2]
         for transform in self.transforms:
-            image = transform(image, rng)
+            if not isinstance(transform, Transform):
+                image = transform(_run(program, image, height, width), rng)
+                program, (height, width) = [], image.shape[:2]
+                continue
+            drawn = transform.draw(rng, height, width)
+            if drawn is None:
+                continue
+            steps = transform.program(drawn) if self.compiled else None
+            if steps is None:
+                image = transform.apply(_run(program, image, height, width), drawn)
+                program, (height, width) = [], image.shape[:2]
+                continue
+            program += steps
+            if steps[0] == kernel.Op.CROP_RESIZE:
+                height, width = int(steps[5]), int(steps[6])
+        return _run(program, image, height, width)
+
+
+def _run(program: list[float], image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """The image after a program of the kernel, of that size."""
+    if not program:
         return image
+    out = np.empty((height, width, 3), dtype=np.uint8)
+    kernel.run(image, program, out)
+    return out
 
 
 class ToFloat:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
 
+from selftask.data.kernel import Op
 from selftask.data.transforms.transform import Transform
 from selftask.registry import register_transform
 
@@ -68,6 +69,14 @@ class ColorJitter(Transform):
                 image = _ADJUST[operation](image, drawn.factors[operation])
         return image
 
+    def program(self, drawn: Jitter) -> Sequence[float]:
+        strengths = (self.brightness, self.contrast, self.saturation, self.hue)
+        program: list[float] = []
+        for operation in drawn.order:
+            if strengths[operation]:
+                program += _STEPS[operation]((*drawn.factors, drawn.turn)[operation])
+        return program
+
 
 @register_transform("grayscale")
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +94,9 @@ class Grayscale(Transform):
 
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
         return cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
+
+    def program(self, drawn: Any) -> Sequence[float]:
+        return (Op.GRAY,)
 
 
 @register_transform("gaussian_blur")
@@ -109,10 +121,14 @@ class GaussianBlur(Transform):
         """Sigma in pixels."""
         chance, draw = rng.random(2).tolist()
         low, high = self.sigma
-        return low + (high - low) * draw if chance < self.p else None
+        sigma = low + (high - low) * draw
+        return sigma if chance < self.p and sigma > 0 else None
 
     def apply(self, image: np.ndarray, drawn: float) -> np.ndarray:
-        return cv2.GaussianBlur(image, (0, 0), drawn) if drawn > 0 else image
+        return cv2.GaussianBlur(image, (0, 0), drawn)
+
+    def program(self, drawn: float) -> Sequence[float]:
+        return (Op.BLUR, drawn)
 
 
 @register_transform("solarize")
@@ -133,6 +149,9 @@ class Solarize(Transform):
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
         mask = cv2.compare(image, float(self.threshold), cv2.CMP_GE)  # 255 where it holds
         return cv2.bitwise_xor(image, mask)
+
+    def program(self, drawn: Any) -> Sequence[float]:
+        return (Op.SOLARIZE, self.threshold)
 
 
 @register_transform("contrast_noise")
@@ -210,4 +229,24 @@ def _factor(strength: float, draw: float) -> float:
     return low + (1.0 + strength - low) * draw
 
 
+def _brightness_step(factor: float) -> Sequence[float]:
+    return (Op.MATRIX, factor, 0, 0, 0, 0, factor, 0, 0, 0, 0, factor, 0)
+
+
+def _saturation_step(factor: float) -> Sequence[float]:
+    red, green, blue = ((1 - factor) * weight for weight in LUMA)
+    return (
+        Op.MATRIX,
+        *(factor + red, green, blue, 0),
+        *(red, factor + green, blue, 0),
+        *(red, green, factor + blue, 0),
+    )
+
+
 _ADJUST = (adjust_brightness, adjust_contrast, adjust_saturation)
+_STEPS: tuple[Callable[[float], Sequence[float]], ...] = (
+    _brightness_step,
+    lambda factor: (Op.CONTRAST, factor),
+    _saturation_step,
+    lambda turn: (Op.HUE, turn),
+)

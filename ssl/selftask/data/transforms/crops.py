@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import cv2
 import numpy as np
 
+from selftask.data.kernel import Filter, Op
 from selftask.data.transforms.resampling import resize
 from selftask.data.transforms.transform import Certain, Transform
 from selftask.registry import register_transform
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom, in pixels
+_FILTERS = {"bilinear": Filter.BILINEAR, "bicubic": Filter.BICUBIC}
 TRIES = 10  # random crops of a wrong shape before the centre is taken
 
 
@@ -53,6 +55,14 @@ class RandomResizedCrop(Transform):
         left, top, right, bottom = drawn
         return resize(image[top:bottom, left:right], self.size, self.size, self.interpolation)
 
+    def program(self, drawn: Box) -> Sequence[float] | None:
+        left, top, right, bottom = drawn
+        filter_ = _FILTERS.get(self.interpolation)
+        if filter_ is None:
+            return None
+        width, height = right - left, bottom - top
+        return (Op.CROP_RESIZE, left, top, width, height, self.size, self.size, filter_)
+
     def _centre_box(self, width: int, height: int) -> Box:
         """The largest crop in the middle whose aspect ratio is allowed."""
         w, h = width, height
@@ -66,7 +76,7 @@ class RandomResizedCrop(Transform):
 
 @register_transform("resize")
 @dataclass(frozen=True, kw_only=True)
-class Resize(Certain):
+class Resize(Transform):
     """Resize the shorter side to ``size``, keeping the aspect ratio."""
 
     size: int  # pixels
@@ -76,13 +86,25 @@ class Resize(Certain):
         if self.size < 1:
             yield f"size: {self.size}; at least 1 pixel"
 
-    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
-        height, width = image.shape[:2]
+    def draw(
+        self, rng: np.random.Generator, height: int, width: int
+    ) -> tuple[int, int, int, int] | None:
+        """Height and width of the image, then of the result; nothing about it is random."""
+        if min(height, width) == self.size:
+            return None
         if width <= height:
-            height, width = max(1, int(self.size * height / width)), self.size
-        else:
-            height, width = self.size, max(1, int(self.size * width / height))
-        return resize(image, height, width, self.interpolation)
+            return height, width, max(1, int(self.size * height / width)), self.size
+        return height, width, self.size, max(1, int(self.size * width / height))
+
+    def apply(self, image: np.ndarray, drawn: tuple[int, int, int, int]) -> np.ndarray:
+        return resize(image, *drawn[2:], self.interpolation)
+
+    def program(self, drawn: tuple[int, int, int, int]) -> Sequence[float] | None:
+        height, width, rows, columns = drawn
+        filter_ = _FILTERS.get(self.interpolation)
+        if filter_ is None:
+            return None
+        return (Op.CROP_RESIZE, 0, 0, width, height, rows, columns, filter_)
 
 
 @register_transform("center_crop")

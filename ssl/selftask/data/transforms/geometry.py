@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import cv2
 import numpy as np
 
+from selftask.data.kernel import Op
 from selftask.data.transforms.resampling import warp
 from selftask.data.transforms.transform import Transform
 from selftask.registry import register_transform
@@ -33,6 +34,9 @@ class HorizontalFlip(Transform):
 
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
         return cv2.flip(image, 1)
+
+    def program(self, drawn: Any) -> Sequence[float]:
+        return (Op.HFLIP,)
 
 
 @register_transform("vertical_flip")

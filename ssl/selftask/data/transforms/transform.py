@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,10 @@ class Transform(ABC):
     @abstractmethod
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
         """The changed picture, uint8 (H', W', 3), of one (H, W, 3), which is left as it was."""
+
+    def program(self, drawn: Any) -> Sequence[float] | None:
+        """The same for the compiled kernel (``data/kernel``); None where it knows no such thing."""
+        return None
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         drawn = self.draw(rng, *image.shape[:2])
