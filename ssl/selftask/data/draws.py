@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-_STREAM = 0x76696577  # "view": keeps these draws apart from other uses of the same seed
-_MASK = (1 << 64) - 1
+STREAM = 0x76696577  # "view": keeps these draws apart from other uses of the same seed
+MASK = (1 << 64) - 1
 
 
 def draw_rng(seed: int, epoch: int, index: int, view: int) -> np.random.Generator:
@@ -20,7 +20,7 @@ class ViewDraws:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        key = np.array([seed & _MASK, _STREAM], dtype=np.uint64)
+        key = np.array([seed & MASK, STREAM], dtype=np.uint64)
         self._philox = np.random.Philox(key=key)
         self._generator = np.random.Generator(self._philox)
         self._state: Any = dict(self._philox.state)

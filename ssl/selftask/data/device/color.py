@@ -1,4 +1,4 @@
-"""Batched gray, solarize and contrast; rounded and clipped to 8 bits."""
+"""Batched gray, solarize, posterize, invert and contrast with noise."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from torch import Tensor
 
 from selftask.data.device.operation import (
     Arrays,
+    ByChance,
     Images,
     Operation,
     Tensors,
     batched_form_of,
-    chance,
-    on_chosen,
     per_image,
     to_levels,
 )
@@ -26,43 +25,43 @@ from selftask.data.transforms.color import (
     Grayscale,
     Solarize,
 )
+from selftask.data.transforms.tones import Invert, Posterize
 
 if TYPE_CHECKING:
     from selftask.data.device.streams import Streams
 
 
 @batched_form_of(Grayscale)
-class BatchedGrayscale(Operation):
+class BatchedGrayscale(ByChance):
     """Luma in all three channels."""
 
-    transform: Grayscale
-
-    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        return chance(drawn)
-
-    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        return {"chosen": (streams.random(1)[:, 0] < self.transform.p).astype(np.float32)}
-
-    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
-        return on_chosen(images, packed["chosen"], lambda v: luma(v).round_().expand_as(v))
+    def change(self, values: Tensor) -> Tensor:
+        return luma(values).round_().expand_as(values)
 
 
 @batched_form_of(Solarize)
-class BatchedSolarize(Operation):
+class BatchedSolarize(ByChance):
     """255 - x from the threshold on."""
 
-    transform: Solarize
+    def change(self, values: Tensor) -> Tensor:
+        return torch.where(values >= self.transform.threshold, 255 - values, values)
 
-    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        return chance(drawn)
 
-    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        return {"chosen": (streams.random(1)[:, 0] < self.transform.p).astype(np.float32)}
+@batched_form_of(Posterize)
+class BatchedPosterize(ByChance):
+    """The highest bits of each value."""
 
-    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
-        threshold = self.transform.threshold
-        invert = lambda v: torch.where(v >= threshold, 255 - v, v)  # noqa: E731
-        return on_chosen(images, packed["chosen"], invert)
+    def change(self, values: Tensor) -> Tensor:
+        step = 2.0 ** (8 - self.transform.bits)
+        return values.mul_(1 / step).floor_().mul_(step)
+
+
+@batched_form_of(Invert)
+class BatchedInvert(ByChance):
+    """255 - x."""
+
+    def change(self, values: Tensor) -> Tensor:
+        return values.neg_().add_(255)
 
 
 @batched_form_of(ContrastNoise)
@@ -75,6 +74,10 @@ class BatchedContrastNoise(Operation):
 
     transform: ContrastNoise
 
+    def __init__(self, transform: ContrastNoise) -> None:
+        super().__init__(transform)
+        self.vectorised = not transform.noise
+
     def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
         factors, offsets, noises = zip(*drawn, strict=True)
         packed = {"factor": np.array(factors, np.float32), "offset": np.array(offsets, np.float32)}
@@ -82,9 +85,7 @@ class BatchedContrastNoise(Operation):
             packed["noise"] = np.stack(noises)[..., 0]
         return packed
 
-    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays | None:
-        if self.transform.noise:
-            return None
+    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
         (low, high), (least, most) = self.transform.contrast, self.transform.offset
         factor, offset = streams.random(2).T
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import selftask.data.device.crops
 import selftask.data.device.geometry
 import selftask.data.device.jitter  # noqa: F401 - each brings batched forms
 from selftask.data.device.operation import Images, Operation, find_form
+from selftask.data.device.streams import Streams
 from selftask.data.draws import ViewDraws
 from selftask.data.views import Views
 from selftask.errors import ConfigError, UserError
@@ -58,7 +60,7 @@ class Packed:
         if step.own is not None:
             return step.own[rows]
         return {
-            name: self.numbers[first : first + int(np.prod(shape))].view(shape)[rows]
+            name: self.numbers[first : first + math.prod(shape)].view(shape)[rows]
             for name, (first, shape) in step.places.items()
         }
 
@@ -121,12 +123,30 @@ class Engine:
 
         Raises UserError where pictures would have to be of one size and are not.
         """
-        return self.lay_out(
+        return self._lay_out(
             lambda view, at, operation, sizes: operation.pack([d[view][at] for d in drawn], sizes),
             sizes,
         )
 
-    def lay_out(self, pack: Callable[[int, int, Operation, np.ndarray], Any], sizes: Any) -> Packed:
+    def draw_batch(
+        self, seed: int, epochs: np.ndarray, indices: np.ndarray, sizes: np.ndarray
+    ) -> Packed:
+        """``draw`` and ``pack`` for a batch of samples, (B,) int64 each, of any sizes (B, 2).
+
+        All pictures' draws at once, if every transform has a form for that.
+        """
+        if not all(operation.vectorised for view in self.views for operation in view):
+            keys = zip(sizes.tolist(), epochs.tolist(), indices.tolist(), strict=True)
+            drawn = [self.draw(height, width, seed, *key) for (height, width), *key in keys]
+            return self.pack(drawn, sizes)
+        streams = [Streams(seed, epochs, indices, view) for view in range(len(self.views))]
+        return self._lay_out(
+            lambda view, at, operation, sizes: operation.draw(streams[view], sizes), sizes
+        )
+
+    def _lay_out(
+        self, pack: Callable[[int, int, Operation, np.ndarray], Any], sizes: Any
+    ) -> Packed:
         """``pack(view, number, operation, sizes)`` of all operations, in one piece."""
         packer, steps = Packer(), []
         for view, operations in enumerate(self.views):
@@ -183,7 +203,8 @@ class Engine:
 
 def _operations(views: Views, config: Mapping[str, ViewConfig]) -> list[list[Operation]]:
     """For each view, the batched forms of its transforms; raises ConfigError for what has none."""
-    operations, problems = [], []
+    operations: list[list[Operation]] = []
+    problems = []
     for name, view in config.items():
         pipeline, forms = views.pipelines[len(operations)], []
         for at, transform in enumerate(pipeline.transforms):

@@ -13,11 +13,11 @@ from torch.nn.functional import grid_sample
 
 from selftask.data.device.operation import (
     Arrays,
+    ByChance,
     Images,
     Operation,
     Tensors,
     batched_form_of,
-    chance,
     on_chosen,
     to_levels,
 )
@@ -27,13 +27,14 @@ from selftask.data.transforms.geometry import (
     Rotation,
     VerticalFlip,
 )
+from selftask.data.transforms.warps import RandomShear
 
 if TYPE_CHECKING:
     from selftask.data.device.streams import Streams
 
 
 @batched_form_of(HorizontalFlip, VerticalFlip)
-class BatchedFlip(Operation):
+class BatchedFlip(ByChance):
     """Columns or rows in reverse order."""
 
     ragged = True
@@ -43,19 +44,13 @@ class BatchedFlip(Operation):
         super().__init__(transform)
         self._axis = 3 if isinstance(transform, HorizontalFlip) else 2
 
-    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        return chance(drawn)
-
-    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        return {"chosen": (streams.random(1)[:, 0] < self.transform.p).astype(np.float32)}
-
     def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
         if images.sizes is None:
-            return on_chosen(images, packed["chosen"], self._flip)
+            return super().apply(images, packed, canvas)
         ends = images.sizes[:, self._axis - 2]
         return on_chosen(images, packed["chosen"], self._flip_part, ends)
 
-    def _flip(self, values: Tensor) -> Tensor:
+    def change(self, values: Tensor) -> Tensor:
         return values.flip(self._axis)
 
     def _flip_part(self, values: Tensor, ends: Tensor) -> Tensor:
@@ -67,12 +62,12 @@ class BatchedFlip(Operation):
         return values.gather(self._axis, at.expand(values.shape))
 
 
-@batched_form_of(Rotation, RandomAffine)
+@batched_form_of(Rotation, RandomAffine, RandomShear)
 class BatchedWarp(Operation):
     """Affine maps: each output pixel is read where its matrix says."""
 
     in_place = False
-    transform: Rotation | RandomAffine
+    transform: Rotation | RandomAffine | RandomShear
 
     def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
         return {"matrix": np.array(drawn, dtype=np.float32)}
@@ -80,6 +75,8 @@ class BatchedWarp(Operation):
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
         height, width = sizes.T
         transform = self.transform
+        if isinstance(transform, RandomShear):
+            return {"matrix": _shear(transform, streams.random(2), sizes)}
         if isinstance(transform, Rotation):
             angle = -transform.degrees * (2 * streams.random(1)[:, 0] - 1)
             none = np.zeros(len(sizes))
@@ -106,6 +103,16 @@ class BatchedWarp(Operation):
         mode = self.transform.interpolation
         moved = grid_sample(values - fill, grid, mode, "zeros", align_corners=False).add_(fill)
         return images.with_values(to_levels(moved))
+
+
+def _shear(shear: RandomShear, draws: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """RandomShear.draw for (N, 2) draws: (N, 6) float32."""
+    x, y = (2 * draws - 1).T * (math.pi / 180)
+    across, down = np.tan(shear.x * x), np.tan(shear.y * y)
+    a, b, c, d = 1 + across * down, across, down, np.ones(len(draws))
+    top, left = sizes.T / 2
+    rows = (a, b, left - a * left - b * top, c, d, top - c * left - d * top)
+    return np.stack(rows, axis=1).astype(np.float32)
 
 
 def _inverse_affine(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -142,7 +142,9 @@ def turn_hue(values: Tensor, turn: Tensor) -> Tensor:
         high == red,
         green - blue,
         torch.where(
-            high == green, torch.add(blue - red, span, alpha=2), torch.add(red - green, span, alpha=4)
+            high == green,
+            torch.add(blue - red, span, alpha=2),
+            torch.add(red - green, span, alpha=4),
         ),
     )
     hue.mul_(scale).add_((6 * turn)[:, None, None])

@@ -43,6 +43,7 @@ class Operation(ABC):
 
     ragged = False  # whether it takes pictures of different sizes
     in_place = True  # whether it may write into the values that it is given
+    vectorised = True  # whether ``draw`` draws for many pictures at once
 
     def __init__(self, transform: Any) -> None:
         self.transform = transform
@@ -55,12 +56,12 @@ class Operation(ABC):
     def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Any:
         """What ``apply`` needs of the draws for B pictures of these ``sizes``, (B, 2) int64."""
 
-    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays | None:
-        """``pack`` of the draws for many pictures, all drawn at once; None: there is no such form.
+    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
+        """``pack`` of the draws for many pictures, all drawn at once, if this is ``vectorised``.
 
         Takes from each picture's stream what ``Transform.draw`` would take.
         """
-        return None
+        raise NotImplementedError(f"{type(self).__name__} draws for one picture at a time")
 
     @abstractmethod
     def apply(self, images: Images, packed: Any, canvas: tuple[int, int]) -> Images:
@@ -68,6 +69,23 @@ class Operation(ABC):
 
         ``canvas`` is the height and width that the largest of them has afterwards.
         """
+
+
+class ByChance(Operation):
+    """A transform that draws no more than whether it changes a picture."""
+
+    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
+        return {"chosen": np.array([one is not None for one in drawn], dtype=np.float32)}
+
+    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
+        return {"chosen": (streams.random(1)[:, 0] < self.transform.p).astype(np.float32)}
+
+    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
+        return on_chosen(images, packed["chosen"], self.change)
+
+    @abstractmethod
+    def change(self, values: Tensor) -> Tensor:
+        """(B, 3, H, W) of the same; may write into what it is given."""
 
 
 class OwnOperation(Operation):
@@ -79,6 +97,7 @@ class OwnOperation(Operation):
     """
 
     in_place = False
+    vectorised = False
 
     def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> list[Any]:
         return list(drawn)
@@ -134,20 +153,15 @@ def on_chosen(
     values = images.values
     if images.dense:
         changed = change(values.clone(), *parameters)
-        return images.with_values(torch.where(per_image(chosen) != 0, changed, values))
+        return replace(images, values=torch.where(per_image(chosen) != 0, changed, values))
     rows = chosen.nonzero()[:, 0]
     if len(rows) == len(values):
-        return images.with_values(change(values, *parameters))
+        return replace(images, values=change(values, *parameters))
     if len(rows):
         values[rows] = change(values[rows], *(parameter[rows] for parameter in parameters))
-    return images.with_values(values)
+    return replace(images, values=values)
 
 
 def per_image(parameter: Tensor) -> Tensor:
     """(B,) as (B, 1, 1, 1), for products with pictures."""
     return parameter[:, None, None, None]
-
-
-def chance(drawn: Sequence[Any]) -> Arrays:
-    """Which pictures are changed, for transforms that draw nothing else."""
-    return {"chosen": np.array([one is not None for one in drawn], dtype=np.float32)}

@@ -1,0 +1,303 @@
+"""The device engine against the cpu engine: the same draws, and the same views within rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from selftask.config.schema import Component, ViewConfig
+from selftask.data.device.engine import Engine
+from selftask.data.device.streams import Streams, uniforms
+from selftask.data.draws import draw_rng
+from selftask.data.transforms.geometry import HorizontalFlip
+from selftask.data.transforms.transform import Transform
+from selftask.data.views import Views
+from selftask.errors import ConfigError, UserError
+from selftask.registry import register_transform
+
+SEED, EPOCH, IMAGES = 5, 1, 24
+HEIGHT, WIDTH = 40, 48
+
+
+def part(name: str, **args: Any) -> Component:
+    return Component(name=name, args=args)
+
+
+JITTER = part("color_jitter", brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, p=0.8)
+SIMCLR = [
+    part("random_resized_crop", size=32),
+    part("horizontal_flip"),
+    JITTER,
+    part("grayscale", p=0.2),
+    part("gaussian_blur"),
+    part("solarize", p=0.3),
+    part("normalize"),
+]
+# name: transforms, and what the mean difference in grey levels may be
+CASES: dict[str, tuple[list[Component], float]] = {
+    "shrinking crop": ([part("random_resized_crop", size=12)], 0.25),
+    "growing crop": ([part("random_resized_crop", size=70)], 0.25),
+    "bicubic crop": ([part("random_resized_crop", size=20, interpolation="bicubic")], 0.25),
+    "nearest crop": ([part("random_resized_crop", size=20, interpolation="nearest")], 0.5),
+    "long crops": ([part("random_resized_crop", size=9, ratio=(0.2, 5.0))], 0.25),
+    "resize": ([part("resize", size=24)], 0.25),
+    "resize, center_crop": ([part("resize", size=24), part("center_crop", size=21)], 0.25),
+    "larger center_crop": ([part("center_crop", size=45)], 0.0),
+    "random_crop": ([part("random_crop", size=32, padding=4)], 0.0),
+    "random_crop of less": ([part("random_crop", size=60, padding=3)], 0.0),
+    "horizontal_flip": ([part("horizontal_flip")], 0.0),
+    "vertical_flip": ([part("vertical_flip", p=0.3)], 0.0),
+    "rotation": ([part("rotation", degrees=40, fill=90)], 0.1),
+    "affine": ([part("random_affine", degrees=30, scale=(0.7, 1.3), shift=0.2)], 0.1),
+    "bicubic affine": ([part("random_affine", degrees=30, interpolation="bicubic")], 0.1),
+    "nearest affine": ([part("random_affine", degrees=30, interpolation="nearest")], 0.5),
+    "shear": ([part("random_shear", x=20, y=10)], 0.1),
+    "brightness": ([part("color_jitter", brightness=0.8)], 0.1),
+    "contrast": ([part("color_jitter", contrast=0.8)], 0.1),
+    "saturation": ([part("color_jitter", saturation=0.8)], 0.1),
+    "hue": ([part("color_jitter", hue=0.5)], 1.0),
+    "jitter": ([JITTER], 1.0),
+    "grayscale": ([part("grayscale", p=0.5)], 0.1),
+    "gaussian_blur": ([part("gaussian_blur", sigma=(0.0, 3.0), p=0.7)], 0.1),
+    "solarize": ([part("solarize", p=0.5, threshold=100)], 0.0),
+    "posterize": ([part("posterize", bits=3)], 0.0),
+    "invert": ([part("invert")], 0.0),
+    "noise": (
+        [part("contrast_noise", noise=0.1, contrast=(0.5, 1.5), offset=(-0.1, 0.1))],
+        0.01,
+    ),
+    "contrast and offset": ([part("contrast_noise", contrast=(0.5, 1.5))], 0.01),
+    "simclr": (SIMCLR, 1.5),
+    "two groups": (SIMCLR, 1.5),
+}
+
+
+def pictures(count: int, height: int, width: int, seed: int = 0) -> np.ndarray:
+    """Smooth and colourful, uint8 (count, height, width, 3)."""
+    rng = np.random.default_rng(seed)
+    small = rng.integers(0, 256, (count, height // 5 + 2, width // 5 + 2, 3), dtype=np.uint8)
+    grown = [cv2.resize(one, (width, height), interpolation=cv2.INTER_CUBIC) for one in small]
+    return np.stack(grown)
+
+
+def views_of(transforms: list[Component], count: int = 2) -> dict[str, ViewConfig]:
+    return {"main": ViewConfig(count=count, transforms=transforms)}
+
+
+def by_cpu(config: dict[str, ViewConfig], images: list[np.ndarray]) -> list[torch.Tensor]:
+    views = Views(config)
+    made = [views(image, SEED, EPOCH, number) for number, image in enumerate(images)]
+    stacked = [torch.from_numpy(np.stack(view)) for view in zip(*made, strict=True)]
+    return [p.to_float(v) for p, v in zip(views.pipelines, stacked, strict=True)]
+
+
+def by_device(
+    config: dict[str, ViewConfig], images: list[np.ndarray], *, dense: bool, at_once: bool = False
+) -> list[torch.Tensor]:
+    """Drawn picture by picture, or all ``at_once``; in the canvas of the largest."""
+    engine = Engine(Views(config), config, dense)
+    sizes = np.array([image.shape[:2] for image in images])
+    numbers = np.arange(len(images))
+    if at_once:
+        packed = engine.draw_batch(SEED, np.full(len(images), EPOCH), numbers, sizes)
+    else:
+        drawn = [engine.draw(h, w, SEED, EPOCH, n) for n, (h, w) in enumerate(sizes.tolist())]
+        packed = engine.pack(drawn, sizes)
+    canvas = np.full((len(images), *sizes.max(0), 3), 77, np.uint8)  # what is outside counts not
+    for place, image in zip(canvas, images, strict=True):
+        place[: image.shape[0], : image.shape[1]] = image
+    return engine(torch.from_numpy(canvas), torch.from_numpy(sizes).float(), packed)
+
+
+def assert_close(
+    config: dict[str, ViewConfig], ours: list[torch.Tensor], cpu: list[torch.Tensor], most: float
+) -> None:
+    """Mean difference in grey levels."""
+    assert len(ours) == len(cpu)
+    to_float = Views(config).pipelines[0].to_float
+    level = to_float.of_planes(torch.ones(1, 3, 1, 1)) - to_float.of_planes(torch.zeros(1, 3, 1, 1))
+    for one, other in zip(ours, cpu, strict=True):
+        assert one.shape == other.shape
+        assert one.dtype == torch.float32
+        difference = ((one - other) / level).abs()
+        assert difference.mean() <= most + 1e-4, float(difference.mean())
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_same_draws_same_views(name: str, dense: bool) -> None:
+    transforms, most = CASES[name]
+    config = views_of(transforms)
+    if name == "two groups":
+        config["other"] = ViewConfig(transforms=[part("random_resized_crop", size=16), *SIMCLR[1:]])
+    images = list(pictures(IMAGES, HEIGHT, WIDTH))
+    assert_close(config, by_device(config, images, dense=dense), by_cpu(config, images), most)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_draws_of_a_batch_are_those_of_its_pictures(name: str) -> None:
+    config = views_of(CASES[name][0], count=3)
+    images = list(pictures(IMAGES, HEIGHT, WIDTH))
+    one_by_one = by_device(config, images, dense=False)
+    for one, other in zip(
+        one_by_one, by_device(config, images, dense=False, at_once=True), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+RAGGED = {
+    "crop": SIMCLR,
+    "flipped before": [part("horizontal_flip"), part("vertical_flip"), *SIMCLR],
+    "resized": [part("resize", size=30), part("center_crop", size=24)],
+    "resized, cropped": [part("resize", size=30), part("random_resized_crop", size=16)],
+    "cut": [part("random_crop", size=24, padding=2)],
+    "cut from the middle": [part("center_crop", size=50)],
+}
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("name", RAGGED)
+def test_pictures_of_different_sizes(name: str, dense: bool, at_once: bool) -> None:
+    config = views_of(RAGGED[name])
+    sizes = [(40, 48), (17, 90), (64, 20), (33, 33), (9, 9), (40, 48)]
+    images = [pictures(1, *size, seed=n)[0] for n, size in enumerate(sizes)]
+    ours = by_device(config, images, dense=dense, at_once=at_once)
+    assert_close(config, ours, by_cpu(config, images), 1.5)
+
+
+def test_chunks_do_not_change_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = views_of(SIMCLR)
+    images = list(pictures(IMAGES, HEIGHT, WIDTH))
+    whole = by_device(config, images, dense=False)
+    monkeypatch.setattr("selftask.data.device.engine._CHUNK_BYTES", 5 * 12 * HEIGHT * WIDTH)
+    for one, other in zip(whole, by_device(config, images, dense=False), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+def test_pixels_are_left_as_they_were() -> None:
+    """A view that begins with a change in place must not change what the next view sees."""
+    config = views_of([part("invert", p=1.0)], count=2)
+    first, second = by_device(config, list(pictures(4, 8, 8)), dense=False)
+    assert torch.equal(first, second)
+
+
+def test_uniforms_are_numpys() -> None:
+    epochs, indices = np.array([0, 3, (5 << 32) + 7, 2]), np.array([0, 9, 10**9, 2**40])
+    keys = list(zip(epochs.tolist(), indices.tolist(), strict=True))
+    for seed, view in ((0, 0), (2**63 + 11, 4)):
+        expected = np.stack([draw_rng(seed, *key, view).random(30) for key in keys])
+        assert np.array_equal(uniforms(seed, epochs, indices, view, 30), expected)
+        later = uniforms(seed, epochs, indices, view, 10, start=8)
+        assert np.array_equal(later, expected[:, 8:18])
+
+
+def test_streams_keep_a_position_for_each_sample() -> None:
+    streams = Streams(1, np.zeros(3, np.int64), np.arange(3), 0)
+    expected = np.stack([draw_rng(1, 0, index, 0).random(200) for index in range(3)])
+    assert np.array_equal(streams.random(2), expected[:, :2])
+    assert np.array_equal(streams.random(3, np.array([2, 0])), expected[[2, 0], 2:5])
+    assert np.array_equal(streams.random(100, np.array([1, 2]))[0], expected[1, 2:102])
+    assert np.array_equal(streams.random(1)[:, 0], expected[[0, 1, 2], [5, 102, 105]])
+
+
+def test_moments_over_many_pictures() -> None:
+    """Fractions and means of 2000 draws at once, within 5 standard errors."""
+    config = views_of([part("horizontal_flip", p=0.3), part("random_resized_crop", size=8)], 1)
+    engine = Engine(Views(config), config)
+    n = 2000
+    packed = engine.draw_batch(0, np.zeros(n, int), np.arange(n), np.tile((64, 64), (n, 1)))
+    flip, crop = packed.steps[0]
+    chosen = packed.parameters(flip, slice(None))["chosen"].mean()
+    assert abs(chosen - 0.3) < 5 * (0.21 / n) ** 0.5
+    left, top, right, bottom = packed.parameters(crop, slice(None))["box"].T
+    for low, high in ((left, right), (top, bottom)):
+        middle = (low + high) / 2 / 64 - 0.5
+        assert abs(middle.mean()) < 5 * middle.std() / n**0.5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiles_as_one_graph() -> None:
+    """No break in the graph: nothing asks the host about the device's values."""
+    config = views_of([*SIMCLR[:-1], part("random_affine", degrees=10), SIMCLR[-1]])
+    images = pictures(4, HEIGHT, WIDTH)
+    engine = Engine(Views(config), config, dense=True)
+    sizes = np.tile((HEIGHT, WIDTH), (4, 1))
+    packed = engine.draw_batch(SEED, np.zeros(4, int), np.arange(4), sizes)
+    compiled = torch.compile(engine, backend="eager", fullgraph=True)
+    pixels = torch.from_numpy(images)
+    expected = engine(pixels, None, packed)
+    for one, other in zip(compiled(pixels, None, packed), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+class Darker(Transform):
+    """A user's transform with a form for batches."""
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> float | None:
+        factor = float(rng.random())
+        return factor if factor < 0.7 else None
+
+    def apply(self, image: np.ndarray, drawn: float) -> np.ndarray:
+        return np.rint(image * drawn).astype(np.uint8)
+
+    def on_batch(self, images: torch.Tensor, drawn: list[float | None]) -> torch.Tensor:
+        factors = torch.tensor([1.0 if one is None else one for one in drawn])
+        return images * factors[:, None, None, None]
+
+
+class Cropping(Darker):
+    def on_batch(self, images: torch.Tensor, drawn: list[float | None]) -> torch.Tensor:
+        return images[..., 1:]
+
+
+register_transform("device_test_darker")(Darker)
+register_transform("device_test_cropping")(Cropping)
+
+
+@register_transform("device_test_callable")
+class Callable:
+    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return image
+
+
+@register_transform("device_test_subclass")
+class Mirrored(HorizontalFlip):
+    """Might mean anything: what it inherits says nothing about it."""
+
+
+def test_a_users_transform_with_a_form_for_batches() -> None:
+    config = views_of([*SIMCLR[:2], part("device_test_darker"), part("grayscale")])
+    images = list(pictures(8, HEIGHT, WIDTH))
+    for dense in (False, True):
+        ours = by_device(config, images, dense=dense, at_once=dense)
+        assert_close(config, ours, by_cpu(config, images), 0.5)
+
+
+def test_a_form_for_batches_must_keep_the_shape() -> None:
+    config = views_of([part("device_test_cropping")])
+    with pytest.raises(UserError, match=r"Cropping.on_batch gave shape \(4, 3, 8, 7\)"):
+        by_device(config, list(pictures(4, 8, 8)), dense=False)
+
+
+@pytest.mark.parametrize("name", ["device_test_callable", "device_test_subclass", "equalize"])
+def test_transforms_without_a_form_are_named(name: str) -> None:
+    config = views_of([part("random_resized_crop", size=8), part(name), part("normalize")])
+    with pytest.raises(ConfigError) as caught:
+        Engine(Views(config), config)
+    message = str(caught.value)
+    assert message.startswith(f"views.main.transforms[1]: {name} has no form for whole batches")
+    assert "data.engine=cpu" in message
+
+
+def test_different_sizes_need_a_crop_first() -> None:
+    images = [pictures(1, 9, 9)[0], pictures(1, 8, 9)[0]]
+    with pytest.raises(UserError, match=r"view 0: ColorJitter comes before any crop"):
+        by_device(views_of([JITTER, *SIMCLR]), images, dense=False)
+    with pytest.raises(UserError, match=r"have different sizes \(9x8, 9x9\) and make no batch"):
+        by_device(views_of([part("horizontal_flip")]), images, dense=False)
