@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +40,7 @@ from selftask.registry import (
 T = TypeVar("T")
 
 DATA = Schema.of(DataConfig, without=["source", "val", "sampler"])
+PART = Schema({"subset": DATA.fields["subset"]}, DATA.types, "")  # of data.val, as of data
 OPTIMIZER = Schema.of(OptimizerConfig, without=["name", "args"])
 SECTIONS: dict[str, type | None] = {
     "recipe": None,
@@ -184,7 +185,9 @@ def _read_data(reader: Reader, value: Any, processes: int) -> DataConfig | None:
     validation = None
     reader.note_place(("data", "val"))
     if val is not None:
-        validation, _ = reader.component(val, SOURCES, ("data", "val"))
+        validation, part = reader.component(val, SOURCES, ("data", "val"), ours=PART)
+        if validation is not None and part.get("subset") is not None:
+            validation = replace(validation, args={**validation.args, **part})
     reader.note_place(("data", "sampler"))
     order, _ = reader.component(sampler or {"name": "shuffled"}, SAMPLERS, ("data", "sampler"))
     if source is None or order is None:

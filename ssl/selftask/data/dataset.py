@@ -17,6 +17,7 @@ from selftask.data.order import hash_words
 from selftask.data.reading import set_policy
 from selftask.data.sampler import build_sampler, epoch_of, steps_per_epoch
 from selftask.data.source import Source
+from selftask.data.sources.subset import subset_of
 from selftask.errors import ConfigError, UserError
 from selftask.registry import SOURCES
 
@@ -49,14 +50,17 @@ class Sample:
 
 
 def open_source(component: Component, max_pixels: int | None = None) -> Source:
-    """Open a named source; raises UserError or ConfigError for what the user can put right."""
+    """Open a named source; raises UserError or ConfigError for what the user can put right.
+
+    Its arguments may ask for a ``subset`` of it.
+    """
     registered = SOURCES[component.name]
     config = getattr(registered, "Config", None)
-    source = registered(config(**component.args)) if config else registered(**component.args)
+    args = {name: value for name, value in component.args.items() if name != "subset"}
+    source: Source = registered(config(**args)) if config else registered(**args)
     if max_pixels is not None:
         source.max_pixels = max_pixels
-    opened: Source = source
-    return opened
+    return subset_of(source, component.args.get("subset"))
 
 
 def open_data(data: DataConfig) -> Sources:
@@ -65,7 +69,7 @@ def open_data(data: DataConfig) -> Sources:
     From then on this process, and those it forks, are as patient with files as ``data`` says.
     """
     set_policy(data.read_timeout_s, data.read_retries)
-    train = open_source(data.source, data.max_pixels)
+    train = subset_of(open_source(data.source, data.max_pixels), data.subset)
     return Sources(train, None if data.val is None else open_source(data.val, data.max_pixels))
 
 
