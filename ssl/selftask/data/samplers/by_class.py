@@ -48,7 +48,9 @@ class _ByClass(Sampler):
 
     def _mix(self) -> str:
         """How many samples the rarest and the most frequent class have in an epoch."""
-        return f"{len(self._sizes)} classes of {self._quotas.min():,} to {self._quotas.max():,}"
+        least, most = self._quotas.min(), self._quotas.max()
+        spread = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        return f"{len(self._sizes)} classes of {spread}"
 
 
 @register_sampler("stratified")

@@ -1,0 +1,144 @@
+"""Samplers in a run: chosen by name, told in the log, resumed exactly; one's own, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from selftask.cli.main import main
+from selftask.config.load import load_config
+from selftask.data.dataset import check_sizes, open_data
+from selftask.data.sampler import build_sampler
+from selftask.errors import ConfigError, UserError
+from selftask.logs import LOGGER
+
+MINE = '''
+from selftask.data.order import epoch_order
+from selftask.data.sampler import Sampler
+from selftask.registry import register_sampler
+
+@register_sampler("evens")
+class Evens(Sampler):
+    """Every second image, shuffled."""
+
+    def __init__(self, config, pool):
+        super().__init__(config, pool)
+        self.num_samples = pool.num_images // 2
+
+    def order(self, epoch):
+        order = epoch_order(self.pool.seed, epoch, self.num_samples)
+        class Doubled:
+            def at(self, positions):
+                return 2 * order.at(positions)
+        return Doubled()
+
+    def describe(self):
+        return "every second image"
+'''
+
+
+def test_copies_of_an_image_are_other_views(tmp_path: Path) -> None:
+    task = tiny.task("simclr", tmp_path, "run", "data.sampler={name: repeated, times: 4}")
+    task.prepare()
+    sample = next(task.feed.train_samples(7))
+    task.feed.close()
+    index = sample["index"]
+    assert (sample["epoch"], sample["step"]) == (1, 7)
+    assert torch.equal(index[:4].repeat(4), index)
+    for view in sample["views"]:
+        flat = view.flatten(1)
+        assert len(torch.unique(flat, dim=0)) == len(flat) == 16
+
+
+@pytest.mark.parametrize(
+    "sampler", ["{name: repeated, times: 4}", pytest.param("balanced", marks=pytest.mark.slow)]
+)
+def test_resumed_in_an_epoch_is_never_stopped(sampler: str, tmp_path: Path) -> None:
+    chosen = f"data.sampler={sampler}"
+    tiny.train("simclr", tmp_path, "whole", chosen)
+    tiny.train("simclr", tmp_path, "parts", chosen, "train.stop_at=7")
+    tiny.train("simclr", tmp_path, "parts", chosen)
+    assert tiny.rows(tmp_path / "whole") == tiny.rows(tmp_path / "parts")
+    states = [tiny.last_state(tmp_path / out) for out in ("whole", "parts")]
+    assert tiny.differences(*states) == []
+
+
+def test_an_epoch_is_as_long_as_the_sampler_says(tmp_path: Path) -> None:
+    task = tiny.train("simclr", tmp_path, "run", "data.sampler={name: first, count: 32}")
+    assert task.clock.iteration == 6  # 3 epochs of 2 steps
+    assert task.feed.num_images == 80
+
+
+def test_the_log_says_how_long_an_epoch_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LOGGER, "propagate", True)
+    caplog.set_level("INFO", logger="selftask")
+    task = tiny.task("simclr", tmp_path, "run", "data.sampler=balanced")
+    task.prepare()
+    task.feed.close()
+    line = "sampler: balanced, 10 classes of 8 samples; an epoch is 5 steps of 16 = 80 samples"
+    assert line in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        ("shufled", r"no sampler named 'shufled'; did you mean 'shuffled'\?"),
+        ("{name: repeated, times: 7}", r"times: 7 does not divide train\.batch_size=16; try .*=14"),
+        ("{name: repeated, time: 4}", r"did you mean 'data\.sampler\.times'\?"),
+        ("weighted", r"data\.sampler\.weights is missing: text"),
+        ("{name: balanced, samples: 0}", r"data\.sampler\.samples=0: must be at least 1"),
+        ("{name: first, count: 3}", r"count: 3 images fill no batch of train\.batch_size=16"),
+        ("5", "expected the name of a sampler"),
+    ],
+)
+def test_wrong_samplers(sampler: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny.config("simclr", tmp_path, "run", f"data.sampler={sampler}")
+
+
+def test_labels_that_are_missing_are_told_before_anything_starts(tmp_path: Path) -> None:
+    np.savez(tmp_path / "plain.npz", images=np.zeros((40, 8, 8, 3), dtype=np.uint8))
+    words = [f"data={tmp_path / 'plain.npz'}", "data.sampler=stratified"]
+    config = tiny.config("simclr", tmp_path, "run", *words)
+    with pytest.raises(UserError, match="needs labels, and these images have none"):
+        check_sizes(config, open_data(config.data).train)
+
+
+def test_a_name_chosen_on_the_command_line_replaces_the_recipes(tmp_path: Path) -> None:
+    """The fields of the recipe's sampler go with it, and other data keeps the sampler."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "defaults: [/simclr/digits, _self_]\n"
+        "data: {sampler: {name: repeated, times: 2}}\n"
+        "train: {batch_size: 64}\n"
+    )
+    assert load_config(str(recipe), []).data.sampler.to_dict() == {"name": "repeated", "times": 2}
+    assert load_config(str(recipe), ["data.sampler=shuffled"]).data.sampler.args == {}
+    other = load_config(str(recipe), [f"data={tiny.digits_file(tmp_path)}"])
+    assert other.data.sampler.args == {"times": 2}
+
+
+def test_ones_own_sampler(
+    tmp_path: Path, forget_names: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_sampler.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    words = ["import=[my_sampler]", "data.sampler=evens"]
+    config = tiny.config("simclr", tmp_path, "run", *words)
+    sampler = build_sampler(config, open_data(config.data).train)
+    assert sorted(sampler.order(3).at(np.arange(40))) == list(range(0, 80, 2))
+    task = tiny.train("simclr", tmp_path, "run", *words)
+    assert task.clock.iteration == 6  # 3 epochs of 2 steps
+
+
+def test_samplers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "samplers"]) == 0
+    listed = capsys.readouterr().out
+    assert "shuffled" in listed
+    assert "data/samplers/weighted.py" in listed
