@@ -15,7 +15,7 @@ from selftask.config.layers import Key, Layers, show_path
 from selftask.config.schema import Component
 from selftask.config.typed import Mismatch, convert, describe
 from selftask.errors import UserError, nearest
-from selftask.registry import Registry
+from selftask.registry import REGISTRIES, Registry
 
 MISSING = "???"  # how yaml says that a value must be given
 
@@ -75,7 +75,8 @@ class Reader:
                 owner = f"default of {schema.owner}" if schema.owner else "default"
                 self.places[_dotted((*key, name))] = owner
             else:
-                wanted = describe(schema.types[name])
+                of = field.metadata.get("of")
+                wanted = f"a list of {of}" if of else describe(schema.types[name])
                 self.problem((*key, name), f"{_dotted((*key, name))} is missing: {wanted}")
         return result
 
@@ -143,17 +144,37 @@ class Reader:
         if not isinstance(value, list):
             self.problem(key, f"{_dotted(key)}={value!r}: expected a list of {registry.kind}s")
             return []
-        read = (
-            self.component(
-                {"name": item} if isinstance(item, str) else item, registry, (*key, str(index))
-            )[0]
-            for index, item in enumerate(value)
-        )
+        read = []
+        for index, item in enumerate(value):
+            inner = (*key, str(index))
+            entry = {"name": item} if isinstance(item, str) else item
+            read.append(self.component(entry, registry, inner)[0])
+            if isinstance(item, str):
+                self.places[_dotted((*inner, "name"))] = self.layers.place(inner) or "default"
         return [component for component in read if component is not None]
+
+    def _nested(self, value: Any, registry: Registry, annotation: Any, key: Key) -> list[Any]:
+        """A list of named things, or of such lists, within a named thing; as in the yaml."""
+        (inner,) = typing.get_args(annotation)
+        if typing.get_origin(inner) is not list:
+            return [component.to_dict() for component in self.pipeline(value, registry, key)]
+        if not isinstance(value, list):
+            wanted = f"expected a list of lists of {registry.kind}s"
+            self.problem(key, f"{_dotted(key)}={_shown(value)}: {wanted}")
+            return []
+        return [
+            self._nested(item, registry, inner, (*key, str(index)))
+            for index, item in enumerate(value)
+        ]
 
     def _value(
         self, result: dict[str, Any], value: Any, field: Any, schema: Schema, key: Key
     ) -> None:
+        if "of" in field.metadata:  # the registry that its named things are from
+            registry = REGISTRIES[field.metadata["of"]]
+            result[field.name] = self._nested(value, registry, schema.types[field.name], key)
+            self.note_place(key)
+            return
         try:
             converted = convert(value, schema.types[field.name])
             check_limits(converted, field.metadata)
@@ -219,7 +240,14 @@ def iter_problems(
     if component.name not in registry:  # Classy's: no schema
         return
     config = registry.config_class(component.name)
-    if config is None or not hasattr(config, "problems"):
+    if config is None:
+        return
+    for field in dataclasses.fields(config):
+        if "of" in field.metadata:
+            inner = component.args.get(field.name)
+            for nested, place in _named_in(inner, (*key, field.name)):
+                yield from iter_problems(nested, REGISTRIES[field.metadata["of"]], place, whole)
+    if not hasattr(config, "problems"):
         return
     # a bare namespace as self: making the real thing may open a data set
     for message in config.problems(SimpleNamespace(**component.args), whole):
@@ -229,6 +257,16 @@ def iter_problems(
             yield (*key, *path), f"{_dotted((*key, *path))}:{rest}"
         else:
             yield path if path[0] in whole else key, message
+
+
+def _named_in(value: Any, key: Key) -> Iterator[tuple[Component, Key]]:
+    """The named things in a list, or in the lists in it, with their keys."""
+    if isinstance(value, dict):
+        args = {name: item for name, item in value.items() if name != "name"}
+        yield Component(name=value["name"], args=args), key
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _named_in(item, (*key, str(index)))
 
 
 _CLASSY = {"hook": "hooks", "meter": "meters", "optimizer": "optim", "schedule": "optim"}

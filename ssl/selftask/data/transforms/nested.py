@@ -1,0 +1,110 @@
+"""Transforms made of transforms: all or none, one list of several, in any order.
+
+They draw as they go, since what the second of a list draws may depend on the size that the first
+has left; so they are callables and not ``Transform``s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from selftask.data.views import Pipeline
+from selftask.registry import TRANSFORMS, register_transform
+
+
+@register_transform("random_apply")
+@dataclass(frozen=True, kw_only=True)
+class RandomApply:
+    """All of some transforms, in their order, with probability p; otherwise none."""
+
+    transforms: list[Any] = field(metadata={"of": "transforms"})
+    p: float = 0.5
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if not self.transforms:
+            yield "transforms: there is none; at least one is needed"
+        for index, transform in enumerate(self.transforms):
+            if transform["name"] == "normalize":
+                yield f"transforms.{index}: normalize is for the end of the outermost list"
+        if not 0 <= self.p <= 1:
+            yield f"p: {self.p}; a probability is expected"
+
+    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return self._pipeline(image, rng) if rng.random() < self.p else image
+
+    @cached_property
+    def _pipeline(self) -> Pipeline:
+        return Pipeline(map(build, self.transforms))
+
+
+@register_transform("random_choice")
+@dataclass(frozen=True, kw_only=True)
+class RandomChoice:
+    """One of several lists of transforms; an empty one leaves the picture as it is."""
+
+    choices: list[list[Any]] = field(metadata={"of": "transforms"})
+    weights: list[float] | None = None  # how likely each is, relative to the others; none: equally
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if not self.choices:
+            yield "choices: there is none; at least one list of transforms is needed"
+        for number, choice in enumerate(self.choices):
+            for index, transform in enumerate(choice):
+                if transform["name"] == "normalize":
+                    yield (
+                        f"choices.{number}.{index}: normalize is for the end of the outermost list"
+                    )
+        if self.weights is not None:
+            if len(self.weights) != len(self.choices):
+                yield f"weights: {len(self.weights)} numbers for {len(self.choices)} choices"
+            if min(self.weights, default=0) < 0 or not sum(self.weights) > 0:
+                yield f"weights: {self.weights}; none below 0 and not all of them 0"
+
+    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        chosen = int(np.searchsorted(self._shares, rng.random(), side="right"))
+        return self._pipelines[chosen](image, rng)
+
+    @cached_property
+    def _pipelines(self) -> list[Pipeline]:
+        return [Pipeline(map(build, choice)) for choice in self.choices]
+
+    @cached_property
+    def _shares(self) -> np.ndarray:
+        """Where in [0, 1) each choice but the last ends."""
+        sums = np.cumsum([1.0] * len(self.choices) if self.weights is None else self.weights)
+        return sums[:-1] / sums[-1]
+
+
+@register_transform("random_order")
+@dataclass(frozen=True, kw_only=True)
+class RandomOrder:
+    """All of some transforms, each time in another order."""
+
+    transforms: list[Any] = field(metadata={"of": "transforms"})
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if not self.transforms:
+            yield "transforms: there is none; at least one is needed"
+        for index, transform in enumerate(self.transforms):
+            if transform["name"] == "normalize":
+                yield f"transforms.{index}: normalize is for the end of the outermost list"
+
+    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        order = np.argsort(rng.random(len(self.transforms)))
+        return Pipeline(self._built[place] for place in order)(image, rng)
+
+    @cached_property
+    def _built(self) -> list[Any]:
+        return [build(transform) for transform in self.transforms]
+
+
+def build(transform: dict[str, Any]) -> Any:
+    """The transform that ``{name: ..., **args}`` is."""
+    return TRANSFORMS[transform["name"]](
+        **{key: value for key, value in transform.items() if key != "name"}
+    )
