@@ -267,6 +267,17 @@ def test_the_kernel_does_what_the_transforms_do() -> None:
             assert np.array_equal(image, before)
 
 
+def test_what_the_kernel_does_not_take_is_done_without_it() -> None:
+    image = waves(20, 70_000)
+    transforms = [
+        build("gaussian_blur", p=1.0, sigma=(150.0, 150.0)),
+        build("horizontal_flip", p=1.0),
+    ]
+    strip, small = Pipeline(transforms)(image, rng()), Pipeline(transforms)(waves(20, 30), rng())
+    assert strip.shape == image.shape
+    assert small.std(axis=(0, 1)).max() < 3 < waves(20, 30).std(axis=(0, 1)).min()
+
+
 def test_grayscale_and_solarize(photo: np.ndarray) -> None:
     gray = F.rgb_to_grayscale(pillow(photo), 3)
     assert_close(build("grayscale", p=1.0)(photo, rng()), gray, mean=0.1, most=1)

@@ -44,6 +44,7 @@ class Pipeline:
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         program: list[float] = []  # what the kernel is to do with the image, at once
         height, width = image.shape[:2]
+        compiled = self.compiled and kernel.fits(height, width)
         for transform in self.transforms:
             if not isinstance(transform, Transform):
                 image = transform(_run(program, image, height, width), rng)
@@ -52,7 +53,7 @@ class Pipeline:
             drawn = transform.draw(rng, height, width)
             if drawn is None:
                 continue
-            steps = transform.program(drawn) if self.compiled else None
+            steps = transform.program(drawn) if compiled else None
             if steps is None:
                 image = transform.apply(_run(program, image, height, width), drawn)
                 program, (height, width) = [], image.shape[:2]

@@ -16,6 +16,10 @@ except ImportError:  # installed without a compiler
     _augment = None  # type: ignore[assignment]
 
 
+MOST_PIXELS, MOST_SIDE = 1 << 27, 65_535  # of a picture
+MOST_SIGMA = 100.0  # of BLUR, in pixels
+
+
 class Op(IntEnum):
     """Operations of a program; behind each come its arguments, as numbers."""
 
@@ -25,7 +29,7 @@ class Op(IntEnum):
     CONTRAST = 4  # factor: x * factor + (1 - factor) * round(mean luma)
     HUE = 5  # fraction of the colour circle
     GRAY = 6
-    BLUR = 7  # sigma in pixels, above 0 and up to 100
+    BLUR = 7  # sigma in pixels, above 0 and up to MOST_SIGMA
     SOLARIZE = 8  # values from this threshold on are inverted
 
 
@@ -39,6 +43,11 @@ class Filter(IntEnum):
 def available() -> bool:
     """Whether the compiled part is there."""
     return _augment is not None
+
+
+def fits(height: int, width: int) -> bool:
+    """Whether the kernel takes pictures of that size (rows count as multiples of 32 pixels)."""
+    return height * (width + 31) <= MOST_PIXELS and max(height, width) <= MOST_SIDE
 
 
 def variants() -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import cv2
 import numpy as np
 
-from selftask.data.kernel import Op
+from selftask.data.kernel import MOST_SIGMA, Op
 from selftask.data.transforms.transform import Transform
 from selftask.registry import register_transform
 
@@ -127,8 +127,8 @@ class GaussianBlur(Transform):
     def apply(self, image: np.ndarray, drawn: float) -> np.ndarray:
         return cv2.GaussianBlur(image, (0, 0), drawn)
 
-    def program(self, drawn: float) -> Sequence[float]:
-        return (Op.BLUR, drawn)
+    def program(self, drawn: float) -> Sequence[float] | None:
+        return (Op.BLUR, drawn) if drawn <= MOST_SIGMA else None
 
 
 @register_transform("solarize")
