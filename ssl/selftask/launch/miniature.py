@@ -11,10 +11,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from selftask.config.schema import DEFAULT_HOOKS, Component, Config, OptimizerConfig, ViewConfig
 from selftask.config.sections import own_problems
+from selftask.data.image import from_array
 from selftask.data.source import Source
 from selftask.errors import ConfigError
 from selftask.registry import BACKBONES, METHODS
@@ -91,12 +91,12 @@ class Images(Source):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         kind = int(self.labels[index])
         coarse = np.random.default_rng(kind).integers(0, 156, (4, 4, 3))
         noise = np.random.default_rng(_KINDS + index).integers(0, 100, (IMAGE_SIZE, IMAGE_SIZE, 3))
         enlarged = np.kron(coarse, np.ones((IMAGE_SIZE // 4, IMAGE_SIZE // 4, 1), dtype=np.int64))
-        return Image.fromarray((enlarged + noise).astype(np.uint8)), kind
+        return from_array((enlarged + noise).astype(np.uint8)), kind
 
     def path(self, index: int) -> str:
         return f"synthetic image {index}"
@@ -155,20 +155,35 @@ def _small_fields(config: Config, args: dict[str, Any]) -> Iterator[tuple[str, A
 
 def _small_views(views: dict[str, ViewConfig]) -> dict[str, ViewConfig]:
     """Sizes of at most 32 pixels in the same proportions: crops of 224 and 96 become 32 and 12."""
-    sizes = [t.args["size"] for v in views.values() for t in v.transforms if _has_size(t)]
-    share = min(1.0, IMAGE_SIZE / max(sizes, default=IMAGE_SIZE))
+    pipelines = [[transform.to_dict() for transform in view.transforms] for view in views.values()]
+    share = min(1.0, IMAGE_SIZE / max(_sizes(pipelines), default=IMAGE_SIZE))
     return {
-        name: replace(view, transforms=[_resized(t, share) for t in view.transforms])
+        name: replace(
+            view,
+            transforms=[replace(t, args=_resized(t.args, share)) for t in view.transforms],
+        )
         for name, view in views.items()
     }
 
 
-def _has_size(transform: Component) -> bool:
-    return isinstance(transform.args.get("size"), int)
+def _sizes(value: Any) -> Iterator[int]:
+    """Every ``size`` in pixels of transforms, and of those within them."""
+    if isinstance(value, dict):
+        if isinstance(value.get("size"), int):
+            yield value["size"]
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _sizes(item)
 
 
-def _resized(transform: Component, share: float) -> Component:
-    if share == 1.0 or not _has_size(transform):
-        return transform
-    size = max(8, 4 * int(transform.args["size"] * share / 4))  # whole patches
-    return replace(transform, args={**transform.args, "size": size})
+def _resized(value: Any, share: float) -> Any:
+    """The same with every ``size`` smaller, in whole patches."""
+    if share == 1.0:
+        return value
+    if isinstance(value, dict):
+        small = {key: _resized(item, share) for key, item in value.items()}
+        if isinstance(value.get("size"), int):
+            small["size"] = max(8, 4 * int(value["size"] * share / 4))
+        return small
+    return [_resized(item, share) for item in value] if isinstance(value, list) else value
