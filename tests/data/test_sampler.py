@@ -132,6 +132,8 @@ def test_impossible_batches() -> None:
         shuffled(40, 64)
     with pytest.raises(ConfigError, match="10 cannot be divided among 4 processes"):
         shuffled(40, 10, world_size=4)
+    with pytest.raises(ConfigError, match=r"train\.batch_size: 64 is more than the 40 images"):
+        BatchSampler(make("repeated", 40, 64, times=2))
 
 
 # -- a billion samples on 4,096 ranks --------------------------------------------------------------

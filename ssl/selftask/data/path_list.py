@@ -73,14 +73,14 @@ class _Reading:
 
     def index(self, state: list[int]) -> Index:
         """The whole list."""
-        progress, pieces = Progress(self._path), []
+        progress, joined = Progress(self._path), bytearray()
         with open(self._path, "rb") as file:
             for piece in _pieces(file):
                 paths = self._take_lines(piece) if _NOT_PLAIN.search(piece) else self._take(piece)
                 self._folders |= {path.rpartition(b"/")[0] for path in paths.split(b"\n")[:-1]}
                 progress.add(paths.count(b"\n"))
-                pieces.append(paths)
-        names = np.frombuffer(b"".join(pieces), dtype=np.uint8)
+                joined += paths
+        names = np.frombuffer(joined, dtype=np.uint8)
         arrays = {
             "names": names,
             "offsets": split_bytes(names, b"\n"),

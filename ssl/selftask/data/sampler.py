@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from selftask.config.schema import Config
     from selftask.data.source import Source
 
-_OCCASION_SHIFT = 32  # the bits of an epoch number below, those of an occasion above
+_EPOCHS = 1 << 32  # numbers below are epochs,
+_OCCASIONS = 1 << 31  # multiples of it occasions; together 63 bits
 
 
 @dataclass(frozen=True)
@@ -130,12 +131,12 @@ class BatchSampler:
 
 def _occasion(epoch: int, position: int) -> int:
     """A number for one showing of an image in an epoch: draws for it are unlike all others."""
-    return epoch + ((position + 1) % (1 << _OCCASION_SHIFT) << _OCCASION_SHIFT)
+    return epoch + (position + 1) % _OCCASIONS * _EPOCHS
 
 
 def epoch_of(key: int) -> int:
     """The epoch in the first part of a batch sampler's key."""
-    return key % (1 << _OCCASION_SHIFT)
+    return key % _EPOCHS
 
 
 def steps_per_epoch(num_samples: int, batch_size: int) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from selftask.data.image import MAX_PIXELS
 
 NO_LABEL = -1
+_PIECE = 1 << 24  # bytes looked through at once
 
 
 class Source(ABC):
@@ -98,7 +99,9 @@ def join_bytes(words: Iterable[bytes], separator: bytes) -> bytes:
 
 def split_bytes(joined: np.ndarray, separator: bytes) -> np.ndarray:
     """Where each word of N begins, and where the last one ends: (N + 1,) int64."""
-    return np.append(0, np.flatnonzero(joined == separator[0]) + 1)
+    starts = range(0, len(joined), _PIECE)
+    ends = [np.flatnonzero(joined[at : at + _PIECE] == separator[0]) + at + 1 for at in starts]
+    return np.concatenate([np.zeros(1, dtype=np.int64), *ends])
 
 
 def _item(words: np.ndarray, offsets: np.ndarray, number: int) -> bytes:

@@ -41,7 +41,8 @@ class Repeated(Sampler):
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool)
-        self.num_samples = pool.num_images // pool.batch_size * pool.batch_size
+        whole = pool.num_images // pool.batch_size * pool.batch_size
+        self.num_samples = whole or pool.num_images  # too few: that is told in these words
 
     def order(self, epoch: int) -> EpochOrder:
         return _Part(self.pool, self.config.times, epoch)
