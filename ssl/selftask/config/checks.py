@@ -22,6 +22,7 @@ def contradictions(config: Config) -> Iterator[Problem]:
     yield from _batch(config)
     yield from _precision(config)
     yield from _views(config)
+    yield from _engine(config)
     yield from _weights(config)
     yield from _slurm(config)
     yield from _parallel(config)
@@ -88,6 +89,18 @@ def _views(config: Config) -> Iterator[Problem]:
             if name == "normalize":
                 where = (*key, str(index))
                 yield where, f"{'.'.join(where)}: 'normalize' must come last, once"
+
+
+def _engine(config: Config) -> Iterator[Problem]:
+    """What only the device engine knows of."""
+    data = config.data
+    if data.engine == "device":
+        return
+    if data.cache == "device":
+        yield ("data", "cache"), "data.cache='device' needs data.engine=device"
+    if data.shrink is not None:
+        text = f"data.shrink={data.shrink} has no effect on data.engine='cpu'; use engine=device"
+        yield ("data", "shrink"), text
 
 
 def _weights(config: Config) -> Iterator[Problem]:

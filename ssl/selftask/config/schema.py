@@ -58,6 +58,10 @@ class DataConfig:
     source: Component  # yaml: data.name and the source's own fields, flat in `data:`
     val: Component | None = None  # labelled images for evaluations; none: no k-NN while training
     sampler: Component = field(default_factory=lambda: Component(name="shuffled"))  # of an epoch
+    engine: Literal["cpu", "device"] = "cpu"  # who makes the views: workers, or the device
+    shrink: int | None = _setting(None, min=1)  # pixels: workers of engine=device hand over images
+    # whose longer side is at most this; crops then see no finer detail
+    cache: Literal["none", "device"] = "none"  # device: small data sets, whole on it as bytes
     num_workers: int = _setting(0, min=0, also=["workers"])  # processes; yaml `auto`: see derive
     on_error: Literal["skip", "fail"] = "skip"  # what an unreadable file does
     max_bad: float = _setting(0.001, min=0, max=1)  # share of unreadable files that stops the run

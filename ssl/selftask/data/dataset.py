@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from selftask.data.draws import draw_rng
 from selftask.data.image import BadImage
@@ -47,6 +47,7 @@ class Sample:
     index: int  # of the image that is shown
     epoch: int
     bad: list[BadImage]  # what could not be read on the way
+    drawn: Any = None  # with data.engine=device, which makes the views: what was drawn for them
 
 
 def open_source(component: Component, max_pixels: int | None = None) -> Source:
@@ -118,9 +119,13 @@ class ViewDataset:
                 words = (self.seed, _REPLACEMENT, epoch, index, attempt)
                 shown = hash_words(*words) % len(self.source)
             else:
-                views = self.views(image, self.seed, epoch, index)
-                return Sample(views, target, shown, epoch_of(epoch), bad)
+                views, drawn = self.make(image, epoch, index)
+                return Sample(views, target, shown, epoch_of(epoch), bad, drawn)
         return Sample([], -1, index, epoch_of(epoch), bad)
+
+    def make(self, image: np.ndarray, epoch: int, index: int) -> tuple[list[np.ndarray], Any]:
+        """The pictures to hand over, and the draws of those that are made on the device."""
+        return self.views(image, self.seed, epoch, index), None
 
 
 class EvalDataset:

@@ -212,7 +212,7 @@ class _Reader:
             dataset,
             batch_sampler=batches,
             num_workers=num_workers,
-            collate_fn=collate,
+            collate_fn=getattr(dataset, "collate", collate),  # that of the device engine is its own
             pin_memory=device.type == "cuda",
             prefetch_factor=PREFETCH if num_workers else None,
             worker_init_fn=_start_worker,

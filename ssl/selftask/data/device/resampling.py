@@ -57,7 +57,7 @@ def _cubic(distance: Tensor) -> Tensor:
 
 
 def resample(values: Tensor, down: Tensor, across: Tensor) -> Tensor:
-    """(B, 3, H', W') of (B, 3, H, W), columns by ``down`` (B, H', H), rows by ``across`` (B, W', W).
+    """(B, 3, H', W') of (B, 3, H, W), by ``down`` (B, H', H), ``across`` (B, W', W).
 
     On CUDA in float16, whose 11 bits keep whole levels exact and the result within 0.2 of one:
     tensor cores make it the cheapest operation of all instead of the dearest.

@@ -1,0 +1,114 @@
+"""Pictures and draws on their way from the workers to the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selftask.data.dataset import Sample, ViewDataset
+from selftask.data.device.engine import Engine, Packed
+from selftask.data.loader import Batch
+from selftask.data.source import Source
+from selftask.data.transforms.resampling import resize
+from selftask.data.views import Views
+from selftask.errors import UserError
+
+
+@dataclass(frozen=True)
+class DeviceBatch(Batch):
+    """A batch whose views are still to be made: ``views`` is one canvas with all pictures."""
+
+    sizes: Tensor | None = None  # (B, 2) float32 height and width; None: all fill the canvas
+    packed: Packed | None = None  # the draws; None where there is no picture
+
+    def pin_memory(self) -> DeviceBatch:
+        """The same in page-locked memory."""
+        return replace(
+            self,
+            views=[view.pin_memory() for view in self.views],
+            target=self.target.pin_memory(),
+            index=self.index.pin_memory(),
+            sizes=None if self.sizes is None else self.sizes.pin_memory(),
+            packed=None if self.packed is None else self.packed.pin_memory(),
+        )
+
+    def to_sample(self, device: torch.device, to_float: Any) -> dict[str, Any]:
+        """Views, target and index; ``to_float`` is the engine, which makes the views."""
+        assert self.packed is not None, "left-out pictures are noticed before"
+        pixels = self.views[0].to(device, non_blocking=True)
+        sizes = None if self.sizes is None else self.sizes.to(device, non_blocking=True)
+        return {
+            "views": to_float(pixels, sizes, self.packed.to(device)),
+            "target": self.target.to(device, non_blocking=True),
+            "index": self.index.to(device, non_blocking=True),
+        }
+
+
+class DeviceDataset(ViewDataset):
+    """Training samples whose views are made on the device: a picture and what was drawn for it."""
+
+    def __init__(
+        self, source: Source, views: Views, seed: int, engine: Engine, shrink: int | None = None
+    ) -> None:
+        """``shrink``: pixels that the longer side of a handed-over picture has at most."""
+        super().__init__(source, views, seed)
+        self.engine = engine
+        self.shrink = shrink
+
+    @property
+    def to_float(self) -> Any:
+        """What makes a batch the input of a network: the engine."""
+        return self.engine
+
+    def make(self, image: np.ndarray, epoch: int, index: int) -> tuple[list[np.ndarray], Any]:
+        """The picture itself, and the draws for all of its views."""
+        picture = image if self.shrink is None else shrunk(image, self.shrink)
+        height, width = picture.shape[:2]
+        return [picture], self.engine.draw(height, width, self.seed, epoch, index)
+
+    def collate(self, samples: list[Sample]) -> DeviceBatch:
+        """All pictures in one canvas, and all draws in one tensor."""
+        shown = [sample for sample in samples if sample.views]
+        batch = DeviceBatch(
+            views=[],
+            target=torch.tensor([sample.target for sample in shown], dtype=torch.int64),
+            index=torch.tensor([sample.index for sample in shown], dtype=torch.int64),
+            epoch=samples[0].epoch,
+            bad=[error for sample in samples for error in sample.bad],
+            num_left_out=len(samples) - len(shown),
+        )
+        if not shown:
+            return batch
+        canvas, sizes = to_canvas([sample.views[0] for sample in shown])
+        try:
+            packed = self.engine.pack([sample.drawn for sample in shown], sizes)
+        except UserError as error:
+            return replace(batch, problem=str(error))
+        return replace(batch, views=[canvas], sizes=sizes_in_canvas(sizes), packed=packed)
+
+
+def shrunk(image: np.ndarray, longest: int) -> np.ndarray:
+    """The picture with its longer side at most ``longest`` pixels, antialiased."""
+    height, width = image.shape[:2]
+    scale = longest / max(height, width)
+    if scale >= 1:
+        return image
+    return resize(image, max(1, round(height * scale)), max(1, round(width * scale)), "bilinear")
+
+
+def to_canvas(pictures: list[np.ndarray]) -> tuple[Tensor, np.ndarray]:
+    """uint8 (B, H, W, 3) with each in its upper left corner, and their sizes (B, 2) int64."""
+    sizes = np.array([picture.shape[:2] for picture in pictures], dtype=np.int64)
+    canvas = np.zeros((len(pictures), *sizes.max(0).tolist(), 3), dtype=np.uint8)
+    for place, picture in zip(canvas, pictures, strict=True):
+        place[: picture.shape[0], : picture.shape[1]] = picture
+    return torch.from_numpy(canvas), sizes
+
+
+def sizes_in_canvas(sizes: np.ndarray) -> Tensor | None:
+    """(B, 2) float32, or None where all are the same."""
+    return None if (sizes == sizes[0]).all() else torch.from_numpy(sizes.astype(np.float32))

@@ -1,0 +1,196 @@
+"""The device engine behind the loader: the cpu engine's samples, whatever the workers and stops."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from selftask.config.schema import Component, ViewConfig
+from selftask.data.dataset import BadFiles, ViewDataset
+from selftask.data.device.ahead import Ahead
+from selftask.data.device.batches import DeviceDataset, shrunk
+from selftask.data.device.engine import Engine
+from selftask.data.image import BadImage
+from selftask.data.loader import Batches, EvalBatches
+from selftask.data.views import Views
+from selftask.errors import UserError
+
+LEVEL = 1 / 255  # a grey level in views without normalize
+
+
+def part(name: str, **args: Any) -> Component:
+    return Component(name=name, args=args)
+
+
+CROPS = [
+    part("random_resized_crop", size=12),
+    part("horizontal_flip"),
+    part("color_jitter", brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1, p=0.8),
+    part("gaussian_blur"),
+]
+
+
+class Photos:
+    """Pictures of different sizes; those in ``bad`` cannot be read."""
+
+    labels = None
+
+    def __init__(self, n: int = 30, bad: tuple[int, ...] = (), *, same: bool = False) -> None:
+        self.n, self.bad, self.same = n, bad, same
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        if index in self.bad:
+            raise BadImage(self.path(index), "broken")
+        y, x = np.mgrid[0:20, 0:24] if self.same else np.mgrid[0 : 18 + index % 5, 0 : 30 - index]
+        planes = [np.sin(x / 5 + index), np.cos(y / 4 - index), np.sin((x + y) / 6)]
+        return (np.stack(planes, -1) * 127 + 128).astype(np.uint8), index % 3
+
+    def path(self, index: int) -> str:
+        return f"photos/{index}"
+
+
+def by_cpu(source: Any) -> ViewDataset:
+    return ViewDataset(source, Views(config(CROPS)), 3)
+
+
+def config(transforms: list[Component], count: int = 2) -> dict[str, ViewConfig]:
+    return {"main": ViewConfig(count=count, transforms=transforms)}
+
+
+def dataset(
+    source: Any, transforms: list[Component] = CROPS, shrink: int | None = None
+) -> DeviceDataset:
+    views = Views(config(transforms))
+    return DeviceDataset(source, views, 3, Engine(views, config(transforms)), shrink)
+
+
+def read(batches: Batches, count: int, start: int = 0) -> list[dict[str, Any]]:
+    batches.start(start)
+    samples = list(itertools.islice(batches, count))
+    batches.close()
+    return samples
+
+
+def assert_same(
+    a: list[dict[str, Any]], b: list[dict[str, Any]], levels: float | None = None
+) -> None:
+    """Equal, or the views within a mean of so many grey levels."""
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        assert (x["epoch"], x["step"]) == (y["epoch"], y["step"])
+        assert torch.equal(x["index"], y["index"])
+        assert torch.equal(x["target"], y["target"])
+        for one, other in zip(x["views"], y["views"], strict=True):
+            difference = (one - other).abs()
+            assert one.shape == other.shape
+            assert difference.mean() <= (levels or 0) * LEVEL
+            assert levels is not None or difference.max() < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_same_samples_as_the_cpu_engine_for_any_workers() -> None:
+    expected = read(Batches(by_cpu(Photos()), batch_size=8, seed=3), 7)
+    one = read(Batches(dataset(Photos()), batch_size=8, seed=3), 7)
+    assert_same(one, expected, levels=1.5)
+    for workers in (1, 4):
+        again = Batches(dataset(Photos()), batch_size=8, seed=3, num_workers=workers)
+        assert_same(read(again, 7), one)
+
+
+def test_samples_do_not_depend_on_stops_or_ranks() -> None:
+    make = lambda **rank: Batches(dataset(Photos()), batch_size=8, seed=3, **rank)  # noqa: E731
+    whole = read(make(), 7)
+    assert_same(read(make(), 3, start=4), whole[4:])
+    halves = [read(make(rank=rank, world_size=2), 7) for rank in (0, 1)]
+    for sample, first, second in zip(whole, *halves, strict=True):
+        assert torch.equal(sample["index"], torch.cat([first["index"], second["index"]]))
+        for view, pair in enumerate(zip(first["views"], second["views"], strict=True)):
+            torch.testing.assert_close(sample["views"][view], torch.cat(pair), rtol=0, atol=1e-5)
+
+
+def test_bad_files_are_replaced_as_by_the_cpu_engine() -> None:
+    source = Photos(bad=(3, 17))
+    bad_files = BadFiles(None, 30, max_bad=0.1)
+    cpu = Batches(by_cpu(source), batch_size=8, seed=3, bad_files=bad_files)
+    ours = BadFiles(None, 30, max_bad=0.1)
+    device = Batches(dataset(source), batch_size=8, seed=3, bad_files=ours)
+    assert_same(read(device, 6), read(cpu, 6), levels=1.5)
+    assert ours.reasons == bad_files.reasons
+    assert set(ours.reasons) == {"photos/3", "photos/17"}
+
+
+def test_views_without_a_crop_are_refused() -> None:
+    batches = Batches(dataset(Photos(), CROPS[2:]), batch_size=8, seed=3)
+    with pytest.raises(UserError, match="ColorJitter comes before any crop"):
+        read(batches, 1)
+
+
+def test_a_pass_over_all_images() -> None:
+    """The last batch is smaller; an image that cannot be read is replaced, as in a sweep."""
+    data = dataset(Photos(21, bad=(5,)))
+    found = list(EvalBatches(data, batch_size=8, bad_files=BadFiles(None, 21, max_bad=1)))
+    assert [len(sample["index"]) for sample in found] == [8, 8, 5]
+    assert all(len(view) == len(sample["index"]) for sample in found for view in sample["views"])
+
+
+def test_shrunk_pictures() -> None:
+    picture = Photos(1)[0][0]
+    assert picture.shape == (18, 30, 3)
+    assert shrunk(picture, 30) is picture
+    small = shrunk(picture, 10)
+    assert small.shape == (6, 10, 3)
+    assert abs(small.mean() - picture.mean()) < 3
+    batches = Batches(dataset(Photos(), shrink=12), batch_size=8, seed=3)
+    (sample,) = read(batches, 1)
+    assert sample["views"][0].shape == (8, 3, 12, 12)
+
+
+def test_one_ahead_gives_each_sample_once_and_errors_in_their_place() -> None:
+    made: list[int] = []
+
+    def make() -> dict[str, Any]:
+        if len(made) == 3:
+            raise UserError("no more")
+        made.append(len(made))
+        return {"step": made[-1]}
+
+    ahead = Ahead(make, torch.device("cpu"))
+    assert ahead.next() == {"step": 0}
+    assert made == [0, 1]
+    assert [ahead.next()["step"], ahead.next()["step"]] == [1, 2]
+    for _ in range(2):
+        with pytest.raises(UserError, match="no more"):
+            ahead.next()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_same_views_without_a_wait() -> None:
+    """On its side stream, with no synchronisation once constants are there."""
+    make = lambda device: Batches(  # noqa: E731
+        dataset(Photos(same=True)), batch_size=8, seed=3, device=torch.device(device)
+    )
+    expected, batches = read(make("cpu"), 6), make("cuda")
+    found = [next(batches)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found += list(itertools.islice(batches, 5))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        batches.close()
+    on_host = [
+        {
+            **sample,
+            "views": [view.cpu() for view in sample["views"]],
+            "index": sample["index"].cpu(),
+            "target": sample["target"].cpu(),
+        }
+        for sample in found
+    ]
+    assert_same(on_host, expected, levels=0.5)
