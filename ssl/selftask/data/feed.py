@@ -11,7 +11,8 @@ import torch
 from selftask.data.dataset import BadFiles, EvalDataset, Sources, ViewDataset, check_sizes
 from selftask.data.loader import Batches, EvalBatches
 from selftask.data.sampler import build_sampler
-from selftask.data.views import Views, build_pipeline
+from selftask.data.train_dataset import train_dataset
+from selftask.data.views import build_pipeline
 from selftask.logs import get_logger
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Feed:
         self.eval_pipeline = build_pipeline(config.eval.transforms, key="eval.transforms")
         self._bad_val_list = out / "bad_files_val.txt"
         self.batches = Batches(
-            ViewDataset(self.train_source, Views(config.views), config.train.seed),
+            train_dataset(config, self.train_source),
             batch_size=config.train.batch_size,
             seed=config.train.seed,
             num_workers=config.data.num_workers,

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from selftask.data.dataset import BadFiles, EvalDataset, Sample, ViewDataset
+from selftask.data.device.ahead import Ahead
 from selftask.data.image import BadImage
 from selftask.data.reading import last_file
 from selftask.data.sampler import BatchSampler, Pool, Sampler
@@ -68,6 +69,7 @@ class Batches:
         self.step = 0  # of the next batch
         self.data_wait_s = 0.0  # time that callers of next() have waited so far
         self._reader: _Reader | None = None
+        self._ahead: Ahead | None = None  # makes the views on the device while it does a step
 
     @property
     def steps_per_epoch(self) -> int:
@@ -80,6 +82,8 @@ class Batches:
         self.close()
         self.step = self.sampler.start = step
         self._reader = _Reader(self.dataset, self.sampler, self.num_workers, self.device)
+        if self.device.type == "cuda" and hasattr(self.dataset, "engine"):
+            self._ahead = Ahead(self._make, self.device)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self
@@ -88,6 +92,14 @@ class Batches:
         """The sample of the next step; raises UserError for bad files and dead workers."""
         started = time.perf_counter()
         self.start(self.step)
+        sample = self._make() if self._ahead is None else self._ahead.next()
+        sample["step"] = self.step
+        self.step += 1
+        self.data_wait_s += time.perf_counter() - started
+        return sample
+
+    def _make(self) -> dict[str, Any]:
+        """The next batch of the workers, on the device."""
         assert self._reader is not None
         batch = next(self._reader)
         self.bad_files.add(batch.bad)
@@ -96,17 +108,13 @@ class Batches:
                 "data: no readable image was found in place of an unreadable one; "
                 f"{len(self.bad_files)} are known to be bad"
             )
-        sample = batch.to_sample(self.device, self.dataset.to_float)
-        sample |= {"epoch": batch.epoch, "step": self.step}
-        self.step += 1
-        self.data_wait_s += time.perf_counter() - started
-        return sample
+        return {**batch.to_sample(self.device, self.dataset.to_float), "epoch": batch.epoch}
 
     def close(self) -> None:
         """Stop the workers."""
         if self._reader is not None:
             self._reader.close()
-        self._reader = None
+        self._reader = self._ahead = None
 
 
 class EvalBatches:
