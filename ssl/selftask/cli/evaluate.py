@@ -39,14 +39,14 @@ def main(argv: list[str]) -> int:
 
     from selftask.config import recipes
     from selftask.config.load import load_config
-    from selftask.data.dataset import open_data
+    from selftask.data.dataset import copy_data, open_data
 
     folder = Path(address) if Path(address).is_dir() else None
     own = folder / "config.yaml" if folder else None
     recipe = own if own and own.exists() else recipes.folder() / SHIPPED
     asked = [f"eval.evaluations={{{name}: {{}}}}", *_spelt_out(name, overrides)]
     config = _only(load_config(str(recipe), asked), name)
-    sources = open_data(config.data)
+    sources = copy_data(open_data(config.data), config.data.copy_to)
 
     from selftask.environment import pick_device
     from selftask.evaluate.offline import evaluate_backbone

@@ -67,6 +67,7 @@ class DataConfig:
     max_bad: float = _setting(0.001, min=0, max=1)  # share of unreadable files that stops the run
     max_pixels: int = _setting(100_000_000, min=1)  # larger images are refused: they are bombs
     subset: float | int | dict[str, Any] | None = None  # of the training images: see docs/data.md
+    copy_to: str | None = None  # copy the files to this folder, or to `ram`, before training
     read_timeout_s: float = _setting(60.0, min=0)  # of a file, when its disk is silent; 0: none
     read_retries: int = _setting(2, min=0, max=10)  # after a time-out or an error that passes
 

@@ -17,6 +17,7 @@ from selftask.data.order import hash_words
 from selftask.data.reading import set_policy
 from selftask.data.sampler import build_sampler, epoch_of, steps_per_epoch
 from selftask.data.source import Source
+from selftask.data.sources.local_copy import copied
 from selftask.data.sources.subset import subset_of
 from selftask.errors import ConfigError, UserError
 from selftask.registry import SOURCES
@@ -72,6 +73,18 @@ def open_data(data: DataConfig) -> Sources:
     set_policy(data.read_timeout_s, data.read_retries)
     train = subset_of(open_source(data.source, data.max_pixels), data.subset)
     return Sources(train, None if data.val is None else open_source(data.val, data.max_pixels))
+
+
+def copy_data(sources: Sources, copy_to: str | None) -> Sources:
+    """The sources, reading from copies that are made now if ``data.copy_to`` asks for them.
+
+    Apart from opening, which is also done where nothing is read: a submission counts images.
+    """
+    if copy_to is None:
+        return sources
+    train, val = (None if source is None else copied(source, copy_to) for source in sources)
+    assert train is not None
+    return Sources(train, val)
 
 
 def check_sizes(config: Config, source: Source) -> None:

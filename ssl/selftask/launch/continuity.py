@@ -18,7 +18,7 @@ _PARALLEL = ("sync_batch_norm", "compress")
 _MAY_CHANGE = {
     "data": (
         *("num_workers", "on_error", "max_bad", "max_pixels", "val"),
-        *("read_timeout_s", "read_retries"),
+        *("read_timeout_s", "read_retries", "copy_to"),
     )
 }
 

@@ -11,7 +11,7 @@ from selftask.collectives import barrier
 from selftask.config.derive import cores
 from selftask.config.load import to_yaml
 from selftask.config.schema import Config
-from selftask.data.dataset import Sources
+from selftask.data.dataset import Sources, copy_data
 from selftask.evaluate.online import evaluate_task
 from selftask.launch.continuity import check_same_run
 from selftask.launch.ending import Ending
@@ -41,7 +41,7 @@ def run(config: Config, sources: Sources) -> int:
     start_log(out, world.rank)
     try:
         LOGGER.info("data: %s", sources.train.describe())
-        return _run(config, sources, status)
+        return _run(config, copy_data(sources, config.data.copy_to), status)
     finally:
         stop_log()
         environment.leave_world()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +57,15 @@ class ArrayFile(Source):
         shape = "x".join(map(str, self.images.shape[1:]))
         classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
         return f"{len(self)} images of {shape}, {classes}"
+
+    def files(self) -> list[str]:
+        """What can be copied: nothing of a .npz, which is in memory."""
+        return [self.file] if isinstance(self.images, np.memmap) else []
+
+    def use_copies(self, copy_of: Callable[[str], str]) -> None:
+        """Read from copies."""
+        if isinstance(self.images, np.memmap):
+            self.images = np.load(copy_of(self.file), mmap_mode="r")
 
 
 def _load(path: str, config: ArrayFile.Config) -> tuple[np.ndarray, np.ndarray | None]:

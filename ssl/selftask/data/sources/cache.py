@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from selftask.errors import UserError
+from selftask.pulse import during
+
+WAIT_S = 0.1  # between two looks at a lock that another process has
 
 
 def cache_folder() -> Path:
@@ -38,5 +42,11 @@ def locked(path: Path) -> Iterator[None]:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                with during("waiting for another process to prepare the data"):  # it is alive
+                    time.sleep(WAIT_S)
         yield

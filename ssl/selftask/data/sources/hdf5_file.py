@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,6 +100,14 @@ class Hdf5(Source):
         shape = "" if self.encoded else " of " + "x".join(map(str, self.shape[1:]))
         classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
         return f"{len(self)} images{shape}, {classes}"
+
+    def files(self) -> list[str]:
+        """What can be copied."""
+        return [self.file]
+
+    def use_copies(self, copy_of: Callable[[str], str]) -> None:
+        """Read from copies."""
+        self._opened = PerProcess(partial(_open, copy_of(self.file)))
 
 
 def _open(path: str) -> Any:

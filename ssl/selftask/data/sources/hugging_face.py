@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,6 +79,14 @@ class HuggingFace(Source):
         """``1034 images, 3 classes``."""
         classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
         return f"{self.size} images, {classes}"
+
+    def files(self) -> list[str]:
+        """What can be copied: all files of the split."""
+        return [str(path) for path in sorted(Path(self.folder).iterdir()) if path.is_file()]
+
+    def use_copies(self, copy_of: Callable[[str], str]) -> None:
+        """Read from copies."""
+        self._opened = PerProcess(partial(_open, copy_of(self.folder), self.column))
 
 
 def _split_folder(folder: str, split: str | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class Lmdb(Source):
         self.file, self.shape = os.path.expanduser(config.path), config.shape
         self._real = os.path.realpath(self.file)
         labels: dict[bytes, bytes] = {}
-        keys = list(_image_keys(_open(self.file, self._real), self.file, labels))
+        keys = list(_image_keys(_open(self._real), self.file, labels))
         if not keys:
             raise UserError(f"data: no images in {self.file}")
         self.keys = PathTable(os.fsdecode(key) for key in keys)
@@ -51,7 +51,7 @@ class Lmdb(Source):
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         key, name = self.keys[index], self.path(index)
         now_reading(name)
-        with _open(self.file, self._real).begin() as transaction:
+        with _open(self._real).begin() as transaction:
             data = transaction.get(os.fsencode(key))
         if data is None:
             raise BadImage(name, "the key is gone")
@@ -71,12 +71,20 @@ class Lmdb(Source):
         classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
         return f"{len(self)} images, {classes}"
 
+    def files(self) -> list[str]:
+        """What can be copied."""
+        return [f"{self._real}/data.mdb" if os.path.isdir(self._real) else self._real]
 
-def _open(path: str, real: str) -> Any:
-    """The environment of this process for a file, shared by all sources of it."""
-    if real not in _OPEN:
-        _OPEN[real] = _open_new(path)
-    return _OPEN[real]
+    def use_copies(self, copy_of: Callable[[str], str]) -> None:
+        """Read from copies."""
+        self._real = os.path.realpath(copy_of(self._real))
+
+
+def _open(path: str) -> Any:
+    """The environment of this process for a path without links, shared by all sources of it."""
+    if path not in _OPEN:
+        _OPEN[path] = _open_new(path)
+    return _OPEN[path]
 
 
 def _close_inherited() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ class WebDataset(Source):
         shards = find_files(patterns, "data.path")
         wanted = Wanted(_extension(config.images), _label(config.labels))
         self.shards = [shard.path for shard in shards]
+        self._read_from = self.shards
         self.folder = open_index(shards, wanted)
         self._open()
         if self.index.damaged:
@@ -50,7 +52,7 @@ class WebDataset(Source):
         if not 0 <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
         rows, name = self.index, self.path(index)
-        shard = self.shards[rows.shards[index]]
+        shard = self._read_from[rows.shards[index]]
         data = read_part(shard, int(rows.offsets[index]), int(rows.sizes[index]), name)
         return decode(data, name, self.max_pixels), int(rows.labels[index])
 
@@ -63,6 +65,14 @@ class WebDataset(Source):
         classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
         damage = f"; {self._tell_damage()}" if self.index.damaged else ""
         return f"{len(self)} images in {len(self.shards)} tar files, {classes}{damage}"
+
+    def files(self) -> list[str]:
+        """What can be copied."""
+        return self.shards
+
+    def use_copies(self, copy_of: Callable[[str], str]) -> None:
+        """Read from copies."""
+        self._read_from = [copy_of(path) for path in self.shards]
 
     def _tell_damage(self) -> str:
         shard, byte = self.index.damaged[0]

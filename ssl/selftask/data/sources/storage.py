@@ -93,10 +93,11 @@ def _find_local(pattern: str, key: str) -> list[Stored]:
     found = match_files(pattern) if matches else [pattern]
     if not found:
         raise UserError(f"{key}: {no_match(pattern)}")
-    return [_stat(path, key) for path in found]
+    return [stat_file(path, key) for path in found]
 
 
-def _stat(path: str, key: str) -> Stored:
+def stat_file(path: str, key: str) -> Stored:
+    """A file that is here; raises UserError, about ``key``, for one that is not."""
     try:
         status = os.stat(path)
     except OSError as error:
