@@ -1,0 +1,219 @@
+"""Views for pretext tasks: rotations and jigsaw puzzles to be told apart, fewer or other colours.
+
+What was drawn is a label, which the picture alone does not carry into the loss. It is drawn at a
+fixed place of the view's stream, whatever else the pipeline draws, so that ``drawn_rotation`` and
+``drawn_permutation`` know it from (seed, epoch, index, view). Only an image shown in place of an
+unreadable one, and the further showings of a sampler that repeats images, have draws that a
+batch's ``epoch`` and ``index`` do not name. A method that wants every rotation of every image
+needs no draw: one group of views for each, ``{name: rotate_90, turns: [1]}``; the group is the
+label.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import cv2
+import numpy as np
+
+from selftask.data.draws import draw_rng
+from selftask.data.transforms.transform import Certain, Transform
+from selftask.errors import UserError
+from selftask.registry import register_transform
+
+ROTATION, PERMUTATION = 1 << 63, (1 << 63) + 1  # blocks of a stream that other draws never reach
+CANDIDATES = 20_000  # permutations of which the most different are taken, if there are more
+_ROTATIONS = {
+    1: cv2.ROTATE_90_COUNTERCLOCKWISE,
+    2: cv2.ROTATE_180,
+    3: cv2.ROTATE_90_CLOCKWISE,
+}
+
+
+@register_transform("rotate_90")
+@dataclass(frozen=True, kw_only=True)
+class Rotate90(Transform):
+    """Turn by a random number of quarters, anticlockwise; the task of RotNet (arXiv:1803.07728).
+
+    Height and width change places for an odd number: crop to a square before.
+    """
+
+    turns: list[int] = field(default_factory=lambda: [0, 1, 2, 3])  # of which one is drawn
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if not self.turns or not set(self.turns) <= {0, 1, 2, 3}:
+            yield f"turns: {self.turns}; a list of some of 0, 1, 2 and 3 is expected"
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> int | None:
+        """Quarters of a turn."""
+        return self.turns[int(_at(rng, ROTATION) * len(self.turns))] or None
+
+    def apply(self, image: np.ndarray, drawn: int) -> np.ndarray:
+        return cv2.rotate(image, _ROTATIONS[drawn])
+
+
+def drawn_rotation(
+    seed: int, epoch: int, index: int, view: int, turns: Sequence[int] = (0, 1, 2, 3)
+) -> int:
+    """What ``rotate_90`` drew for a view: 0 to 3 quarters of a turn.
+
+    ``view`` counts all views of an image from 0, ``epoch`` and ``index`` are those of the batch.
+    """
+    return turns[int(_at(draw_rng(seed, epoch, index, view), ROTATION) * len(turns))]
+
+
+class Puzzle(NamedTuple):
+    """What was drawn for a jigsaw puzzle."""
+
+    permutation: int  # its number
+    left: np.ndarray  # (T,) where each tile begins in its cell, in pixels
+    top: np.ndarray
+
+
+@register_transform("jigsaw")
+@dataclass(frozen=True, kw_only=True)
+class Jigsaw(Transform):
+    """A puzzle: tiles of the picture, put together in a drawn order (arXiv:1603.09246).
+
+    The picture is divided into cells, a tile is cut out of each at a random place, so that edges do
+    not show what belongs together, and the tiles are laid out again without gaps. In the place of
+    number k, counted row by row, is the tile of number ``permutations(...)[drawn][k]``.
+    """
+
+    grid: int = 3  # tiles in a row and in a column
+    tile: int | None = None  # pixels, of a side; none: as large as a cell
+    num_permutations: int = 100
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if not 2 <= self.grid <= 15:
+            yield f"grid: {self.grid}; 2 to 15 is expected"
+        if self.tile is not None and self.tile < 1:
+            yield f"tile: {self.tile}; at least 1 pixel, or null for whole cells"
+        most = 24 if self.grid == 2 else 10_000
+        if not 1 <= self.num_permutations <= most:
+            yield f"num_permutations: {self.num_permutations}; 1 to {most} is expected"
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> Puzzle:
+        rows, columns = self._tile_size(height, width)
+        number = int(_at(rng, PERMUTATION) * self.num_permutations)
+        left, top = rng.random((2, self.grid**2))
+        return Puzzle(
+            number,
+            (left * (width // self.grid - columns + 1)).astype(int),
+            (top * (height // self.grid - rows + 1)).astype(int),
+        )
+
+    def apply(self, image: np.ndarray, drawn: Puzzle) -> np.ndarray:
+        cell = image.shape[0] // self.grid, image.shape[1] // self.grid
+        rows, columns = self._tile_size(*image.shape[:2])
+        puzzle = np.empty((self.grid * rows, self.grid * columns, 3), dtype=np.uint8)
+        order = permutations(self.grid**2, self.num_permutations)[drawn.permutation]
+        for place, tile in enumerate(order.tolist()):
+            down, across = divmod(tile, self.grid)
+            top, left = down * cell[0] + drawn.top[tile], across * cell[1] + drawn.left[tile]
+            down, across = divmod(place, self.grid)
+            puzzle[down * rows : (down + 1) * rows, across * columns : (across + 1) * columns] = (
+                image[top : top + rows, left : left + columns]
+            )
+        return puzzle
+
+    def _tile_size(self, height: int, width: int) -> tuple[int, int]:
+        cell = height // self.grid, width // self.grid
+        size = cell if self.tile is None else (self.tile, self.tile)
+        if min(size) < 1 or size[0] > cell[0] or size[1] > cell[1]:
+            raise UserError(
+                f"jigsaw: a picture of {width}x{height} pixels has cells of {cell[1]}x{cell[0]} in "
+                f"a grid of {self.grid}, too small for tiles of {self.tile or 1}; take larger crops"
+            )
+        return size
+
+
+def drawn_permutation(
+    seed: int, epoch: int, index: int, view: int, num_permutations: int = 100
+) -> int:
+    """The number of the permutation that ``jigsaw`` drew for a view."""
+    return int(_at(draw_rng(seed, epoch, index, view), PERMUTATION) * num_permutations)
+
+
+@cache
+def permutations(num_tiles: int, count: int) -> np.ndarray:
+    """``count`` permutations as different as can be, uint8 (count, num_tiles); always the same.
+
+    Each next one has the largest least Hamming distance to those before, of all permutations or of
+    ``CANDIDATES`` random ones.
+    """
+    if math.factorial(num_tiles) <= CANDIDATES:
+        listed = list(itertools.permutations(range(num_tiles)))
+        candidates = np.array(listed, dtype=np.uint8).T
+    else:
+        draws = np.random.Generator(np.random.Philox(key=num_tiles))
+        shuffled = np.argsort(draws.random((CANDIDATES, num_tiles)), axis=1)
+        candidates = np.unique(shuffled, axis=0).astype(np.uint8).T
+    candidates = np.ascontiguousarray(candidates)  # (T, N): numpy then compares along N
+    least = np.full(candidates.shape[1], num_tiles + 1)
+    chosen = []
+    for _ in range(count):
+        chosen.append(int(least.argmax()))
+        distance = (candidates != candidates[:, chosen[-1], None]).sum(axis=0)
+        np.minimum(least, distance, out=least)
+    return np.ascontiguousarray(candidates[:, chosen].T)
+
+
+@register_transform("lab")
+@dataclass(frozen=True)
+class Lab(Certain):
+    """RGB to CIE L*a*b* in 8 bits: L * 255 / 100, a + 128, b + 128, as OpenCV defines it.
+
+    For split-brain and contrastive multiview coding (arXiv:1906.05849), whose networks see the
+    first channel or the other two. ``normalize`` then needs a mean and std of its own.
+    """
+
+    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+        return cv2.cvtColor(image, cv2.COLOR_RGB2LAB)
+
+
+@register_transform("channel_drop")
+@dataclass(frozen=True, kw_only=True)
+class ChannelDrop(Transform):
+    """All but some random channels are overwritten, with probability p.
+
+    Against learning from chromatic aberration where patches lie (arXiv:1505.05192).
+    """
+
+    keep: int = 1  # channels, 1 or 2
+    fill: int = 0  # grey level of the others
+    p: float = 0.5
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if self.keep not in (1, 2):
+            yield f"keep: {self.keep}; 1 or 2 of the 3 channels is expected"
+        if not 0 <= self.fill <= 255:
+            yield f"fill: {self.fill}; 0 to 255 is expected"
+        if not 0 <= self.p <= 1:
+            yield f"p: {self.p}; a probability is expected"
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
+        """The channels that are overwritten."""
+        chance, *draws = rng.random(4).tolist()
+        return np.argsort(draws)[self.keep :] if chance < self.p else None
+
+    def apply(self, image: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+        changed = image.copy()
+        changed[..., drawn] = self.fill
+        return changed
+
+
+def _at(rng: np.random.Generator, block: int) -> float:
+    """The draw at a block of the view's stream, in [0, 1), wherever ``rng`` is in it."""
+    state: Any = rng.bit_generator.state
+    if state["bit_generator"] != "Philox":  # no view's stream: there are no places in it
+        return rng.random()
+    counter = state["state"]["counter"].copy()
+    counter[0] = block
+    philox = np.random.Philox(key=state["state"]["key"], counter=counter)
+    return np.random.Generator(philox).random()
