@@ -299,6 +299,18 @@ def test_only_one_scans(root: Path) -> None:
     assert results[0].header["stamp"] == ready.header["stamp"]
 
 
+def test_without_locks_everybody_scans(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network file systems have none."""
+
+    def none(lock: Any) -> bool:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(store, "_take", none)
+    index = scan_folder(str(root), ENDINGS)
+    assert index.file is not None
+    assert paths_of(index) == paths_below(root)
+
+
 def _walked(root: Path) -> list[scan.Folder]:
     endings = tuple(map(os.fsencode, ENDINGS))
     return [folder for level in scan.walk(str(root), endings) for folder in level]

@@ -28,6 +28,7 @@ import numpy as np
 from selftask.data.source import PathTable
 from selftask.errors import UserError
 from selftask.logs import LOGGER, get_logger
+from selftask.pulse import during
 
 MIN_INDEXED = 20_000  # paths; of fewer, no file is made
 UNSURE = -1  # a time of change that equals no other: what was just changed may change unseen
@@ -177,22 +178,30 @@ def only_one(file: Path) -> Iterator[bool]:
     The lock is the kernel's and ends with its process. Where there are no locks (some network file
     systems), or no writing, everybody is alone.
     """
-    import fcntl
-
     with contextlib.ExitStack() as stack:
-        alone = True
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(open(file.with_suffix(".lock"), "w"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                say("waiting for another process, which lists the same images")
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                alone = False
+            alone = _take(lock)
         except OSError:
             alone = True  # as said above
+        if not alone:
+            say("waiting for another process, which lists the same images")
+            while not _take(lock):
+                with during("waiting for the list of images"):  # which may take longer than
+                    time.sleep(0.1)  # a process without signs of life is given
         yield alone
+
+
+def _take(lock: Any) -> bool:
+    """Whether the lock is ours now; raises OSError where there are none."""
+    import fcntl
+
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 # -- what changes, and what is said meanwhile ------------------------------------------------------
