@@ -21,6 +21,7 @@ COMMANDS = {
     "export": ("selftask.cli.export", "RUN [--to FORMAT]", "write the backbone for others"),
     "check": ("selftask.cli.check", "METHOD|--all [key=value ...]", "same on 1, 2, 4 ranks?"),
     "data": ("selftask.cli.data", "check|stats SOURCE, show RECIPE", "look at the images"),
+    "bench": ("selftask.cli.bench", "data RECIPE [key=value ...]", "where a loader's time goes"),
     "config": ("selftask.cli.show", "RECIPE [key=value ...]", "every value and its origin"),
     "list": ("selftask.cli.list", "[methods|hooks|recipes|...]", "the names a config may use"),
     "env": ("selftask.cli.env", "", "versions, devices, what is supported"),

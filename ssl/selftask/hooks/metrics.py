@@ -11,12 +11,17 @@ import torch
 from torch import Tensor
 
 from selftask.collectives import all_reduce_mean, rank
+from selftask.config.derive import cores
+from selftask.data.waiting import Cores, WaitWatch, wait_advice
 from selftask.errors import RunError
 from selftask.hooks.base import Hook
+from selftask.logs import get_logger
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
     from selftask.task import Task
+
+log = get_logger(__name__)
 
 
 class NonFiniteLoss(RunError):
@@ -27,6 +32,8 @@ class NonFiniteLoss(RunError):
 @dataclass(eq=False, kw_only=True)
 class Metrics(Hook):
     """Writes a row every ``train.log_every`` steps; stops a run whose loss is not finite.
+
+    Says once what to change if training keeps waiting for data.
 
     Losses stay on the device in between: the row is the only time the host waits for it. That is
     also when the first step with a loss that is not finite is named; so is the moment before each
@@ -40,6 +47,7 @@ class Metrics(Hook):
         self.steps = list(getattr(self, "restored_steps", ()))  # of each loss in the window
         self.samples = 0  # since ``since``, for images_per_s
         self.since, self.waited_s = time.perf_counter(), 0.0
+        self.wait_watch = WaitWatch()
 
     def on_loss_and_meter(self, task: Task) -> None:
         loss = task.last_batch.loss
@@ -63,6 +71,7 @@ class Metrics(Hook):
 
     def _write(self, task: Task) -> None:
         losses = self._losses(task)
+        steps = len(losses)
         now = time.perf_counter()
         seconds = max(now - self.since, 1e-9)
         row = {
@@ -77,6 +86,12 @@ class Metrics(Hook):
         self.steps.clear()
         self.since, self.samples, self.waited_s = now, 0, task.feed.data_wait_s
         task.write_row(row)
+        waiting = self.wait_watch.saw(steps, row["data_wait"])
+        if waiting is not None:
+            machine = Cores(cores(), task.world.local_size)
+            workers, recipe = task.config.data.num_workers, task.config.recipe
+            told = wait_advice(waiting, workers, machine, recipe)
+            log.warning("step %d: %s", task.iteration, told)
 
     def _losses(self, task: Task) -> list[float]:
         """The window's losses on the host. Raises NonFiniteLoss naming the first bad step."""

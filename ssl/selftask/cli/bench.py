@@ -1,0 +1,61 @@
+"""``selftask bench``: how fast the parts of a run are on this machine, and what to change."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from selftask.cli.options import take_options
+from selftask.errors import UserError, nearest
+
+USAGE = """\
+usage: selftask bench data RECIPE [--seconds 3] [--json] [key=value ...]
+
+Measures what it takes to make batches for RECIPE: each stage (read, decode, augment, collate, to
+device) alone in one process for about so many seconds, then the loader with data.num_workers; and
+says what to change. Nothing is trained. With several processes on a node (launch.processes), the
+loader of one of them is measured.
+--json       prints everything as one line of JSON instead
+The last line begins with BENCH."""
+
+OPTIONS = {"--seconds": int, "--json": bool}
+BENCHMARKS = ("data",)
+
+
+def main(argv: list[str]) -> int:
+    """Measure and print."""
+    if not argv or any(word in ("-h", "--help") for word in argv):
+        print(USAGE)
+        return 0
+    words, options = take_options(argv, OPTIONS)
+    if not words or words[0] not in BENCHMARKS:
+        wrong = words[0] if words else ""
+        raise UserError(f"there is no benchmark {wrong!r}; {nearest(wrong, BENCHMARKS)}")
+    if len(words) < 2 or "=" in words[1]:
+        raise UserError(f"bench data needs a RECIPE before any key=value\n{USAGE}")
+    seconds = options.get("--seconds", 3)
+    if seconds == 0:
+        raise UserError("--seconds 0: nothing can be measured in no time")
+
+    from selftask.config.load import load_config
+    from selftask.data.dataset import open_data
+
+    config = load_config(words[1], words[2:])
+    sources = open_data(replace(config.data, val=None))
+
+    from selftask.data.stage_times import advice, measure, table
+    from selftask.environment import pick_device
+    from selftask.world import World
+
+    found = measure(config, sources, pick_device(config.train.device, World()), seconds)
+    if options.get("--json"):
+        print(json.dumps({"recipe": words[1], **found.to_dict()}))
+        return 0
+    print(f"{words[1]}: {len(sources.train):,} images")
+    for line in table(found):
+        print(line)
+    for sentence in advice(found):
+        print(f"advice: {sentence}")
+    rate, workers = found.loader_images_per_s, found.num_workers
+    print(f"BENCH data: {rate:,.0f} images/s with data.num_workers={workers}")
+    return 0

@@ -1,0 +1,350 @@
+"""Where the time of making a batch goes, stage by stage, and what would change it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from selftask.config.derive import cores
+from selftask.data.dataset import Sample, Sources, ViewDataset
+from selftask.data.draws import draw_rng
+from selftask.data.feed import Feed
+from selftask.data.loader import collate
+from selftask.data.reading import BadImage, read_bytes
+from selftask.data.source import Source
+from selftask.data.sources.files import FileSource
+from selftask.data.views import Views
+from selftask.data.waiting import Cores, workers_advice
+from selftask.errors import UserError
+from selftask.registry import TRANSFORMS
+from selftask.world import World
+
+if TYPE_CHECKING:
+    from selftask.config.schema import Config
+
+MOST_PER_BATCH = 64  # images; larger batches take as long per image, and longer to measure
+MOST_IMAGES = 256  # measured in each stage
+MOST_BYTES = 256 << 20  # of decoded images that are kept for the next stage
+DOMINANT = 0.5  # share of one stage that is worth a sentence
+T = TypeVar("T")
+
+
+@dataclass
+class StageTimes:
+    """What ``measure`` found; seconds are those of one image in one process."""
+
+    read_s: float | None  # None: the source has no files of its own, and reading is in decode_s
+    decode_s: float
+    augment_s: float
+    collate_s: float
+    to_device_s: float
+    loader_images_per_s: float  # with the configured workers
+    decodes_per_sample: float
+    num_images: int  # that the stages were measured on
+    batch_size: int
+    num_workers: int
+    processes: int  # of a node, which share its cores
+    device: str
+    num_cores: int
+    views: list[tuple[int, int]] = field(default_factory=list)  # (width, height) of each
+    image_pixels: float = 0.0  # of an image, in the median
+    transforms: dict[str, float] = field(default_factory=dict)  # name -> share of their time
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """Name -> seconds for each stage that was measured on its own."""
+        named = {
+            "read": self.read_s,
+            "decode": self.decode_s,
+            "augment": self.augment_s,
+            "collate": self.collate_s,
+            "to device": self.to_device_s,
+        }
+        return {name: seconds for name, seconds in named.items() if seconds is not None}
+
+    @property
+    def worker_s(self) -> float:
+        """Of one image in a worker: all but the way to the device."""
+        return sum(self.stages.values()) - self.to_device_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "ms_per_image": {name: 1e3 * seconds for name, seconds in self.stages.items()},
+            "one_process_images_per_s": 1 / self.worker_s,
+            "loader_images_per_s": self.loader_images_per_s,
+            "decodes_per_sample": self.decodes_per_sample,
+            "images": self.num_images,
+            "batch_size": self.batch_size,
+            "workers": self.num_workers,
+            "processes": self.processes,
+            "cores": self.num_cores,
+            "device": self.device,
+            "views": [list(size) for size in self.views],
+            "transforms": self.transforms,
+            "advice": advice(self),
+        }
+
+
+def measure(config: Config, sources: Sources, device: torch.device, seconds: float) -> StageTimes:
+    """Measure each stage for about ``seconds``, in this process, then the loader as configured.
+
+    A run's folder is not touched. Raises UserError if hardly an image can be read.
+    """
+    config = _small_batches(config, len(sources.train))
+    torch.set_num_threads(1)  # as in a worker
+    one_process = _one_process(config, sources.train, device, seconds)
+    config = replace(config, data=replace(config.data, on_error="skip", max_bad=1.0))
+    with tempfile.TemporaryDirectory() as out:
+        config = replace(config, out=out)
+        rate = loader_rate(config, sources, device, seconds)
+        decodes = decodes_per_sample(config, sources.train)
+    return replace(one_process, loader_images_per_s=rate, decodes_per_sample=decodes)
+
+
+def _small_batches(config: Config, num_images: int) -> Config:
+    size = max(1, min(config.train.batch_size, MOST_PER_BATCH, num_images))
+    return replace(config, train=replace(config.train, batch_size=size, accumulate=1))
+
+
+def _one_process(
+    config: Config, source: Source, device: torch.device, seconds: float
+) -> StageTimes:
+    indices = _spread(len(source))
+    first = next(_readable(source, indices))
+    most = int(np.clip(MOST_BYTES // first.nbytes, 4, MOST_IMAGES))
+    read_s = None
+    if isinstance(source, FileSource):
+        read_s, _ = _each(lambda index: len(read_bytes(source.path(index))), indices, seconds)
+    decode_s, images = _each(lambda index: source[index], indices, seconds, most)
+    if read_s is not None:  # what was read once is in memory, and has now been read from there
+        in_memory_s, _ = _each(lambda index: len(read_bytes(source.path(index))), indices, 0.2)
+        decode_s = max(decode_s - in_memory_s, 0.0)
+
+    views, seed = Views(config.views), config.train.seed
+    augment_s, made = _each(
+        lambda place: views(images[place][0], seed, 0, place), range(len(images)), seconds
+    )
+    samples = [Sample(pictures, -1, 0, 0, []) for pictures in made][: config.train.batch_size]
+    collate_s, batches = _repeat(lambda: collate(samples), seconds / 4)
+    if batches.problem:
+        raise UserError(batches.problem)
+    to_float = ViewDataset(source, views, seed).to_float
+    to_device_s, _ = _repeat(lambda: _finished(batches.to_sample(device, to_float)), seconds / 4)
+    return StageTimes(
+        read_s=read_s,
+        decode_s=decode_s,
+        augment_s=augment_s,
+        collate_s=collate_s / len(samples),
+        to_device_s=to_device_s / len(samples),
+        loader_images_per_s=0.0,
+        decodes_per_sample=0.0,
+        num_images=len(images),
+        batch_size=config.train.batch_size,
+        num_workers=config.data.num_workers,
+        processes=config.launch.processes,
+        device=str(device),
+        num_cores=cores(),
+        views=[(view.shape[1], view.shape[0]) for view in made[0]],
+        image_pixels=float(np.median([image.shape[0] * image.shape[1] for image, _ in images])),
+        transforms=transform_shares(config, [image for image, _ in images[:32]]),
+    )
+
+
+def transform_shares(config: Config, images: Sequence[np.ndarray]) -> dict[str, float]:
+    """Share of each transform, by name, in the time that all of them take one after the other.
+
+    A pipeline may do several of them at once, and so faster; which one costs most stays the same.
+    """
+    spent: dict[str, float] = {}
+    for group in config.views.values():
+        steps = [
+            (component.name, TRANSFORMS[component.name](**component.args))
+            for component in group.transforms
+            if component.name != "normalize"  # is done on the device
+        ]
+        for place, original in enumerate([images[0], *images]):
+            rng, image = draw_rng(config.train.seed, 0, place, 0), original
+            for name, transform in steps:
+                started = time.perf_counter()
+                image = transform(image, rng)
+                seconds = time.perf_counter() - started if place else 0.0  # the first warms up
+                spent[name] = spent.get(name, 0.0) + group.count * seconds
+    total = max(sum(spent.values()), 1e-12)
+    return {name: spent[name] / total for name in sorted(spent, key=lambda name: -spent[name])}
+
+
+def _spread(num_images: int) -> Sequence[int]:
+    """All indices in an order that jumps through the whole set."""
+    order: list[int] = np.random.default_rng(0).permutation(min(num_images, 10_000)).tolist()
+    step = max(1, num_images // 10_000)
+    return [step * place for place in order]
+
+
+def _readable(source: Source, indices: Sequence[int]) -> Iterator[np.ndarray]:
+    """Images, without those that cannot be read; raises UserError if all are of that kind."""
+    for index in indices:
+        with suppress(BadImage):
+            yield source[index][0]
+    raise UserError(f"none of {len(indices)} images can be read; see `selftask data check`")
+
+
+def _each(
+    work: Callable[[int], T], indices: Sequence[int], seconds: float, most: int = MOST_IMAGES
+) -> tuple[float, list[T]]:
+    """Mean seconds of ``work`` and its results, for ``most`` indices or what ``seconds`` allow."""
+    done: list[T] = []
+    spent = 0.0
+    for index in indices:
+        started = time.perf_counter()
+        with suppress(BadImage):  # `selftask data check` is about these
+            done.append(work(index))
+            spent += time.perf_counter() - started
+        if len(done) >= most or (done and spent > seconds):
+            break
+    return spent / len(done), done
+
+
+def _repeat(work: Callable[[], T], seconds: float) -> tuple[float, T]:
+    """Mean seconds of ``work``, called at least three times after a first one, and its result."""
+    result = work()
+    started, times = time.perf_counter(), 0
+    while times < 3 or time.perf_counter() - started < seconds:
+        result = work()
+        times += 1
+    return (time.perf_counter() - started) / times, result
+
+
+def _finished(sample: dict[str, Any]) -> dict[str, Any]:
+    """The sample, once it is really on the device."""
+    if sample["index"].device.type == "cuda":
+        torch.cuda.synchronize(sample["index"].device)
+    return sample
+
+
+def loader_rate(config: Config, sources: Sources, device: torch.device, seconds: float) -> float:
+    """Images a second that the loader hands over when nobody else uses the machine.
+
+    From the first batch on: starting the workers does not count, nor what they had made ahead.
+    """
+    feed = Feed(config, sources, World(), device)
+    try:
+        samples = feed.train_samples(0)
+        for _ in range(1 + config.data.num_workers):
+            _finished(next(samples))
+        started, batches = time.perf_counter(), 0
+        least = 2 * max(1, config.data.num_workers)
+        while batches < least or time.perf_counter() - started < seconds:
+            _finished(next(samples))
+            batches += 1
+        return batches * config.train.batch_size / (time.perf_counter() - started)
+    finally:
+        feed.close()
+
+
+class _Counted(Source):
+    """A source that counts how often an image is asked for."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.labels = source.labels
+        self.asked = 0
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        self.asked += 1
+        return self.source[index]
+
+    def path(self, index: int) -> str:
+        return self.source.path(index)
+
+    def describe(self) -> str:
+        return self.source.describe()
+
+
+def decodes_per_sample(config: Config, source: Source) -> float:
+    """How often an image is decoded to make all its views; more than 1 also for unreadable ones."""
+    counted = _Counted(source)
+    here = replace(config, data=replace(config.data, num_workers=0))
+    feed = Feed(here, Sources(counted, None), World(), torch.device("cpu"))
+    try:
+        sample = next(feed.train_samples(0))
+        return counted.asked / len(sample["index"])
+    finally:
+        feed.close()
+
+
+def advice(found: StageTimes) -> list[str]:
+    """At most two sentences: what to change first."""
+    return list(_advice(found))[:2]
+
+
+def _advice(found: StageTimes) -> Iterator[str]:
+    machine = Cores(found.num_cores, found.processes)
+    about_workers = workers_advice(found.num_workers, machine)
+    if about_workers:
+        yield about_workers
+    if found.decodes_per_sample > 1.5:
+        yield f"an image is decoded {found.decodes_per_sample:.2f} times for its views"
+    stages = {name: seconds / found.worker_s for name, seconds in found.stages.items()}
+    del stages["to device"]
+    name = max(stages, key=lambda stage: stages[stage])
+    if stages[name] < DOMINANT:
+        return
+    largest = max((width * height for width, height in found.views), default=1)
+    if name == "read":
+        yield (
+            f"reading takes {stages[name]:.0%}: put the images on a local disk, or into a few "
+            "large files"
+        )
+    elif name == "decode" and found.image_pixels > 4 * largest:
+        yield (
+            f"decoding takes {stages[name]:.0%}, of images with {found.image_pixels / largest:.0f} "
+            "times the pixels of the largest view: a copy of them at about twice its sides decodes "
+            "in a fraction of the time"
+        )
+    elif name == "decode":
+        yield f"decoding takes {stages[name]:.0%}: only more workers, or decoded copies, help"
+    elif name == "augment":
+        costliest = next(iter(found.transforms.items()), None)
+        most = f", {costliest[0]} {costliest[1]:.0%} of that" if costliest else ""
+        yield (
+            f"making {len(found.views)} views takes {stages[name]:.0%}{most}: fewer or smaller "
+            "views, or transforms that are drawn less often, help"
+        )
+    elif name == "collate":
+        yield f"putting batches together takes {stages[name]:.0%}: views of fewer pixels help"
+
+
+def table(found: StageTimes) -> Iterator[str]:
+    """The report for people, without advice."""
+    views = ", ".join(f"{w}x{h}" for w, h in dict.fromkeys(found.views))
+    yield (
+        f"{len(found.views)} views of {views}, from images of {found.image_pixels / 1e3:,.0f} "
+        f"thousand pixels (median of {found.num_images})"
+    )
+    yield f"{'stage':<12}{'ms/image':>10}{'images/s':>10}{'share':>8}   in one process"
+    total = sum(found.stages.values())
+    for name, seconds in found.stages.items():
+        rate = 1 / max(seconds, 1e-9)
+        yield f"{name:<12}{1e3 * seconds:>10.3f}{rate:>10,.0f}{seconds / total:>8.0%}"
+    yield f"{'all':<12}{1e3 * total:>10.3f}{1 / total:>10,.0f}"
+    if found.transforms:
+        shares = (f"{name} {share:.0%}" for name, share in found.transforms.items())
+        yield f"augment one by one: {', '.join(shares)}"
+    yield f"decodes per sample {found.decodes_per_sample:.2f}"
+    workers = f"{found.num_workers} worker" + ("" if found.num_workers == 1 else "s")
+    times = found.loader_images_per_s * found.worker_s
+    yield (
+        f"loader with {workers}, batches of {found.batch_size}, {found.num_cores} cores, to "
+        f"{found.device}: {found.loader_images_per_s:,.0f} images/s, {times:.2f} times one process"
+    )
