@@ -110,12 +110,12 @@ def test_resize(size: tuple[int, int], target: tuple[int, int], kind: Filter, va
     program = [Op.CROP_RESIZE, 0, 0, size[1], size[0], *target, kind]
     got = apply(image, program, target, variant)
     most, mean = levels(got, resized(image, *target, kind))
-    assert most <= 2 and mean < 0.05
+    assert most <= 1 and mean < 0.02  # one half is rounded either way
     if size != (200, 15):  # there Pillow 13 goes down the columns first
         names = (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)
         pillow = Image.fromarray(image).resize(target[::-1], names[kind])
         most, mean = levels(got, np.asarray(pillow))
-        assert most <= 2 and mean < 0.1
+        assert most <= 1 and mean < 0.1
     theirs = torch.nn.functional.interpolate(
         torch.from_numpy(image)[None].permute(0, 3, 1, 2),
         target,
@@ -123,7 +123,7 @@ def test_resize(size: tuple[int, int], target: tuple[int, int], kind: Filter, va
         antialias=True,
     )
     most, mean = levels(got, theirs[0].permute(1, 2, 0).numpy())
-    assert most <= 2 and mean < 0.1
+    assert most <= 1 and mean < 0.1
 
 
 @pytest.mark.parametrize("target", [(24, 40), (13, 50), (60, 9)])

@@ -9,7 +9,7 @@
 #define MOST_KEPT_BYTES ((size_t)64 << 20)
 #define MOST_KEPT_BLOCKS 8
 
-static const kernels *variants[3];
+static const kernels *variants[MOST_VARIANTS];
 static int variant_count;
 
 /* Memory of finished calls, for the next ones. The list is touched only while the GIL is held, and

@@ -4,6 +4,7 @@
 
 #include "lanes.h"
 #include "picture.h"
+#include "rows.h"
 
 /* Position i on an axis of n pixels that goes back and forth: ... 2 1 0 1 2 ... n-2 n-1 n-2 ... */
 static inline int reflect(int i, int n) {
@@ -13,56 +14,81 @@ static inline int reflect(int i, int n) {
     return i < n ? i : period - i;
 }
 
-/* One row of one channel, with `radius` mirrored pixels on either side. */
+/* One row of one channel with `radius` mirrored pixels on either side; up to 16 bytes before and
+ * behind that may be overwritten, too. */
 static inline void fill_margins(const uint8_t *from, int width, int radius, uint8_t *to) {
+    uint8_t *right = to + radius + width;
     memcpy(to + radius, from, (size_t)width);
+    if (radius <= 16 && width > 16) {
+        reverse16(from + 1, to + radius - 16);
+        reverse16(from + width - 17, right);
+        return;
+    }
     for (int i = 1; i <= radius; i++) {
-        to[radius - i] = from[i < width ? i : reflect(-i, width)];
-        to[radius + width - 1 + i] = from[i < width ? width - 1 - i : reflect(width - 1 + i, width)];
+        to[radius - i] = from[reflect(-i, width)];
+        right[i - 1] = from[reflect(width - 1 + i, width)];
     }
 }
 
-static inline void blur_row(const uint8_t *padded, int pitch, const int32_t *weights, int radius,
+/* The same as int16 in 1/64 levels, so that what follows need not do it for each tap. */
+static inline void widen_row(const uint8_t *from, int count, int16_t *to) {
+    for (int x = 0; x < count; x += 32) store16(to + x, shift_left(load8(from + x), 6));
+}
+
+ALWAYS_INLINE lanes along_row(const int16_t *at, const int32_t *weights, int radius) {
+    lanes sum = mul_round(load16(at), splat_pair(weights));
+    for (int k = 1; k <= radius; k++)
+        sum = add(sum, mul_round(add(load16(at - k), load16(at + k)), splat_pair(weights + k)));
+    return sum;
+}
+
+ALWAYS_INLINE void blur_row(const int16_t *row, int pitch, const int32_t *weights, int radius,
                             int16_t *to) {
-    for (int x = 0; x < pitch; x += 32) {
-        const uint8_t *at = padded + radius + x;
-        lanes sum = mul_round(shift_left(load8(at), 6), splat_pair(weights));
-        for (int k = 1; k <= radius; k++) {
-            lanes pair = shift_left(add(load8(at - k), load8(at + k)), 6);
-            sum = add(sum, mul_round(pair, splat_pair(weights + k)));
-        }
-        store16(to + x, sum);
-    }
+    for (int x = 0; x < pitch; x += 32)
+        store16(to + x, along_row(row + radius + x, weights, radius));
 }
 
-static inline void blur_column(const int16_t *const *rows, int length, const int32_t *weights,
+ALWAYS_INLINE lanes down_column(const int16_t *const *rows, int x, const int32_t *weights,
+                                int radius) {
+    lanes sum = add(mul_round(load16(rows[0] + x), splat_pair(weights)), splat(32));
+    for (int k = 1; k <= radius; k++) {
+        const lanes both = add(load16(rows[2 * k - 1] + x), load16(rows[2 * k] + x));
+        sum = add(sum, mul_round(both, splat_pair(weights + k)));
+    }
+    return shift_right(sum, 6);
+}
+
+ALWAYS_INLINE void blur_column(const int16_t *const *rows, int length, const int32_t *weights,
                                int radius, uint8_t *to) {
-    for (int x = 0; x < length; x += 32) {
-        lanes sum = add(mul_round(load16(rows[0] + x), splat_pair(weights)), splat(32));
-        for (int k = 1; k <= radius; k++) {
-            lanes pair = add(load16(rows[2 * k - 1] + x), load16(rows[2 * k] + x));
-            sum = add(sum, mul_round(pair, splat_pair(weights + k)));
-        }
-        store8(to + x, clip8(shift_right(sum, 6)));
-    }
+    int x = 0;
+    for (; x + 64 <= length; x += 64)
+        store8_two(to + x, to + x + 32, down_column(rows, x, weights, radius),
+                   down_column(rows, x + 32, weights, radius));
+    if (x < length) store8(to + x, down_column(rows, x, weights, radius));
 }
 
-static void blur_rows(const picture *from, picture *to, const int32_t *weights, int radius,
-                      void *work) {
+ALWAYS_INLINE void blur_by(const picture *from, picture *to, const int32_t *weights, int radius,
+                           void *work) {
     const int height = from->height, length = 3 * from->pitch;
     const int ring = height < 2 * radius + 1 ? height : 2 * radius + 1;
     const int16_t **rows = work; /* the centre, then above and below at each distance */
     int16_t *blurred = (int16_t *)(rows + (2 * radius + 8) / 8 * 8); /* whole cache lines */
-    uint8_t *padded = (uint8_t *)(blurred + (size_t)ring * length);
+    /* three rows with their margins, as bytes and as int16: all of one step is done before the next,
+     * for what has just been written in small pieces is slow to be read in large ones */
+    const int span = (from->pitch + 2 * radius + 31) / 32 * 32;
+    int16_t *margined = blurred + (size_t)ring * length;
+    uint8_t *bytes = (uint8_t *)(margined + 3 * span) + 16;
     int done = 0;
     for (int y = 0; y < height; y++) {
         for (; done < height && done <= y + radius; done++) {
             const uint8_t *row = from->pixels + (size_t)done * length;
             int16_t *slot = blurred + (size_t)(done % ring) * length;
-            for (int c = 0; c < 3; c++) {
-                fill_margins(row + (size_t)c * from->pitch, from->width, radius, padded);
-                blur_row(padded, from->pitch, weights, radius, slot + (size_t)c * from->pitch);
-            }
+            for (int c = 0; c < 3; c++)
+                fill_margins(row + c * from->pitch, from->width, radius, bytes + c * (span + 32));
+            for (int c = 0; c < 3; c++)
+                widen_row(bytes + c * (span + 32), span, margined + c * span);
+            for (int c = 0; c < 3; c++)
+                blur_row(margined + c * span, from->pitch, weights, radius, slot + c * from->pitch);
         }
         rows[0] = blurred + (size_t)(y % ring) * length;
         for (int k = 1; k <= radius; k++) {
@@ -70,6 +96,19 @@ static void blur_rows(const picture *from, picture *to, const int32_t *weights, 
             rows[2 * k] = blurred + (size_t)(reflect(y + k, height) % ring) * length;
         }
         blur_column(rows, length, weights, radius, to->pixels + (size_t)y * length);
+    }
+}
+
+static void blur_rows(const picture *from, picture *to, const int32_t *weights, int radius,
+                      void *work) {
+    switch (radius) { /* a known number of turns makes the inner loops faster */
+        case 1: blur_by(from, to, weights, 1, work); break;
+        case 2: blur_by(from, to, weights, 2, work); break;
+        case 3: blur_by(from, to, weights, 3, work); break;
+        case 4: blur_by(from, to, weights, 4, work); break;
+        case 5: blur_by(from, to, weights, 5, work); break;
+        case 6: blur_by(from, to, weights, 6, work); break;
+        default: blur_by(from, to, weights, radius, work);
     }
 }
 

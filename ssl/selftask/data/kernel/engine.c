@@ -30,16 +30,16 @@ static size_t picture_bytes(int height, int width) {
     return whole_lines((size_t)height * 3 * (size_t)pitch_of(width)) + 2 * GUARD;
 }
 
-static size_t resize_bytes(int columns, int width) {
-    const size_t pitch = (size_t)pitch_of(width);
-    return whole_lines(((size_t)columns * 3 + 16) * TILE * 2) + 3 * pitch * TILE;
+static size_t resize_bytes(int rows, int columns, int width) {
+    const size_t length = 3 * (size_t)pitch_of(width);
+    return (size_t)rows * length * 2 + ((size_t)columns * 3 + 16) * TILE * 2 + length * TILE;
 }
 
 static size_t blur_bytes(int height, int width, int radius) {
     const size_t ring = height < 2 * radius + 1 ? (size_t)height : 2 * (size_t)radius + 1;
     const size_t pitch = (size_t)pitch_of(width);
     return whole_lines(((size_t)radius + 1) * 4) + (2 * (size_t)radius + 8) / 8 * 64 +
-           ring * 3 * pitch * 2 + whole_lines(pitch + 2 * (size_t)radius + 64);
+           ring * 3 * pitch * 2 + 9 * (pitch + 2 * (size_t)radius + 64);
 }
 
 static int whole(double value, double least, double largest) {
@@ -75,11 +75,10 @@ static void reserve_crop(plan *made, const double *a, int height, int width) {
     const int kind = (int)a[6];
     if (made->count) made->copy_bytes = most(made->copy_bytes, (size_t)height * width * 3);
     if (rows == to_height && columns == to_width) return;
-    made->picture_bytes = most(made->picture_bytes, picture_bytes(rows, to_width));
     made->work_bytes =
         most(made->work_bytes, filter_bytes(columns, to_width, kind) +
                                    filter_bytes(rows, to_height, kind) +
-                                   resize_bytes(columns, to_width));
+                                   resize_bytes(rows, columns, to_width));
 }
 
 /* One operation's arguments; a crop also changes the size, and each says what memory it needs. */
@@ -187,7 +186,7 @@ static void crop_resize(state *s, const double *a) {
     char *memory = s->work;
     filter across = make_filter(columns, width, (int)a[6], &memory), down = across;
     if (rows != columns || height != width) down = make_filter(rows, height, (int)a[6], &memory);
-    s->with->resize(crop, rows, columns, across, down, s->spare, memory, &s->now);
+    s->with->resize(crop, rows, columns, across, down, memory, &s->now);
 }
 
 static void blur(state *s, double sigma) {
@@ -253,16 +252,18 @@ void run_plan(const plan *p, const kernels *with, source image, uint8_t *out, vo
 
 extern const kernels plain_kernels;
 #if HAVE_X86_VARIANTS
-extern const kernels avx2_kernels, avx512_kernels;
+extern const kernels avx2_kernels, avx512_kernels, vnni_kernels;
 #endif
 
-int find_variants(const kernels *found[3]) {
+int find_variants(const kernels *found[MOST_VARIANTS]) {
     int count = 0;
 #if HAVE_X86_VARIANTS
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
+        __builtin_cpu_supports("avx512dq")) {
+        if (__builtin_cpu_supports("avx512vnni")) found[count++] = &vnni_kernels;
         found[count++] = &avx512_kernels;
+    }
     if (__builtin_cpu_supports("avx2")) found[count++] = &avx2_kernels;
 #endif
     found[count++] = &plain_kernels;

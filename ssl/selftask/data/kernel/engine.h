@@ -9,6 +9,7 @@
 #define MOST_OPERATIONS 64
 #define MOST_ARGUMENTS 12
 #define MESSAGE_BYTES 256
+#define MOST_VARIANTS 4
 
 typedef struct {
     int code;
@@ -33,6 +34,6 @@ size_t scratch_bytes(const plan *p);
 void run_plan(const plan *p, const kernels *with, source image, uint8_t *out, void *scratch);
 
 /* The variants this processor runs, best first; their number. */
-int find_variants(const kernels *found[3]);
+int find_variants(const kernels *found[MOST_VARIANTS]);
 
 #endif

@@ -23,12 +23,13 @@ typedef struct {
     ptrdiff_t stride; /* bytes from row to row; may be negative */
 } source;
 
-/* For each output position along one axis: `taps` weights from position `first` on. Weights are
- * fixed point with `bits` fractional bits and sum to exactly one. */
+/* For each output position along one axis: `taps` weights from position `first` on, two by two in
+ * 32 bits; an odd number of taps is filled up with a weight of 0, whose position may lie one behind
+ * the last. Weights have `bits` fractional bits and sum to exactly one. */
 typedef struct {
     const int32_t *first;
-    const int32_t *weights; /* outputs x taps */
-    int taps, bits;
+    const int32_t *weights; /* outputs x pairs */
+    int taps, pairs, bits;
 } filter;
 
 enum point_kind { POINT_DIAGONAL, POINT_MATRIX, POINT_WIDE, POINT_HUE, POINT_GRAY, POINT_SOLARIZE };
@@ -40,18 +41,13 @@ typedef struct {
     float wide[12]; /* for coefficients beyond the fixed point's range */
 } point;
 
-#define FINE_TAPS 16 /* up to this many taps 16-bit sums are good to a tenth of a level */
-#define FINE_BITS 14 /* a weight of a cubic may exceed one */
-#define WIDE_BITS 15
-
 typedef struct {
     const char *name;
     /* out of a crop whose size stays, or of a whole image */
     void (*load)(source from, picture *to);
     void (*store)(const picture *from, uint8_t *to);
-    /* (rows, columns) of `from` by the horizontal filter into `rows`, by the vertical into `to` */
-    void (*resize)(source from, int rows, int columns, filter across, filter down, uint8_t *rows_out,
-                   void *work, picture *to);
+    void (*resize)(source from, int rows, int columns, filter across, filter down, void *work,
+                   picture *to);
     /* all steps on each pixel in turn; then, if asked, the sums of the three channels */
     void (*points)(picture *on, const point *steps, int count, int64_t *sums);
     /* weights[0..radius], twice held as above; `to` has the size of `from` */

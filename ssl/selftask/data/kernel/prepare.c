@@ -3,13 +3,18 @@
 #include <math.h>
 #include <string.h>
 
-static int32_t held_twice(int value) {
-    const uint32_t low = (uint16_t)(value > 32767 ? 32767 : value < -32767 ? -32767 : value);
-    int32_t pair;
-    const uint32_t both = low | low << 16;
-    memcpy(&pair, &both, sizeof pair);
-    return pair;
+static uint32_t fit16(int value) {
+    return (uint16_t)(value > 32767 ? 32767 : value < -32767 ? -32767 : value);
 }
+
+static int32_t pair(int even, int odd) {
+    const uint32_t both = fit16(even) | fit16(odd) << 16;
+    int32_t made;
+    memcpy(&made, &both, sizeof made);
+    return made;
+}
+
+static int32_t held_twice(int value) { return pair(value, value); }
 
 static int rounded(double value) { return (int)floor(value + 0.5); }
 
@@ -39,7 +44,7 @@ static size_t whole_lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 size_t filter_bytes(int inputs, int outputs, int kind) {
     const size_t taps = (size_t)most_taps(inputs, outputs, kind), n = (size_t)outputs;
-    return whole_lines(n * 4) + whole_lines(n * taps * 4) + whole_lines(taps * 8);
+    return whole_lines(n * 4) + whole_lines(n * ((taps + 1) / 2) * 4) + whole_lines((taps + 1) * 8);
 }
 
 /* First and last position with a weight, for the output position whose centre this is. */
@@ -47,6 +52,28 @@ static int window(double centre, double support, int inputs, int *first) {
     const int start = (int)(centre - support + 0.5), end = (int)(centre + support + 0.5);
     *first = centre - support + 0.5 < 0.0 ? 0 : start;
     return (end > inputs ? inputs : end) - *first;
+}
+
+/* So many fractional bits that the largest weight still fits 16: a tent's is at most 1, a cubic's
+ * at most 2, and 1.25 times one over the scale where that is less. */
+static int weight_bits(double scale, int kind) {
+    int bits = kind == BICUBIC ? 14 : 15;
+    for (scale /= 1.25; scale >= 2.0 && bits < 20; scale /= 2.0) bits++;
+    return bits;
+}
+
+/* Rounding the running sum keeps the sum of the weights exact, however many there are. */
+static void round_weights(const double *exact, int pairs, double unit, int32_t *to) {
+    double sum = 0.0;
+    int before = 0;
+    for (int k = 0; k < pairs; k++) {
+        sum += exact[2 * k];
+        const int middle = (int)(sum * unit + 0.5 + (1 << 24)) - (1 << 24);
+        sum += exact[2 * k + 1];
+        const int after = (int)(sum * unit + 0.5 + (1 << 24)) - (1 << 24);
+        to[k] = pair(middle - before, after - middle);
+        before = after;
+    }
 }
 
 filter make_filter(int inputs, int outputs, int kind, char **memory) {
@@ -59,8 +86,9 @@ filter make_filter(int inputs, int outputs, int kind, char **memory) {
         const int count = window((i + 0.5) * scale, support, inputs, first + i);
         taps = count > taps ? count : taps;
     }
-    const int fine = taps <= FINE_TAPS, bits = fine ? FINE_BITS : WIDE_BITS;
-    double *exact = (double *)((char *)weights + whole_lines((size_t)outputs * taps * 4));
+    const int pairs = (taps + 1) / 2, bits = weight_bits(scale, kind);
+    double *exact = (double *)((char *)weights + whole_lines((size_t)outputs * pairs * 4));
+    exact[2 * pairs - 1] = 0.0; /* where there is an odd one */
     for (int i = 0; i < outputs; i++) {
         double total = 0.0;
         if (first[i] > inputs - taps) first[i] = inputs - taps;
@@ -68,18 +96,9 @@ filter make_filter(int inputs, int outputs, int kind, char **memory) {
             const double x = (first[i] + k - (i + 0.5) * scale + 0.5) * step;
             total += exact[k] = kind == BICUBIC ? bicubic(x) : bilinear(x);
         }
-        /* rounding the running sum keeps the weights' sum exact, however many there are */
-        double sum = 0.0;
-        const double unit = (1 << bits) / total;
-        int before = 0;
-        for (int k = 0; k < taps; k++) {
-            sum += exact[k];
-            const int upto = (int)(sum * unit + 0.5 + (1 << 20)) - (1 << 20);
-            *weights++ = fine ? held_twice(upto - before) : upto - before;
-            before = upto;
-        }
+        round_weights(exact, pairs, (1 << bits) / total, weights + (size_t)i * pairs);
     }
-    filter made = {first, weights - (size_t)outputs * taps, taps, bits};
+    filter made = {first, weights, taps, pairs, bits};
     *memory += filter_bytes(inputs, outputs, kind);
     return made;
 }

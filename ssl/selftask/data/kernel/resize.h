@@ -26,91 +26,71 @@ static inline void turn_tile(source from, int rows, size_t bytes, int16_t *colum
 }
 
 /* Columns are r g b r g b ...; the results are all red columns, then green, then blue. */
-static inline void filter_columns(const int16_t *columns, filter f, int outputs, int pitch,
-                                  uint8_t *to) {
+ALWAYS_INLINE void filter_columns(const int16_t *columns, filter f, int pairs, int outputs,
+                                  int pitch, uint8_t *to) {
     const size_t plane = (size_t)pitch * TILE;
-    const int32_t *weights = f.weights;
+    const int32_t half = 1 << (f.bits - 1), *pair = f.weights;
     for (int x = 0; x < outputs; x++, to += TILE) {
         const int16_t *at = columns + (size_t)f.first[x] * 3 * TILE;
-        lanes r = splat(32), g = r, b = r;
-        for (int k = 0; k < f.taps; k++, at += 3 * TILE) {
-            const lanes weight = splat_pair(weights++);
-            r = add(r, mul_round(load16(at), weight));
-            g = add(g, mul_round(load16(at + TILE), weight));
-            b = add(b, mul_round(load16(at + 2 * TILE), weight));
+        wide r = wide_start(half), g = r, b = r;
+        for (int k = 0; k < pairs; k++, at += 6 * TILE) {
+            const lanes weights = splat_pair(pair++);
+            r = wide_add(r, load16(at), load16(at + 3 * TILE), weights);
+            g = wide_add(g, load16(at + TILE), load16(at + 4 * TILE), weights);
+            b = wide_add(b, load16(at + 2 * TILE), load16(at + 5 * TILE), weights);
         }
-        store8(to, clip8(shift_right(r, 6)));
-        store8(to + plane, clip8(shift_right(g, 6)));
-        store8(to + 2 * plane, clip8(shift_right(b, 6)));
+        store8_two(to, to + plane, wide_finish(r, f.bits), wide_finish(g, f.bits));
+        store8(to + 2 * plane, wide_finish(b, f.bits));
     }
 }
 
-static inline uint8_t round_wide(int32_t sum, int bits) {
-    sum = (sum + (1 << (bits - 1))) >> bits;
-    return (uint8_t)(sum < 0 ? 0 : sum > 255 ? 255 : sum);
+ALWAYS_INLINE lanes filtered_at(const int16_t *at, size_t length, const int32_t *pair, int taps,
+                                int bits) {
+    wide sum = wide_start(1 << (bits - 1));
+    for (int k = 0; k + 1 < taps; k += 2, at += 2 * length)
+        sum = wide_add(sum, load16(at), load16(at + length), splat_pair(pair++));
+    /* an odd last tap has a partner of weight 0: any row will do */
+    if (taps % 2) sum = wide_add(sum, load16(at), load16(at), splat_pair(pair));
+    return wide_finish(sum, bits);
 }
 
-/* Many taps: sums of 32 bits, which a compiler vectorises well enough. */
-static inline void filter_columns_wide(const int16_t *columns, filter f, int outputs, int pitch,
-                                       uint8_t *to) {
-    const int32_t *weights = f.weights;
-    for (int x = 0; x < outputs; x++, weights += f.taps)
-        for (int c = 0; c < 3; c++) {
-            const int16_t *at = columns + ((size_t)f.first[x] * 3 + c) * TILE;
-            int32_t sum[TILE] = {0};
-            for (int k = 0; k < f.taps; k++, at += 3 * TILE)
-                for (int i = 0; i < TILE; i++) sum[i] += at[i] * weights[k];
-            uint8_t *out = to + ((size_t)c * pitch + x) * TILE;
-            for (int i = 0; i < TILE; i++) out[i] = round_wide(sum[i], f.bits + 7);
-        }
-}
-
-static inline void filter_row(const uint8_t *rows, size_t length, const int32_t *weights, int taps,
-                              uint8_t *to) {
-    for (size_t x = 0; x < length; x += 32) {
-        const uint8_t *at = rows + x;
-        lanes sum = splat(32);
-        for (int k = 0; k < taps; k++, at += length)
-            sum = add(sum, mul_round(shift_left(load8(at), 7), splat_pair(weights + k)));
-        store8(to + x, clip8(shift_right(sum, 6)));
-    }
-}
-
-static inline void filter_row_wide(const uint8_t *rows, size_t length, const int32_t *weights,
-                                   int taps, int bits, uint8_t *to) {
-    for (size_t x = 0; x < length; x += 32) {
-        const uint8_t *at = rows + x;
-        int32_t sum[32] = {0};
-        for (int k = 0; k < taps; k++, at += length)
-            for (int i = 0; i < 32; i++) sum[i] += at[i] * weights[k];
-        for (int i = 0; i < 32; i++) to[x + i] = round_wide(sum[i], bits);
-    }
-}
-
-static void resize_rows(source from, int rows, int columns, filter across, filter down,
-                        uint8_t *rows_out, void *work, picture *to) {
+ALWAYS_INLINE void filter_rows(const int16_t *rows, filter f, int taps, picture *to) {
     const size_t length = 3 * (size_t)to->pitch;
-    int16_t *turned = work;
+    for (int y = 0; y < to->height; y++) {
+        const int16_t *at = rows + (size_t)f.first[y] * length;
+        const int32_t *pair = f.weights + (size_t)y * f.pairs;
+        uint8_t *out = to->pixels + (size_t)y * length;
+        size_t x = 0;
+        for (; x + 64 <= length; x += 64)
+            store8_two(out + x, out + x + 32, filtered_at(at + x, length, pair, taps, f.bits),
+                       filtered_at(at + x + 32, length, pair, taps, f.bits));
+        if (x < length) store8(out + x, filtered_at(at + x, length, pair, taps, f.bits));
+    }
+}
+
+static void resize_rows(source from, int rows, int columns, filter across, filter down, void *work,
+                        picture *to) {
+    const size_t length = 3 * (size_t)to->pitch;
+    int16_t *narrow = work; /* `rows` rows of the final width */
+    int16_t *turned = narrow + (size_t)rows * length;
     uint8_t *filtered = (uint8_t *)(turned + ((size_t)columns * 3 + 16) * TILE);
     for (int y = 0; y < rows; y += TILE) {
         const int count = rows - y < TILE ? rows - y : TILE;
         const source tile = {from.pixels + y * from.stride, from.stride};
         turn_tile(tile, count, (size_t)columns * 3, turned);
-        if (across.taps <= FINE_TAPS)
-            filter_columns(turned, across, to->width, to->pitch, filtered);
-        else
-            filter_columns_wide(turned, across, to->width, to->pitch, filtered);
+        switch (across.pairs) { /* a known number of turns makes a loop faster */
+            case 1: filter_columns(turned, across, 1, to->width, to->pitch, filtered); break;
+            case 2: filter_columns(turned, across, 2, to->width, to->pitch, filtered); break;
+            default: filter_columns(turned, across, across.pairs, to->width, to->pitch, filtered);
+        }
         for (size_t x = 0; x < length; x += 32)
-            columns_to_rows(filtered + x * TILE, count, rows_out + y * length + x, length);
+            columns_to_rows(filtered + x * TILE, count, narrow + y * length + x, length);
     }
-    for (int y = 0; y < to->height; y++) {
-        const uint8_t *at = rows_out + (size_t)down.first[y] * length;
-        const int32_t *weights = down.weights + (size_t)y * down.taps;
-        uint8_t *out = to->pixels + (size_t)y * length;
-        if (down.taps <= FINE_TAPS)
-            filter_row(at, length, weights, down.taps, out);
-        else
-            filter_row_wide(at, length, weights, down.taps, down.bits, out);
+    switch (down.taps) {
+        case 2: filter_rows(narrow, down, 2, to); break;
+        case 3: filter_rows(narrow, down, 3, to); break;
+        case 4: filter_rows(narrow, down, 4, to); break;
+        default: filter_rows(narrow, down, down.taps, to);
     }
 }
 

@@ -9,8 +9,19 @@
 
 /* Sixteen pixels of one channel land in three registers of sixteen bytes, where byte j of register
  * i holds channel (i + j) mod 3: one shuffle puts each to its j, blends pick the register. */
+#if defined(LANES_AVX512)
+typedef __mmask32 places;
+#define choose(which, a, b) _mm256_mask_blend_epi8(which, a, b)
+#define as_places(bytes) _mm256_movepi8_mask(bytes)
+#else
+typedef __m256i places;
+#define choose(which, a, b) _mm256_blendv_epi8(a, b, which)
+#define as_places(bytes) (bytes)
+#endif
+
 typedef struct {
-    __m256i shuffle[3], of[3]; /* of[t]: bytes whose place is t mod 3 */
+    __m256i shuffle[3];
+    places of[3]; /* of[t]: bytes whose place is t mod 3 */
 } interleaving;
 
 static inline interleaving make_interleaving(int inverse, int flipped) {
@@ -28,7 +39,7 @@ static inline interleaving make_interleaving(int inverse, int flipped) {
         made.shuffle[c] = _mm256_loadu_si256((const __m256i *)bytes);
         for (int j = 0; j < 16; j++) bytes[j] = j % 3 == c ? 0xFF : 0;
         memcpy(bytes + 16, bytes, 16);
-        made.of[c] = _mm256_loadu_si256((const __m256i *)bytes);
+        made.of[c] = as_places(_mm256_loadu_si256((const __m256i *)bytes));
     }
     return made;
 }
@@ -39,8 +50,7 @@ static inline __m256i two_halves(const uint8_t *low, const uint8_t *high) {
 }
 
 static inline __m256i pick(const interleaving *by, int first, __m256i a, __m256i b, __m256i c) {
-    __m256i ab = _mm256_blendv_epi8(a, b, by->of[(first + 1) % 3]);
-    return _mm256_blendv_epi8(ab, c, by->of[(first + 2) % 3]);
+    return choose(by->of[(first + 2) % 3], choose(by->of[(first + 1) % 3], a, b), c);
 }
 
 /* 32 pixels; when flipped, `from` is where the last of them stands */
@@ -64,11 +74,18 @@ static inline void unweave(const interleaving *by, const uint8_t *from, uint8_t 
     for (int i = 0; i < 3; i++) v[i] = two_halves(from + 16 * i, from + 48 + 16 * i);
     for (int c = 0; c < 3; c++) {
         /* byte j comes from register (c - j) mod 3: from v[0] where j = c mod 3, and so on down */
-        __m256i p = _mm256_blendv_epi8(v[0], v[1], by->of[(c + 2) % 3]);
-        p = _mm256_blendv_epi8(p, v[2], by->of[(c + 1) % 3]);
+        __m256i p = choose(by->of[(c + 2) % 3], v[0], v[1]);
+        p = choose(by->of[(c + 1) % 3], p, v[2]);
         p = _mm256_shuffle_epi8(p, by->shuffle[c]);
         _mm256_storeu_si256((__m256i *)(to + (ptrdiff_t)c * pitch), p);
     }
+}
+
+/* sixteen bytes in opposite order */
+static inline void reverse16(const uint8_t *from, uint8_t *to) {
+    const __m128i order = _mm_set_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)from);
+    _mm_storeu_si128((__m128i *)to, _mm_shuffle_epi8(bytes, order));
 }
 
 #define UNPACK_ROUND(to, from)                                        \
@@ -87,31 +104,33 @@ static inline void transpose(__m256i r[16]) {
     UNPACK_ROUND(r, s)
 }
 
-/* sixteen bytes of 32 rows -> sixteen columns of 32 rows, as int16 times 128 */
+static inline lanes widened(__m256i bytes) {
+#if defined(LANES_AVX512)
+    return _mm512_cvtepu8_epi16(bytes);
+#else
+    lanes made = {_mm256_cvtepu8_epi16(_mm256_castsi256_si128(bytes)),
+                  _mm256_cvtepu8_epi16(_mm256_extracti128_si256(bytes, 1))};
+    return made;
+#endif
+}
+
+/* sixteen bytes of 32 rows -> sixteen columns of 32 rows, as int16 */
 static inline void rows_to_columns(const uint8_t *const *rows, size_t at, int16_t *to) {
     __m256i r[16];
     for (int i = 0; i < 16; i++) r[i] = two_halves(rows[i] + at, rows[i + 16] + at);
     transpose(r);
-    for (int i = 0; i < 16; i++) {
-#if defined(LANES_AVX512)
-        lanes wide = _mm512_cvtepu8_epi16(r[i]);
-#else
-        lanes wide = {_mm256_cvtepu8_epi16(_mm256_castsi256_si128(r[i])),
-                      _mm256_cvtepu8_epi16(_mm256_extracti128_si256(r[i], 1))};
-#endif
-        store16(to + (size_t)i * TILE, shift_left(wide, 7));
-    }
+    for (int i = 0; i < 16; i++) store16(to + (size_t)i * TILE, widened(r[i]));
 }
 
-/* 32 columns of 32 rows -> `count` rows of 32 bytes */
-static inline void columns_to_rows(const uint8_t *columns, int count, uint8_t *to, size_t pitch) {
+/* 32 columns of 32 rows -> `count` rows of 32, as int16 */
+static inline void columns_to_rows(const uint8_t *columns, int count, int16_t *to, size_t pitch) {
     for (int half = 0; half < count; half += 16) {
         __m256i r[16];
         for (int i = 0; i < 16; i++)
             r[i] = two_halves(columns + i * TILE + half, columns + (i + 16) * TILE + half);
         transpose(r);
         for (int i = 0; i < 16 && half + i < count; i++)
-            _mm256_storeu_si256((__m256i *)(to + (size_t)(half + i) * pitch), r[i]);
+            store16(to + (size_t)(half + i) * pitch, widened(r[i]));
     }
 }
 
@@ -137,11 +156,14 @@ static inline void unweave(const interleaving *by, const uint8_t *from, uint8_t 
     for (int i = 0; i < 32; i++)
         for (int c = 0; c < 3; c++) to[(ptrdiff_t)c * pitch + i] = from[3 * i + c];
 }
+static inline void reverse16(const uint8_t *from, uint8_t *to) {
+    for (int i = 0; i < 16; i++) to[i] = from[15 - i];
+}
 static inline void rows_to_columns(const uint8_t *const *rows, size_t at, int16_t *to) {
     for (int i = 0; i < TILE; i++)
-        for (int j = 0; j < 16; j++) to[j * TILE + i] = (int16_t)(rows[i][at + j] << 7);
+        for (int j = 0; j < 16; j++) to[j * TILE + i] = rows[i][at + j];
 }
-static inline void columns_to_rows(const uint8_t *columns, int count, uint8_t *to, size_t pitch) {
+static inline void columns_to_rows(const uint8_t *columns, int count, int16_t *to, size_t pitch) {
     for (int i = 0; i < count; i++)
         for (int j = 0; j < 32; j++) to[(size_t)i * pitch + j] = columns[j * TILE + i];
 }

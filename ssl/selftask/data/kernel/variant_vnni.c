@@ -1,0 +1,19 @@
+/* For processors with 512-bit registers and the multiply-add of VNNI; empty where the compiler cannot make it. */
+#include "detect.h"
+
+#if HAVE_X86_VARIANTS
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2"))), \
+                             apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,prefer-vector-width=512")
+#endif
+#define LANES_AVX512
+#define LANES_VNNI
+#define VARIANT vnni_kernels
+#define VARIANT_NAME "avx512vnni"
+#include "variant.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif
