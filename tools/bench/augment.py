@@ -228,7 +228,8 @@ def albumentations(contest: Contest) -> Work:
     return _one_by_one(contest.pixels, contest.each(build))
 
 
-def kornia(contest: Contest) -> Work:
+def kornia_pipelines(contest: Contest) -> list[Any]:
+    """Its pipeline for each view, for float32 (B, 3, H, W) in [0, 1]."""
     import kornia.augmentation as K
 
     def build(size: int, scale: tuple[float, float]) -> Any:
@@ -242,7 +243,11 @@ def kornia(contest: Contest) -> Work:
             K.Normalize(torch.tensor(MEAN), torch.tensor(STD)),
         )
 
-    pipelines = contest.each(build)
+    return contest.each(build)
+
+
+def kornia(contest: Contest) -> Work:
+    pipelines = kornia_pipelines(contest)
 
     def work(images: Sequence[Any]) -> None:
         pixels = torch.from_numpy(np.stack([contest.pixels(image) for image in images]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,35 +45,43 @@ class BatchedGaussianBlur(Operation):
         return {"sigma": sigma.astype(np.float32)}
 
     def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
-        return on_chosen(images, packed["sigma"], _blur, packed["sigma"])
+        blur = partial(_blur, radius=round(6 * self.transform.sigma[1] + 1) // 2)
+        return on_chosen(images, packed["sigma"], blur, packed["sigma"])
 
 
-def _blur(values: Tensor, sigma: Tensor) -> Tensor:
+def _blur(values: Tensor, sigma: Tensor, radius: int) -> Tensor:
     height, width = values.shape[2:]
-    across = blur_matrix(sigma, width)
-    down = across if height == width else blur_matrix(sigma, height)
+    across = blur_matrix(sigma, width, radius)
+    down = across if height == width else blur_matrix(sigma, height, radius)
     return to_levels(resample(values, down, across))
 
 
-def blur_matrix(sigma: Tensor, size: int) -> Tensor:
+def blur_matrix(sigma: Tensor, size: int, radius: int) -> Tensor:
     """(B, size, size): Gaussian weights cut off as OpenCV cuts 8-bit ones, mirrored at the ends.
 
-    The pixel at an end is not repeated. Pictures smaller than the radius, 3 sigma, would be
-    mirrored more than once; here their weights make up for what is missing.
+    The pixel at an end is not repeated. No sigma reaches farther than ``radius``. Pictures smaller
+    than that would be mirrored more than once; their weights make up for what is missing.
     """
-    sigma = sigma.clamp(min=_LEAST)
-    radius = torch.floor(torch.round(6 * sigma + 1) / 2)[:, None, None]
-    spread = (-0.5 / sigma.square())[:, None, None]
-    to = torch.arange(size, device=sigma.device, dtype=torch.float32)[:, None]
-    at = to.T
-    last = size - 1
-    beyond = 2.0 * size + radius  # no pixel is so far away
-    weights = _gaussian(at - to, spread, radius)
-    weights = weights + _gaussian(torch.where(at > 0, at + to, beyond), spread, radius)
-    mirrored = torch.where(at < last, 2 * last - at - to, beyond)
-    weights = weights + _gaussian(mirrored, spread, radius)
-    return weights / weights.sum(2, keepdim=True)
+    sigma = sigma.clamp(min=_LEAST)[:, None]
+    steps = torch.arange(radius + 1, device=sigma.device, dtype=torch.float32)
+    weights = torch.exp(steps.square() * (-0.5 / sigma.square())) * (steps <= _radius(sigma))
+    weights = weights / (2 * weights.sum(1, keepdim=True) - weights[:, :1])  # (B, radius + 1)
+    matrix = (weights @ _reach(size, radius, sigma.device)).view(-1, size, size)
+    return matrix if size > radius else matrix / matrix.sum(2, keepdim=True)
 
 
-def _gaussian(distance: Tensor, spread: Tensor, radius: Tensor) -> Tensor:
-    return torch.exp(distance.square() * spread) * (distance.abs() <= radius)
+def _radius(sigma: Tensor) -> Tensor:
+    """Pixels to either side that OpenCV's kernel for 8-bit pictures takes."""
+    return torch.floor(torch.round(6 * sigma + 1) / 2)
+
+
+def _reach(size: int, radius: int, device: torch.device) -> Tensor:
+    """(radius + 1, size * size): how often a pixel is so many steps from another, with mirrors."""
+    at = torch.arange(size, device=device)
+    to, last = at[:, None], size - 1
+    none = 2 * size + radius  # steps that nobody goes
+    steps = torch.arange(radius + 1, device=device)[:, None, None]
+    reach = ((at - to).abs() == steps).float()
+    reach += torch.where(at > 0, at + to, none) == steps
+    reach += torch.where(at < last, 2 * last - at - to, none) == steps
+    return reach.flatten(1)

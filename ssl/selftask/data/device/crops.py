@@ -62,12 +62,15 @@ class BatchedRandomResizedCrop(Operation):
         return {"box": box.astype(np.float32)}
 
     def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
-        left, top, right, bottom = packed["box"].unbind(1)
+        box, size, kind = packed["box"], self.transform.size, self.transform.interpolation
         height, width = images.values.shape[2:]
-        size, interpolation = self.transform.size, self.transform.interpolation
-        num_out = torch.full_like(left, size)
-        across = filter_matrix(left, right - left, num_out, (size, width), interpolation)
-        down = filter_matrix(top, bottom - top, num_out, (size, height), interpolation)
+        start, length = box[:, :2], box[:, 2:] - box[:, :2]
+        if height == width:  # both directions at once
+            both = filter_matrix(start.flatten(), length.flatten(), size, (size, width), kind)
+            across, down = both.view(-1, 2, size, width).unbind(1)
+        else:
+            across = filter_matrix(start[:, 0], length[:, 0], size, (size, width), kind)
+            down = filter_matrix(start[:, 1], length[:, 1], size, (size, height), kind)
         return images.with_values(to_levels(resample(images.values, down, across)))
 
 

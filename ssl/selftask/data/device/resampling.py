@@ -9,40 +9,47 @@ SUPPORT = {"bilinear": 1.0, "bicubic": 2.0, "nearest": 0.5}
 
 
 def filter_matrix(
-    start: Tensor, length: Tensor, num_out: Tensor, shape: tuple[int, int], interpolation: str
+    start: Tensor,
+    length: Tensor,
+    num_out: Tensor | int,
+    shape: tuple[int, int],
+    interpolation: str,
 ) -> Tensor:
     """Weights (B, O, I) that make ``num_out`` samples of ``length`` ones, from ``start`` on.
 
-    start, length, num_out are (B,); ``shape`` is (O, I), at least as large as any of them. The
-    filter is Pillow's: it widens when it shrinks, and where it reaches beyond the crop (which may
-    be a part of the picture) its other weights make up for it. Rows beyond ``num_out`` are zero.
+    start and length are (B,), num_out is a number or (B,); ``shape`` is (O, I), at least as large
+    as any of them. The filter is Pillow's: it widens when it shrinks, and where it reaches beyond
+    the crop (which may be a part of the picture) its other weights make up for it. Rows beyond
+    ``num_out`` are zero.
     """
     outs = torch.arange(shape[0], device=start.device, dtype=torch.float32)
     ins = torch.arange(shape[1], device=start.device, dtype=torch.float32)
-    scale = length / num_out
     if interpolation == "nearest":
         nearest = start[:, None] + _nearest(length, num_out, shape[0])
         weights = (ins == nearest[:, :, None]).float()
     else:
-        centre = torch.addcmul(start[:, None], outs + 0.5, scale[:, None])  # (B, O)
+        scale = length / num_out
         widen = 1 / scale.clamp(min=1)  # (B,)
-        places = ins[None] + (0.5 - start)[:, None]  # (B, I), from the crop's first edge on
-        inside = (places > 0) & (places < length[:, None])
-        centre, places = (centre - start[:, None]) * widen[:, None], places * widen[:, None]
+        centres = (outs + 0.5) * (scale * widen)[:, None]  # (B, O), in widths of the filter
+        places = (ins + (0.5 - start)[:, None]).mul_(widen[:, None])  # (B, I), from the crop's edge
+        inside = (places > 0) & (places < (length * widen)[:, None])
         places = torch.where(inside, places, 1e6)  # beyond any filter
-        distance = (places[:, None, :] - centre[:, :, None]).abs_()
+        distance = (places[:, None, :] - centres[:, :, None]).abs_()
         weights = _triangle(distance) if interpolation == "bilinear" else _cubic(distance)
-        weights = weights / weights.sum(2, keepdim=True)
+        weights = weights.div_(weights.sum(2, keepdim=True))
+    if isinstance(num_out, int):
+        return weights
     return torch.where((outs < num_out[:, None])[:, :, None], weights, 0.0)
 
 
-def _nearest(length: Tensor, num_out: Tensor, size: int) -> Tensor:
+def _nearest(length: Tensor, num_out: Tensor | int, size: int) -> Tensor:
     """The nearest of ``length`` samples for each of ``size``, (B, size); of two, the later one.
 
     Exact, where OpenCV's fixed point takes now the one and now the other.
     """
     outs = torch.arange(size, device=length.device)
-    return (2 * outs + 1) * length[:, None].long() // (2 * num_out[:, None].long())
+    wanted = num_out if isinstance(num_out, int) else num_out[:, None].long()
+    return (2 * outs + 1) * length[:, None].long() // (2 * wanted)
 
 
 def _triangle(distance: Tensor) -> Tensor:
