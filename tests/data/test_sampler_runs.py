@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -15,30 +16,10 @@ from selftask.data.dataset import check_sizes, open_data
 from selftask.data.sampler import build_sampler
 from selftask.errors import ConfigError, UserError
 from selftask.logs import LOGGER
+from selftask.registry import SAMPLERS
 
-MINE = '''
-from selftask.data.order import epoch_order
-from selftask.data.sampler import Sampler
-from selftask.registry import register_sampler
-
-@register_sampler("evens")
-class Evens(Sampler):
-    """Every second image, shuffled."""
-
-    def __init__(self, config, pool):
-        super().__init__(config, pool)
-        self.num_samples = pool.num_images // 2
-
-    def order(self, epoch):
-        order = epoch_order(self.pool.seed, epoch, self.num_samples)
-        class Doubled:
-            def at(self, positions):
-                return 2 * order.at(positions)
-        return Doubled()
-
-    def describe(self):
-        return "every second image"
-'''
+PAGE = (tiny.ROOT / "docs" / "samplers.md").read_text(encoding="utf-8")
+MINE = PAGE.partition("```python")[2].partition("```")[0]  # the example of the documentation
 
 
 def test_copies_of_an_image_are_other_views(tmp_path: Path) -> None:
@@ -142,3 +123,12 @@ def test_samplers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     listed = capsys.readouterr().out
     assert "shuffled" in listed
     assert "data/samplers/weighted.py" in listed
+
+
+def test_the_page_names_every_sampler_and_its_fields() -> None:
+    for name in SAMPLERS:
+        if SAMPLERS.address(name).path.is_relative_to(tiny.ROOT):
+            row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}`"))
+            config = SAMPLERS.config_class(name)
+            for field in fields(config) if config is not None else ():
+                assert f"`{field.name}: " in row
