@@ -1,0 +1,171 @@
+"""Images of other kinds than photographs: many channels, 16 bits, floats."""
+
+from __future__ import annotations
+
+import glob
+import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from selftask.data.image import from_array
+from selftask.data.reading import BadImage, read_bytes
+from selftask.data.source import NO_LABEL, PathTable, Source
+from selftask.data.sources.labels import label_top_folders
+from selftask.data.sources.packages import require
+from selftask.data.sources.patterns import fixed_folder, is_pattern, match_files
+from selftask.errors import UserError, nearest
+from selftask.registry import register_source
+
+EXTENSIONS = (".npy", ".npz", ".tif", ".tiff")
+MAX_TRIED = 20  # files at the start, to find one that can be read
+
+
+@register_source("bands")
+class Bands(Source):
+    """Arrays of any number of channels in .npy, .npz, .tif files: three of them, as 8-bit RGB."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        path: str  # a folder, at any depth, or a pattern
+        bands: list[int] = field(default_factory=lambda: [0, 1, 2])  # red, green, blue; one: gray
+        value_range: list[float] | None = None  # what becomes 0 and 255; none: values are 8-bit
+        key: str | None = None  # of a .npz; none: its first array
+        labels: bool = True  # top folders are the labels, if there are several
+
+    def __init__(self, config: Config) -> None:
+        if len(config.bands) not in (1, 3) or min(config.bands) < 0:
+            raise UserError(
+                f"data.bands={config.bands}: three channels, from 0, or one are expected"
+            )
+        span = config.value_range
+        if span is not None and (len(span) != 2 or not span[0] < span[1]):
+            raise UserError(f"data.value_range={span}: [lowest, highest] is expected")
+        self.bands, self.value_range, self.key = config.bands, span, config.key
+        self.root, found = _find(os.path.expanduser(config.path))
+        self.paths = PathTable(found)
+        self.labels = label_top_folders(found) if config.labels else None
+        self._copy_of: Callable[[str], str] | None = None
+        if any(path.lower().endswith((".tif", ".tiff")) for path in found):
+            require("tifffile", "data", "TIFF files of many channels")
+        self._check_first()
+
+    def _check_first(self) -> None:
+        """Raise UserError for what is wrong with the config, which would make every image bad."""
+        index, array = self._first_readable()
+        name, channels = self.path(index), array.shape[2]
+        if max(self.bands) >= channels:
+            raise UserError(
+                f"data.bands={self.bands}: {name} has {channels} channels, from 0 to {channels - 1}"
+            )
+        if array.dtype != np.uint8 and self.value_range is None:
+            low, high = np.nanmin(array), np.nanmax(array)
+            raise UserError(
+                f"data.value_range is missing: {name} holds {array.dtype} from {low:g} to {high:g}; "
+                "what is to become 0 and 255, in all images alike? data.value_range=[LOW,HIGH]"
+            )
+
+    def _first_readable(self) -> tuple[int, np.ndarray]:
+        bad: list[BadImage] = []
+        for index in range(min(len(self), MAX_TRIED)):
+            try:
+                return index, self._array(index)
+            except BadImage as error:
+                bad.append(error)
+        raise UserError(f"data.path: none of the first {len(bad)} files can be read: {bad[0]}")
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        array = self._array(index)
+        if max(self.bands) >= array.shape[2]:
+            raise BadImage(self.path(index), f"it has {array.shape[2]} channels only")
+        label = NO_LABEL if self.labels is None else int(self.labels[index])
+        return from_array(_to_8_bit(array[..., self.bands], self.value_range)), label
+
+    def _array(self, index: int) -> np.ndarray:
+        """All channels, (H, W, C); raises BadImage."""
+        path = self.path(index)
+        try:
+            data = read_bytes(path if self._copy_of is None else self._copy_of(path))
+        except BadImage as error:
+            raise BadImage(path, error.reason) from error
+        try:
+            array = _channels_last(self._decode(data, path))
+        except MemoryError:
+            raise
+        except Exception as error:  # decoders raise anything at all on damaged data
+            raise BadImage(path, str(error) or type(error).__name__) from error
+        if array.shape[0] * array.shape[1] > self.max_pixels:
+            size = f"{array.shape[1]}x{array.shape[0]}"
+            raise BadImage(path, f"{size} pixels, more than data.max_pixels={self.max_pixels}")
+        return array
+
+    def _decode(self, data: bytes, path: str) -> np.ndarray:
+        if path.lower().endswith((".tif", ".tiff")):
+            import tifffile
+
+            return np.asarray(tifffile.imread(io.BytesIO(data)))
+        loaded = np.load(io.BytesIO(data), allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return loaded
+        key = loaded.files[0] if self.key is None else self.key
+        if key not in loaded:
+            hint = nearest(key, loaded.files)
+            raise ValueError(f"no array data.key={key!r} in it; {hint}")
+        array: np.ndarray = loaded[key]
+        return array
+
+    def path(self, index: int) -> str:
+        return os.path.join(self.root, self.paths[index])
+
+    def describe(self) -> str:
+        """``27000 images, channels 3, 2, 1, no labels``."""
+        classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
+        return f"{len(self)} images, channels {', '.join(map(str, self.bands))}, {classes}"
+
+    def files(self) -> list[str]:
+        """What can be copied."""
+        return [self.path(index) for index in range(len(self))]
+
+    def use_copies(self, copy_of: Callable[[str], str]) -> None:
+        """Read from copies."""
+        self._copy_of = copy_of
+
+
+def _find(path: str) -> tuple[str, list[str]]:
+    """A folder and the sorted paths of the arrays in it, relative to it."""
+    if os.path.isdir(path) or not is_pattern(path):
+        root, pattern = path, f"{glob.escape(path)}/**/*"
+    else:
+        root, pattern = fixed_folder(path), path
+    if not os.path.isdir(root):
+        raise UserError(f"data.path: there is no folder {root}")
+    found = [name for name in match_files(pattern) if name.lower().endswith(EXTENSIONS)]
+    if not found:
+        raise UserError(f"data.path: no arrays (looked for {' '.join(EXTENSIONS)}) in {path}")
+    return root, [os.path.relpath(name, root) for name in found]
+
+
+def _channels_last(array: np.ndarray) -> np.ndarray:
+    """(H, W, C) of (H, W), (H, W, C) or (C, H, W): channels are fewer than pixels in a row."""
+    if array.ndim == 2:
+        return array[..., None]
+    if array.ndim != 3:
+        raise ValueError(f"an array of shape {array.shape} is no image")
+    return np.moveaxis(array, 0, -1) if array.shape[0] < array.shape[2] else array
+
+
+def _to_8_bit(array: np.ndarray, value_range: list[float] | None) -> np.ndarray:
+    """uint8 of the same shape; values beyond the range are clipped, what is no number is 0."""
+    if value_range is None:
+        if array.dtype != np.uint8:
+            raise ValueError(f"{array.dtype} needs data.value_range")
+        return array
+    low, high = value_range
+    scaled = (array.astype(np.float32) - np.float32(low)) * np.float32(255 / (high - low))
+    scaled = np.nan_to_num(scaled, nan=0.0, posinf=255.0, neginf=0.0)
+    return np.rint(np.clip(scaled, 0, 255)).astype(np.uint8)

@@ -1,0 +1,107 @@
+"""Arrays of many channels: three of them, scaled by a stated range."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from selftask.data.reading import BadImage
+from selftask.data.source import Source
+from selftask.data.sources.local_copy import copied
+from selftask.errors import UserError
+from selftask.registry import SOURCES
+
+DEEP = np.random.default_rng(0).integers(0, 12_000, (4, 9, 11, 5), dtype=np.uint16)
+
+
+def build(**args: Any) -> Source:
+    cls = SOURCES["bands"]
+    source: Source = cls(cls.Config(**args))
+    return source
+
+
+@pytest.fixture
+def arrays(tmp_path: Path) -> Path:
+    """Five channels of 16 bits in the ways they come."""
+    tifffile = pytest.importorskip("tifffile")
+    root = tmp_path / "sentinel"
+    for folder in ("forest", "river"):
+        (root / folder).mkdir(parents=True)
+    np.save(root / "forest" / "0.npy", DEEP[0])
+    np.save(root / "forest" / "1.npy", DEEP[1].transpose(2, 0, 1))
+    np.savez(root / "river" / "2.npz", bands=DEEP[2], mask=np.zeros(3))
+    tifffile.imwrite(root / "river" / "3.tif", DEEP[3], photometric="minisblack", planarconfig=1)
+    (root / "river" / "notes.txt").touch()
+    return root
+
+
+def scaled(array: np.ndarray, low: float, high: float) -> np.ndarray:
+    return np.rint(np.clip((array.astype(np.float64) - low) / (high - low), 0, 1) * 255)
+
+
+def test_three_channels_by_a_stated_range(arrays: Path, tmp_path: Path) -> None:
+    source = build(path=str(arrays), bands=[3, 2, 1], value_range=[1000, 10000])
+    assert source.labels.tolist() == [0, 0, 1, 1]
+    assert source.describe() == "4 images, channels 3, 2, 1, 2 classes"
+    fast = copied(
+        build(path=str(arrays), bands=[3, 2, 1], value_range=[1000, 10000]), f"{tmp_path}/f"
+    )
+    for read in (source, pickle.loads(pickle.dumps(source)), fast):
+        for i, deep in enumerate(DEEP):
+            image, label = read[i]
+            assert (image.dtype, image.shape, label) == (np.uint8, (9, 11, 3), i // 2)
+            expected = scaled(deep[..., [3, 2, 1]], 1000, 10000)
+            assert np.abs(image.astype(int) - expected).max() <= 1  # float32 against float64
+            assert (image == expected).mean() > 0.99
+    shutil.rmtree(arrays)
+    assert fast.path(3) == f"{arrays}/river/3.tif"
+    assert fast[3][0].shape == (9, 11, 3)
+
+
+def test_floats_gray_and_patterns(tmp_path: Path) -> None:
+    values = np.array([[0.0, 0.25, 0.5], [1.0, np.nan, 9.0]], np.float32)
+    np.save(tmp_path / "x.npy", np.pad(values, ((0, 0), (0, 2))))
+    source = build(path=f"{tmp_path}/*.npy", bands=[0], value_range=[0, 1])
+    assert source[0][0][:, :3, 1].tolist() == [[0, 64, 128], [255, 0, 255]]
+    odd = tmp_path / "x [2024]"
+    odd.mkdir()
+    np.save(odd / "x.npy", np.full((4, 5, 3), 7, np.uint8))
+    (odd / "a.npy").touch()  # unreadable, and the first
+    assert build(path=str(odd))[1][0].tolist() == np.full((4, 5, 3), 7).tolist()
+
+
+def test_errors(arrays: Path) -> None:
+    def fails(match: str, **args: Any) -> None:
+        with pytest.raises(UserError, match=match):
+            build(**{"path": str(arrays), "value_range": [0, 1], **args})
+
+    fails(
+        r"data\.value_range is missing: .*0\.npy holds uint16 from \d+ to 11\d+", value_range=None
+    )
+    fails(r"bands=\[3, 4, 5\]: .*0\.npy has 5 channels, from 0 to 4", bands=[3, 4, 5])
+    fails(r"bands=\[0, 1\]: three channels", bands=[0, 1])
+    fails(r"value_range=\[1, 0\]", value_range=[1, 0])
+    fails("there is no folder", path=f"{arrays}/gone/x")
+    fails(r"no arrays \(looked for \.npy", path=f"{arrays}/river/*.txt")
+    fails(r"none of the first 1 files .*2\.npz: no array", path=f"{arrays}/*/*.npz", key="x")
+    source = build(path=str(arrays), value_range=[0, 1], key="band")
+    with pytest.raises(
+        BadImage, match=r"2\.npz: no array data\.key='band' in it; did you mean 'ba"
+    ):
+        source[2]
+    for name in ("forest/1.npy", "river/3.tif"):
+        (arrays / name).write_bytes((arrays / name).read_bytes()[:100])
+        index = 1 if name.endswith("npy") else 3
+        with pytest.raises(BadImage, match=rf"^{arrays}/{name}: "):
+            build(path=str(arrays), value_range=[0, 1])[index]
+    np.save(arrays / "forest" / "1.npy", DEEP[1][..., :2])
+    with pytest.raises(BadImage, match=r"1\.npy: it has 2 channels only"):
+        build(path=str(arrays), value_range=[0, 1])[1]
+    np.save(arrays / "forest" / "1.npy", np.zeros(3, np.uint16))
+    with pytest.raises(BadImage, match=r"1\.npy: an array of shape \(3,\) is no image"):
+        build(path=str(arrays), value_range=[0, 1])[1]
