@@ -63,7 +63,7 @@ class Bands(Source):
         if array.dtype != np.uint8 and self.value_range is None:
             low, high = np.nanmin(array), np.nanmax(array)
             raise UserError(
-                f"data.value_range is missing: {name} holds {array.dtype} from {low:g} to {high:g}; "
+                f"data.value_range is missing: {name} holds {array.dtype}, {low:g} to {high:g}; "
                 "what is to become 0 and 255, in all images alike? data.value_range=[LOW,HIGH]"
             )
 
