@@ -13,6 +13,7 @@ from selftask.config.schema import Component, ViewConfig
 from selftask.data.dataset import BadFiles, ViewDataset
 from selftask.data.device.ahead import Ahead
 from selftask.data.device.batches import DeviceDataset, shrunk
+from selftask.data.device.cache import CachedBatches, free_bytes
 from selftask.data.device.engine import Engine
 from selftask.data.image import BadImage
 from selftask.data.loader import Batches, EvalBatches
@@ -168,6 +169,79 @@ def test_one_ahead_gives_each_sample_once_and_errors_in_their_place() -> None:
     for _ in range(2):
         with pytest.raises(UserError, match="no more"):
             ahead.next()
+
+
+NOISE = [part("random_affine", degrees=20), part("contrast_noise", noise=0.05)]
+
+
+def cached(source: Any, transforms: list[Component] = CROPS, **rank: Any) -> CachedBatches:
+    data = dataset(source, transforms)
+    return CachedBatches(
+        data, batch_size=8, seed=3, bad_files=BadFiles(None, 30, max_bad=1), **rank
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "transforms"),
+    [
+        (Photos(), CROPS),
+        (Photos(same=True), CROPS),
+        (Photos(bad=(3, 17)), CROPS),
+        (Photos(same=True), NOISE),  # whose draws are no function of a few numbers
+    ],
+    ids=["ragged", "one size", "bad files", "noise"],
+)
+def test_cached_samples_are_the_same(source: Photos, transforms: list[Component]) -> None:
+    bad_files = BadFiles(None, 30, max_bad=1)
+    uncached = Batches(dataset(source, transforms), batch_size=8, seed=3, bad_files=bad_files)
+    expected = read(uncached, 7)
+    whole = read(cached(source, transforms), 7)
+    assert_same(whole, expected, levels=0.05)
+    assert_same(read(cached(source, transforms), 3, start=4), whole[4:])
+    halves = [read(cached(source, transforms, rank=rank, world_size=2), 7) for rank in (0, 1)]
+    for sample, first, second in zip(whole, *halves, strict=True):
+        assert torch.equal(sample["index"], torch.cat([first["index"], second["index"]]))
+        for view, pair in enumerate(zip(first["views"], second["views"], strict=True)):
+            torch.testing.assert_close(sample["views"][view], torch.cat(pair), rtol=0, atol=1e-5)
+
+
+class Counted(Photos):
+    reads = 0
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        type(self).reads += 1
+        return super().__getitem__(index)
+
+
+def test_a_cached_source_is_read_once() -> None:
+    batches = cached(Counted(30))
+    list(itertools.islice(batches, 9))
+    batches.start(2)  # another place: the pictures stay
+    next(batches)
+    batches.close()
+    assert Counted.reads == 30
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_workers_fill_the_cache() -> None:
+    assert_same(read(cached(Photos(bad=(4,)), num_workers=2), 4), read(cached(Photos(bad=(4,))), 4))
+
+
+def test_bad_files_are_counted_while_the_cache_is_filled() -> None:
+    bad_files = BadFiles(None, 30, max_bad=0.05)
+    batches = CachedBatches(dataset(Photos(bad=(1, 2))), batch_size=8, seed=3, bad_files=bad_files)
+    with pytest.raises(UserError, match="2 of 30 images"):
+        next(batches)
+
+
+def test_a_cache_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selftask.data.device.cache.free_bytes", lambda device: 30_000)
+    with pytest.raises(UserError, match=r"30 images in 30x22 take 0.0 GiB.*data.cache=none"):
+        next(cached(Photos()))
+
+
+def test_free_memory_is_known() -> None:
+    assert 2**20 < free_bytes(torch.device("cpu")) < 2**50
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -100,6 +100,11 @@ def check_sizes(config: Config, source: Source) -> None:
         raise ConfigError([problem])
 
 
+def replacement(seed: int, epoch: int, index: int, attempt: int, num_images: int) -> int:
+    """The image to try in place of one that cannot be read, at that attempt."""
+    return hash_words(seed, _REPLACEMENT, epoch, index, attempt) % num_images
+
+
 class ViewDataset:
     """Training samples: ``dataset[epoch, index]`` is a Sample with all views of one image.
 
@@ -129,8 +134,7 @@ class ViewDataset:
                 image, target = self.source[shown]
             except BadImage as error:
                 bad.append(error)
-                words = (self.seed, _REPLACEMENT, epoch, index, attempt)
-                shown = hash_words(*words) % len(self.source)
+                shown = replacement(self.seed, epoch, index, attempt, len(self.source))
             else:
                 views, drawn = self.make(image, epoch, index)
                 return Sample(views, target, shown, epoch_of(epoch), bad, drawn)

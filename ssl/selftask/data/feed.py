@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from selftask.data.dataset import BadFiles, EvalDataset, Sources, ViewDataset, check_sizes
+from selftask.data.device.cache import CachedBatches
 from selftask.data.loader import Batches, EvalBatches
 from selftask.data.sampler import build_sampler
 from selftask.data.train_dataset import train_dataset
@@ -41,7 +42,7 @@ class Feed:
         out = Path(config.out)
         self.eval_pipeline = build_pipeline(config.eval.transforms, key="eval.transforms")
         self._bad_val_list = out / "bad_files_val.txt"
-        self.batches = Batches(
+        self.batches = (CachedBatches if config.data.cache == "device" else Batches)(
             train_dataset(config, self.train_source),
             batch_size=config.train.batch_size,
             seed=config.train.seed,

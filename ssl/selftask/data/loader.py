@@ -68,7 +68,7 @@ class Batches:
         self.sampler = BatchSampler(chosen, rank=rank, world_size=world_size)
         self.step = 0  # of the next batch
         self.data_wait_s = 0.0  # time that callers of next() have waited so far
-        self._reader: _Reader | None = None
+        self._reader: Any = None
         self._ahead: Ahead | None = None  # makes the views on the device while it does a step
 
     @property
@@ -81,9 +81,13 @@ class Batches:
             return
         self.close()
         self.step = self.sampler.start = step
-        self._reader = _Reader(self.dataset, self.sampler, self.num_workers, self.device)
+        self._reader = self._open_reader()
         if self.device.type == "cuda" and hasattr(self.dataset, "engine"):
             self._ahead = Ahead(self._make, self.device)
+
+    def _open_reader(self) -> Any:
+        """What gives the batches from ``sampler.start`` on, and can be closed."""
+        return _Reader(self.dataset, self.sampler, self.num_workers, self.device)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self

@@ -109,9 +109,12 @@ class Engine:
         """What the cpu engine would draw for one picture of that size."""
         if self._draws is None or self._draws.seed != seed:
             self._draws = ViewDraws(seed)
+        return self._draw(self._draws, (height, width), epoch, index)
+
+    def _draw(self, draws: ViewDraws, whole: tuple[int, int], epoch: int, index: int) -> Draws:
         drawn = []
         for view, operations in enumerate(self.views):
-            rng, size, of_view = self._draws.at(epoch, index, view), (height, width), []
+            rng, size, of_view = draws.at(epoch, index, view), whole, []
             for operation in operations:
                 of_view.append(operation.transform.draw(rng, *size))
                 size = operation.size_after(*size)
@@ -136,9 +139,9 @@ class Engine:
         All pictures' draws at once, if every transform has a form for that.
         """
         if not all(operation.vectorised for view in self.views for operation in view):
-            keys = zip(sizes.tolist(), epochs.tolist(), indices.tolist(), strict=True)
-            drawn = [self.draw(height, width, seed, *key) for (height, width), *key in keys]
-            return self.pack(drawn, sizes)
+            draws = ViewDraws(seed)  # of this call: others may draw at the same time
+            keys = zip(map(tuple, sizes.tolist()), epochs.tolist(), indices.tolist(), strict=True)
+            return self.pack([self._draw(draws, *key) for key in keys], sizes)
         streams = [Streams(seed, epochs, indices, view) for view in range(len(self.views))]
         return self._lay_out(
             lambda view, at, operation, sizes: operation.draw(streams[view], sizes), sizes
