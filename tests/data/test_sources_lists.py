@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,11 @@ def build(name: str, **args: Any) -> Source:
     cls = SOURCES[name]
     source: Source = cls(cls.Config(**args))
     return source
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SELFTASK_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture
@@ -84,6 +90,24 @@ def test_parquet(tmp_path: Path, pixels: list[np.ndarray]) -> None:
     (tmp_path / "bad.parquet").write_text("no parquet")
     with pytest.raises(UserError, match=r"bad\.parquet is no parquet file"):
         build("table", path=str(tmp_path / "bad.parquet"))
+
+
+def test_a_large_table_is_read_once(
+    tmp_path: Path, pixels: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selftask.data.index.MIN_INDEXED", 2)
+    file = tmp_path / "x.csv"
+    file.write_text("path,label\na/0.png,1\na/1.png,0\n")
+    os.utime(file, (1, 1))
+    check(build("table", path=str(file)), pixels[:2], [1, 0])
+    with monkeypatch.context() as patch:
+        patch.setattr("selftask.data.sources.tables._read", None)
+        check(build("table", path=str(file)), pixels[:2], [1, 0])
+        with pytest.raises(TypeError):
+            build("table", path=str(file), label_column=None)  # another question
+    file.write_text("path,label\na/1.png,0\na/0.png,1\n")
+    os.utime(file, (2, 2))
+    check(build("table", path=str(file)), [pixels[1], pixels[0]], [0, 1])
 
 
 def test_parquet_with_images_inside_is_told(tmp_path: Path) -> None:

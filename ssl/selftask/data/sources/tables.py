@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selftask.data.source import PathTable
+import numpy as np
+
+from selftask.data import index as store
+from selftask.data.index import Index
+from selftask.data.source import join_bytes
 from selftask.data.sources.files import FileSource
 from selftask.data.sources.labels import number_labels
 from selftask.data.sources.packages import require
@@ -52,19 +58,59 @@ class TableSource(FileSource):
         self.root = os.path.expanduser(config.root) if config.root else str(file.parent)
         if not os.path.isdir(self.root):
             raise UserError(f"data.root: no such folder: {self.root}")
-        read = _read_parquet if file.suffix.lower() in (".parquet", ".pq") else _read_text
-        table = read(file, config, self.root)
-        if not len(table.paths):
-            raise UserError(f"data: no images: {file} has no rows")
-        self.paths = PathTable(_checked(table, file))
-        self.num_folders = len({os.path.dirname(path) for path in table.paths if path})
+        found = _indexed(file, config, self.root)
+        self.paths = found.paths
+        self.num_folders = found.num_folders
+        self.labels = found.labels
         if not os.path.exists(self.path(0)):
             raise UserError(
-                f"data: {_place(file, table, 0)}: no such image: {self.path(0)}; data.root is the "
+                f"data: {found.header['first']}: no such image: {self.path(0)}; data.root is the "
                 f"folder that its paths start from, now {self.root}"
             )
-        if table.labels is not None:
-            self.labels = number_labels(table.labels)
+
+
+def _indexed(file: Path, config: TableSource.Config, root: str) -> Index:
+    """The table's paths and labels, from its index if the file is as it was then."""
+    asked = [config.column, config.label_column, config.delimiter, os.path.realpath(root)]
+    kept = store.index_file("table", str(file), json.dumps(asked))
+    known = store.load(kept)
+    if known is not None and known.header["state"] == _state(file):
+        return known
+    with store.only_one(kept) as alone:
+        theirs = None if alone else store.load(kept)
+        if theirs is not None and theirs.header["state"] == _state(file):
+            return theirs
+        looked, state = time.time_ns(), _state(file)
+        state = [[size, store.settled(changed, looked)] for size, changed in state]
+        index = _read(file, config, root, state)
+        return index if len(index) < store.MIN_INDEXED else store.save(index, kept)
+
+
+def _state(file: Path) -> list[list[int]]:
+    """Size and time of change: of the file, or of all files of a parquet folder."""
+    parts = sorted(path for path in file.rglob("*") if path.is_file()) if file.is_dir() else [file]
+    return [[status.st_size, status.st_mtime_ns] for status in map(os.stat, parts)]
+
+
+def _read(file: Path, config: TableSource.Config, root: str, state: list[list[int]]) -> Index:
+    read = _read_parquet if file.suffix.lower() in (".parquet", ".pq") else _read_text
+    table = read(file, config, root)
+    if not len(table.paths):
+        raise UserError(f"data: no images: {file} has no rows")
+    names = [os.fsencode(path) for path in _checked(table, file)]
+    lengths = np.fromiter((len(name) + 1 for name in names), np.int64, len(names))
+    arrays = {
+        "names": np.frombuffer(join_bytes(names, b"\0"), dtype=np.uint8),
+        "offsets": np.append(0, np.cumsum(lengths)),
+        "firsts": np.zeros(1, dtype=np.int64),
+        "folders": np.zeros(1, dtype=np.uint8),
+        "folder_offsets": np.array([0, 1]),
+    }
+    if table.labels is not None:
+        arrays["labels"] = number_labels(table.labels)
+    num_folders = len({name.rpartition(b"/")[0] for name in names})
+    first = _place(file, table, 0)
+    return Index({"num_folders": num_folders, "first": first, "state": state}, arrays)
 
 
 def _checked(table: Table, file: Path) -> Iterable[str]:

@@ -14,13 +14,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from selftask.data.index import say
 from selftask.data.sources.cache import cache_folder, locked
 from selftask.data.sources.files import EXTENSIONS
 from selftask.data.sources.labels import number_labels
 from selftask.data.sources.storage import Stored, open_file
 from selftask.data.sources.tar_walk import Damaged, Member, walk
 from selftask.errors import UserError, nearest
-from selftask.logs import get_logger
 from selftask.pulse import each
 
 THREADS = 8  # read headers at the same time
@@ -93,8 +93,7 @@ def map_index(folder: Path) -> TarIndex:
 
 
 def _build(shards: list[Stored], wanted: Wanted) -> TarIndex:
-    logger = get_logger("data")
-    logger.info("data: reading the headers of %d tar files", len(shards))
+    say(f"reading the headers of {len(shards)} tar files")
     with ThreadPoolExecutor(max_workers=THREADS) as pool:
         reads = pool.map(lambda shard: _read_shard(shard, wanted), shards)
         parts = list(each("reading the headers of tar files", reads))
