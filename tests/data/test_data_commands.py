@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import io
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ import tiny
 from selftask.cli.data import COMMANDS
 from selftask.cli.main import main
 from selftask.cli.options import take_options
+from selftask.cli.surveys import CountDone
 from selftask.config.load import load_config
 from selftask.data.reading import BadImage
 from selftask.data.source import Source
@@ -396,3 +398,70 @@ def test_help_of_every_command(name: str, capfd: pytest.CaptureFixture[str]) -> 
     assert capfd.readouterr().out.startswith(f"usage: selftask data {name} ")
     assert main(["data"]) == 0
     assert f"selftask data {name} " in capfd.readouterr().out
+
+
+def test_what_a_list_names_is_checked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make_photographs(tmp_path, 3)
+    (tmp_path / "folder.jpg").mkdir()
+    os.mkfifo(tmp_path / "pipe.jpg")
+    names = ["0000.jpg", "folder.jpg", "0001.jpg", "pipe.jpg", "nowhere.jpg"]
+    (tmp_path / "list.txt").write_text("".join(f"{name}\n" for name in names))
+    code, lines = run_check(capfd, str(tmp_path / "list.txt"), "--json")
+    assert code == 1
+    reasons = {bad["path"]: bad["reason"] for bad in json.loads(lines[0])["unreadable"]}
+    assert reasons == {
+        f"{tmp_path}/folder.jpg": "a folder, not a file",
+        f"{tmp_path}/pipe.jpg": "a named pipe, not a file",
+        f"{tmp_path}/nowhere.jpg": "no such file or directory",
+    }
+
+
+class Terminal(io.StringIO):
+    """Takes itself for a terminal, or not."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_on_a_terminal_and_in_a_log(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, now = Terminal(is_terminal), [0.0]
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr("selftask.cli.surveys.time.monotonic", lambda: now[0])
+    with CountDone("read", 1000) as count:
+        for done in range(1, 1001):
+            now[0] += 0.0625
+            count(done)
+    said = stream.getvalue()
+    if is_terminal:
+        assert said.count("\r") == 1000 // 4 + 1, "each 0.2 s, that is each fourth image"
+        assert "\n" not in said
+        assert said.endswith("\r\033[K"), "nothing of it stays"
+        assert "\rread 500 of 1,000, 16 images/s, 31 s left\033[K" in said
+    else:
+        first = "read 480 of 1,000, 16 images/s, 32 s left"
+        assert said.splitlines() == [first, "read 960 of 1,000, 16 images/s, 2 s left"]
+
+
+def test_an_interrupt_ends_a_survey_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("selftask.data.survey.check.check", _failing(KeyboardInterrupt()))
+    assert main(["data", "check", "digits"]) == 130
+    assert capfd.readouterr().err.splitlines()[-1] == "interrupted"
+    monkeypatch.setattr("selftask.data.survey.check.check", _failing(RunError("they all end")))
+    assert main(["data", "check", "digits"]) == 1
+    assert capfd.readouterr().err.splitlines()[-1] == "error: they all end"
+
+
+def _failing(error: BaseException) -> Callable[..., None]:
+    def check(*words: object, **more: object) -> None:
+        raise error
+
+    return check

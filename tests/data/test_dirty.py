@@ -19,9 +19,10 @@ from PIL import Image
 from selftask.config.load import load_config
 from selftask.config.schema import Config
 from selftask.data import reading
-from selftask.data.dataset import open_data
+from selftask.data.dataset import Sources, open_data
 from selftask.data.feed import Feed
 from selftask.data.reading import BadImage, Policy, read_bytes
+from selftask.data.sources.dataset_objects import DatasetSource
 from selftask.data.sources.files import FileSource
 from selftask.errors import UserError
 from selftask.task import Task
@@ -154,6 +155,7 @@ def test_a_read_that_never_ends_is_given_up(
         started = time.perf_counter()
         one_epoch(config)
         assert time.perf_counter() - started < 10
+        assert open_data(config.data).train.describe().endswith(" 1 unreadable")
     reason = "no answer from the file system within 0.3 s (tried 2 times)"
     assert listed(out) == {str(stuck): reason}
     while any(thread.is_alive() for thread in reading._STUCK):  # those of this process may leave
@@ -200,6 +202,30 @@ def test_a_crash_of_a_worker_names_the_file(tmp_path: Path) -> None:
     try:
         with pytest.raises(UserError, match=said):
             list(samples)
+    finally:
+        feed.close()
+
+
+class Deadly:
+    """A map-style data set of which one item ends the process."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if index == 23:
+            os._exit(9)
+        return np.zeros((20, 24, 3), dtype=np.uint8)
+
+
+def test_a_crash_in_a_data_set_of_the_users_names_the_item(tmp_path: Path) -> None:
+    make_photographs(tmp_path / "images", 40)
+    config = config_for(tmp_path / "images", tmp_path / "out", "data.num_workers=1")
+    source = DatasetSource(Deadly(), "mine:Deadly")
+    feed = Feed(config, Sources(source, None), World(), torch.device("cpu"))
+    try:
+        with pytest.raises(UserError, match=r"ended with code 9; .* read: mine:Deadly\[23\]$"):
+            list(feed.train_samples(0))
     finally:
         feed.close()
 

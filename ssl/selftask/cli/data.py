@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import signal
+import sys
 
-from selftask.errors import UserError, nearest
+from selftask.errors import RunError, UserError, nearest
 
 COMMANDS = {
     "check": ("selftask.cli.data_check", "read every image: what is broken, what is there twice?"),
@@ -33,4 +35,11 @@ def main(argv: list[str]) -> int:
     if any(word in ("-h", "--help") for word in argv[1:]):
         print(command.USAGE)
         return 0
-    return int(command.main(argv[1:]))
+    try:
+        return int(command.main(argv[1:]))
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT

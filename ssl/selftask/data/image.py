@@ -12,7 +12,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
-from selftask.data.reading import BadImage, open_regular, read_bytes
+from selftask.data.reading import POLICY, BadImage, in_time, open_regular, read_bytes
 
 MAX_PIXELS = 178_956_970  # what Pillow itself takes for a decompression bomb
 
@@ -75,9 +75,13 @@ def _decode_with_pillow(data: bytes, max_pixels: int) -> np.ndarray:
 
 def check_header(path: str, max_pixels: int = MAX_PIXELS) -> BadImage | None:
     """What is wrong with the header of a file, or None. Nothing is decoded: this is cheap."""
-    try:
+
+    def open_header(path: str) -> None:
         with open_regular(path) as file, _pixel_limit(max_pixels), Image.open(file) as image:
             _refuse_bomb(image.size, max_pixels)
+
+    try:
+        in_time(open_header, path, POLICY.timeout_s)
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - as above

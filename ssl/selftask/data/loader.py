@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -247,7 +248,7 @@ class _Reader:
         try:
             with during("waiting for images"):
                 batch: Batch = next(self._iterator)
-        except RuntimeError as error:
+        except (RuntimeError, OSError, EOFError) as error:  # OSError: a batch of a dead worker's
             death = _describe_death(self._workers)
             if death is None:
                 raise
@@ -315,6 +316,7 @@ def _start_worker(worker: int) -> None:
 
 def _describe_death(workers: list[BaseProcess]) -> str | None:
     """How a worker ended that should still be alive, or None."""
+    wait([worker.sentinel for worker in workers], timeout=1.0 if workers else 0)  # it may just end
     dead = next((worker for worker in workers if not worker.is_alive()), None)
     if dead is None:
         return None

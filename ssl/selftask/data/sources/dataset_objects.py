@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from selftask.data.image import as_rgb
-from selftask.data.reading import BadImage
+from selftask.data.reading import BadImage, now_reading
 from selftask.data.source import NO_LABEL, Source
 from selftask.errors import UserError, nearest
 from selftask.registry import register_source
@@ -37,6 +37,7 @@ class DatasetSource(Source):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        now_reading(self.path(index))
         try:
             item = self.dataset[index]
         except OSError as error:  # what image libraries raise for a damaged file

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -86,7 +87,7 @@ class _Crew(Generic[T]):
         self.silence_s = silence_s
         num_workers = max(1, min(num_workers, len(indices)))
         size = max(1, min(MOST_PER_CHUNK, len(indices) // (8 * num_workers)))
-        self.chunks = deque(range(0, len(indices), size))  # where each begins; made when given
+        self.starts = iter(range(0, len(indices), size))  # of the chunks that nobody has yet
         self.indices, self.size = indices, size
         self.again: deque[list[int]] = deque()  # what a lost process had not yet looked at
         self.current = _fork.RawArray("q", [-1] * num_workers)  # index that each looks at
@@ -125,8 +126,7 @@ class _Crew(Generic[T]):
     def _give(self, worker: _Worker[T]) -> None:
         if self.again:
             worker.chunk = self.again.popleft()
-        elif self.chunks:
-            start = self.chunks.popleft()
+        elif (start := next(self.starts, None)) is not None:
             worker.chunk = [int(index) for index in self.indices[start : start + self.size]]
         else:
             return
@@ -179,6 +179,7 @@ def _death(code: int | None) -> str:
 def _work(look: _Look[T], connection: Connection, current: Any, number: int) -> None:
     """What a process does: chunk after chunk, until nobody sends one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process hears it and ends us
+    warnings.simplefilter("ignore")  # decoders warn of files that they can read all the same
     parent = os.getppid()
     while True:
         while not connection.poll(1.0):
