@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import multiprocessing
 import os
 import pickle
@@ -74,19 +73,17 @@ def test_files_are_copied_with_their_times_and_checksums(tree: Path, tmp_path: P
 
 
 def test_the_second_time_only_what_changed(
-    tree: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(tmp_path / "fast")
-    caplog.set_level(logging.INFO)
-    logging.getLogger("selftask").propagate = True
     copied(build("folder", path=str(tree)), folder)
-    assert "copying 6 files" in caplog.text
+    assert "data: copying 6 files" in capsys.readouterr().err
     Image.fromarray(PIXELS[0]).save(tree / "b" / "3.png")
     os.utime(tree / "b" / "3.png", (1, 1))
-    caplog.clear()
     source = copied(build("folder", path=str(tree)), folder)
-    assert "copying 1 files" in caplog.text
-    assert "5 files were in" in caplog.text
+    said = capsys.readouterr().err
+    assert "copying 1 files" in said
+    assert "5 files were in" in said
     assert np.array_equal(source[4][0], PIXELS[0])
     assert not list(Path(folder).rglob(".*.png.*"))  # nothing half is left
 

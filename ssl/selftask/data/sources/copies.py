@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from selftask.data.index import say
 from selftask.data.sources.cache import locked
 from selftask.data.sources.storage import Stored, is_remote, open_file
 from selftask.errors import UserError
-from selftask.logs import get_logger
 from selftask.pulse import each
 
 THREADS = 8  # files that are copied at the same time
@@ -63,7 +63,7 @@ def copy_files(files: list[Stored], folder: Path) -> None:
             _copy(missing, folder)
     there = len(files) - len(missing)
     if there:
-        get_logger("data").info("data: %d files were in %s already", there, folder)
+        say(f"{there} files were in {folder} already")
 
 
 def _is_copied(file: Stored, folder: Path) -> bool:
@@ -103,9 +103,9 @@ def _free_memory(folder: Path) -> float:
 
 
 def _copy(missing: list[Stored], folder: Path) -> None:
-    log, began = get_logger("data"), time.monotonic()
+    began = time.monotonic()
     total = sum(max(file.size, 0) for file in missing)
-    log.info("data: copying %d files, %s, to %s", len(missing), _gigabytes(total), folder)
+    say(f"copying {len(missing)} files, {_gigabytes(total)}, to {folder}")
     done, last = 0, began
     with (
         open(folder / ".checksums", "a", encoding="utf-8", errors="surrogateescape") as checksums,
@@ -117,11 +117,11 @@ def _copy(missing: list[Stored], folder: Path) -> None:
             if time.monotonic() - last > EVERY_S:
                 last = time.monotonic()
                 share, rate = done / max(total, 1), done / (last - began)
-                log.info("data: %.0f %% copied, %.0f MB/s", 100 * share, rate / 1e6)
+                say(f"{100 * share:.0f} % copied, {rate / 1e6:.0f} MB/s")
     seconds = time.monotonic() - began
-    log.info("data: copied %s to %s in %.0f s", _gigabytes(done), folder, seconds)
+    say(f"copied {_gigabytes(done)} to {folder} in {seconds:.0f} s")
     if folder.is_relative_to(RAM):
-        log.info("data: it stays in memory for the next run, until `rm -r %s`", folder)
+        say(f"it stays in memory for the next run, until `rm -r {folder}`")
 
 
 def _copies(

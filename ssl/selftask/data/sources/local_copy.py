@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from selftask.data.image import decode_image
+from selftask.data.index import say
 from selftask.data.reading import BadImage, read_bytes
 from selftask.data.source import NO_LABEL, Source
 from selftask.data.sources.copies import THREADS, copy_files, copy_path, folder_for
@@ -21,7 +22,6 @@ from selftask.data.sources.frames import Frames
 from selftask.data.sources.storage import Stored, find_files
 from selftask.data.sources.subset import Subset
 from selftask.errors import UserError
-from selftask.logs import get_logger
 
 
 @runtime_checkable
@@ -68,9 +68,7 @@ class LocalFiles(Source):
         copy_files(list(files.values()), folder)
         left_out = sum(file is None for file in found)
         if left_out:
-            get_logger("data").info(
-                "data: %d paths are no files to copy, and will not be readable", left_out
-            )
+            say(f"{left_out} paths are no files to copy, and will not be readable")
 
     @property
     def max_pixels(self) -> int:  # type: ignore[override]

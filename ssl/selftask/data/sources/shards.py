@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from selftask.data.index import say
 from selftask.data.source import NO_LABEL, Source
 from selftask.data.sources.encoded import decode
 from selftask.data.sources.storage import find_files, read_part
 from selftask.data.sources.tar_index import TarIndex, Wanted, map_index, open_index
 from selftask.errors import UserError
-from selftask.logs import get_logger
 from selftask.registry import register_source
 
 
@@ -38,7 +38,7 @@ class WebDataset(Source):
         self.folder = open_index(shards, wanted)
         self._open()
         if self.index.damaged:
-            get_logger("data").warning("data: %s", self._tell_damage())
+            say(self._tell_damage())
 
     def _open(self) -> None:
         self.index: TarIndex = map_index(self.folder)
