@@ -63,7 +63,7 @@ def test_the_drawn_rotation_is_known_whatever_comes_before() -> None:
 
 
 def test_labels_are_even_and_independent_of_each_other_and_of_other_draws() -> None:
-    n = 4000
+    n = 2000
     turns = np.array([drawn_rotation(0, 0, index, 0) for index in range(n)])
     again = np.array([drawn_rotation(0, 0, index, 1) for index in range(n)])
     other = np.array([drawn_permutation(0, 0, index, 0, 4) for index in range(n)])
