@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import cv2
@@ -11,13 +13,14 @@ import torch
 
 from selftask.config.schema import Component, ViewConfig
 from selftask.data.device.engine import Engine
+from selftask.data.device.operation import known_forms
 from selftask.data.device.streams import Streams, uniforms
 from selftask.data.draws import draw_rng
 from selftask.data.transforms.geometry import HorizontalFlip
 from selftask.data.transforms.transform import Transform
 from selftask.data.views import Views
 from selftask.errors import ConfigError, UserError
-from selftask.registry import register_transform
+from selftask.registry import TRANSFORMS, register_transform
 
 SEED, EPOCH, IMAGES = 5, 1, 24
 HEIGHT, WIDTH = 40, 48
@@ -293,6 +296,14 @@ def test_transforms_without_a_form_are_named(name: str) -> None:
     message = str(caught.value)
     assert message.startswith(f"views.main.transforms[1]: {name} has no form for whole batches")
     assert "data.engine=cpu" in message
+
+
+def test_the_page_of_transforms_names_those_with_a_form() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "transforms.md").read_text(encoding="utf-8")
+    section = page.partition("## On the device")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", section.partition("It knows")[2].partition(";")[0]))
+    forms = {name for name in TRANSFORMS.names() if TRANSFORMS[name] in known_forms()}
+    assert named == forms | {"normalize"}
 
 
 def test_different_sizes_need_a_crop_first() -> None:

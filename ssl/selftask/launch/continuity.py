@@ -18,7 +18,7 @@ _PARALLEL = ("sync_batch_norm", "compress")
 _MAY_CHANGE = {
     "data": (
         *("num_workers", "on_error", "max_bad", "max_pixels", "val"),
-        *("read_timeout_s", "read_retries", "copy_to"),
+        *("read_timeout_s", "read_retries", "copy_to", "cache"),
     )
 }
 
@@ -53,6 +53,7 @@ def _fixed(config: dict[str, Any]) -> dict[str, Any]:
         for section in _SECTIONS
     }
     fixed["data"].setdefault("sampler", {"name": "shuffled"})  # runs of old had this one only
+    fixed["data"].setdefault("engine", "cpu")  # so too
     fixed["train"] = {key: (config.get("train") or {}).get(key) for key in _TRAIN}
     parallel = config.get("parallel") or {}  # no such section in runs of old
     fixed["parallel"] = {key: parallel.get(key, "none") for key in _PARALLEL}

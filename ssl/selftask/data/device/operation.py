@@ -137,6 +137,11 @@ def find_form(transform: Any) -> Operation | None:
     return None if form is None else form(transform)
 
 
+def known_forms() -> set[type]:
+    """The transforms that have a batched form here."""
+    return set(_FORMS)
+
+
 def to_levels(values: Tensor) -> Tensor:
     """Rounded to whole levels and clipped to 0..255, in place."""
     return values.round_().clamp_(0, 255)
