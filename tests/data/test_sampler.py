@@ -211,7 +211,7 @@ def test_stratified_batches_are_in_no_order_of_classes() -> None:
     """Rank 0 of 2 gets as many of each class as rank 1, and rare classes come at any time."""
     sampler = make("stratified", seed=1)
     first_half, steps_of_rarest = np.zeros(6), []
-    for epoch in range(80):
+    for epoch in range(40):
         classes = LABELS[epoch_indices(sampler, epoch)]
         first_half += np.bincount(classes[:, :6].ravel(), minlength=6)
         steps_of_rarest += np.nonzero((classes == 5).any(axis=1))[0].tolist()
