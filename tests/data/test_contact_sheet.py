@@ -67,6 +67,22 @@ def test_other_draws_with_another_seed(tmp_path: Path) -> None:
     assert any(not np.array_equal(rows[name][0], others[name][0]) for name in rows)
 
 
+def test_views_that_the_device_makes(tmp_path: Path) -> None:
+    """The same crops, but for rounding."""
+    make_photographs(tmp_path, 4)
+    here, there = (
+        rows_of(config, open_data(config.data), 4)
+        for config in (
+            config_for(tmp_path),
+            config_for(tmp_path, "data.engine=device", "data.cache=device"),
+        )
+    )
+    for row, other in zip(here, there, strict=True):
+        assert row.name == other.name
+        for view, same in zip(row.views, other.views, strict=True):
+            assert np.abs(view.astype(int) - same.astype(int)).mean() < 2
+
+
 def test_bad_images_are_replaced_as_in_training(tmp_path: Path) -> None:
     make_photographs(tmp_path, 3)
     for number in range(3):

@@ -400,6 +400,17 @@ def test_help_of_every_command(name: str, capfd: pytest.CaptureFixture[str]) -> 
     assert f"selftask data {name} " in capfd.readouterr().out
 
 
+def test_a_subset_of_files_is_still_files(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_photographs(tmp_path, 20)
+    code, lines = run_check(capfd, str(tmp_path), "--json", "data.subset=0.5")
+    report = json.loads(lines[0])
+    assert code == 0
+    assert report["images"] == 10
+    assert report["formats"] == {"JPEG": 10}
+
+
 def test_what_a_list_names_is_checked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     make_photographs(tmp_path, 3)
     (tmp_path / "folder.jpg").mkdir()

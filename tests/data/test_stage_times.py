@@ -111,6 +111,19 @@ def test_workers_share_the_waiting(tmp_path: Path) -> None:
     assert 1.4 * one < two < 2 / 0.02 * 1.3
 
 
+@pytest.mark.parametrize("cache", ["none", "device"])
+def test_views_made_on_the_device(cache: str, tmp_path: Path) -> None:
+    config = config_for(tmp_path, "data.num_workers=0", "data.engine=device", f"data.cache={cache}")
+    times = measure(config, Sources(Slow(24, 0.005), None), CPU, seconds=1)
+    assert list(times.stages) == ["decode", "draw", "collate", "views there"]
+    assert all(seconds > 0 for seconds in times.stages.values())
+    assert times.views == [(96, 96)] * 2
+    assert times.decodes_per_sample == 1
+    assert times.loader_images_per_s > 0
+    assert times.cached == (cache == "device")
+    assert torch.get_num_threads() == 1, "as before"
+
+
 def test_files_are_read_and_decoded_apart(tmp_path: Path) -> None:
     make_photographs(tmp_path / "images", 20, size=(200, 150))
     (tmp_path / "images" / "bad.jpg").write_bytes(b"no image")
@@ -186,6 +199,10 @@ def test_the_costliest_transform_is_found(tmp_path: Path, monkeypatch: pytest.Mo
         ),
         ({"augment_s": 9e-3}, "making 2 views takes 88%, gaussian_blur 60% of that"),
         ({"collate_s": 9e-3}, "putting batches together takes 81%"),
+        (
+            {"engine": "device", "to_device_s": 2e-3, "num_workers": 8},
+            "cpu takes 2.0 ms to make the views of an image, longer than the workers take",
+        ),
         ({"decodes_per_sample": 2.0}, "an image is decoded 2.00 times for its views"),
     ],
 )
@@ -197,6 +214,8 @@ def test_advice_fits_what_was_measured(changes: dict[str, object], said: str) ->
 
 def test_nothing_to_advise() -> None:
     assert advice(found()) == []
+    assert advice(found(num_workers=0, cached=True)) == [], "no worker is met"
+    assert advice(found(engine="device", to_device_s=2e-4)) == []
 
 
 def test_the_table_adds_up() -> None:

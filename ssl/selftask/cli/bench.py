@@ -38,16 +38,19 @@ def main(argv: list[str]) -> int:
         raise UserError("--seconds 0: nothing can be measured in no time")
 
     from selftask.config.load import load_config
-    from selftask.data.dataset import open_data
+    from selftask.data.dataset import copy_data, open_data
 
     config = load_config(words[1], words[2:])
-    sources = open_data(replace(config.data, val=None))
+    sources = copy_data(open_data(replace(config.data, val=None)), config.data.copy_to)
 
     from selftask.data.stage_times import advice, measure, table
     from selftask.environment import pick_device
+    from selftask.launch.run import num_threads
     from selftask.world import World
 
-    found = measure(config, sources, pick_device(config.train.device, World()), seconds)
+    device = pick_device(config.train.device, World())
+    threads = num_threads(config, config.launch.processes)
+    found = measure(config, sources, device, seconds, threads)
     if options.get("--json"):
         print(json.dumps({"recipe": words[1], **found.to_dict()}))
         return 0

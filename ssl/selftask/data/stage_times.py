@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from selftask.config.derive import cores
-from selftask.data.dataset import Sample, Sources, ViewDataset
+from selftask.data.dataset import Sample, Sources
 from selftask.data.draws import draw_rng
 from selftask.data.feed import Feed
 from selftask.data.loader import collate
 from selftask.data.reading import BadImage, read_bytes
 from selftask.data.source import Source
-from selftask.data.sources.files import FileSource
-from selftask.data.views import Views
+from selftask.data.survey.check import has_own_files
+from selftask.data.train_dataset import train_dataset
 from selftask.data.waiting import Cores, workers_advice
 from selftask.errors import UserError
 from selftask.registry import TRANSFORMS
@@ -42,9 +42,9 @@ class StageTimes:
 
     read_s: float | None  # None: the source has no files of its own, and reading is in decode_s
     decode_s: float
-    augment_s: float
+    augment_s: float  # with data.engine=device: to shrink the image and to draw for its views
     collate_s: float
-    to_device_s: float
+    to_device_s: float  # with data.engine=device: and to make the views there
     loader_images_per_s: float  # with the configured workers
     decodes_per_sample: float
     num_images: int  # that the stages were measured on
@@ -53,6 +53,8 @@ class StageTimes:
     processes: int  # of a node, which share its cores
     device: str
     num_cores: int
+    engine: str = "cpu"  # data.engine
+    cached: bool = False  # data.cache=device: only the last stage is met after the start
     views: list[tuple[int, int]] = field(default_factory=list)  # (width, height) of each
     image_pixels: float = 0.0  # of an image, in the median
     transforms: dict[str, float] = field(default_factory=dict)  # name -> share of their time
@@ -63,9 +65,9 @@ class StageTimes:
         named = {
             "read": self.read_s,
             "decode": self.decode_s,
-            "augment": self.augment_s,
+            "augment" if self.engine == "cpu" else "draw": self.augment_s,
             "collate": self.collate_s,
-            "to device": self.to_device_s,
+            "to device" if self.engine == "cpu" else "views there": self.to_device_s,
         }
         return {name: seconds for name, seconds in named.items() if seconds is not None}
 
@@ -87,26 +89,34 @@ class StageTimes:
             "processes": self.processes,
             "cores": self.num_cores,
             "device": self.device,
+            "engine": self.engine,
+            "cached": self.cached,
             "views": [list(size) for size in self.views],
             "transforms": self.transforms,
             "advice": advice(self),
         }
 
 
-def measure(config: Config, sources: Sources, device: torch.device, seconds: float) -> StageTimes:
+def measure(
+    config: Config, sources: Sources, device: torch.device, seconds: float, threads: int = 1
+) -> StageTimes:
     """Measure each stage for about ``seconds``, in this process, then the loader as configured.
 
-    A run's folder is not touched. Raises UserError if hardly an image can be read.
+    ``threads`` are those of torch in training; workers have one. A run's folder is not touched.
+    Raises UserError if hardly an image can be read.
     """
     config = _small_batches(config, len(sources.train))
-    torch.set_num_threads(1)  # as in a worker
-    one_process = _one_process(config, sources.train, device, seconds)
-    config = replace(config, data=replace(config.data, on_error="skip", max_bad=1.0))
-    with tempfile.TemporaryDirectory() as out:
-        config = replace(config, out=out)
-        rate = loader_rate(config, sources, device, seconds)
-        decodes = decodes_per_sample(config, sources.train)
-    return replace(one_process, loader_images_per_s=rate, decodes_per_sample=decodes)
+    before = torch.get_num_threads()
+    try:
+        times = _one_process(config, sources.train, device, seconds, threads)
+        config = replace(config, data=replace(config.data, on_error="skip", max_bad=1.0))
+        with tempfile.TemporaryDirectory() as out:
+            config = replace(config, out=out)
+            rate = loader_rate(config, sources, device, seconds)
+            decodes = decodes_per_sample(config, sources.train)
+    finally:
+        torch.set_num_threads(before)
+    return replace(times, loader_images_per_s=rate, decodes_per_sample=decodes)
 
 
 def _small_batches(config: Config, num_images: int) -> Config:
@@ -115,29 +125,34 @@ def _small_batches(config: Config, num_images: int) -> Config:
 
 
 def _one_process(
-    config: Config, source: Source, device: torch.device, seconds: float
+    config: Config, source: Source, device: torch.device, seconds: float, threads: int
 ) -> StageTimes:
+    torch.set_num_threads(1)  # as in a worker
     indices = _spread(len(source))
     first = next(_readable(source, indices))
     most = int(np.clip(MOST_BYTES // first.nbytes, 4, MOST_IMAGES))
     read_s = None
-    if isinstance(source, FileSource):
+    if has_own_files(source):
         read_s, _ = _each(lambda index: len(read_bytes(source.path(index))), indices, seconds)
     decode_s, images = _each(lambda index: source[index], indices, seconds, most)
     if read_s is not None:  # what was read once is in memory, and has now been read from there
         in_memory_s, _ = _each(lambda index: len(read_bytes(source.path(index))), indices, 0.2)
         decode_s = max(decode_s - in_memory_s, 0.0)
 
-    views, seed = Views(config.views), config.train.seed
+    dataset = train_dataset(config, source)
     augment_s, made = _each(
-        lambda place: views(images[place][0], seed, 0, place), range(len(images)), seconds
+        lambda place: dataset.make(images[place][0], 0, place), range(len(images)), seconds
     )
-    samples = [Sample(pictures, -1, 0, 0, []) for pictures in made][: config.train.batch_size]
-    collate_s, batches = _repeat(lambda: collate(samples), seconds / 4)
-    if batches.problem:
-        raise UserError(batches.problem)
-    to_float = ViewDataset(source, views, seed).to_float
-    to_device_s, _ = _repeat(lambda: _finished(batches.to_sample(device, to_float)), seconds / 4)
+    samples = [Sample(pictures, -1, 0, 0, [], drawn) for pictures, drawn in made]
+    samples = samples[: config.train.batch_size]
+    put_together = getattr(dataset, "collate", collate)  # as the loader does
+    collate_s, batch = _repeat(lambda: put_together(samples), seconds / 4)
+    if batch.problem:
+        raise UserError(batch.problem)
+    torch.set_num_threads(threads)
+    to_device_s, sample = _repeat(
+        lambda: _finished(batch.to_sample(device, dataset.to_float)), seconds / 4
+    )
     return StageTimes(
         read_s=read_s,
         decode_s=decode_s,
@@ -152,7 +167,9 @@ def _one_process(
         processes=config.launch.processes,
         device=str(device),
         num_cores=cores(),
-        views=[(view.shape[1], view.shape[0]) for view in made[0]],
+        engine=config.data.engine,
+        cached=config.data.cache != "none",
+        views=[(view.shape[-1], view.shape[-2]) for view in sample["views"]],
         image_pixels=float(np.median([image.shape[0] * image.shape[1] for image, _ in images])),
         transforms=transform_shares(config, [image for image, _ in images[:32]]),
     )
@@ -274,7 +291,7 @@ class _Counted(Source):
 def decodes_per_sample(config: Config, source: Source) -> float:
     """How often an image is decoded to make all its views; more than 1 also for unreadable ones."""
     counted = _Counted(source)
-    here = replace(config, data=replace(config.data, num_workers=0))
+    here = replace(config, data=replace(config.data, num_workers=0, cache="none"))
     feed = Feed(here, Sources(counted, None), World(), torch.device("cpu"))
     try:
         sample = next(feed.train_samples(0))
@@ -289,14 +306,25 @@ def advice(found: StageTimes) -> list[str]:
 
 
 def _advice(found: StageTimes) -> Iterator[str]:
+    if found.cached:
+        return  # no worker is met after the start
+    if found.engine == "device" and found.to_device_s > found.worker_s / max(found.num_workers, 1):
+        yield (
+            f"{found.device} takes {1e3 * found.to_device_s:.1f} ms to make the views of an image, "
+            "longer than the workers take for the rest; try data.engine=cpu"
+        )
     machine = Cores(found.num_cores, found.processes)
     about_workers = workers_advice(found.num_workers, machine)
     if about_workers:
         yield about_workers
     if found.decodes_per_sample > 1.5:
         yield f"an image is decoded {found.decodes_per_sample:.2f} times for its views"
-    stages = {name: seconds / found.worker_s for name, seconds in found.stages.items()}
-    del stages["to device"]
+    on_device = list(found.stages)[-1]
+    stages = {
+        name: seconds / found.worker_s
+        for name, seconds in found.stages.items()
+        if name != on_device
+    }
     name = max(stages, key=lambda stage: stages[stage])
     if stages[name] < DOMINANT:
         return
@@ -338,12 +366,15 @@ def table(found: StageTimes) -> Iterator[str]:
         rate = 1 / max(seconds, 1e-9)
         yield f"{name:<12}{1e3 * seconds:>10.3f}{rate:>10,.0f}{seconds / total:>8.0%}"
     yield f"{'all':<12}{1e3 * total:>10.3f}{1 / total:>10,.0f}"
-    if found.transforms:
+    if found.cached:
+        yield "data.cache=device: what comes before the last stage is done once, at the start"
+    if found.transforms and found.engine == "cpu":
         shares = (f"{name} {share:.0%}" for name, share in found.transforms.items())
         yield f"augment one by one: {', '.join(shares)}"
     yield f"decodes per sample {found.decodes_per_sample:.2f}"
     workers = f"{found.num_workers} worker" + ("" if found.num_workers == 1 else "s")
-    times = found.loader_images_per_s * found.worker_s
+    alone_s = found.worker_s if found.engine == "cpu" else total
+    times = found.loader_images_per_s * alone_s
     yield (
         f"loader with {workers}, batches of {found.batch_size}, {found.num_cores} cores, to "
         f"{found.device}: {found.loader_images_per_s:,.0f} images/s, {times:.2f} times one process"

@@ -132,7 +132,7 @@ def examine(source: Source, index: int) -> Facts:
     now_reading(path)
     num_bytes, kind, mode, digest = 0, "", "", b""
     try:
-        if isinstance(source, FileSource):
+        if has_own_files(source):
             content = read_bytes(path)
             num_bytes, digest = len(content), _digest(content)
             kind, mode = _header(content, path)
@@ -155,6 +155,13 @@ def examine(source: Source, index: int) -> Facts:
         mode=mode or ("RGB" if channels == 3 else f"{channels} channels"),
         digest=digest,
     )
+
+
+def has_own_files(source: Source) -> bool:
+    """Whether ``source.path(i)`` is the file of image i, also behind a subset or local copies."""
+    while isinstance(inner := getattr(source, "source", None), Source):
+        source = inner
+    return isinstance(source, FileSource)
 
 
 def _digest(content: bytes) -> bytes:

@@ -69,7 +69,7 @@ def _for_one_batch(config: Config, num_images: int, out: str) -> Config:
     return replace(
         config,
         out=out,
-        data=replace(config.data, num_workers=0, on_error="skip", max_bad=1.0),
+        data=replace(config.data, num_workers=0, cache="none", on_error="skip", max_bad=1.0),
         train=replace(config.train, batch_size=num_images, accumulate=1),
     )
 
