@@ -290,6 +290,18 @@ def test_a_program_is_its_operations_in_turn(variant: str) -> None:
     assert most <= 1 and mean < 0.01  # a flip may be done after the crop, with weights mirrored
 
 
+@pytest.mark.parametrize("colour", [[], [Op.MATRIX, *matrix_of(saturation=2.0).ravel()]])
+def test_what_is_gray_is_blurred_alike(colour: list[float], variant: str) -> None:
+    tint = [Op.MATRIX, *np.hstack([np.diag([1.0, 0.5, 1.2]), [[0], [20], [0]]]).ravel()]
+    steps = [[Op.GRAY], [Op.HUE, 0.3], [Op.CONTRAST, 1.4], colour or tint, [Op.BLUR, 1.2]]
+    for parts in (steps, [*steps[:3], *steps[4:]]):
+        together = apply(photo(50, 70), [n for part in parts for n in part], None, variant)
+        apart = photo(50, 70)
+        for part in parts:
+            apart = apply(apart, part, None, variant)
+        assert np.array_equal(together, apart)
+
+
 @pytest.mark.parametrize("size", [(90, 100), (224, 224), (32, 32)])
 def test_variants_agree(size: tuple[int, int]) -> None:
     image = photo(*size)

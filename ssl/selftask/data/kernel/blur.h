@@ -69,11 +69,12 @@ ALWAYS_INLINE void blur_column(const int16_t *const *rows, int length, const int
 
 ALWAYS_INLINE void blur_by(const picture *from, picture *to, const int32_t *weights, int radius,
                            void *work) {
-    const int height = from->height, length = 3 * from->pitch;
+    const int height = from->height, channels = from->gray ? 1 : 3;
+    const int length = channels * from->pitch;
     const int ring = height < 2 * radius + 1 ? height : 2 * radius + 1;
     const int16_t **rows = work; /* the centre, then above and below at each distance */
     int16_t *blurred = (int16_t *)(rows + (2 * radius + 8) / 8 * 8); /* whole cache lines */
-    /* three rows with their margins, as bytes and as int16: all of one step is done before the next,
+    /* the channels' rows with their margins, as bytes and as int16: all of one step is done before the next,
      * for what has just been written in small pieces is slow to be read in large ones */
     const int span = (from->pitch + 2 * radius + 31) / 32 * 32;
     int16_t *margined = blurred + (size_t)ring * length;
@@ -81,13 +82,13 @@ ALWAYS_INLINE void blur_by(const picture *from, picture *to, const int32_t *weig
     int done = 0;
     for (int y = 0; y < height; y++) {
         for (; done < height && done <= y + radius; done++) {
-            const uint8_t *row = from->pixels + (size_t)done * length;
+            const uint8_t *row = from->pixels + (size_t)done * 3 * from->pitch;
             int16_t *slot = blurred + (size_t)(done % ring) * length;
-            for (int c = 0; c < 3; c++)
+            for (int c = 0; c < channels; c++)
                 fill_margins(row + c * from->pitch, from->width, radius, bytes + c * (span + 32));
-            for (int c = 0; c < 3; c++)
+            for (int c = 0; c < channels; c++)
                 widen_row(bytes + c * (span + 32), span, margined + c * span);
-            for (int c = 0; c < 3; c++)
+            for (int c = 0; c < channels; c++)
                 blur_row(margined + c * span, from->pitch, weights, radius, slot + c * from->pitch);
         }
         rows[0] = blurred + (size_t)(y % ring) * length;
@@ -95,7 +96,9 @@ ALWAYS_INLINE void blur_by(const picture *from, picture *to, const int32_t *weig
             rows[2 * k - 1] = blurred + (size_t)(reflect(y - k, height) % ring) * length;
             rows[2 * k] = blurred + (size_t)(reflect(y + k, height) % ring) * length;
         }
-        blur_column(rows, length, weights, radius, to->pixels + (size_t)y * length);
+        uint8_t *out = to->pixels + (size_t)y * 3 * to->pitch;
+        blur_column(rows, length, weights, radius, out);
+        for (int c = channels; c < 3; c++) memcpy(out + c * to->pitch, out, (size_t)to->pitch);
     }
 }
 

@@ -153,6 +153,7 @@ typedef struct {
 
 static void set_size(state *s, int height, int width) {
     s->now.pixels = s->here;
+    s->now.gray = 0;
     s->now.height = height;
     s->now.width = width;
     s->now.pitch = pitch_of(width);
@@ -213,10 +214,16 @@ static void do_operation(state *s, const operation *o) {
     switch (o->code) {
         case CROP_RESIZE: crop_resize(s, a); break;
         case HFLIP: s->now.flipped = !s->now.flipped; break;
-        case MATRIX: s->waiting[s->count++] = make_matrix(a); break;
+        case MATRIX:
+            s->waiting[s->count++] = make_matrix(a);
+            s->now.gray = 0;
+            break;
         case CONTRAST: contrast(s, a[0]); break;
         case HUE: s->waiting[s->count++] = make_hue(a[0]); break;
-        case GRAY: s->waiting[s->count++] = make_gray(); break;
+        case GRAY:
+            s->waiting[s->count++] = make_gray();
+            s->now.gray = 1; /* and so it stays under a contrast, hue, blur or solarization */
+            break;
         case BLUR:
             do_points(s, NULL);
             blur(s, a[0]);

@@ -15,6 +15,7 @@ typedef struct {
     uint8_t *pixels;
     int height, width, pitch;
     int flipped;
+    int gray; /* the three channels are known to be equal */
 } picture;
 
 /* The interleaved pixels a picture is read from. */
