@@ -19,6 +19,7 @@ imagenet:
 again: imagenet
 shards: {path: "/data/x-{000..009}.tar", labels: json.id}
 cifar: {name: torchvision, dataset: CIFAR10, root: /data/cifar, val: digits}
+mixed: {path: /data/flowers, val: imagenet}
 half-env: {name: folder, path: "${oc.env:HALF_ENV}/x"}
 """
 
@@ -45,6 +46,7 @@ def test_entries() -> None:
     shards = {"name": "webdataset", "path": "/data/x-{000..009}.tar", "labels": "json.id"}
     assert expand_source("shards") == shards
     assert expand_source("cifar")["val"] == {"name": "digits"}
+    assert expand_source("mixed")["val"] == imagenet["val"]
     assert expand_source("./imagenet") == {"name": "folder", "path": "./imagenet"}
 
 
@@ -101,6 +103,8 @@ def test_in_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.data.source.args["path"] == "/data/imagenet/train"
     assert config.data.val is not None
     assert config.data.val.args["path"] == "/data/imagenet/val"
+    other = load_config("simclr", ["data=flowers", "data.val=imagenet"]).data
+    assert other.val == config.data.val  # of an entry with a validation set, that one
     assert config.place("data.path") == "command line: data=imagenet"
     assert load_config("simclr", ["data=half-env"]).data.source.args["path"] == "/half/x"
     Path("mine.yaml").write_text("defaults: [/simclr/digits]\ndata: imagenet\n")

@@ -85,6 +85,10 @@ def test_parquet(tmp_path: Path, pixels: list[np.ndarray]) -> None:
     args = {"path": str(tmp_path / "lists" / "x.parquet"), "root": str(tmp_path)}
     check(build("table", **args, label_column="species"), pixels, [1, 0, -1, 1])
     check(build("table", **args), pixels, None)
+    categories = table.set_column(1, "image", table["image"].dictionary_encode())
+    parquet.write_table(categories, tmp_path / "lists" / "y.parquet")
+    args_of_y = {**args, "path": str(tmp_path / "lists" / "y.parquet")}
+    check(build("table", **args_of_y), pixels, None)
     with pytest.raises(UserError, match=r"data\.label_column: .* 'specie'; did you mean 'species'"):
         build("table", **args, label_column="specie")
     (tmp_path / "bad.parquet").write_text("no parquet")

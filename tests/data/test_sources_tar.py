@@ -16,6 +16,7 @@ from PIL import Image
 
 from selftask.data.reading import BadImage
 from selftask.data.source import Source
+from selftask.data.sources import storage
 from selftask.data.sources.tar_walk import Damaged, Member, walk
 from selftask.errors import UserError
 from selftask.registry import SOURCES
@@ -88,6 +89,42 @@ def test_pixels_labels_and_names(shards: str, tmp_path: Path) -> None:
     assert build(path=shards, labels=None).labels is None
     with pytest.raises(IndexError):
         source[7]
+
+
+def test_folder_of_shards_and_hidden_files(tmp_path: Path) -> None:
+    members = samples(range(7))
+    for at in (21, 14, 8, 2, 1):  # as macOS puts them beside what they speak of
+        members.insert(at, (f"s/._{at}.png", b"resources"))
+    write_tar(tmp_path / "shards" / "x.tar", members)
+    check(build(path=str(tmp_path / "shards")), [0, 1, 2, 0, 1, 2, 0])
+
+
+def test_a_distant_store_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/flaky/x", b"0123456789")
+    asked: list[int] = []
+
+    class Flaky(type(memory)):  # type: ignore[misc]
+        def cat_file(self, path: str, **part: Any) -> bytes:
+            asked.append(1)
+            if len(asked) < 3:
+                raise OSError("503: slow down")
+            return super().cat_file(path, **part)
+
+    monkeypatch.setattr("selftask.data.sources.storage.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("selftask.data.sources.storage._store", lambda path: (Flaky(), "/flaky/x"))
+    assert storage.read_part("memory://flaky/x", 2, 3, "x") == b"234"
+    assert len(asked) == 3
+    asked.clear()
+    monkeypatch.setattr("selftask.data.sources.storage.POLICY.retries", 1)
+    with pytest.raises(BadImage, match=r"^x: 503: slow down \(tried 2 times\)"):
+        storage.read_part("memory://flaky/x", 2, 3, "x")
+    memory.rm("/flaky", recursive=True)
+    asked[:] = [1, 1]
+    with pytest.raises(BadImage, match=r"^x: .*flaky/x"):  # gone: not asked again
+        storage.read_part("memory://flaky/x", 2, 3, "x")
+    assert len(asked) == 3
 
 
 def test_list_of_shards_keeps_its_order(shards: str, tmp_path: Path) -> None:

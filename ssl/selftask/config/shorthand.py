@@ -70,7 +70,8 @@ def _expand_text(text: str, path: Path) -> Any:
     if "${" in text or text == "???":  # OmegaConf's: a reference, or missing
         return text
     if path in _SOURCES:
-        return expand_source(text)
+        section = expand_source(text)
+        return section["val"] if path != ("data",) and "val" in section else section
     if path == ("backbone",):
         return expand_backbone(text)
     if path == ("parallel",):

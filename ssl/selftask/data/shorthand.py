@@ -69,7 +69,8 @@ def _expand_entry(
             raise UserError(f"the catalog's {name}: `name` or `path` is missing")
         section = {**_expand_from(name, section["path"], seen), **section}
     if isinstance(section.get("val"), str):
-        section["val"] = _expand_from(name, section["val"], seen)
+        val = _expand_from(name, section["val"], seen)
+        section["val"] = val.get("val", val)
     return section
 
 

@@ -36,7 +36,8 @@ def cache_folder() -> Path:
 def locked(path: Path) -> Iterator[None]:
     """Context in which no other process of this machine is for the same ``path``.
 
-    The lock is the kernel's and ends with the process, however it ends.
+    The lock is the kernel's and ends with the process, however it ends. Where there are no locks
+    (some network file systems) everybody is alone.
     """
     import fcntl
 
@@ -49,4 +50,6 @@ def locked(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 with during("waiting for another process to prepare the data"):  # it is alive
                     time.sleep(WAIT_S)
+            except OSError:
+                break
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ class WebDataset(Source):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        path: str | list[str]  # a tar, a pattern such as train-{000..146}.tar or s3://b/*.tar
+        path: str | list[str]  # a tar, a folder of them, train-{000..146}.tar, s3://b/*.tar
         images: str | None = None  # extension of the image's member; none: the first image
         labels: str | None = "cls"  # or json.FIELD; `cls` is used if it is there
 
@@ -31,6 +32,7 @@ class WebDataset(Source):
         patterns = [config.path] if isinstance(config.path, str) else config.path
         if not patterns:
             raise UserError("data.path: a list of tar files is empty")
+        patterns = [f"{p}/*.tar" if os.path.isdir(os.path.expanduser(p)) else p for p in patterns]
         shards = find_files(patterns, "data.path")
         wanted = Wanted(_extension(config.images), _label(config.labels))
         self.shards = [shard.path for shard in shards]

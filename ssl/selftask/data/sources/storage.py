@@ -5,10 +5,19 @@ from __future__ import annotations
 import io
 import os
 import stat
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from selftask.data.reading import POLICY, BadImage, in_time, now_reading
+from selftask.data.reading import (
+    FIRST_PAUSE_S,
+    POLICY,
+    TRANSIENT,
+    BadImage,
+    in_time,
+    now_reading,
+)
 from selftask.data.sources.packages import require
 from selftask.data.sources.patterns import expand_braces, is_pattern, match_files, no_match
 from selftask.errors import UserError, nearest
@@ -64,16 +73,39 @@ def read_part(path: str, offset: int, size: int, name: str) -> bytes:
             return cast(bytes, store.cat_file(inside, start=offset, end=offset + size))
         return os.pread(_opened(path).fileno(), size, offset)
 
-    try:
-        data = in_time(read, path, POLICY.timeout_s)
-    except MemoryError:
-        raise
-    except Exception as error:  # each file system behind fsspec has errors of its own
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise BadImage(name, reason.lower()) from error
+    data = _patiently(read, path, name)
     if len(data) < size:
         raise BadImage(name, f"cut off: {len(data)} of {size} bytes are there")
     return data
+
+
+def _patiently(read: Callable[[str], bytes], path: str, name: str) -> bytes:
+    """``read(path)`` in time; time-outs and errors that may pass are tried again, after pauses."""
+    for attempt in range(POLICY.retries + 1):
+        if attempt:
+            time.sleep(FIRST_PAUSE_S * 4 ** (attempt - 1))
+        try:
+            return in_time(read, path, POLICY.timeout_s)
+        except (MemoryError, UserError):
+            raise
+        except Exception as error:  # noqa: BLE001 - each file system has errors of its own
+            problem = error
+            if not _may_pass(error, path):
+                break
+    reason = getattr(problem, "strerror", None) or str(problem) or type(problem).__name__
+    tried = f" (tried {attempt + 1} times)" if attempt else ""
+    raise BadImage(name, f"{reason.lower()}{tried}") from problem
+
+
+def _may_pass(error: Exception, path: str) -> bool:
+    """A distant store may answer the next time, unless it says that there is no such file."""
+    if isinstance(error, FileNotFoundError | PermissionError):
+        return False
+    return (
+        is_remote(path)
+        or isinstance(error, TimeoutError)
+        or (isinstance(error, OSError) and error.errno in TRANSIENT)
+    )
 
 
 def _opened(path: str) -> io.FileIO:

@@ -203,6 +203,7 @@ def _read_parquet(file: Path, config: TableSource.Config, root: str) -> Table:
         reason = " ".join(str(error).split())
         raise UserError(f"data: {file} is no parquet file: {reason}") from error
     kind = read.schema.field(column).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind  # pandas' categories
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise UserError(
             f"data.column: column {column!r} of {file} holds {kind}; paths are expected (images "

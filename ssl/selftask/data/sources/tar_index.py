@@ -125,6 +125,8 @@ def _read_shard(shard: Stored, wanted: Wanted) -> _Shard:
         with open_file(shard.path) as file:
             for member in walk(file, shard.path):
                 key, extension = split_name(member.name)
+                if key.endswith("/") or not key:
+                    continue  # a hidden file, such as macOS puts beside each one
                 if key != sample:
                     finish()
                     sample, image, label = key, None, None
