@@ -113,7 +113,9 @@ def test_the_sheet_holds_every_picture(tmp_path: Path) -> None:
 
 def _holds(sheet: np.ndarray, picture: np.ndarray) -> bool:
     height, width = picture.shape[:2]
-    corners = (sheet[: -height + 1, : -width + 1] == picture[0, 0]).all(axis=2)
+    inside = sheet[: -height + 1, : -width + 1]
+    corners = (inside == picture[0, 0]).all(axis=2)
+    corners &= (sheet[height - 1 :, width - 1 :] == picture[-1, -1]).all(axis=2)
     return any(
         np.array_equal(sheet[top : top + height, left : left + width], picture)
         for top, left in zip(*np.nonzero(corners), strict=True)

@@ -218,6 +218,7 @@ class Deadly:
         return np.zeros((20, 24, 3), dtype=np.uint8)
 
 
+@pytest.mark.slow  # torch looks after its workers every five seconds
 def test_a_crash_in_a_data_set_of_the_users_names_the_item(tmp_path: Path) -> None:
     make_photographs(tmp_path / "images", 40)
     config = config_for(tmp_path / "images", tmp_path / "out", "data.num_workers=1")

@@ -86,11 +86,11 @@ def found(**changes: object) -> StageTimes:
 
 def test_stages_take_the_time_they_take(tmp_path: Path) -> None:
     config = config_for(tmp_path, "data.num_workers=0")
-    times = measure(config, Sources(Slow(40, 0.01), None), CPU, seconds=1)
+    times = measure(config, Sources(Slow(40, 0.01), None), CPU, seconds=0.3)
     assert times.read_s is None, "there are no files"
     assert 0.0099 < times.decode_s < 0.03
     assert times.decodes_per_sample == 1
-    assert times.num_images == 40
+    assert 10 <= times.num_images <= 31, "as many as fit into the time"
     assert times.views == [(96, 96)] * 2
     assert times.image_pixels == 2000
     assert 0 < times.collate_s < times.decode_s
@@ -98,13 +98,14 @@ def test_stages_take_the_time_they_take(tmp_path: Path) -> None:
     assert 0.3 / times.worker_s < rate < 1 / 0.0099
 
 
+@pytest.mark.slow
 def test_workers_share_the_waiting(tmp_path: Path) -> None:
     """Sleeping takes no core, so that two workers sleep twice as much."""
     make = "views={main: {count: 2, transforms: [{name: random_resized_crop, size: 8}, normalize]}}"
     config = config_for(tmp_path, make, f"out={tmp_path}")
     sources = Sources(Slow(1000, 0.02), None)
     one, two = (
-        loader_rate(replace(config, data=replace(config.data, num_workers=n)), sources, CPU, 1.0)
+        loader_rate(replace(config, data=replace(config.data, num_workers=n)), sources, CPU, 0.5)
         for n in (1, 2)
     )
     assert one < 1 / 0.02
@@ -114,7 +115,7 @@ def test_workers_share_the_waiting(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cache", ["none", "device"])
 def test_views_made_on_the_device(cache: str, tmp_path: Path) -> None:
     config = config_for(tmp_path, "data.num_workers=0", "data.engine=device", f"data.cache={cache}")
-    times = measure(config, Sources(Slow(24, 0.005), None), CPU, seconds=1)
+    times = measure(config, Sources(Slow(24, 0.005), None), CPU, seconds=0.3)
     assert list(times.stages) == ["decode", "draw", "collate", "views there"]
     assert all(seconds > 0 for seconds in times.stages.values())
     assert times.views == [(96, 96)] * 2
@@ -128,7 +129,7 @@ def test_files_are_read_and_decoded_apart(tmp_path: Path) -> None:
     make_photographs(tmp_path / "images", 20, size=(200, 150))
     (tmp_path / "images" / "bad.jpg").write_bytes(b"no image")
     config = config_for(tmp_path / "images", "data.num_workers=0")
-    times = measure(config, open_data(config.data), CPU, seconds=1)
+    times = measure(config, open_data(config.data), CPU, seconds=0.3)
     assert times.read_s is not None
     assert times.read_s > 0
     assert times.decode_s > 0
