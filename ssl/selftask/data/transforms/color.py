@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 
 from selftask.data.kernel import MOST_SIGMA, Op
+from selftask.data.transforms.tones import solarize
 from selftask.data.transforms.transform import Transform
 from selftask.registry import register_transform
 
@@ -147,8 +148,7 @@ class Solarize(Transform):
         return () if rng.random() < self.p else None
 
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
-        mask = cv2.compare(image, float(self.threshold), cv2.CMP_GE)  # 255 where it holds
-        return cv2.bitwise_xor(image, mask)
+        return solarize(image, self.threshold)
 
     def program(self, drawn: Any) -> Sequence[float]:
         return (Op.SOLARIZE, self.threshold)

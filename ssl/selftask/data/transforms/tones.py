@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -121,8 +122,8 @@ def posterize(image: np.ndarray, bits: int) -> np.ndarray:
 
 def solarize(image: np.ndarray, threshold: float) -> np.ndarray:
     """Invert the values from ``threshold`` on."""
-    table = np.where(threshold <= _VALUES, 255 - _VALUES, _VALUES)
-    return cv2.LUT(image, table.astype(np.uint8))
+    over = (image >= math.ceil(threshold)).view(np.uint8)
+    return image ^ np.negative(over)  # of 1, all bits
 
 
 def autocontrast(image: np.ndarray) -> np.ndarray:

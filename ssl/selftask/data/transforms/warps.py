@@ -65,7 +65,7 @@ class RandomPerspective(Transform):
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
         """Where the corners go: (4, 2), x and y in whole pixels, clockwise from the upper left."""
         chance, *draws = rng.random(9).tolist()
-        if chance >= self.p:
+        if chance >= self.p or min(height, width) < 2:  # its corners are one
             return None
         room = np.array([int(self.distortion * (side // 2)) for side in (width, height)])
         inwards = np.floor(np.array(draws).reshape(4, 2) * (room + 1))
@@ -74,8 +74,6 @@ class RandomPerspective(Transform):
 
     def apply(self, image: np.ndarray, drawn: np.ndarray) -> np.ndarray:
         height, width = image.shape[:2]
-        if min(height, width) < 2:  # no corners apart
-            return image
         corners = _corners(height, width)
         to_input = cv2.getPerspectiveTransform(drawn.astype(np.float32), corners)
         return cv2.warpPerspective(
