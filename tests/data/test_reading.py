@@ -200,6 +200,19 @@ def test_the_last_file_of_a_killed_process_is_known(tmp_path: Path) -> None:
     assert last_file(child + 1024) is None, "another process in the same slot"
 
 
+def test_no_idle_thread_is_there_when_a_process_is_forked(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"a")
+    read_bytes(str(tmp_path / "a"), 5)
+    assert any(thread.name == "reader" for thread in threading.enumerate())
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    stuck = set(reading._STUCK)
+    assert not [t for t in threading.enumerate() if t.name == "reader" and t not in stuck]
+    assert read_bytes(str(tmp_path / "a"), 5) == b"a"
+
+
 def test_a_long_name_keeps_its_end() -> None:
     now_reading("x" * 5000 + "/the_file.jpg")
     name = last_file(os.getpid())

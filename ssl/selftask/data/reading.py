@@ -184,13 +184,21 @@ def _new_reader() -> _Reader:
     return _Reader()
 
 
+def _end_idle_threads() -> None:
+    """Before a fork: threads do not live in the child, and python warns of forking beside them."""
+    while _IDLE:
+        reader = _IDLE.pop()
+        reader.jobs.put(None)
+        reader.thread.join(timeout=1.0)
+
+
 def _forget_threads() -> None:
     """A forked process has none of its parent's threads."""
     _IDLE.clear()
     _STUCK.clear()
 
 
-os.register_at_fork(after_in_child=_forget_threads)
+os.register_at_fork(before=_end_idle_threads, after_in_child=_forget_threads)
 
 
 _NUM_SLOTS, _SLOT = 1024, 4096  # bytes: process id, length, path; untouched ones take no memory
