@@ -1,6 +1,6 @@
 """How long it takes to open a list of paths, and what memory a process has of its own for it.
 
-    python tools/bench/file_list.py [--count 1e6] [--rounds 5] [--tree 100000]
+    python tools/bench/file_list.py [--count 1e6] [--rounds 5] [--tree 100000] [--alone]
 
 ``open`` is the CPU time until the list can be asked, ``get`` that of one of 10,000 paths at random,
 ``own`` the memory that a process takes for both, without the pages of a file that all share. Each
@@ -15,6 +15,8 @@ one turn of each entry. Shown are the medians. Files are in the page cache.
     pickle          a pickled list of strings
     pickle, labels  a pickled list of (path, label): torchvision's ImageFolder.samples
     json            a list of strings
+
+--alone leaves out all but selftask: for lists that the others could not hold.
 
 Then a folder of --tree empty files (0: none): the first scan, the next one with nothing changed,
 one with a file more, and the ways of torchvision and of a sorted os.walk.
@@ -58,11 +60,11 @@ def path_of(number: int) -> str:
     return f"n{number // 1300:08d}/n{number // 1300:08d}_{number:09d}.JPEG"
 
 
-def write_all(folder: Path, count: int) -> dict[str, Callable[[], Sequence[Any]]]:
+def write_all(folder: Path, count: int, alone: bool) -> dict[str, Callable[[], Sequence[Any]]]:
     """Write every format; for each, what opens it."""
-    names = [path_of(number) for number in range(count)]
     text = folder / "list.txt"
-    text.write_text("\n".join(names) + "\n")
+    with text.open("w") as file:
+        file.writelines(path_of(number) + "\n" for number in range(count))
     os.utime(text, (OLD, OLD))
     started = time.process_time()
     found = read_list(str(text))
@@ -70,6 +72,9 @@ def write_all(folder: Path, count: int) -> dict[str, Callable[[], Sequence[Any]]
     assert found.file is not None, "too few paths for an index; take a larger --count"
     print(f"the index of {count:,} lines is made in {made:.2f} s of CPU, once")
     stored = found.file
+    if alone:
+        return {"selftask": lambda: _opened(stored)}
+    names = [path_of(number) for number in range(count)]
     np.save(folder / "list.npy", np.array(names, dtype="S"))
     (folder / "list.pkl").write_bytes(pickle.dumps(names))
     samples = [(name, number // 1300) for number, name in enumerate(names)]
@@ -137,9 +142,9 @@ def _own_bytes() -> int:
     return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 
 
-def compare(folder: Path, count: int, rounds: int) -> None:
+def compare(folder: Path, count: int, rounds: int, alone: bool) -> None:
     """The table of formats."""
-    entries = write_all(folder, count)
+    entries = write_all(folder, count, alone)
     taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in entries}
     for _ in range(rounds):
         for name, opens in entries.items():
@@ -194,10 +199,11 @@ def main() -> None:
     parser.add_argument("--count", type=float, default=1e6, help="paths in the list")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tree", type=int, default=100_000, help="files in the folder")
+    parser.add_argument("--alone", action="store_true", help="only selftask")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SELFTASK_CACHE"] = str(Path(folder) / "cache")
-        compare(Path(folder), int(args.count), args.rounds)
+        compare(Path(folder), int(args.count), args.rounds, args.alone)
         if args.tree:
             scans(Path(folder), args.tree)
 
