@@ -43,7 +43,7 @@ class Hdf5(Source):
             self.encoded = _is_bytes(images)
             self._check_shape()
         self.labels = self._read_labels(config)
-        self._opened = PerProcess(partial(_open, self.file))
+        self._opened = PerProcess(partial(_open_images, self.file, self.key))
 
     def _check_shape(self) -> None:
         wanted = (1,) if self.encoded else (3, 4)
@@ -83,7 +83,7 @@ class Hdf5(Source):
         name = self.path(index)
         now_reading(name)
         try:
-            item = self._opened()[self.key][index]
+            item = self._opened()[index]
         except (OSError, RuntimeError) as error:  # a chunk that does not unpack, a truncated file
             raise BadImage(name, str(error)) from error
         label = NO_LABEL if self.labels is None else int(self.labels[index])
@@ -107,7 +107,7 @@ class Hdf5(Source):
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
         """Read from copies."""
-        self._opened = PerProcess(partial(_open, copy_of(self.file)))
+        self._opened = PerProcess(partial(_open_images, copy_of(self.file), self.key))
 
 
 def _open(path: str) -> Any:
@@ -118,6 +118,11 @@ def _open(path: str) -> Any:
     except OSError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"data: {path} is no HDF5 file: {reason}") from error
+
+
+def _open_images(path: str, key: str) -> Any:
+    """The data set alone: it keeps its file open, and finding it again costs more than reading."""
+    return _open(path)[key]
 
 
 def _dataset(file: Any, key: str, path: str, field: str) -> Any:

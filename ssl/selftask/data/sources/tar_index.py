@@ -87,7 +87,8 @@ def open_index(shards: list[Stored], wanted: Wanted) -> Path:
 
 def map_index(folder: Path) -> TarIndex:
     """The index in a folder, mapped: processes share its pages."""
-    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
+    mapped = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
+    arrays = {name: array.view(np.ndarray) for name, array in mapped.items()}  # quicker to index
     damaged = json.loads((folder / "index.json").read_text())["damaged"]
     return TarIndex(**arrays, damaged=[tuple(where) for where in damaged])
 
