@@ -122,8 +122,9 @@ def posterize(image: np.ndarray, bits: int) -> np.ndarray:
 
 def solarize(image: np.ndarray, threshold: float) -> np.ndarray:
     """Invert the values from ``threshold`` on."""
-    over = (image >= math.ceil(threshold)).view(np.uint8)
-    return image ^ np.negative(over)  # of 1, all bits
+    changed = (image >= math.ceil(threshold)).view(np.uint8)
+    np.negative(changed, out=changed)  # of 1, all bits
+    return np.bitwise_xor(image, changed, out=changed)
 
 
 def autocontrast(image: np.ndarray) -> np.ndarray:
