@@ -230,7 +230,10 @@ def test_progress_is_told(
 ) -> None:
     monkeypatch.setattr(store, "_SAY_EVERY_S", -1.0)
     scan_folder(str(root), ENDINGS)
-    assert "images in 6 folders of " in capsys.readouterr().err
+    assert f"data: {root}: 6 images in 6 folders so far (0 s)" in capsys.readouterr().err
+    (root / "list.txt").write_text("a\nb\n")
+    read_list(str(root / "list.txt"))
+    assert "list.txt: 2 images so far (0 s)" in capsys.readouterr().err
 
 
 # -- files of the cache ----------------------------------------------------------------------------

@@ -238,5 +238,6 @@ class Progress:
         now = time.monotonic()
         if now - self._said > _SAY_EVERY_S:
             self._said = now
-            found = f"{self._images:,} images in {self._folders:,} folders"
-            say(f"{found} of {self._where} so far ({now - self._started:.0f} s)")
+            folders = f" in {self._folders:,} folders" if self._folders else ""
+            seconds = now - self._started
+            say(f"{self._where}: {self._images:,} images{folders} so far ({seconds:.0f} s)")
