@@ -238,6 +238,6 @@ class Progress:
         now = time.monotonic()
         if now - self._said > _SAY_EVERY_S:
             self._said = now
-            folders = f" in {self._folders:,} folders" if self._folders else ""
+            where = f" in {self._folders:,} folders" if self._folders else ""
             seconds = now - self._started
-            say(f"{self._where}: {self._images:,} images{folders} so far ({seconds:.0f} s)")
+            say(f"{self._where}: {self._images:,} images{where} so far ({seconds:.0f} s)")
