@@ -98,8 +98,11 @@ def _engine(config: Config) -> Iterator[Problem]:
         return
     if data.cache == "device":
         yield ("data", "cache"), "data.cache='device' needs data.engine=device"
-    if data.shrink is not None:
-        text = f"data.shrink={data.shrink} has no effect on data.engine='cpu'; use engine=device"
+    if data.shrink is not None and data.cache not in ("ram", "disk"):
+        text = (
+            f"data.shrink={data.shrink} has no effect on data.engine='cpu' without a cache; use "
+            "data.engine=device, or data.cache=ram or disk"
+        )
         yield ("data", "shrink"), text
 
 

@@ -59,9 +59,10 @@ class DataConfig:
     val: Component | None = None  # labelled images for evaluations; none: no k-NN while training
     sampler: Component = field(default_factory=lambda: Component(name="shuffled"))  # of an epoch
     engine: Literal["cpu", "device"] = "cpu"  # who makes the views: workers, or the device
-    shrink: int | None = _setting(None, min=1)  # pixels: workers of engine=device hand over images
-    # whose longer side is at most this; crops then see no finer detail
-    cache: Literal["none", "device"] = "none"  # device: small data sets, whole on it as bytes
+    shrink: int | None = _setting(None, min=1)  # pixels: images for engine=device, and those in a
+    # cache, have a longer side of at most this; crops then see no finer detail
+    cache: Literal["none", "ram", "disk", "device"] = "none"  # of decoded images: in each process's
+    # memory, in a file below $SELFTASK_CACHE, or (small data sets, engine=device) on the device
     num_workers: int = _setting(0, min=0, also=["workers"])  # processes; yaml `auto`: see derive
     on_error: Literal["skip", "fail"] = "skip"  # what an unreadable file does
     max_bad: float = _setting(0.001, min=0, max=1)  # share of unreadable files that stops the run

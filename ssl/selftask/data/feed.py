@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from selftask.data.dataset import BadFiles, EvalDataset, Sources, ViewDataset, check_sizes
+from selftask.data.decode_once import decode_once
 from selftask.data.device.cache import CachedBatches
 from selftask.data.loader import Batches, EvalBatches
 from selftask.data.sampler import build_sampler
@@ -93,6 +94,7 @@ class Feed:
 
     def train_samples(self, batch: int) -> Iterator[dict[str, Any]]:
         """The endless training samples from a global batch number on."""
+        self._decode_once()
         self.batches.start(batch)
         return self.batches
 
@@ -101,7 +103,14 @@ class Feed:
 
         For methods that look at the whole set before the first step; no image is dropped.
         """
+        self._decode_once()
         yield from self._pass(self.batches.dataset, self.batches.bad_files)
+
+    def _decode_once(self) -> None:
+        """Read views from decoded pictures, if ``data.cache`` wants them kept."""
+        data, dataset = self.config.data, self.batches.dataset
+        if data.cache in ("ram", "disk") and dataset.source is self.train_source:
+            dataset.source = decode_once(self.train_source, data, self.batches.bad_files)
 
     def labelled_samples(self) -> Iterator[dict[str, Any]]:
         """One pass over this rank's part of the training images, by the evaluation's transforms."""

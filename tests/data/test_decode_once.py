@@ -1,0 +1,117 @@
+"""data.cache=ram and disk: the same samples from pictures that were decoded once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from selftask.config.schema import Component, DataConfig
+from selftask.data.dataset import BadFiles, open_source
+from selftask.data.decode_once import decode_once
+from selftask.data.reading import BadImage
+from selftask.data.source import Source
+from selftask.errors import UserError
+
+
+@pytest.fixture
+def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Seven pictures of different sizes in two folders; the last is none."""
+    monkeypatch.setenv("SELFTASK_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "photos"
+    rng = np.random.default_rng(0)
+    for number in range(6):
+        (folder / f"{number % 2}").mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 256, (20 + number, 30 - number, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number % 2}" / f"{number}.png")
+    (folder / "1" / "bad.png").write_bytes(b"no picture")
+    return folder
+
+
+def opened(folder: Path) -> Source:
+    return open_source(Component(name="folder", args={"path": str(folder)}))
+
+
+def decoded(source: Source, cache: Any, max_bad: float = 1.0, **data: Any) -> Source:
+    config = DataConfig(source=Component(name="folder"), cache=cache, **data)
+    return decode_once(source, config, BadFiles(None, len(source), max_bad=max_bad))
+
+
+def all_of(source: Source) -> list[Any]:
+    found: list[Any] = []
+    for index in range(len(source)):
+        try:
+            picture, label = source[index]
+        except BadImage as error:
+            found.append((error.path, error.reason))
+        else:
+            found.append((picture.shape, picture.tobytes(), label))
+    return found
+
+
+@pytest.mark.parametrize("cache", ["ram", "disk"])
+def test_the_same_pictures_labels_and_bad_files(photos: Path, cache: str) -> None:
+    source = opened(photos)
+    kept = decoded(source, cache)
+    expected = all_of(source)
+    assert len(expected) == 7
+    assert sum(len(one) == 2 for one in expected) == 1  # the bad one
+    assert all_of(kept) == expected
+    assert kept.path(3) == source.path(3)
+    assert kept.num_classes == source.num_classes
+
+
+@pytest.mark.parametrize("cache", ["ram", "disk"])
+def test_files_are_not_read_again(photos: Path, cache: str) -> None:
+    source = opened(photos)
+    expected = all_of(source)
+    kept = decoded(source, cache)
+    for file in photos.rglob("*.png"):
+        file.unlink()
+    assert all_of(kept) == expected
+
+
+def test_the_next_run_finds_the_file(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = all_of(decoded(opened(photos), "disk"))
+    monkeypatch.setattr("selftask.data.decode_once.EvalBatches", None)  # nothing is read
+    assert all_of(decoded(opened(photos), "disk")) == expected
+
+
+def test_a_changed_file_is_noticed(photos: Path) -> None:
+    before = all_of(decoded(opened(photos), "disk"))
+    Image.new("RGB", (9, 9), "red").save(photos / "0" / "2.png")
+    after = decoded(opened(photos), "disk")
+    assert all_of(after) == all_of(opened(photos)) != before
+
+
+def test_shrunk_pictures_are_kept_apart(photos: Path) -> None:
+    whole, small = (decoded(opened(photos), "disk", shrink=side) for side in (None, 15))
+    assert whole[0][0].shape == (20, 30, 3)
+    assert small[0][0].shape == (10, 15, 3)
+
+
+def test_what_is_read_can_be_written_to_by_its_reader_alone(photos: Path) -> None:
+    """torch warns of arrays that it may not write to."""
+    kept = decoded(opened(photos), "disk")
+    picture = kept[0][0]
+    assert picture.flags.c_contiguous
+    picture[:] = 7
+    assert not (decoded(opened(photos), "disk")[0][0] == 7).all()
+
+
+def test_too_many_bad_files(photos: Path) -> None:
+    with pytest.raises(UserError, match="1 of 7 images"):
+        decoded(opened(photos), "disk", max_bad=0.1)
+    assert not list((photos.parent / "cache").rglob("*.pixels"))
+    assert not list((photos.parent / "cache").rglob("*.new"))
+
+
+@pytest.mark.parametrize("cache", ["ram", "disk"])
+def test_too_little_space(photos: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selftask.data.decode_once.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("selftask.data.decode_once._SHARE", 0.9 if cache == "ram" else -1.0)
+    with pytest.raises(UserError, match=rf"data.cache={cache}: 7 decoded images would take about"):
+        decoded(opened(photos), cache)
