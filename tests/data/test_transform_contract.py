@@ -36,6 +36,7 @@ def build(name: str) -> Any:
     return TRANSFORMS[name](**REQUIRED.get(name, {}))
 
 
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("size", [(1, 1), (2, 9), (9, 1), (33, 47)])
 @pytest.mark.parametrize("name", CHANGING)
 def test_any_size_the_same_again_and_in_place_never(name: str, size: tuple[int, int]) -> None:
