@@ -158,65 +158,79 @@ def test_a_config_with_nested_transforms(tmp_path: Path) -> None:
     assert [view.dtype for view in views] == [np.uint8] * 2
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
+CROP_LINE = "size: 28}\n      - name"
+MISTAKES: dict[str, dict[tuple[str, str], str]] = {  # by what is replaced: the message
+    "names": {
         (
-            ("- horizontal_flip", "- horizontal_flop"),
-            r"my\.yaml:10: no transform named 'horizontal_flop'; did you mean 'horizontal_flip'\?",
-        ),
+            "- horizontal_flip",
+            "- horizontal_flop",
+        ): r"my\.yaml:10: no transform named 'horizontal_flop'; did you mean 'horizontal_flip'\?",
         (
-            ("size: 28}\n      - name", "siz: 28}\n      - name"),
-            r"my\.yaml:11: unknown key '.*\.0\.transforms\.1\.siz' of random_.* mean '.*\.size'\?",
-        ),
+            CROP_LINE,
+            CROP_LINE.replace("size", "siz"),
+        ): r"my\.yaml:11: unknown key '.*\.0\.transforms\.1\.siz' of random_.* mean '.*\.size'\?",
         (
-            ("length: 4", "lenght: 4"),
-            r"my\.yaml:15: unknown key '.*\.1\.choices\.0\.1\.lenght' of cutout",
-        ),
-        (("length: 4", "length: long"), r"choices\.0\.1\.length='long': expected a whole number"),
-        (("length: 4", "length: 0"), r"my\.yaml:15: .*choices\.0\.1\.length: 0; at least 1 pixel"),
+            "length: 4",
+            "lenght: 4",
+        ): r"my\.yaml:15: unknown key '.*\.1\.choices\.0\.1\.lenght' of cutout",
+    },
+    "types": {
+        ("length: 4", "length: long"): r"choices\.0\.1\.length='long': expected a whole number",
+    },
+    "no list": {
         (
-            ("size: 28}\n      - name", "size: -1}\n      - name"),
-            r"my\.yaml:11: .*at least 1 pixel",
-        ),
+            "[posterize, {name: cutout, length: 4}]",
+            "posterize",
+        ): r"choices\.0='posterize': expected a list of transforms",
+    },
+    "values": {
+        ("length: 4", "length: 0"): r"my\.yaml:15: .*choices\.0\.1\.length: 0; at least 1 pixel",
+        (CROP_LINE, CROP_LINE.replace("28", "-1")): r"my\.yaml:11: .*size: -1; at least 1 pixel",
+        ("[1, 3]", "[1]"): r"my\.yaml:13: .*weights: 1 numbers for 2 choices",
         (
-            ("[posterize, {name: cutout, length: 4}]", "posterize"),
-            r"choices\.0='posterize': expected a list of transforms",
-        ),
-        (("[1, 3]", "[1]"), r"my\.yaml:13: .*weights: 1 numbers for 2 choices"),
-        (("[1, 3]", "[0, 0]"), r"weights: \[0\.0, 0\.0\]; none below 0"),
-        (
-            ("- horizontal_flip", "- normalize"),
-            r"my\.yaml:10: .*transforms\.0\.transforms\.0: normalize is for the end",
-        ),
-        (("[posterize,", "[normalize,"), r"my\.yaml:15: .*choices\.0\.0: normalize is for the end"),
-        (("p: 0.8", "p: 8"), r"my\.yaml:8: .*transforms\.0\.p: 8\.0; a probability is expected"),
-    ],
-)
-def test_messages_name_the_nested_key(tmp_path: Path, edit: tuple[str, str], message: str) -> None:
+            "- horizontal_flip",
+            "- normalize",
+        ): r"my\.yaml:10: .*transforms\.0\.transforms\.0: normalize is for the end",
+        ("p: 0.8", "p: 8"): r"my\.yaml:8: .*transforms\.0\.p: 8\.0; a probability is expected",
+    },
+    "more values": {
+        ("[1, 3]", "[0, 0]"): r"weights: \[0\.0, 0\.0\]; none below 0",
+        ("[posterize,", "[normalize,"): r"my\.yaml:15: .*choices\.0\.0: normalize is for the end",
+    },
+}
+
+
+@pytest.mark.parametrize("mistakes", MISTAKES.values(), ids=MISTAKES)
+def test_messages_name_the_nested_key(tmp_path: Path, mistakes: dict[tuple[str, str], str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(written(tmp_path, edit), [])
-    assert re.search(message, str(caught.value)), caught.value
+        load_config(written(tmp_path, *mistakes), [])
+    for message in mistakes.values():
+        assert re.search(message, str(caught.value)), caught.value
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    "messages",
     [
-        ("{name: random_apply}", r"transforms\.0\.transforms is missing: a list of transforms"),
-        ("{name: random_apply, transforms: []}", r"transforms: there is none; at least one"),
-        ("{name: random_order, transforms: []}", r"transforms: there is none; at least one"),
-        ("{name: random_choice, choices: []}", r"choices: there is none; at least one list"),
-        ("{name: random_choice, choices: 3}", r"choices=3: expected a list of lists of transforms"),
-        ("{name: random_order, transforms: [{nam: a}]}", r"transforms\.0 needs the name of a"),
+        {
+            "{name: random_apply}": r"transforms\.0\.transforms is missing: a list of transforms",
+            "{name: random_choice, choices: 3}": r"choices=3: expected a list of lists of transf",
+            "{name: random_order, transforms: [{nam: a}]}": r"transforms\.0 needs the name of a",
+        },
+        {
+            "{name: random_apply, transforms: []}": r"0\.transforms: there is none; at least one",
+            "{name: random_order, transforms: []}": r"1\.transforms: there is none; at least one",
+            "{name: random_choice, choices: []}": r"choices: there is none; at least one list",
+        },
     ],
 )
-def test_messages_for_lists_that_are_none(tmp_path: Path, value: str, message: str) -> None:
+def test_messages_for_lists_that_are_none(tmp_path: Path, messages: dict[str, str]) -> None:
     path = tmp_path / "my.yaml"
-    text = f"views: {{main: {{count: 2, transforms: [{value}, normalize]}}}}\n"
+    text = f"views: {{main: {{count: 2, transforms: [{', '.join(messages)}, normalize]}}}}\n"
     path.write_text("defaults: [simclr/digits, _self_]\n" + text)
     with pytest.raises(ConfigError) as caught:
         load_config(str(path), [])
-    assert re.search(message, str(caught.value)), caught.value
+    for message in messages.values():
+        assert re.search(message, str(caught.value)), caught.value
 
 
 def test_the_check_of_a_recipe_makes_nested_sizes_small_too(tmp_path: Path) -> None:
