@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from selftask.data.image import BadImage, as_rgb, check_header, from_array, read_image, to_rgb
+from selftask.data.image import as_rgb, check_header, from_array, read_image, to_rgb
+from selftask.data.reading import BadImage
 
 ODD_IMAGES = Path(__file__).parents[3] / "shared" / "data" / "odd_images"
 

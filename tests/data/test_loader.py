@@ -28,8 +28,8 @@ from selftask.data.dataset import (
     open_data,
     open_source,
 )
-from selftask.data.image import BadImage
 from selftask.data.loader import Batches, EvalBatches
+from selftask.data.reading import BadImage
 from selftask.data.views import Views, build_pipeline
 from selftask.errors import ConfigError, UserError
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from selftask.data.draws import draw_rng
-from selftask.data.image import BadImage
 from selftask.data.order import hash_words
-from selftask.data.reading import set_policy
+from selftask.data.reading import BadImage, set_policy
 from selftask.data.sampler import build_sampler, epoch_of, steps_per_epoch
 from selftask.data.source import Source
 from selftask.data.sources.local_copy import copied

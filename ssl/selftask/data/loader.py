@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from selftask.data.dataset import BadFiles, EvalDataset, Sample, ViewDataset
 from selftask.data.device.ahead import Ahead
-from selftask.data.image import BadImage
-from selftask.data.reading import last_file
+from selftask.data.reading import BadImage, last_file
 from selftask.data.sampler import BatchSampler, Pool, Sampler
 from selftask.data.samplers.shuffled import Shuffled
 from selftask.data.views import ToFloat
@@ -146,17 +145,18 @@ class EvalBatches:
         self.device = device or torch.device("cpu")
         self.bad_files = BadFiles(None, len(dataset)) if bad_files is None else bad_files
         share = -(-len(dataset) // world_size)
-        indices = range(len(dataset))[rank * share : (rank + 1) * share]
-        self.keys = [
-            [(0, index) for index in indices[first : first + batch_size]]
-            for first in range(0, len(indices), batch_size)
-        ]
+        self.indices = range(len(dataset))[rank * share : (rank + 1) * share]
+        self.batch_size = batch_size
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return -(-len(self.indices) // self.batch_size)
+
+    def _keys(self) -> Iterator[list[tuple[int, int]]]:
+        for first in range(0, len(self.indices), self.batch_size):
+            yield [(0, index) for index in self.indices[first : first + self.batch_size]]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in _Reader(self.dataset, self.keys, self.num_workers, self.device):
+        for batch in _Reader(self.dataset, self._keys(), self.num_workers, self.device):
             self.bad_files.add(batch.bad)
             if batch.views:
                 sample = batch.to_sample(self.device, self.dataset.to_float)

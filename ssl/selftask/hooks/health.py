@@ -38,23 +38,22 @@ class Health(Hook):
         embedding = getattr(task.base_model, "embedding", None)
         if embedding is not None:
             rows = embedding[: self.max_rows].float()
-            task.log("emb_std", embedding_std(rows))
+            spread = embedding_std(rows)
+            task.log("emb_std", spread)
             task.log("effective_rank", effective_rank(rows))
+            self._warn_of_collapse(task, float(spread))
         chance = task.loss.chance
         if chance:
             task.log("chance_ratio", task.last_batch.loss / chance)
 
-    def on_step(self, task: Task) -> None:
-        spread = task.scalars.get("emb_std")
-        if spread is None or getattr(self, "warned", False):
-            return
-        if float(spread) < self.collapsed:
+    def _warn_of_collapse(self, task: Task, spread: float) -> None:
+        if spread < self.collapsed and not getattr(self, "warned", False):
             self.warned = True
             log.warning(
                 "step %d: emb_std %.3f: the embeddings of different images are almost the same "
                 "(collapse); see the loss's chance_ratio, lower the lr or check the views",
-                task.iteration,
-                float(spread),
+                task.iteration + 1,
+                spread,
             )
 
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from selftask import classy
@@ -78,8 +76,7 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, 3, H, W) -> scores (B, C)."""
-        with torch.no_grad() if self.frozen else nullcontext():
-            features = self.backbone(images)  # (B, E)
+        features = self.backbone(images)  # (B, E); of a frozen one, nothing is kept for backward
         scores: Tensor = self.head(features)
         return scores
 
