@@ -287,7 +287,7 @@ def test_a_run_that_waits_says_so_once(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(metrics.log, "warning", lambda text, *words: told.append(text % words))
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock[0])
     task: Any = SimpleNamespace(
-        config=config_for(tmp_path, "train.log_every=10", "data.num_workers=1"),
+        config=config_for(tmp_path, "train.log_every=10", "data.num_workers=1", "out=runs/a"),
         feed=SimpleNamespace(data_wait_s=0.0),
         last_batch=SimpleNamespace(loss=torch.tensor(1.0)),
         length=SimpleNamespace(batch_size=8),
@@ -315,6 +315,6 @@ def test_a_run_that_waits_says_so_once(tmp_path: Path, monkeypatch: pytest.Monke
     (line,) = told
     assert line == (
         "step 150: training has waited for data 40% of the time: data.num_workers=1 leaves cores "
-        "idle (8 cores for 2 processes); try 4; `selftask bench data simclr/images` shows where "
-        "the time goes"
+        "idle (8 cores for 2 processes); try 4; `selftask bench data runs/a/config.yaml` shows "
+        "where the time goes"
     )

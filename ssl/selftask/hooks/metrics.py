@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -89,8 +90,8 @@ class Metrics(Hook):
         waiting = self.wait_watch.saw(steps, row["data_wait"])
         if waiting is not None:
             machine = Cores(cores(), task.world.local_size)
-            workers, recipe = task.config.data.num_workers, task.config.recipe
-            told = wait_advice(waiting, workers, machine, recipe)
+            recipe = Path(task.config.out) / "config.yaml"  # a recipe, with all that was set
+            told = wait_advice(waiting, task.config.data.num_workers, machine, str(recipe))
             log.warning("step %d: %s", task.iteration, told)
 
     def _losses(self, task: Task) -> list[float]:
