@@ -14,6 +14,7 @@ import torch
 from selftask.config.schema import Component, ViewConfig
 from selftask.data.device.engine import Engine
 from selftask.data.device.operation import known_forms
+from selftask.data.device.resampling import filter_matrix, resample
 from selftask.data.device.streams import Streams, uniforms
 from selftask.data.draws import draw_rng
 from selftask.data.transforms.geometry import HorizontalFlip
@@ -171,6 +172,18 @@ def test_pictures_of_different_sizes(name: str, dense: bool, at_once: bool) -> N
     images = [pictures(1, *size, seed=n)[0] for n, size in enumerate(sizes)]
     ours = by_device(config, images, dense=dense, at_once=at_once)
     assert_close(config, ours, by_cpu(config, images), 1.5)
+
+
+@pytest.mark.parametrize("size", [16, 224])
+def test_half_precision_is_enough_for_resampling(size: int) -> None:
+    """What tensor cores compute with on a GPU, against float64."""
+    values = torch.from_numpy(pictures(3, 60, 60)).permute(0, 3, 1, 2).float()
+    start, length = torch.tensor([0.0, 7.0, 31.0]), torch.tensor([60.0, 33.0, 20.0])
+    matrix = filter_matrix(start, length, size, (size, 60), "bilinear")
+    exact = resample(values.double(), matrix.double(), matrix.double())
+    difference = (resample(values, matrix, matrix, torch.float16) - exact).abs()
+    assert difference.mean() < 0.1
+    assert difference.max() < 0.5
 
 
 def test_chunks_do_not_change_views(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,13 +63,17 @@ def _cubic(distance: Tensor) -> Tensor:
     return torch.where(distance < 1, near, torch.where(distance < 2, far, 0.0))
 
 
-def resample(values: Tensor, down: Tensor, across: Tensor) -> Tensor:
+def resample(
+    values: Tensor, down: Tensor, across: Tensor, kind: torch.dtype | None = None
+) -> Tensor:
     """(B, 3, H', W') of (B, 3, H, W), by ``down`` (B, H', H), ``across`` (B, W', W).
 
-    On CUDA in float16, whose 11 bits keep whole levels exact and the result within 0.2 of one:
-    tensor cores make it the cheapest operation of all instead of the dearest.
+    ``kind`` is what it is computed in. On CUDA that is float16, whose 11 bits keep whole levels
+    exact and the result within half of one: tensor cores make it the cheapest operation of all
+    instead of the dearest.
     """
-    kind = torch.float16 if values.device.type == "cuda" else values.dtype
+    if kind is None:
+        kind = torch.float16 if values.device.type == "cuda" else values.dtype
     batch, channels, height, _ = values.shape
     rows = values.to(kind).flatten(1, 2) @ across.to(kind).mT  # (B, 3 H, W')
     planes = rows.view(batch, channels, height, -1)
