@@ -80,9 +80,7 @@ def test_errors(arrays: Path) -> None:
         with pytest.raises(UserError, match=match):
             build(**{"path": str(arrays), "value_range": [0, 1], **args})
 
-    fails(
-        r"data\.value_range is missing: .*0\.npy holds uint16, \d+ to 11\d+", value_range=None
-    )
+    fails(r"data\.value_range is missing: .*0\.npy holds uint16, \d+ to 11\d+", value_range=None)
     fails(r"bands=\[3, 4, 5\]: .*0\.npy has 5 channels, from 0 to 4", bands=[3, 4, 5])
     fails(r"bands=\[0, 1\]: three channels", bands=[0, 1])
     fails(r"value_range=\[1, 0\]", value_range=[1, 0])
