@@ -116,7 +116,7 @@ def test_workers_share_the_waiting(tmp_path: Path) -> None:
 def test_views_made_on_the_device(cache: str, tmp_path: Path) -> None:
     config = config_for(tmp_path, "data.num_workers=0", "data.engine=device", f"data.cache={cache}")
     times = measure(config, Sources(Slow(24, 0.005), None), CPU, seconds=0.3)
-    assert list(times.stages) == ["decode", "draw", "collate", "views there"]
+    assert list(times.stages) == ["read+decode", "draw", "collate", "views there"]
     assert all(seconds > 0 for seconds in times.stages.values())
     assert times.views == [(96, 96)] * 2
     assert times.decodes_per_sample == 1
@@ -192,12 +192,13 @@ def test_the_costliest_transform_is_found(tmp_path: Path, monkeypatch: pytest.Mo
         ({"num_workers": 2}, "data.num_workers=2 leaves cores idle (8 cores); try 8"),
         ({"num_workers": 30}, "data.num_workers=30 is too many for 8 cores; try 8"),
         ({"processes": 4}, "data.num_workers=8 is too many for 8 cores for 4 processes; try 2"),
-        ({"read_s": 9e-3}, "reading takes 81%: put the images on a local disk"),
-        ({"decode_s": 9e-3}, "decoding takes 88%: only more workers"),
+        ({"read_s": 9e-3}, "read takes 81%: data.copy_to=FOLDER_ON_A_LOCAL_DISK"),
+        ({"decode_s": 9e-3}, "decode takes 88%: only more workers"),
         (
             {"decode_s": 9e-3, "image_pixels": 20 * 224 * 224},
-            "decoding takes 88%, of images with 20 times the pixels of the largest view",
+            "decode takes 88%, of images with 20 times the pixels of the largest view",
         ),
+        ({"read_s": None, "decode_s": 9e-3}, "read+decode takes 89%: only more workers"),
         ({"augment_s": 9e-3}, "making 2 views takes 88%, gaussian_blur 60% of that"),
         ({"collate_s": 9e-3}, "putting batches together takes 81%"),
         (
@@ -234,7 +235,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*argv, "--json", "data.val=no/such/folder", f"out={tmp_path / 'out'}"]) == 0
     report = json.loads(capfd.readouterr().out)
     assert report["decodes_per_sample"] == 1
-    assert set(report["ms_per_image"]) == {"decode", "augment", "collate", "to device"}
+    assert set(report["ms_per_image"]) == {"read+decode", "augment", "collate", "to device"}
     assert report["loader_images_per_s"] > 0
     assert not (tmp_path / "out").exists()
 

@@ -40,7 +40,7 @@ T = TypeVar("T")
 class StageTimes:
     """What ``measure`` found; seconds are those of one image in one process."""
 
-    read_s: float | None  # None: the source has no files of its own, and reading is in decode_s
+    read_s: float | None  # None: an image has no file of its own, and reading is in decode_s
     decode_s: float
     augment_s: float  # with data.engine=device: to shrink the image and to draw for its views
     collate_s: float
@@ -64,7 +64,7 @@ class StageTimes:
         """Name -> seconds for each stage that was measured on its own."""
         named = {
             "read": self.read_s,
-            "decode": self.decode_s,
+            "decode" if self.read_s is not None else "read+decode": self.decode_s,
             "augment" if self.engine == "cpu" else "draw": self.augment_s,
             "collate": self.collate_s,
             "to device" if self.engine == "cpu" else "views there": self.to_device_s,
@@ -331,17 +331,17 @@ def _advice(found: StageTimes) -> Iterator[str]:
     largest = max((width * height for width, height in found.views), default=1)
     if name == "read":
         yield (
-            f"reading takes {stages[name]:.0%}: put the images on a local disk, or into a few "
-            "large files"
+            f"{name} takes {stages[name]:.0%}: data.copy_to=FOLDER_ON_A_LOCAL_DISK, or "
+            "few large files instead of many small ones, help"
         )
-    elif name == "decode" and found.image_pixels > 4 * largest:
+    elif "decode" in name and found.image_pixels > 4 * largest:
         yield (
-            f"decoding takes {stages[name]:.0%}, of images with {found.image_pixels / largest:.0f} "
+            f"{name} takes {stages[name]:.0%}, of images with {found.image_pixels / largest:.0f} "
             "times the pixels of the largest view: a copy of them at about twice its sides decodes "
             "in a fraction of the time"
         )
-    elif name == "decode":
-        yield f"decoding takes {stages[name]:.0%}: only more workers, or decoded copies, help"
+    elif "decode" in name:
+        yield f"{name} takes {stages[name]:.0%}: only more workers, or decoded copies, help"
     elif name == "augment":
         costliest = next(iter(found.transforms.items()), None)
         most = f", {costliest[0]} {costliest[1]:.0%} of that" if costliest else ""
