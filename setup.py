@@ -17,7 +17,7 @@ AUGMENT = Extension(
     "selftask.data.kernel._augment",
     sources=sorted(str(path) for path in KERNEL.glob("*.c")),
     depends=sorted(str(path) for path in KERNEL.glob("*.h")),
-    extra_compile_args=[] if os.name == "nt" else ["-O3", "-std=c11"],
+    extra_compile_args=[] if os.name == "nt" else ["-O3", "-std=c11", "-g0"],
     optional=True,  # without a compiler the package installs all the same, and is slower
 )
 

@@ -2,6 +2,9 @@
 #include "detect.h"
 
 #if HAVE_X86_VARIANTS
+#include <immintrin.h> /* before the target: its functions have their own */
+#include <stdint.h>
+#include <string.h>
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2"))), \
                              apply_to = function)
