@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from selftask.config.schema import Component, ViewConfig
 from selftask.data.device.engine import Engine
@@ -250,6 +252,45 @@ def test_compiles_as_one_graph() -> None:
     expected = engine(pixels, None, packed)
     for one, other in zip(compiled(pixels, None, packed), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+def on_an_imagined_gpu(transforms: list[Component], sizes: np.ndarray, dense: bool | None) -> None:
+    """All views on a GPU that knows shapes and places only, and cannot be asked for a value."""
+    config = views_of(transforms)
+    engine = Engine(Views(config), config, dense)
+    packed = engine.draw_batch(0, np.zeros(len(sizes), int), np.arange(len(sizes)), sizes)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        pixels = torch.empty((len(sizes), HEIGHT, WIDTH, 3), dtype=torch.uint8, device="cuda")
+        each = None if (sizes == sizes[0]).all() else torch.empty((len(sizes), 2), device="cuda")
+        numbers = torch.empty(packed.numbers.shape, device="cuda")
+        for view in engine(pixels, each, replace(packed, numbers=numbers)):
+            assert view.device.type == "cuda"
+            assert view.dtype == torch.float32
+            assert view.is_contiguous()
+
+
+NEEDS_CUDA_BUILD = pytest.mark.skipif(torch.version.cuda is None, reason="this torch knows no GPUs")
+
+
+@NEEDS_CUDA_BUILD
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_asked_of_a_gpu(name: str) -> None:
+    sizes = np.tile((HEIGHT, WIDTH), (4, 1))
+    on_an_imagined_gpu(CASES[name][0], sizes, dense=None)
+
+
+@NEEDS_CUDA_BUILD
+@pytest.mark.parametrize("name", RAGGED)
+def test_nothing_is_asked_of_a_gpu_about_different_sizes(name: str) -> None:
+    sizes = np.array([(HEIGHT, WIDTH), (30, 30), (40, 40), (9, 9)])
+    on_an_imagined_gpu(RAGGED[name], sizes, dense=None)
+
+
+@NEEDS_CUDA_BUILD
+def test_a_question_to_the_gpu_is_noticed() -> None:
+    """The form for hosts looks at its values, which the imagined GPU refuses."""
+    with pytest.raises(DynamicOutputShapeException):
+        on_an_imagined_gpu(SIMCLR, np.tile((HEIGHT, WIDTH), (4, 1)), dense=False)
 
 
 class Darker(Transform):
