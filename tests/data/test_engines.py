@@ -1,0 +1,82 @@
+"""``data.engine`` and ``data.cache`` from the config on: the same samples, whoever makes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from selftask.config.load import load_config
+from selftask.data.dataset import open_data
+from selftask.data.device.batches import DeviceDataset
+from selftask.data.device.cache import CachedBatches
+from selftask.data.feed import Feed
+from selftask.data.sources.decoded import Decoded
+from selftask.errors import ConfigError
+from selftask.world import World
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SELFTASK_CACHE", str(tmp_path))
+
+
+def feed(out: Path, *settings: str) -> Feed:
+    words = ["data.num_workers=0", "train.batch_size=32", f"out={out}", *settings]
+    config = load_config("simclr", words)
+    return Feed(config, open_data(config.data), World(), torch.device("cpu"))
+
+
+def samples(feed: Feed, start: int) -> list[dict[str, Any]]:
+    found = feed.train_samples(start)
+    read = [next(found) for _ in range(2)]
+    feed.close()
+    return read
+
+
+@pytest.mark.parametrize("engine", ["cpu", "device"])
+def test_caches_do_not_change_samples(tmp_path: Path, engine: str) -> None:
+    plain = feed(tmp_path, f"data.engine={engine}")
+    assert isinstance(plain.batches.dataset, DeviceDataset) == (engine == "device")
+    expected = samples(plain, 5)
+    for cache in ("disk", "device") if engine == "device" else ("ram",):
+        cached = feed(tmp_path, f"data.engine={engine}", f"data.cache={cache}")
+        assert isinstance(cached.batches, CachedBatches) == (cache == "device")
+        found = samples(cached, 5)
+        assert isinstance(cached.batches.dataset.source, Decoded) == (cache != "device")
+        for one, other in zip(found, expected, strict=True):
+            assert one["step"] == other["step"]
+            assert torch.equal(one["index"], other["index"])
+            assert torch.equal(one["target"], other["target"])
+            for view, expected_view in zip(one["views"], other["views"], strict=True):
+                torch.testing.assert_close(view, expected_view, rtol=0, atol=1e-5)
+
+
+def test_engines_differ_by_rounding(tmp_path: Path) -> None:
+    cpu, device = (samples(feed(tmp_path, f"data.engine={name}"), 3) for name in ("cpu", "device"))
+    for one, other in zip(cpu, device, strict=True):
+        assert torch.equal(one["index"], other["index"])
+        for view, other_view in zip(one["views"], other["views"], strict=True):
+            assert (view - other_view).abs().mean() < 1.5 / 127.5  # grey levels, normalised
+
+
+def test_a_sweep_reads_every_image_once(tmp_path: Path) -> None:
+    made = feed(tmp_path, "data.engine=device", "data.cache=ram", "train.batch_size=256")
+    found = torch.cat([sample["index"] for sample in made.sweep()])
+    assert found.tolist() == list(range(made.num_images))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["data.cache=device"], "data.cache='device' needs data.engine=device"),
+        (["data.shrink=64"], "data.shrink=64 has no effect on data.engine='cpu' without a cache"),
+        (["data.engine=gpu"], "data.engine='gpu'"),
+    ],
+)
+def test_what_does_not_go_together(tmp_path: Path, settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        feed(tmp_path, *settings)
+    assert message in str(caught.value)
