@@ -23,7 +23,7 @@ from selftask.data.transforms.geometry import HorizontalFlip
 from selftask.data.transforms.transform import Transform
 from selftask.data.views import Views
 from selftask.errors import ConfigError, UserError
-from selftask.registry import TRANSFORMS, register_transform
+from selftask.registry import TRANSFORMS
 
 SEED, EPOCH, IMAGES = 5, 1, 24
 HEIGHT, WIDTH = 40, 48
@@ -313,23 +313,24 @@ class Cropping(Darker):
         return images[..., 1:]
 
 
-register_transform("device_test_darker")(Darker)
-register_transform("device_test_cropping")(Cropping)
-
-
-@register_transform("device_test_callable")
-class Callable:
+class Function:
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         return image
 
 
-@register_transform("device_test_subclass")
 class Mirrored(HorizontalFlip):
     """Might mean anything: what it inherits says nothing about it."""
 
 
+@pytest.fixture(autouse=True)
+def own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transforms of a user, for the time of a test."""
+    for made in (Darker, Cropping, Function, Mirrored):
+        monkeypatch.setitem(TRANSFORMS._registered, made.__name__.lower(), made)
+
+
 def test_a_users_transform_with_a_form_for_batches() -> None:
-    config = views_of([*SIMCLR[:2], part("device_test_darker"), part("grayscale")])
+    config = views_of([*SIMCLR[:2], part("darker"), part("grayscale")])
     images = list(pictures(8, HEIGHT, WIDTH))
     for dense in (False, True):
         ours = by_device(config, images, dense=dense, at_once=dense)
@@ -337,12 +338,12 @@ def test_a_users_transform_with_a_form_for_batches() -> None:
 
 
 def test_a_form_for_batches_must_keep_the_shape() -> None:
-    config = views_of([part("device_test_cropping")])
+    config = views_of([part("cropping")])
     with pytest.raises(UserError, match=r"Cropping.on_batch gave shape \(4, 3, 8, 7\)"):
         by_device(config, list(pictures(4, 8, 8)), dense=False)
 
 
-@pytest.mark.parametrize("name", ["device_test_callable", "device_test_subclass", "equalize"])
+@pytest.mark.parametrize("name", ["function", "mirrored", "equalize"])
 def test_transforms_without_a_form_are_named(name: str) -> None:
     config = views_of([part("random_resized_crop", size=8), part(name), part("normalize")])
     with pytest.raises(ConfigError) as caught:

@@ -228,6 +228,8 @@ def _operations(views: Views, config: Mapping[str, ViewConfig]) -> list[list[Ope
 
 def _sizes_after(operation: Operation, sizes: np.ndarray) -> np.ndarray:
     """``operation.size_after`` for (N, 2) sizes, most of which are the same."""
+    if (sizes == sizes[0]).all():
+        return np.tile(operation.size_after(*sizes[0].tolist()), (len(sizes), 1))
     different, which = np.unique(sizes, axis=0, return_inverse=True)
     after = [operation.size_after(height, width) for height, width in different.tolist()]
     return np.array(after, dtype=np.int64)[which.ravel()]
