@@ -15,8 +15,8 @@ from selftask.data.device.ahead import Ahead
 from selftask.data.device.batches import DeviceDataset, shrunk
 from selftask.data.device.cache import CachedBatches, free_bytes
 from selftask.data.device.engine import Engine
-from selftask.data.image import BadImage
 from selftask.data.loader import Batches, EvalBatches
+from selftask.data.reading import BadImage
 from selftask.data.views import Views
 from selftask.errors import UserError
 
