@@ -250,6 +250,18 @@ def test_a_transform_that_makes_floats_is_explained(workers: int) -> None:
         read(Batches(data, batch_size=4, seed=0, num_workers=workers), 1)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_user_can_put_right_comes_without_a_traceback(workers: int) -> None:
+    def refuse(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        raise UserError("views.main.transforms.0: these tiles do not fit")
+
+    data = dataset(Numbers(20))
+    data.views.pipelines[0].transforms[0] = refuse
+    with pytest.raises(UserError) as caught:
+        read(Batches(data, batch_size=4, seed=0, num_workers=workers), 1)
+    assert str(caught.value) == "views.main.transforms.0: these tiles do not fit"
+
+
 def test_a_killed_worker_is_named() -> None:
     batches = Batches(dataset(Numbers(20, dies_at=7)), batch_size=10, seed=0, num_workers=1)
     with pytest.raises(UserError, match=r"worker process \d+ was killed by SIGKILL; out of memory"):

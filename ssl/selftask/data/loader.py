@@ -215,17 +215,42 @@ def _stack(views: Sequence[np.ndarray]) -> torch.Tensor:
     return stacked
 
 
+class _Maker:
+    """Whole batches of a dataset, as a DataLoader's fetcher asks for them.
+
+    An error that the user can put right travels in the batch: raised in a worker it would arrive
+    wrapped in torch's words and a traceback.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.collate = getattr(dataset, "collate", collate)  # that of the device engine is its own
+
+    def __getitems__(self, keys: list[Any]) -> Batch:
+        try:
+            batch: Batch = self.collate([self.dataset[key] for key in keys])
+        except UserError as error:
+            none = torch.empty(0, dtype=torch.int64)
+            return Batch([], none, none, 0, [], 0, problem=str(error))
+        return batch
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
 class _Reader:
     """One DataLoader over a sequence of batches of keys, with errors a user can read."""
 
     def __init__(
         self, dataset: Any, batches: Iterable[Any], num_workers: int, device: torch.device
     ) -> None:
+        maker: Any = _Maker(dataset)
         loader: DataLoader[Any] = DataLoader(
-            dataset,
+            maker,
             batch_sampler=batches,
             num_workers=num_workers,
-            collate_fn=getattr(dataset, "collate", collate),  # that of the device engine is its own
+            collate_fn=_as_it_is,
             pin_memory=device.type == "cuda",
             prefetch_factor=PREFETCH if num_workers else None,
             worker_init_fn=_start_worker,
