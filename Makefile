@@ -9,7 +9,7 @@ demo: $(VENV)/.installed ## pretrain on handwritten digits and show what was lea
 	$(BIN)/python tools/demo.py
 
 test: check ## style, types and all quick tests: under 10 minutes on 2 cores
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4
 
 test-all: $(VENV)/.tests ## what takes longer: the kill matrix and the gates of all methods
 	$(BIN)/python -m pytest -m slow -rs

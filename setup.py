@@ -56,7 +56,13 @@ setup(
         "data": ["pyarrow>=14", "h5py>=3.9", "lmdb>=1.4", "fsspec>=2023.6", "tifffile>=2023.7"],
         "datasets": ["datasets>=2.14"],  # Hugging Face's
         "test": [
-            *("pytest>=8", "lightly>=1.5", "lightning>=2.2", "tensorboard>=2.15"),
+            *(
+                "pytest>=8",
+                "pytest-xdist>=3",
+                "lightly>=1.5",
+                "lightning>=2.2",
+                "tensorboard>=2.15",
+            ),
             *("pyarrow>=14", "h5py>=3.9", "lmdb>=1.4", "fsspec>=2023.6", "tifffile>=2023.7"),
         ],
         "dev": ["ruff>=0.12", "mypy>=1.14", "types-PyYAML"],

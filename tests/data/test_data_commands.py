@@ -220,10 +220,10 @@ def test_what_a_survey_raises_is_raised_here() -> None:
 def test_a_killed_survey_leaves_no_processes(tmp_path: Path) -> None:
     """Workers whose parent is gone notice it, although their siblings hold its end of the pipe."""
     code = (
-        "import os, signal, sys\n"
+        "import os, signal, sys, time\n"
         "from selftask.data.survey import crew\n"
         "sys.stdout.flush()\n"
-        "found = crew.look_at_all(lambda i: os.getpid(), range(1000), 2)\n"
+        "found = crew.look_at_all(lambda i: time.sleep(0.002) or os.getpid(), range(1000), 2)\n"
         "print(*{next(found)[1] for _ in range(900)}, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -39,7 +39,6 @@ CROP = Component(name="random_resized_crop", args={"size": 8})
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(selftask.__file__).parents[1])}
 START_WORKERS = """
-import multiprocessing
 from selftask.config.schema import Component, ViewConfig
 from selftask.data.dataset import ViewDataset, open_source
 from selftask.data.loader import Batches
@@ -47,7 +46,7 @@ from selftask.data.views import Views
 data = ViewDataset(open_source(Component(name="digits")), Views({"a": ViewConfig()}), 0)
 batches = Batches(data, batch_size=64, seed=0, num_workers=2)
 next(batches)
-print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+print(*(worker.pid for worker in batches._reader._workers), flush=True)
 """
 
 
@@ -309,13 +308,15 @@ def test_a_stuck_worker_does_not_keep_the_run_from_ending() -> None:
 
 
 def test_no_orphans_when_the_main_process_is_killed() -> None:
-    command = [sys.executable, "-c", START_WORKERS + "import time; time.sleep(60)"]
+    """Nor when it dies before a worker has begun."""
+    at_once = START_WORKERS.replace("next(batches)", "batches.start(0)")
+    command = [sys.executable, "-c", at_once + "import time; time.sleep(60)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as main:
         assert main.stdout is not None
         pids = [int(pid) for pid in main.stdout.readline().split()]
         assert len(pids) == 2
         main.kill()
-    deadline = time.monotonic() + 12
+    deadline = time.monotonic() + 40
     while any(map(_is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(map(_is_running, pids))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -253,7 +255,7 @@ class _Reader:
             collate_fn=_as_it_is,
             pin_memory=device.type == "cuda",
             prefetch_factor=PREFETCH if num_workers else None,
-            worker_init_fn=_start_worker,
+            worker_init_fn=partial(_start_worker, os.getpid()),
             generator=torch.Generator(),  # its own: starting must not draw from the global one
         )
         others = set(multiprocessing.active_children())
@@ -332,8 +334,14 @@ def _signals_of_the_main_process() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _start_worker(worker: int) -> None:
-    """Leave signals to the main process, which saves a checkpoint and then lets workers go."""
+def _start_worker(main: int, worker: int) -> None:
+    """Leave signals to the main process, which saves a checkpoint and then lets workers go.
+
+    torch's workers look whether the process is gone that was their parent when they began to work:
+    one whose parent died before that would wait for ever.
+    """
+    if os.getppid() != main:
+        os._exit(1)
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -117,7 +117,7 @@ class _Crew(Generic[T]):
     def _start(self, number: int) -> _Worker[T]:
         ours, theirs = _fork.Pipe()
         process = _fork.Process(
-            target=_work, args=(self.look, theirs, self.current, number), daemon=True
+            target=_work, args=(self.look, theirs, self.current, number, os.getpid()), daemon=True
         )
         process.start()
         theirs.close()  # so that the death of the process is the end of what we read
@@ -176,11 +176,10 @@ def _death(code: int | None) -> str:
     return f"the process that read it ended with code {code}"
 
 
-def _work(look: _Look[T], connection: Connection, current: Any, number: int) -> None:
+def _work(look: _Look[T], connection: Connection, current: Any, number: int, parent: int) -> None:
     """What a process does: chunk after chunk, until nobody sends one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process hears it and ends us
     warnings.simplefilter("ignore")  # decoders warn of files that they can read all the same
-    parent = os.getppid()
     while True:
         while not connection.poll(1.0):
             if os.getppid() != parent:
