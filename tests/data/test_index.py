@@ -362,7 +362,7 @@ def test_a_million_paths_open_at_once(tmp_path: Path) -> None:
         assert index is not None
         table = index.paths
         times.append(time.perf_counter() - started)
-    assert min(times) < 0.02  # reading them takes 100 ms and more; tools/bench/file_list.py measures
+    assert min(times) < 0.02  # reading takes 100 ms and more (tools/bench/file_list.py)
     for number in range(0, count, 997):
         assert table[number] == f"n{number // 1000:05d}/image_{number:08d}.jpg"
     assert index.labels is not None
