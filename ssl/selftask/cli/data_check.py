@@ -45,8 +45,8 @@ def main(argv: list[str]) -> int:
     if options.get("--json"):
         print(json.dumps({"source": survey.name, **report.to_dict()}))
     else:
-        print(f"{'source':<11}{survey.name}")
-        for line in [*lines_of(report), verdict(report, survey.config.max_bad)]:
+        lines = [f"{'source':<11}{survey.name}", *lines_of(report)]
+        for line in [*lines, verdict(report, survey.config.max_bad)]:
             sys.stdout.buffer.write(os.fsencode(line) + b"\n")  # names of files are any bytes
         sys.stdout.flush()
     return 1 if report.unreadable else 0
