@@ -8,7 +8,7 @@ that every part of it has a place to go.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
@@ -38,7 +38,7 @@ from selftask.parallel.build import build_reduction, save_activations, synchroni
 from selftask.progress import Clock, RunLength
 from selftask.pulse import PULSE
 from selftask.registry import HOOKS, METERS, METHODS, TRAIN_STEPS, Registry
-from selftask.timing import NOTHING, no_timer
+from selftask.timing import NoTimer
 from selftask.world import read_world
 
 log = get_logger(__name__)
@@ -72,7 +72,7 @@ class Task(ClassyTaskNames):
         self.out = Path(config.out)
         self.world = read_world()
         self.device = environment.pick_device(config.train.device, self.world)
-        self.timer: Callable[[str], AbstractContextManager[None]] = no_timer()
+        self.timer: Callable[[str], AbstractContextManager[None]] = NoTimer()
         self.evaluate: Callable[[Task], dict[str, float]] | None = None  # set by the launcher
         self.train_step_function: Callable[[Task], None] = TRAIN_STEPS[config.train.step]
         self.train = True
@@ -196,7 +196,7 @@ class Task(ClassyTaskNames):
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of the forward pass; nothing in float32."""
         dtype = _DTYPES.get(self.config.train.precision)
-        return NOTHING if dtype is None else torch.autocast(self.device.type, dtype)  # type: ignore[no-any-return]
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def update_meters(self, output: Any, target: Tensor) -> None:
         """Show the batch to the meters: those of a test phase."""

@@ -13,7 +13,7 @@ from selftask.config.schema import Component, DataConfig
 from selftask.data.dataset import BadFiles, open_source
 from selftask.data.decode_once import decode_once
 from selftask.data.reading import BadImage
-from selftask.data.source import Source
+from selftask.data.source import Source, Wrapped
 from selftask.errors import UserError
 
 
@@ -50,6 +50,23 @@ def all_of(source: Source) -> list[Any]:
         else:
             found.append((picture.shape, picture.tobytes(), label))
     return found
+
+
+@pytest.mark.parametrize("cache", ["ram", "disk"])
+def test_classes_without_an_image_in_the_subset_still_count(photos: Path, cache: str) -> None:
+    class OfTheFirst(Wrapped):
+        """The images of class 0."""
+
+        def __init__(self, source: Source) -> None:
+            super().__init__(source)
+            self.labels = source.labels[:3]
+
+        def __len__(self) -> int:
+            return 3
+
+    part = OfTheFirst(opened(photos))
+    assert part.labels.tolist() == [0, 0, 0]
+    assert decoded(part, cache).num_classes == 2
 
 
 @pytest.mark.parametrize("cache", ["ram", "disk"])

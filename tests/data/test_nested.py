@@ -177,6 +177,11 @@ MISTAKES: dict[str, dict[tuple[str, str], str]] = {  # by what is replaced: the 
     "types": {
         ("length: 4", "length: long"): r"choices\.0\.1\.length='long': expected a whole number",
     },
+    "limits": {
+        ("length: 4", "length: 0"): r"my\.yaml:15: .*choices\.0\.1\.length=0: must be at least 1",
+        (CROP_LINE, CROP_LINE.replace("28", "-1")): r"my\.yaml:11: .*size=-1: must be at least 1",
+        ("p: 0.8", "p: 8"): r"my\.yaml:8: .*transforms\.0\.p=8: must be at most 1",
+    },
     "no list": {
         (
             "[posterize, {name: cutout, length: 4}]",
@@ -184,14 +189,11 @@ MISTAKES: dict[str, dict[tuple[str, str], str]] = {  # by what is replaced: the 
         ): r"choices\.0='posterize': expected a list of transforms",
     },
     "values": {
-        ("length: 4", "length: 0"): r"my\.yaml:15: .*choices\.0\.1\.length: 0; at least 1 pixel",
-        (CROP_LINE, CROP_LINE.replace("28", "-1")): r"my\.yaml:11: .*size: -1; at least 1 pixel",
         ("[1, 3]", "[1]"): r"my\.yaml:13: .*weights: 1 numbers for 2 choices",
         (
             "- horizontal_flip",
             "- normalize",
         ): r"my\.yaml:10: .*transforms\.0\.transforms\.0: normalize is for the end",
-        ("p: 0.8", "p: 8"): r"my\.yaml:8: .*transforms\.0\.p: 8\.0; a probability is expected",
     },
     "more values": {
         ("[1, 3]", "[0, 0]"): r"weights: \[0\.0, 0\.0\]; none below 0",

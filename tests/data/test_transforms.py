@@ -16,9 +16,11 @@ import torchvision.transforms as tv
 import torchvision.transforms.functional as F
 from PIL import Image
 
+from selftask.config.load import load_config
 from selftask.data import kernel
 from selftask.data.draws import ViewDraws
 from selftask.data.views import Pipeline
+from selftask.errors import ConfigError
 from selftask.registry import TRANSFORMS
 
 
@@ -314,9 +316,7 @@ def test_contrast_noise(photo: np.ndarray) -> None:
 @pytest.mark.parametrize(
     ("name", "args", "key"),
     [
-        ("random_resized_crop", {"size": 0}, "size"),
         ("random_resized_crop", {"size": 8, "scale": (0.5, 0.2)}, "scale"),
-        ("horizontal_flip", {"p": 2.0}, "p"),
         ("color_jitter", {"hue": 0.7}, "hue"),
         ("gaussian_blur", {"sigma": (2.0, 1.0)}, "sigma"),
         ("random_affine", {"scale": (0.0, 1.0)}, "scale"),
@@ -328,3 +328,16 @@ def test_problems_name_the_key(name: str, args: dict[str, Any], key: str) -> Non
     problems = list(build(name, **args).problems({}))
     assert len(problems) == 1
     assert problems[0].startswith(f"{key}: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "message"),
+    [
+        ("random_resized_crop", "size", 0, "must be at least 1"),
+        ("horizontal_flip", "p", 2.0, "must be at most 1"),
+        ("posterize", "bits", 9, "must be at most 8"),
+    ],
+)
+def test_limits_name_the_key(name: str, key: str, value: float, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"transforms\.0\.{key}=.*: {message}"):
+        load_config("simclr", [f"views.main.transforms=[{{name: {name}, {key}: {value}}}]"])

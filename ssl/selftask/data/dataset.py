@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from selftask.data.draws import draw_rng
 from selftask.data.order import hash_words
 from selftask.data.reading import BadImage, set_policy
-from selftask.data.sampler import build_sampler, epoch_of, steps_per_epoch
+from selftask.data.sampler import Sampler, build_sampler, epoch_of, steps_per_epoch
 from selftask.data.source import Source
 from selftask.data.sources.local_copy import copied
 from selftask.data.sources.subset import subset_of
@@ -86,10 +86,11 @@ def copy_data(sources: Sources, copy_to: str | None) -> Sources:
     return Sources(train, val)
 
 
-def check_sizes(config: Config, source: Source) -> None:
-    """Raise ConfigError if an epoch has no step, or if one update takes more than an epoch."""
+def check_sizes(config: Config, source: Source) -> Sampler:
+    """The sampler of a run; ConfigError if its epoch has no step, or less than one update."""
     batch_size, accumulate = config.train.batch_size, config.train.accumulate
-    num_samples = build_sampler(config, source).num_samples
+    sampler = build_sampler(config, source)
+    num_samples = sampler.num_samples
     steps = steps_per_epoch(num_samples, batch_size)
     if accumulate > steps:
         problem = (
@@ -97,6 +98,7 @@ def check_sizes(config: Config, source: Source) -> None:
             f"({num_samples} images in batches of {batch_size}); at most {steps} is possible"
         )
         raise ConfigError([problem])
+    return sampler
 
 
 def replacement(seed: int, epoch: int, index: int, attempt: int, num_images: int) -> int:

@@ -12,7 +12,6 @@ from selftask.data.dataset import BadFiles, EvalDataset, Sources, ViewDataset, c
 from selftask.data.decode_once import decode_once
 from selftask.data.device.cache import CachedBatches
 from selftask.data.loader import Batches, EvalBatches
-from selftask.data.sampler import build_sampler
 from selftask.data.train_dataset import train_dataset
 from selftask.data.views import build_pipeline
 from selftask.logs import get_logger
@@ -39,7 +38,7 @@ class Feed:
         self.world = world
         self.device = device
         self.train_source, self.val_source = sources
-        check_sizes(config, self.train_source)
+        sampler = check_sizes(config, self.train_source)
         out = Path(config.out)
         self.eval_pipeline = build_pipeline(config.eval.transforms, key="eval.transforms")
         self._bad_val_list = out / "bad_files_val.txt"
@@ -57,7 +56,7 @@ class Feed:
                 on_error=config.data.on_error,
                 max_bad=config.data.max_bad,
             ),
-            sampler=build_sampler(config, self.train_source),
+            sampler=sampler,
         )
         log.info("sampler: %s", self.batches.sampler.describe())
 

@@ -31,6 +31,7 @@ from selftask.errors import UserError
 from selftask.pulse import during
 
 PREFETCH = 3  # batches that each worker makes ahead
+PARENT_CHECK_S = 2.0  # how often a worker looks whether the main process is still there
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
 
@@ -337,14 +338,19 @@ def _signals_of_the_main_process() -> Iterator[None]:
 def _start_worker(main: int, worker: int) -> None:
     """Leave signals to the main process, which saves a checkpoint and then lets workers go.
 
-    torch's workers look whether the process is gone that was their parent when they began to work:
-    one whose parent died before that would wait for ever.
+    torch's own look whether their parent is gone takes the parent they had when they began to work:
+    a worker whose parent died before that would wait for ever. So ours looks for itself.
     """
-    if os.getppid() != main:
-        os._exit(1)
+    threading.Thread(target=_leave_with, args=(main,), daemon=True).start()
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
+
+
+def _leave_with(main: int) -> None:
+    while os.getppid() == main:
+        time.sleep(PARENT_CHECK_S)
+    os._exit(1)
 
 
 def _describe_death(workers: list[BaseProcess]) -> str | None:

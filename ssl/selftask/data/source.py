@@ -49,6 +49,40 @@ class Source(ABC):
         return 0 if self.labels is None else int(self.labels.max(initial=NO_LABEL)) + 1
 
 
+class Wrapped(Source):
+    """A source that answers as another one does, but for what a subclass says itself."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.labels = source.labels
+
+    @property
+    def max_pixels(self) -> int:  # type: ignore[override]
+        """Of the source that reads."""
+        return self.source.max_pixels
+
+    @max_pixels.setter
+    def max_pixels(self, value: int) -> None:
+        self.source.max_pixels = value
+
+    @property
+    def num_classes(self) -> int:
+        """Of the whole source: a class that has no image here still has its number."""
+        return self.source.num_classes
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        return self.source[index]
+
+    def path(self, index: int) -> str:
+        return self.source.path(index)
+
+    def describe(self) -> str:
+        return self.source.describe()
+
+
 class PathTable:
     """Paths in a few arrays, so that workers share them instead of copying them.
 

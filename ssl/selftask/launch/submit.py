@@ -15,7 +15,6 @@ from selftask.config.sbatch import DEFAULT_MINUTES, minutes, option, show_minute
 from selftask.config.schema import Config
 from selftask.config.sweep import Point, expand_sweep
 from selftask.data.dataset import check_sizes, open_data
-from selftask.data.sampler import build_sampler
 from selftask.errors import ConfigError, UserError
 from selftask.launch import jobs
 from selftask.launch.partitions import Partition, check_time, chosen
@@ -129,9 +128,9 @@ def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
             base = Path(config.out)
             config = replace(config, out=str(base / point.name))
             source = open_data(config.data).train
-            check_sizes(config, source)
+            sampler = check_sizes(config, source)
             check_same_run(config, Path(config.out))
-            samples = samples or build_sampler(config, source).num_samples
+            samples = samples or sampler.num_samples
             configs.append(config)
         except ConfigError as error:
             problems += [problem for problem in error.problems if problem not in problems]

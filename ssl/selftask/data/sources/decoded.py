@@ -12,35 +12,24 @@ from typing import IO, Any
 import numpy as np
 
 from selftask.data.reading import BadImage
-from selftask.data.source import Source
+from selftask.data.source import Source, Wrapped
 
 _VERSION = "1"  # of the files; others are not read
 _LOOKED_AT = 8  # pictures that are compared when a kept file is found
 
 
-class Decoded(Source):
+class Decoded(Wrapped):
     """``source`` as a ``Store`` keeps it; what could not be read then is bad now, too."""
 
     def __init__(self, source: Source, store: Store) -> None:
-        self.source = source
+        super().__init__(source)
         self.store = store
-        self.labels = source.labels
-        self.max_pixels = source.max_pixels
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         picture = self.store.picture(index)
         if picture is None:
             raise BadImage(self.path(index), self.store.reasons[index])
         return picture, int(self.store.labels[index])
-
-    def path(self, index: int) -> str:
-        return self.source.path(index)
-
-    def describe(self) -> str:
-        return self.source.describe()
 
 
 class Store:

@@ -15,7 +15,7 @@ import numpy as np
 from selftask.data.image import decode_image
 from selftask.data.index import say
 from selftask.data.reading import BadImage, read_bytes
-from selftask.data.source import NO_LABEL, Source
+from selftask.data.source import NO_LABEL, Source, Wrapped
 from selftask.data.sources.copies import THREADS, copy_files, copy_path, folder_for
 from selftask.data.sources.files import FileSource
 from selftask.data.sources.frames import Frames
@@ -55,13 +55,12 @@ def copied(source: Source, copy_to: str) -> Source:
     return source
 
 
-class LocalFiles(Source):
+class LocalFiles(Wrapped):
     """Images that are a file each, read from their copies; where one is missing, from its file."""
 
     def __init__(self, source: Source, folder: Path) -> None:
-        self.source = source
+        super().__init__(source)
         self.folder = folder
-        self.labels = source.labels
         with ThreadPoolExecutor(max_workers=THREADS) as pool:
             found = list(pool.map(_stat, map(source.path, range(len(source)))))
         files = {file.path: file for file in found if file is not None}
@@ -69,23 +68,6 @@ class LocalFiles(Source):
         left_out = sum(file is None for file in found)
         if left_out:
             say(f"{left_out} paths are no files to copy, and will not be readable")
-
-    @property
-    def max_pixels(self) -> int:  # type: ignore[override]
-        """Of the source that is copied."""
-        return self.source.max_pixels
-
-    @max_pixels.setter
-    def max_pixels(self, value: int) -> None:
-        self.source.max_pixels = value
-
-    @property
-    def num_classes(self) -> int:
-        """Of the source that is copied."""
-        return self.source.num_classes
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         path = self.source.path(index)
@@ -95,9 +77,6 @@ class LocalFiles(Source):
             return self.source[index]
         label = NO_LABEL if self.labels is None else int(self.labels[index])
         return decode_image(data, path, self.max_pixels), label
-
-    def path(self, index: int) -> str:
-        return self.source.path(index)
 
     def describe(self) -> str:
         """``1108 images, 20 folders, 0 unreadable; copied to /scratch``."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.order import hash_words
-from selftask.data.source import Source
+from selftask.data.order import hash_words, mix
+from selftask.data.source import Source, Wrapped
 from selftask.errors import UserError, nearest
 
 
@@ -32,7 +32,7 @@ class Part:
         return ", ".join([*words, f"seed {self.seed}"])
 
 
-class Subset(Source):
+class Subset(Wrapped):
     """Some images of a source, in its order; the classes keep their numbers.
 
     Which ones depends on the seed and the number of images (of a class) alone. With one seed a
@@ -40,24 +40,10 @@ class Subset(Source):
     """
 
     def __init__(self, source: Source, part: Part) -> None:
-        self.source = source
+        super().__init__(source)
         self.part = part
         self.rows = choose(len(source), source.labels, part)  # (N,) int64, sorted
         self.labels = None if source.labels is None else source.labels[self.rows]
-
-    @property
-    def max_pixels(self) -> int:  # type: ignore[override]
-        """Of the source that reads."""
-        return self.source.max_pixels
-
-    @max_pixels.setter
-    def max_pixels(self, value: int) -> None:
-        self.source.max_pixels = value
-
-    @property
-    def num_classes(self) -> int:
-        """Of the whole source: a class that has no image here still has its number."""
-        return self.source.num_classes
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -153,7 +139,5 @@ def _take(order: np.ndarray, part: Part, what: str) -> np.ndarray:
 
 def _shuffled(size: int, seed: int) -> np.ndarray:
     """0..size-1 in the order of their hashes: numpy's generators may change between versions."""
-    state = np.arange(size, dtype=np.uint64) + np.uint64(hash_words(seed, 0x737562736574))
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
-    return np.argsort(state ^ (state >> np.uint64(31)), kind="stable")
+    first = np.uint64(hash_words(seed, 0x737562736574))
+    return np.argsort(mix(np.arange(size, dtype=np.uint64) + first), kind="stable")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import cv2
@@ -12,7 +12,7 @@ import numpy as np
 
 from selftask.data.kernel import MOST_SIGMA, Op
 from selftask.data.transforms.tones import solarize
-from selftask.data.transforms.transform import Transform
+from selftask.data.transforms.transform import ByChance, Transform
 from selftask.registry import register_transform
 
 LUMA = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R 601), as Pillow and torchvision use
@@ -39,7 +39,7 @@ class ColorJitter(Transform):
     contrast: float = 0.0
     saturation: float = 0.0
     hue: float = 0.0  # turn of the colour circle within +- this, at most 0.5
-    p: float = 1.0
+    p: float = field(default=1.0, metadata={"min": 0, "max": 1})
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         for key in ("brightness", "contrast", "saturation"):
@@ -47,8 +47,6 @@ class ColorJitter(Transform):
                 yield f"{key}: {getattr(self, key)}; 0 or more is expected"
         if not 0 <= self.hue <= 0.5:
             yield f"hue: {self.hue}; 0 to 0.5 is expected"
-        if not 0 <= self.p <= 1:
-            yield f"p: {self.p}; a probability is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Jitter | None:
         chance, *draws, turn, order = rng.random(6).tolist()
@@ -81,17 +79,10 @@ class ColorJitter(Transform):
 
 @register_transform("grayscale")
 @dataclass(frozen=True, kw_only=True)
-class Grayscale(Transform):
+class Grayscale(ByChance):
     """Three equal channels of luma, with probability p."""
 
-    p: float = 0.1
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 0 <= self.p <= 1:
-            yield f"p: {self.p}; a probability is expected"
-
-    def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
-        return () if rng.random() < self.p else None
+    p: float = field(default=0.1, metadata={"min": 0, "max": 1})
 
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
         return cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
@@ -109,12 +100,10 @@ class GaussianBlur(Transform):
     Pillow's filter in MoCo's, BYOL's and DINO's code, which comes close to it by box filters.
     """
 
-    p: float = 0.5
+    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
     sigma: tuple[float, float] = (0.1, 2.0)  # pixels
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 0 <= self.p <= 1:
-            yield f"p: {self.p}; a probability is expected"
         if not 0 <= self.sigma[0] <= self.sigma[1]:
             yield f"sigma: {list(self.sigma)}; 0 <= least <= largest is expected"
 
@@ -134,18 +123,11 @@ class GaussianBlur(Transform):
 
 @register_transform("solarize")
 @dataclass(frozen=True, kw_only=True)
-class Solarize(Transform):
+class Solarize(ByChance):
     """Invert the values from ``threshold`` on, with probability p."""
 
-    p: float = 0.2
+    p: float = field(default=0.2, metadata={"min": 0, "max": 1})
     threshold: int = 128  # 0..256
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 0 <= self.p <= 1:
-            yield f"p: {self.p}; a probability is expected"
-
-    def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
-        return () if rng.random() < self.p else None
 
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
         return solarize(image, self.threshold)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import cv2
@@ -25,14 +25,12 @@ TRIES = 10  # random crops of a wrong shape before the centre is taken
 class RandomResizedCrop(Transform):
     """A crop of random area and aspect ratio, resized to a square."""
 
-    size: int  # pixels
+    size: int = field(metadata={"min": 1})  # pixels
     scale: tuple[float, float] = (0.08, 1.0)  # of the image's area
     ratio: tuple[float, float] = (0.75, 1.3333333333333333)  # width / height, log-uniform
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if self.size < 1:
-            yield f"size: {self.size}; at least 1 pixel"
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
             yield f"scale: {list(self.scale)}; 0 < least <= largest <= 1 is expected"
         if not 0 < self.ratio[0] <= self.ratio[1]:
@@ -79,12 +77,8 @@ class RandomResizedCrop(Transform):
 class Resize(Transform):
     """Resize the shorter side to ``size``, keeping the aspect ratio."""
 
-    size: int  # pixels
+    size: int = field(metadata={"min": 1})  # pixels
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if self.size < 1:
-            yield f"size: {self.size}; at least 1 pixel"
 
     def draw(
         self, rng: np.random.Generator, height: int, width: int
@@ -112,11 +106,7 @@ class Resize(Transform):
 class CenterCrop(Certain):
     """The square in the middle; a smaller image is padded with black first."""
 
-    size: int  # pixels
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if self.size < 1:
-            yield f"size: {self.size}; at least 1 pixel"
+    size: int = field(metadata={"min": 1})  # pixels
 
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
         image = _pad_to(image, self.size)
@@ -130,14 +120,8 @@ class CenterCrop(Certain):
 class RandomCrop(Transform):
     """A square at a random place, after padding with black on all sides."""
 
-    size: int  # pixels
-    padding: int = 0  # pixels on each side; 4 for CIFAR
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if self.size < 1:
-            yield f"size: {self.size}; at least 1 pixel"
-        if self.padding < 0:
-            yield f"padding: {self.padding}; 0 or more pixels"
+    size: int = field(metadata={"min": 1})  # pixels
+    padding: int = field(default=0, metadata={"min": 0})  # pixels on each side; 4 for CIFAR
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[int, int]:
         """Left and top in the padded image."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import cv2
@@ -12,7 +12,7 @@ import numpy as np
 
 from selftask.data.kernel import Op
 from selftask.data.transforms.resampling import warp
-from selftask.data.transforms.transform import Transform
+from selftask.data.transforms.transform import ByChance, Transform
 from selftask.registry import register_transform
 
 Matrix = tuple[float, ...]  # 2x3, row by row
@@ -20,17 +20,10 @@ Matrix = tuple[float, ...]  # 2x3, row by row
 
 @register_transform("horizontal_flip")
 @dataclass(frozen=True, kw_only=True)
-class HorizontalFlip(Transform):
+class HorizontalFlip(ByChance):
     """Left becomes right, with probability p."""
 
-    p: float = 0.5
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 0 <= self.p <= 1:
-            yield f"p: {self.p}; a probability is expected"
-
-    def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
-        return () if rng.random() < self.p else None
+    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
         return cv2.flip(image, 1)
@@ -41,17 +34,10 @@ class HorizontalFlip(Transform):
 
 @register_transform("vertical_flip")
 @dataclass(frozen=True, kw_only=True)
-class VerticalFlip(Transform):
+class VerticalFlip(ByChance):
     """Up becomes down, with probability p."""
 
-    p: float = 0.5
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 0 <= self.p <= 1:
-            yield f"p: {self.p}; a probability is expected"
-
-    def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
-        return () if rng.random() < self.p else None
+    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
         return cv2.flip(image, 0)

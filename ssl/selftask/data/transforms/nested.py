@@ -23,7 +23,7 @@ class RandomApply:
     """All of some transforms, in their order, with probability p; otherwise none."""
 
     transforms: list[Any] = field(metadata={"of": "transforms"})
-    p: float = 0.5
+    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.transforms:
@@ -31,8 +31,6 @@ class RandomApply:
         for index, transform in enumerate(self.transforms):
             if transform["name"] == "normalize":
                 yield f"transforms.{index}: normalize is for the end of the outermost list"
-        if not 0 <= self.p <= 1:
-            yield f"p: {self.p}; a probability is expected"
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         return self._pipeline(image, rng) if rng.random() < self.p else image

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
 
@@ -35,14 +35,12 @@ class Hole(NamedTuple):
 class RandomErasing(Transform):
     """A random rectangle is overwritten, with probability p (arXiv:1708.04896)."""
 
-    p: float = 0.5
+    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
     scale: tuple[float, float] = (0.02, 0.33)  # of the image's area
     ratio: tuple[float, float] = (0.3, 3.3)  # height / width, log-uniform
     fill: int | list[int] | Literal["noise"] = 0  # grey level, colour, or random values
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 0 <= self.p <= 1:
-            yield f"p: {self.p}; a probability is expected"
         if not 0 <= self.scale[0] <= self.scale[1] <= 1:
             yield f"scale: {list(self.scale)}; 0 <= least <= largest <= 1 is expected"
         if not 0 < self.ratio[0] <= self.ratio[1]:
@@ -75,22 +73,16 @@ class RandomErasing(Transform):
 class Cutout(Transform):
     """Squares about random pixels are overwritten, cut off at the border (arXiv:1708.04552)."""
 
-    length: int = 16  # pixels, of a side
-    num_holes: int = 1
+    length: int = field(default=16, metadata={"min": 1})  # pixels, of a side
+    num_holes: int = field(default=1, metadata={"min": 1})
     fill: int | list[int] | Literal["noise"] = 0  # grey level, colour, or random values
-    p: float = 1.0
+    p: float = field(default=1.0, metadata={"min": 0, "max": 1})
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if self.length < 1:
-            yield f"length: {self.length}; at least 1 pixel"
-        if self.num_holes < 1:
-            yield f"num_holes: {self.num_holes}; at least 1"
         values = self.fill if isinstance(self.fill, list) else [self.fill] * 3
         levels = [value for value in values if not isinstance(value, str)]
         if len(values) != 3 or not all(0 <= level <= 255 for level in levels):
             yield f"fill: {self.fill}; a grey level from 0 to 255, three of them, or noise"
-        if not 0 <= self.p <= 1:
-            yield f"p: {self.p}; a probability is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> list[Hole] | None:
         if rng.random() >= self.p:
@@ -120,13 +112,11 @@ class GaussianNoise(Transform):
 
     sigma: tuple[float, float] = (0.0, 0.1)  # its standard deviation, on the scale [0, 1]
     gray: bool = False  # the same in the three channels, so that gray stays gray
-    p: float = 0.5
+    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 <= self.sigma[0] <= self.sigma[1] <= 1:
             yield f"sigma: {list(self.sigma)}; 0 <= least <= largest <= 1 is expected"
-        if not 0 <= self.p <= 1:
-            yield f"p: {self.p}; a probability is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
         """What is added, in grey levels: int16 (H, W, 3)."""
@@ -149,13 +139,11 @@ class SaltAndPepper(Transform):
     """Pixels at random places turn black or white, with probability p."""
 
     amount: tuple[float, float] = (0.0, 0.05)  # share of the pixels drawn, some of them twice
-    p: float = 0.5
+    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 <= self.amount[0] <= self.amount[1] <= 1:
             yield f"amount: {list(self.amount)}; 0 <= least <= largest <= 1 is expected"
-        if not 0 <= self.p <= 1:
-            yield f"p: {self.p}; a probability is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
         """Numbers of pixels, row by row, int64 (N,); the first half (rounded up) turns white."""

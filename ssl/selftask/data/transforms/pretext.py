@@ -187,15 +187,13 @@ class ChannelDrop(Transform):
 
     keep: int = 1  # channels, 1 or 2
     fill: int = 0  # grey level of the others
-    p: float = 0.5
+    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.keep not in (1, 2):
             yield f"keep: {self.keep}; 1 or 2 of the 3 channels is expected"
         if not 0 <= self.fill <= 255:
             yield f"fill: {self.fill}; 0 to 255 is expected"
-        if not 0 <= self.p <= 1:
-            yield f"p: {self.p}; a probability is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
         """The channels that are overwritten."""

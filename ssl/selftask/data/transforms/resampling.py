@@ -7,7 +7,7 @@ import numpy as np
 
 cv2.setNumThreads(1)  # pictures are shared out among processes; its threads do not survive a fork
 
-_WARPS = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC, "nearest": cv2.INTER_NEAREST}
+MODES = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC, "nearest": cv2.INTER_NEAREST}
 
 
 def resize(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:
@@ -52,7 +52,7 @@ def warp(
         image,
         np.array(centred),
         (image.shape[1], image.shape[0]),
-        flags=_WARPS[interpolation] | cv2.WARP_INVERSE_MAP,
+        flags=MODES[interpolation] | cv2.WARP_INVERSE_MAP,
         borderMode=cv2.BORDER_CONSTANT,
         borderValue=(fill,) * 3,
     )

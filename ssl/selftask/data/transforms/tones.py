@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cv2
 import numpy as np
 
-from selftask.data.transforms.transform import Transform
+from selftask.data.transforms.transform import ByChance, Transform
 from selftask.registry import register_transform
 
 _VALUES = np.arange(256)
@@ -18,20 +18,11 @@ _VALUES = np.arange(256)
 
 @register_transform("posterize")
 @dataclass(frozen=True, kw_only=True)
-class Posterize(Transform):
+class Posterize(ByChance):
     """Keep the highest ``bits`` of every value, with probability p."""
 
-    bits: int = 4  # 1 to 8 (unchanged)
-    p: float = 0.5
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 1 <= self.bits <= 8:
-            yield f"bits: {self.bits}; 1 to 8 is expected"
-        if not 0 <= self.p <= 1:
-            yield f"p: {self.p}; a probability is expected"
-
-    def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
-        return () if rng.random() < self.p else None
+    bits: int = field(default=4, metadata={"min": 1, "max": 8})  # 1 to 8 (unchanged)
+    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
         return posterize(image, self.bits)
@@ -39,17 +30,10 @@ class Posterize(Transform):
 
 @register_transform("equalize")
 @dataclass(frozen=True, kw_only=True)
-class Equalize(Transform):
+class Equalize(ByChance):
     """Make the histogram of each channel as flat as it gets, with probability p."""
 
-    p: float = 0.5
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 0 <= self.p <= 1:
-            yield f"p: {self.p}; a probability is expected"
-
-    def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
-        return () if rng.random() < self.p else None
+    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
         return equalize(image)
@@ -57,17 +41,10 @@ class Equalize(Transform):
 
 @register_transform("autocontrast")
 @dataclass(frozen=True, kw_only=True)
-class Autocontrast(Transform):
+class Autocontrast(ByChance):
     """Stretch each channel to the whole range 0..255, with probability p."""
 
-    p: float = 0.5
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 0 <= self.p <= 1:
-            yield f"p: {self.p}; a probability is expected"
-
-    def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
-        return () if rng.random() < self.p else None
+    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
         return autocontrast(image)
@@ -75,17 +52,10 @@ class Autocontrast(Transform):
 
 @register_transform("invert")
 @dataclass(frozen=True, kw_only=True)
-class Invert(Transform):
+class Invert(ByChance):
     """The negative, 255 - x, with probability p."""
 
-    p: float = 0.5
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 0 <= self.p <= 1:
-            yield f"p: {self.p}; a probability is expected"
-
-    def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
-        return () if rng.random() < self.p else None
+    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
         return cv2.bitwise_not(image)
@@ -97,13 +67,11 @@ class Sharpness(Transform):
     """Sharpen or smooth by a random factor, with probability p."""
 
     factor: tuple[float, float] = (0.0, 2.0)  # 0 smooth, 1 unchanged, 2 sharp
-    p: float = 0.5
+    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 <= self.factor[0] <= self.factor[1]:
             yield f"factor: {list(self.factor)}; 0 <= least <= largest is expected"
-        if not 0 <= self.p <= 1:
-            yield f"p: {self.p}; a probability is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> float | None:
         """The factor."""

@@ -34,6 +34,15 @@ class Transform(ABC):
         return image if drawn is None else self.apply(image, drawn)
 
 
+class ByChance(Transform):
+    """A transform that draws no more than whether it changes the image, with probability ``p``."""
+
+    p: float
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
+        return () if rng.random() < self.p else None
+
+
 class Certain(Transform):
     """A transform without randomness."""
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import cv2
 import numpy as np
 
-from selftask.data.transforms.resampling import warp
+from selftask.data.transforms.resampling import MODES, warp
 from selftask.data.transforms.transform import Transform
 from selftask.registry import register_transform
 
-_MODES = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC, "nearest": cv2.INTER_NEAREST}
 _HALF = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])  # to coordinates with pixels' centres at .5
 _BACK = np.array([[1, 0, -0.5], [0, 1, -0.5], [0, 0, 1]])
 
@@ -52,15 +51,13 @@ class RandomPerspective(Transform):
     """The picture seen from a random side, with probability p; torchvision's RandomPerspective."""
 
     distortion: float = 0.5  # a corner moves inwards by up to this part of half a side
-    p: float = 0.5
+    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
     fill: int = 0  # grey level of what comes from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 <= self.distortion <= 1:
             yield f"distortion: {self.distortion}; 0 to 1 is expected"
-        if not 0 <= self.p <= 1:
-            yield f"p: {self.p}; a probability is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
         """Where the corners go: (4, 2), x and y in whole pixels, clockwise from the upper left."""
@@ -80,7 +77,7 @@ class RandomPerspective(Transform):
             image,
             _BACK @ to_input @ _HALF,
             (width, height),
-            flags=_MODES[self.interpolation] | cv2.WARP_INVERSE_MAP,
+            flags=MODES[self.interpolation] | cv2.WARP_INVERSE_MAP,
             borderMode=cv2.BORDER_CONSTANT,
             borderValue=(self.fill,) * 3,
         )
@@ -96,7 +93,7 @@ class Elastic(Transform):
 
     alpha: float = 50.0  # strength: each draw within +- alpha / 2 pixels, then smoothed
     sigma: float = 5.0  # pixels, of the smoothing
-    p: float = 0.5
+    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
     fill: int = 0  # grey level of what comes from outside
 
@@ -105,8 +102,6 @@ class Elastic(Transform):
             yield f"alpha: {self.alpha}; 0 or more is expected"
         if self.sigma <= 0:
             yield f"sigma: {self.sigma}; above 0 is expected"
-        if not 0 <= self.p <= 1:
-            yield f"p: {self.p}; a probability is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
         """Displacements in pixels, float32 (2, H, W): to the right and down."""
@@ -123,7 +118,7 @@ class Elastic(Transform):
             image,
             drawn[0] + np.arange(width, dtype=np.float32),
             drawn[1] + np.arange(height, dtype=np.float32)[:, None],
-            _MODES[self.interpolation],
+            MODES[self.interpolation],
             borderMode=cv2.BORDER_CONSTANT,
             borderValue=(self.fill,) * 3,
         )
