@@ -266,7 +266,7 @@ def on_an_imagined_gpu(transforms: list[Component], sizes: np.ndarray, dense: bo
         for view in engine(pixels, each, replace(packed, numbers=numbers)):
             assert view.device.type == "cuda"
             assert view.dtype == torch.float32
-            assert view.is_contiguous()
+            assert view.is_contiguous(memory_format=torch.channels_last)
 
 
 NEEDS_CUDA_BUILD = pytest.mark.skipif(torch.version.cuda is None, reason="this torch knows no GPUs")

@@ -74,20 +74,25 @@ def _run(program: list[float], image: np.ndarray, height: int, width: int) -> np
 
 
 class ToFloat:
-    """uint8 (B, H, W, 3) on any device -> float32 (B, 3, H, W), contiguous: x * scale + shift."""
+    """uint8 (B, H, W, 3) on any device -> float32 (B, 3, H, W): x * scale + shift.
+
+    The memory stays in the order of the pixels (``torch.channels_last``), in which convolutions are
+    fastest, on CPU as on GPU, and which costs no transposition.
+    """
 
     def __init__(self, scale: np.ndarray, shift: np.ndarray) -> None:
         self._constants = [torch.from_numpy(np.asarray(c))[:, None, None] for c in (scale, shift)]
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        values = pixels.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+        values = pixels.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.channels_last)
         scale, shift = self._constants_on(pixels.device)
         return values.mul_(scale).add_(shift)
 
     def of_planes(self, values: Tensor) -> Tensor:
         """The same for float32 (B, 3, H, W) in 0..255, which is left as it is."""
         scale, shift = self._constants_on(values.device)
-        return (values * scale).add_(shift)
+        pixels = torch.empty_like(values, memory_format=torch.channels_last)
+        return torch.mul(values, scale, out=pixels).add_(shift)
 
     def _constants_on(self, device: torch.device) -> list[Tensor]:
         if self._constants[0].device != device:
