@@ -12,7 +12,7 @@ test: check ## style, types and all quick tests: under 10 minutes on 2 cores
 	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4
 
 test-all: $(VENV)/.tests ## what takes longer: the kill matrix and the gates of all methods
-	$(BIN)/python -m pytest -m slow -rs
+	$(BIN)/python -m pytest -m slow -rsR
 	$(BIN)/python tools/gates.py
 
 check: $(VENV)/.tests ## format, lint, types

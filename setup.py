@@ -59,6 +59,7 @@ setup(
             *(
                 "pytest>=8",
                 "pytest-xdist>=3",
+                "pytest-rerunfailures>=14",
                 "lightly>=1.5",
                 "lightning>=2.2",
                 "tensorboard>=2.15",
