@@ -114,6 +114,10 @@ class Registry:
             importlib.import_module(self.address(name).module)
         return self._registered[name]
 
+    def imported(self, name: str) -> Any | None:
+        """What is registered as ``name`` if its module has been imported: a user's has."""
+        return self._registered.get(name)
+
     def __contains__(self, name: str) -> bool:
         return name in self._registered or name in self._index()
 
@@ -237,6 +241,7 @@ BACKBONES = Registry("backbone", "selftask.models.backbones")
 SOURCES = Registry("source", "selftask.data.sources")
 SAMPLERS = Registry("sampler", "selftask.data.samplers")
 TRANSFORMS = Registry("transform", "selftask.data.transforms")
+BATCHED_FORMS = Registry("batched_form", "selftask.data.device")  # by the transform's name
 OPTIMIZERS = Registry("optimizer", "selftask.optim")
 SCHEDULES = Registry("schedule", "selftask.optim")
 METERS = Registry("meter", "selftask.meters")
@@ -263,6 +268,7 @@ register_backbone = BACKBONES.register
 register_source = SOURCES.register
 register_sampler = SAMPLERS.register
 register_transform = TRANSFORMS.register
+register_batched_form = BATCHED_FORMS.register
 register_optimizer = OPTIMIZERS.register
 register_schedule = SCHEDULES.register
 register_meter = METERS.register

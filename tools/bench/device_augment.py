@@ -30,6 +30,7 @@ import torch
 
 from selftask.data.device.engine import Engine
 from selftask.data.device.operation import Images, Operation
+from selftask.data.device.packing import Step
 from selftask.data.views import Views
 
 Work = Callable[[], Any]
@@ -129,9 +130,9 @@ def by_operation(contest: augment.Contest, pixels: np.ndarray, rounds: int) -> d
     for _ in range(rounds):
         values = timed("to floats", lambda: floats.float().contiguous())
         images = Images(values, dense=False)
-        for operation, step in zip(engine.views[0], packed.steps[0], strict=True):
-            work: Callable[[Operation, Any, Images], Images]
-            work = lambda o, s, i: o.apply(i, packed.parameters(s, slice(None)), s.canvas)  # noqa: E731
+        for operation, step in zip(engine.views[0].operations, packed.steps(0).steps, strict=True):
+            work: Callable[[Operation, Step, Images], Images]
+            work = lambda o, s, i: o.apply(i, s.packed, s.canvas)  # noqa: E731
             name = type(operation).__name__
             images = timed(name, partial(work, operation, step, images))
         timed("normalize", partial(engine.to_float[0].of_planes, images.values))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from selftask.config import sbatch
 from selftask.config.layers import Key
-from selftask.config.read import classy_has
-from selftask.config.schema import Component, Config
+from selftask.config.read import classy_has, inner_components
+from selftask.config.schema import Component, Config, ViewConfig
 from selftask.errors import nearest
-from selftask.registry import SCHEDULES, TRAIN_STEPS, Registry
+from selftask.registry import BATCHED_FORMS, SCHEDULES, TRAIN_STEPS, TRANSFORMS, Registry
 
 Problem = tuple[Key, str]
 
@@ -30,10 +30,11 @@ def contradictions(config: Config) -> Iterator[Problem]:
 
 def pipelines(config: Config) -> dict[Key, list[Component]]:
     """Every list of transforms by its key."""
-    found: dict[Key, list[Component]] = {("eval", "transforms"): config.eval.transforms}
-    for name, group in config.views.items():
-        found["views", name, "transforms"] = group.transforms
-    return found
+    return {("eval", "transforms"): config.eval.transforms, **_of_views(config.views)}
+
+
+def _of_views(views: Mapping[str, ViewConfig]) -> dict[Key, list[Component]]:
+    return {("views", name, "transforms"): group.transforms for name, group in views.items()}
 
 
 def _names(config: Config) -> Iterator[Problem]:
@@ -92,9 +93,10 @@ def _views(config: Config) -> Iterator[Problem]:
 
 
 def _engine(config: Config) -> Iterator[Problem]:
-    """What only the device engine knows of."""
+    """What only one of the two engines can do."""
     data = config.data
     if data.engine == "device":
+        yield from unbatched(config.views)
         return
     if data.cache == "device":
         yield ("data", "cache"), "data.cache='device' needs data.engine=device"
@@ -104,6 +106,29 @@ def _engine(config: Config) -> Iterator[Problem]:
             "data.engine=device, or data.cache=ram or disk"
         )
         yield ("data", "shrink"), text
+
+
+def unbatched(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
+    """The transforms, also those in others, that data.engine=device cannot do to whole batches."""
+    for key, transforms in _of_views(views).items():
+        for index, transform in enumerate(transforms):
+            yield from _unbatched(transform, TRANSFORMS, (*key, str(index)))
+
+
+def _unbatched(transform: Component, registry: Registry, key: Key) -> Iterator[Problem]:
+    for inner in inner_components(transform, registry, key):
+        yield from _unbatched(*inner)
+    name = transform.name
+    if name in BATCHED_FORMS or name == "normalize" or name not in TRANSFORMS:
+        return
+    own = TRANSFORMS.imported(name)
+    if not (hasattr(own, "on_batch") and hasattr(own, "draw")):
+        text = (
+            f"{'.'.join(key)}: {name!r} has no form for whole batches, which data.engine='device' "
+            "needs; set data.engine=cpu, give it a method on_batch(images, drawn) if it is yours, "
+            f"or take one that has a form ({nearest(name, BATCHED_FORMS.names(), show=40)})"
+        )
+        yield key, text
 
 
 def _weights(config: Config) -> Iterator[Problem]:
@@ -142,6 +167,12 @@ def _parallel(config: Config) -> Iterator[Problem]:
     if parallel.reduce == "fsdp" and train.precision == "float16":
         text = "train.precision='float16' does not go with parallel.reduce='fsdp'; use 'bfloat16'"
         yield ("train", "precision"), text
+    if train.sharded_checkpoints and parallel.reduce != "fsdp":
+        text = (
+            "train.sharded_checkpoints=true has no effect on "
+            f"parallel.reduce={parallel.reduce!r}, which shards nothing; use parallel.reduce=fsdp"
+        )
+        yield ("train", "sharded_checkpoints"), text
     if train.compile and (parallel.reduce == "fsdp" or parallel.activation_checkpointing != "none"):
         text = (
             "train.compile goes with neither parallel.reduce='fsdp' nor "

@@ -237,16 +237,9 @@ def iter_problems(
     component: Component, registry: Registry, key: Key, whole: dict[str, Any]
 ) -> Iterator[tuple[Key, str]]:
     """What a named thing itself has against its own and the whole config, with the keys meant."""
-    if component.name not in registry:  # Classy's: no schema
-        return
-    config = registry.config_class(component.name)
-    if config is None:
-        return
-    for field in dataclasses.fields(config):
-        if "of" in field.metadata:
-            inner = component.args.get(field.name)
-            for nested, place in _named_in(inner, (*key, field.name)):
-                yield from iter_problems(nested, REGISTRIES[field.metadata["of"]], place, whole)
+    for nested, its_registry, place in inner_components(component, registry, key):
+        yield from iter_problems(nested, its_registry, place, whole)
+    config = _config_class(component, registry)
     if not hasattr(config, "problems"):
         return
     # a bare namespace as self: making the real thing may open a data set
@@ -257,6 +250,22 @@ def iter_problems(
             yield (*key, *path), f"{_dotted((*key, *path))}:{rest}"
         else:
             yield path if path[0] in whole else key, message
+
+
+def inner_components(
+    component: Component, registry: Registry, key: Key
+) -> Iterator[tuple[Component, Registry, Key]]:
+    """The named things in the arguments of a named thing, one level deep."""
+    config = _config_class(component, registry)
+    for field in dataclasses.fields(config) if config else ():
+        if "of" in field.metadata:
+            for nested, place in _named_in(component.args.get(field.name), (*key, field.name)):
+                yield nested, REGISTRIES[field.metadata["of"]], place
+
+
+def _config_class(component: Component, registry: Registry) -> Any:
+    """None where there is nothing to configure, as for what is Classy's."""
+    return registry.config_class(component.name) if component.name in registry else None
 
 
 def _named_in(value: Any, key: Key) -> Iterator[tuple[Component, Key]]:

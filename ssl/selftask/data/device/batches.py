@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from selftask.data.batch import Batch, Listed, New
 from selftask.data.dataset import Sample, ViewDataset
-from selftask.data.device.engine import Engine, Packed
-from selftask.data.loader import Batch
+from selftask.data.device.engine import Engine
+from selftask.data.device.packing import Packed
 from selftask.data.source import Source
 from selftask.data.transforms.resampling import resize
 from selftask.data.views import Views
@@ -45,11 +47,14 @@ class DeviceBatch(Batch):
             "views": to_float(pixels, sizes, self.packed.to(device)),
             "target": self.target.to(device, non_blocking=True),
             "index": self.index.to(device, non_blocking=True),
+            "key": self.key,
         }
 
 
 class DeviceDataset(ViewDataset):
     """Training samples whose views are made on the device: a picture and what was drawn for it."""
+
+    makes_views_there = True
 
     def __init__(
         self, source: Source, views: Views, seed: int, engine: Engine, shrink: int | None = None
@@ -70,20 +75,14 @@ class DeviceDataset(ViewDataset):
         height, width = picture.shape[:2]
         return [picture], self.engine.draw(height, width, self.seed, epoch, index)
 
-    def collate(self, samples: list[Sample]) -> DeviceBatch:
+    def collate(self, samples: Iterable[Sample], size: int, new: New) -> DeviceBatch:
         """All pictures in one canvas, and all draws in one tensor."""
-        shown = [sample for sample in samples if sample.views]
-        batch = DeviceBatch(
-            views=[],
-            target=torch.tensor([sample.target for sample in shown], dtype=torch.int64),
-            index=torch.tensor([sample.index for sample in shown], dtype=torch.int64),
-            epoch=samples[0].epoch,
-            bad=[error for sample in samples for error in sample.bad],
-            num_left_out=len(samples) - len(shown),
-        )
+        listed = Listed()
+        shown = [sample for sample in samples if listed.add(sample)]
+        batch = DeviceBatch(views=[], **listed.fields())
         if not shown:
             return batch
-        canvas, sizes = to_canvas([sample.views[0] for sample in shown])
+        canvas, sizes = to_canvas([sample.views[0] for sample in shown], new)
         try:
             packed = self.engine.pack([sample.drawn for sample in shown], sizes)
         except UserError as error:
@@ -100,10 +99,12 @@ def shrunk(image: np.ndarray, longest: int) -> np.ndarray:
     return resize(image, max(1, round(height * scale)), max(1, round(width * scale)), "bilinear")
 
 
-def to_canvas(pictures: list[np.ndarray]) -> tuple[Tensor, np.ndarray]:
-    """uint8 (B, H, W, 3) with each in its upper left corner, and their sizes (B, 2) int64."""
+def to_canvas(pictures: list[np.ndarray], new: New) -> tuple[Tensor, np.ndarray]:
+    """uint8 (B, H, W, C) with each in its upper left corner, and their sizes (B, 2) int64."""
     sizes = np.array([picture.shape[:2] for picture in pictures], dtype=np.int64)
-    canvas = np.zeros((len(pictures), *sizes.max(0).tolist(), 3), dtype=np.uint8)
+    shape = len(pictures), *sizes.max(0).tolist(), pictures[0].shape[2]
+    canvas = new(shape, np.uint8)
+    canvas.fill(0)
     for place, picture in zip(canvas, pictures, strict=True):
         place[: picture.shape[0], : picture.shape[1]] = picture
     return torch.from_numpy(canvas), sizes

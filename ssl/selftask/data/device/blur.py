@@ -15,12 +15,12 @@ from selftask.data.device.operation import (
     Images,
     Operation,
     Tensors,
-    batched_form_of,
     on_chosen,
     to_levels,
 )
 from selftask.data.device.resampling import resample
 from selftask.data.transforms.color import GaussianBlur
+from selftask.registry import register_batched_form
 
 if TYPE_CHECKING:
     from selftask.data.device.streams import Streams
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LEAST = 1e-2  # pixels: below, a Gaussian is no more than its middle
 
 
-@batched_form_of(GaussianBlur)
+@register_batched_form("gaussian_blur")
 class BatchedGaussianBlur(Operation):
     """Two matrices a picture, as for resizing."""
 

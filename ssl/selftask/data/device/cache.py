@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from selftask.data.batch import Batch, Listed, New
 from selftask.data.dataset import (
     MAX_REPLACEMENTS,
     BadFiles,
@@ -22,11 +23,13 @@ from selftask.data.dataset import (
     replacement,
 )
 from selftask.data.device.batches import DeviceDataset, shrunk, to_canvas
-from selftask.data.device.engine import Engine, Packed
-from selftask.data.loader import PREFETCH, Batch, Batches, EvalBatches
+from selftask.data.device.engine import Engine
+from selftask.data.device.packing import Packed
+from selftask.data.loader import Batches, EvalBatches
 from selftask.data.sampler import epoch_of
 from selftask.data.source import Source
 from selftask.data.views import Pipeline
+from selftask.data.workers import PREFETCH
 from selftask.errors import UserError
 from selftask.logs import get_logger
 
@@ -44,6 +47,7 @@ class Plan:
     shown: Tensor  # (B,) int64, of the pictures
     sizes: Tensor | None  # (B, 2) float32; None: all fill the canvas
     packed: Packed
+    key: Tensor  # (B, 2) int64, what the draws are those of
     epoch: int
 
     def pin_memory(self) -> Plan:
@@ -79,6 +83,7 @@ class CachedBatches(Batches):
             "views": self.dataset.engine(pixels, sizes, plan.packed.to(self.device)),
             "target": self._cache.targets.index_select(0, shown),
             "index": shown,
+            "key": plan.key,
             "epoch": plan.epoch,
         }
 
@@ -158,19 +163,14 @@ class Pictures(EvalDataset):
             return sample
         return replace(sample, views=[shrunk(picture, self.shrink) for picture in sample.views])
 
-    def collate(self, samples: list[Sample]) -> PictureBatch:
+    def collate(self, samples: Iterable[Sample], size: int, new: New) -> PictureBatch:
         """Pictures of any sizes in one canvas."""
-        shown = [sample for sample in samples if sample.views]
-        canvas, sizes = to_canvas([sample.views[0] for sample in shown]) if shown else (None, None)
-        return PictureBatch(
-            views=[] if canvas is None else [canvas],
-            target=torch.tensor([sample.target for sample in shown], dtype=torch.int64),
-            index=torch.tensor([sample.index for sample in shown], dtype=torch.int64),
-            epoch=0,
-            bad=[error for sample in samples for error in sample.bad],
-            num_left_out=len(samples) - len(shown),
-            sizes=sizes,
-        )
+        listed = Listed()
+        pictures = [sample.views[0] for sample in samples if listed.add(sample)]
+        if not pictures:
+            return PictureBatch(views=[], **listed.fields())
+        canvas, sizes = to_canvas(pictures, new)
+        return PictureBatch(views=[canvas], **listed.fields(), sizes=sizes)
 
 
 @dataclass(frozen=True)
@@ -206,6 +206,7 @@ class Planner:
             shown=torch.from_numpy(shown),
             sizes=None if canvas_is_full else torch.from_numpy(sizes.astype(np.float32)),
             packed=packed,
+            key=torch.tensor(keys),
             epoch=epoch_of(keys[0][0]),
         )
 

@@ -15,23 +15,20 @@ from selftask.data.device.operation import (
     Images,
     Operation,
     Tensors,
-    batched_form_of,
     per_image,
     to_levels,
 )
 from selftask.data.transforms.color import (
     LUMA,
     ContrastNoise,
-    Grayscale,
-    Solarize,
 )
-from selftask.data.transforms.tones import Invert, Posterize
+from selftask.registry import register_batched_form
 
 if TYPE_CHECKING:
     from selftask.data.device.streams import Streams
 
 
-@batched_form_of(Grayscale)
+@register_batched_form("grayscale")
 class BatchedGrayscale(ByChance):
     """Luma in all three channels."""
 
@@ -39,7 +36,7 @@ class BatchedGrayscale(ByChance):
         return luma(values).round_().expand_as(values)
 
 
-@batched_form_of(Solarize)
+@register_batched_form("solarize")
 class BatchedSolarize(ByChance):
     """255 - x from the threshold on."""
 
@@ -47,7 +44,7 @@ class BatchedSolarize(ByChance):
         return torch.where(values >= self.transform.threshold, 255 - values, values)
 
 
-@batched_form_of(Posterize)
+@register_batched_form("posterize")
 class BatchedPosterize(ByChance):
     """The highest bits of each value."""
 
@@ -56,7 +53,7 @@ class BatchedPosterize(ByChance):
         return values.mul_(1 / step).floor_().mul_(step)
 
 
-@batched_form_of(Invert)
+@register_batched_form("invert")
 class BatchedInvert(ByChance):
     """255 - x."""
 
@@ -64,7 +61,7 @@ class BatchedInvert(ByChance):
         return values.neg_().add_(255)
 
 
-@batched_form_of(ContrastNoise)
+@register_batched_form("contrast_noise")
 class BatchedContrastNoise(Operation):
     """x * factor + offset + noise, with the noise that was drawn.
 

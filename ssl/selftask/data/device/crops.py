@@ -15,17 +15,17 @@ from selftask.data.device.operation import (
     Images,
     Operation,
     Tensors,
-    batched_form_of,
     to_levels,
 )
 from selftask.data.device.resampling import filter_matrix, resample
 from selftask.data.transforms.crops import TRIES, CenterCrop, RandomCrop, RandomResizedCrop, Resize
+from selftask.registry import register_batched_form
 
 if TYPE_CHECKING:
     from selftask.data.device.streams import Streams
 
 
-@batched_form_of(RandomResizedCrop)
+@register_batched_form("random_resized_crop")
 class BatchedRandomResizedCrop(Operation):
     """Boxes of any place and size, resampled to one square."""
 
@@ -33,7 +33,7 @@ class BatchedRandomResizedCrop(Operation):
     in_place = False
     transform: RandomResizedCrop
 
-    def size_after(self, height: int, width: int) -> tuple[int, int]:
+    def size_after(self, height: int, width: int, drawn: Any = None) -> tuple[int, int]:
         return self.transform.size, self.transform.size
 
     def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
@@ -74,7 +74,7 @@ class BatchedRandomResizedCrop(Operation):
         return images.with_values(to_levels(resample(images.values, down, across)))
 
 
-@batched_form_of(Resize)
+@register_batched_form("resize")
 class BatchedResize(Operation):
     """The shorter side becomes ``size``; pictures of different shapes stay so."""
 
@@ -82,7 +82,7 @@ class BatchedResize(Operation):
     in_place = False
     transform: Resize
 
-    def size_after(self, height: int, width: int) -> tuple[int, int]:
+    def size_after(self, height: int, width: int, drawn: Any = None) -> tuple[int, int]:
         size = self.transform.size
         if width <= height:
             return max(1, int(size * height / width)), size
@@ -113,7 +113,7 @@ class BatchedCut(Operation):
     in_place = False
     transform: CenterCrop | RandomCrop
 
-    def size_after(self, height: int, width: int) -> tuple[int, int]:
+    def size_after(self, height: int, width: int, drawn: Any = None) -> tuple[int, int]:
         return self.transform.size, self.transform.size
 
     def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
@@ -125,7 +125,7 @@ class BatchedCut(Operation):
         return images.with_values(values)
 
 
-@batched_form_of(CenterCrop)
+@register_batched_form("center_crop")
 class BatchedCenterCrop(BatchedCut):
     """The square in the middle."""
 
@@ -138,7 +138,7 @@ class BatchedCenterCrop(BatchedCut):
         return self.pack((), sizes)
 
 
-@batched_form_of(RandomCrop)
+@register_batched_form("random_crop")
 class BatchedRandomCrop(BatchedCut):
     """A square at a random place of the padded picture."""
 
@@ -168,7 +168,7 @@ def _cut(values: Tensor, axis: int, start: Tensor, end: Any, size: int) -> Tenso
     places = start[:, None] + torch.arange(size, device=values.device)  # (B, size)
     outside = (places < 0) | (places >= end)
     places = places.clamp(0, values.shape[axis] - 1).long()
-    shape = [len(values), 3, values.shape[2], values.shape[3]]
+    shape = list(values.shape)
     shape[axis] = size
     along = (slice(None), None, slice(None), None) if axis == 2 else (slice(None), None, None)
     taken = values.gather(axis, places[along].expand(shape))

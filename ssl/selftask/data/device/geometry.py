@@ -17,7 +17,6 @@ from selftask.data.device.operation import (
     Images,
     Operation,
     Tensors,
-    batched_form_of,
     on_chosen,
     to_levels,
 )
@@ -28,12 +27,14 @@ from selftask.data.transforms.geometry import (
     VerticalFlip,
 )
 from selftask.data.transforms.warps import RandomShear
+from selftask.registry import register_batched_form
 
 if TYPE_CHECKING:
     from selftask.data.device.streams import Streams
 
 
-@batched_form_of(HorizontalFlip, VerticalFlip)
+@register_batched_form("horizontal_flip")
+@register_batched_form("vertical_flip")
 class BatchedFlip(ByChance):
     """Columns or rows in reverse order."""
 
@@ -62,7 +63,9 @@ class BatchedFlip(ByChance):
         return values.gather(self._axis, at.expand(values.shape))
 
 
-@batched_form_of(Rotation, RandomAffine, RandomShear)
+@register_batched_form("rotation")
+@register_batched_form("random_affine")
+@register_batched_form("random_shear")
 class BatchedWarp(Operation):
     """Affine maps: each output pixel is read where its matrix says."""
 

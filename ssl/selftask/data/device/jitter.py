@@ -22,12 +22,12 @@ from selftask.data.device.operation import (
     Images,
     Operation,
     Tensors,
-    batched_form_of,
     on_chosen,
     per_image,
     to_levels,
 )
 from selftask.data.transforms.color import ColorJitter, Jitter
+from selftask.registry import register_batched_form
 
 if TYPE_CHECKING:
     from selftask.data.device.streams import Streams
@@ -37,7 +37,7 @@ STEPS = 3  # at most, before the turn and after it
 _ORDERS = np.array(list(itertools.permutations(range(4))))  # as the transform numbers them
 
 
-@batched_form_of(ColorJitter)
+@register_batched_form("color_jitter")
 class BatchedColorJitter(Operation):
     """Colour jitter in each picture's own order."""
 

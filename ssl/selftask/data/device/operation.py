@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from selftask.errors import UserError
+from selftask.registry import BATCHED_FORMS
 
 if TYPE_CHECKING:
     from selftask.data.device.streams import Streams
@@ -29,7 +30,7 @@ Tensors = Mapping[str, Tensor]  # the same on the device, float32
 class Images:
     """A batch of pictures between two operations."""
 
-    values: Tensor  # (B, 3, H, W) float32, whole levels 0..255
+    values: Tensor  # (B, C, H, W) float32, whole levels 0..255
     sizes: Tensor | None = None  # (B, 2) height and width in the canvas; None: they all fill it
     dense: bool = True  # change all and choose afterwards: no shape depends on a draw
 
@@ -48,9 +49,21 @@ class Operation(ABC):
     def __init__(self, transform: Any) -> None:
         self.transform = transform
 
-    def size_after(self, height: int, width: int) -> tuple[int, int]:
+    def draw_for(self, rng: np.random.Generator, height: int, width: int) -> Any:
+        """What the cpu engine draws for one picture of that size."""
+        return self.transform.draw(rng, height, width)
+
+    def size_after(self, height: int, width: int, drawn: Any = None) -> tuple[int, int]:
         """Height and width of what is made of a picture of that size."""
         return height, width
+
+    def sizes_after(self, sizes: np.ndarray, packed: Any) -> np.ndarray:
+        """``size_after`` for (B, 2) sizes, most of which are the same; ``packed`` is ``pack``'s."""
+        if (sizes == sizes[0]).all():
+            return np.tile(self.size_after(*sizes[0].tolist()), (len(sizes), 1))
+        different, which = np.unique(sizes, axis=0, return_inverse=True)
+        after = [self.size_after(height, width) for height, width in different.tolist()]
+        return np.array(after, dtype=np.int64)[which.ravel()]
 
     @abstractmethod
     def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Any:
@@ -85,7 +98,7 @@ class ByChance(Operation):
 
     @abstractmethod
     def change(self, values: Tensor) -> Tensor:
-        """(B, 3, H, W) of the same; may write into what it is given."""
+        """(B, C, H, W) of the same; may write into what it is given."""
 
 
 class OwnOperation(Operation):
@@ -113,33 +126,15 @@ class OwnOperation(Operation):
         return images.with_values(to_levels(changed.float()))
 
 
-_FORMS: dict[type, type[Operation]] = {}
+def find_form(name: str, transform: Any) -> Operation:
+    """The batched form of a transform that is registered as ``name``; a user's ``on_batch`` first.
 
-
-def batched_form_of(*transforms: type) -> Callable[[type[Operation]], type[Operation]]:
-    """Decorator that makes a class the batched form of these transforms."""
-
-    def add(form: type[Operation]) -> type[Operation]:
-        _FORMS.update(dict.fromkeys(transforms, form))
-        return form
-
-    return add
-
-
-def find_form(transform: Any) -> Operation | None:
-    """The batched form of a transform, or None.
-
-    A subclass of a built-in one has none of its own accord: it may draw or apply in another way.
+    By the name alone: what a subclass of a built-in one draws or does may be something else.
     """
-    if hasattr(transform, "on_batch") and hasattr(transform, "draw"):
+    if hasattr(transform, "on_batch"):
         return OwnOperation(transform)
-    form = _FORMS.get(type(transform))
-    return None if form is None else form(transform)
-
-
-def known_forms() -> set[type]:
-    """The transforms that have a batched form here."""
-    return set(_FORMS)
+    form: Operation = BATCHED_FORMS[name](transform)
+    return form
 
 
 def to_levels(values: Tensor) -> Tensor:
