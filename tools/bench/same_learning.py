@@ -36,7 +36,7 @@ THEIRS = """
       - torchvision_simclr"""
 
 RECIPE = """
-import: [{module}]
+import: [torchvision_simclr]
 data: {{name: {source}, path: {train}, val: {{name: {val_source}, path: {val}}}, engine: {engine}}}
 views:
   main:
@@ -87,9 +87,7 @@ def run(way: str, seed: int, args: argparse.Namespace, folder: Path) -> float:
     """k-NN accuracy at the end of one run."""
     engine, transforms = WAYS[way]
     recipe, out = folder / f"{way}-{seed}.yaml", folder / f"{way}-{seed}"
-    module = folder / "torchvision_transforms.py"
     text = RECIPE.format(
-        module=module,
         source="folder" if Path(args.train).is_dir() else "list",
         train=os.path.abspath(args.train),
         val_source="folder" if Path(args.val).is_dir() else "list",
@@ -119,7 +117,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(args.parallel) as pool:
         folder = Path(scratch)
-        (folder / "torchvision_transforms.py").write_text(MODULE)
+        (folder / "torchvision_simclr.py").write_text(MODULE)
         jobs = {
             (w, s): pool.submit(run, w, s, args, folder) for s in range(args.seeds) for w in WAYS
         }
