@@ -189,11 +189,6 @@ def test_p_is_the_share_of_changed_pictures(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "args", "key"),
     [
-        ("posterize", {"bits": 0}, "bits"),
-        ("posterize", {"p": -0.1}, "p"),
-        ("equalize", {"p": 1.1}, "p"),
-        ("autocontrast", {"p": 1.1}, "p"),
-        ("invert", {"p": 1.1}, "p"),
         ("sharpness", {"factor": (1.0, 0.5)}, "factor"),
         ("random_shear", {"x": 90.0}, "x"),
         ("random_perspective", {"distortion": 1.5}, "distortion"),

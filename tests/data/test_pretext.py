@@ -181,9 +181,7 @@ def test_channel_drop(keep: int) -> None:
         ("jigsaw", {"grid": 1}, "grid"),
         ("jigsaw", {"tile": 0}, "tile"),
         ("jigsaw", {"grid": 2, "num_permutations": 25}, "num_permutations"),
-        ("channel_drop", {"keep": 3}, "keep"),
         ("channel_drop", {"fill": -1}, "fill"),
-        ("channel_drop", {"p": 2.0}, "p"),
     ],
 )
 def test_problems_name_the_key(name: str, args: dict[str, Any], key: str) -> None:

@@ -1,4 +1,4 @@
-"""Arrays of many channels: three of them, scaled by a stated range."""
+"""Arrays of many channels: some or all of them, scaled by a stated range."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from selftask.data.reading import BadImage
-from selftask.data.source import Source
+from selftask.data.source import Source, Wrapped
 from selftask.data.sources.local_copy import copied
 from selftask.errors import UserError
 from selftask.registry import SOURCES
@@ -63,11 +63,28 @@ def test_three_channels_by_a_stated_range(arrays: Path, tmp_path: Path) -> None:
     assert fast[3][0].shape == (9, 11, 3)
 
 
+def test_all_channels_of_every_file(arrays: Path) -> None:
+    source = build(path=str(arrays), value_range=[0, 12_000])
+    assert source.channels == Wrapped(source).channels == 5
+    assert source.describe() == "4 images, all 5 channels, 2 classes"
+    for i, deep in enumerate(DEEP):
+        image, _ = source[i]
+        assert (image.dtype, image.shape) == (np.uint8, (9, 11, 5)) and image.flags.c_contiguous
+        assert np.abs(image.astype(int) - scaled(deep, 0, 12_000)).max() <= 1
+    np.save(arrays / "forest" / "1.npy", DEEP[1][..., :4])
+    reason = r"1\.npy: it has 4 channels, and the first file 5; data\.bands says which to take"
+    with pytest.raises(BadImage, match=reason):
+        build(path=str(arrays), value_range=[0, 1])[1]
+
+
 def test_floats_gray_and_patterns(tmp_path: Path) -> None:
     values = np.array([[0.0, 0.25, 0.5], [1.0, np.nan, 9.0]], np.float32)
     np.save(tmp_path / "x.npy", np.pad(values, ((0, 0), (0, 2))))
     source = build(path=f"{tmp_path}/*.npy", bands=[0], value_range=[0, 1])
-    assert source[0][0][:, :3, 1].tolist() == [[0, 64, 128], [255, 0, 255]]
+    assert source[0][0].shape == (2, 5, 1) and source.channels == 1
+    assert source[0][0][:, :3, 0].tolist() == [[0, 64, 128], [255, 0, 255]]
+    gray = build(path=f"{tmp_path}/*.npy", bands=[0, 0, 0], value_range=[0, 1])  # for RGB weights
+    assert np.array_equal(gray[0][0], np.repeat(source[0][0], 3, axis=2))
     odd = tmp_path / "x [2024]"
     odd.mkdir()
     np.save(odd / "x.npy", np.full((4, 5, 3), 7, np.uint8))
@@ -82,7 +99,8 @@ def test_errors(arrays: Path) -> None:
 
     fails(r"data\.value_range is missing: .*0\.npy holds uint16, \d+ to 11\d+", value_range=None)
     fails(r"bands=\[3, 4, 5\]: .*0\.npy has 5 channels, from 0 to 4", bands=[3, 4, 5])
-    fails(r"bands=\[0, 1\]: three channels", bands=[0, 1])
+    fails(r"bands=\[\]: numbers of channels, from 0", bands=[])
+    fails(r"bands=\[1, -1\]: numbers of channels, from 0", bands=[1, -1])
     fails(r"value_range=\[1, 0\]", value_range=[1, 0])
     fails("there is no folder", path=f"{arrays}/gone/x")
     fails(r"no arrays \(looked for \.npy", path=f"{arrays}/river/*.txt")
@@ -99,7 +117,7 @@ def test_errors(arrays: Path) -> None:
             build(path=str(arrays), value_range=[0, 1])[index]
     np.save(arrays / "forest" / "1.npy", DEEP[1][..., :2])
     with pytest.raises(BadImage, match=r"1\.npy: it has 2 channels only"):
-        build(path=str(arrays), value_range=[0, 1])[1]
+        build(path=str(arrays), bands=[2], value_range=[0, 1])[1]
     np.save(arrays / "forest" / "1.npy", np.zeros(3, np.uint16))
     with pytest.raises(BadImage, match=r"1\.npy: an array of shape \(3,\) is no image"):
         build(path=str(arrays), value_range=[0, 1])[1]

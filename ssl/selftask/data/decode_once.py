@@ -15,6 +15,7 @@ import torch
 from selftask.data.dataset import BadFiles
 from selftask.data.device.cache import Pictures, free_bytes
 from selftask.data.loader import EvalBatches
+from selftask.data.source import channels_of
 from selftask.data.sources.cache import cache_folder, locked
 from selftask.data.sources.decoded import Decoded, Store, fingerprint
 from selftask.errors import UserError
@@ -61,7 +62,7 @@ def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decode
                 raise
             os.replace(new, pixels)
             store.save_table(table)
-        return Decoded(source, Store.open(pixels, table))
+        return Decoded(source, Store.open(pixels, table, channels_of(source)))
 
 
 class _Filling:
@@ -75,7 +76,7 @@ class _Filling:
     def into(self, file: IO[bytes], free: Callable[[], int]) -> Store:
         """Write to an empty file, of a disk with ``free()`` bytes left, and map it."""
         started = time.perf_counter()
-        store = Store(len(self.source))
+        store = Store(len(self.source), channels_of(self.source))
         pictures = EvalBatches(
             Pictures(self.source, self.data.shrink),
             batch_size=_READ_AT_ONCE,

@@ -12,6 +12,7 @@ from selftask.data.dataset import BadFiles, EvalDataset, Sources, ViewDataset, c
 from selftask.data.decode_once import decode_once
 from selftask.data.device.cache import CachedBatches
 from selftask.data.loader import Batches, EvalBatches
+from selftask.data.source import channels_of
 from selftask.data.train_dataset import train_dataset
 from selftask.data.views import build_pipeline
 from selftask.logs import get_logger
@@ -40,7 +41,9 @@ class Feed:
         self.train_source, self.val_source = sources
         sampler = check_sizes(config, self.train_source)
         out = Path(config.out)
-        self.eval_pipeline = build_pipeline(config.eval.transforms, key="eval.transforms")
+        self.eval_pipeline = build_pipeline(
+            config.eval.transforms, "eval.transforms", self.channels
+        )
         self._bad_val_list = out / "bad_files_val.txt"
         self.batches = (CachedBatches if config.data.cache == "device" else Batches)(
             train_dataset(config, self.train_source),
@@ -69,6 +72,11 @@ class Feed:
     def num_images(self) -> int:
         """Training images: every index is below."""
         return len(self.train_source)
+
+    @property
+    def channels(self) -> int:
+        """Of every image."""
+        return channels_of(self.train_source)
 
     @property
     def num_classes(self) -> int:

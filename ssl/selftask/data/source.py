@@ -18,13 +18,14 @@ _PIECE = 1 << 24  # bytes looked through at once
 class Source(ABC):
     """A map-style set of images, torch-free and picklable, the same in every process.
 
-    ``source[i]`` is ``(image, label)``: a uint8 RGB array (H, W, 3), not to be changed in place,
-    and an int, -1 where there is none.
+    ``source[i]`` is ``(image, label)``: a uint8 array (H, W, C), not to be changed in place, and an
+    int, -1 where there is none. C is ``channels``; 3 of them are red, green and blue.
     It raises BadImage for what cannot be read. Registered sources are dataclasses whose fields are
     the keys of the ``data:`` section; opening (``__post_init__``) raises UserError.
     """
 
     max_pixels = MAX_PIXELS  # set from data.max_pixels when opened
+    channels: int = 3  # of every image
     labels: Any = None  # (N,) int64 known without reading an image, or None
 
     @abstractmethod
@@ -49,6 +50,11 @@ class Source(ABC):
         return 0 if self.labels is None else int(self.labels.max(initial=NO_LABEL)) + 1
 
 
+def channels_of(source: Source) -> int:
+    """Of every image; 3 of a source that is no ``Source`` and does not say."""
+    return getattr(source, "channels", Source.channels)
+
+
 class Wrapped(Source):
     """A source that answers as another one does, but for what a subclass says itself."""
 
@@ -64,6 +70,11 @@ class Wrapped(Source):
     @max_pixels.setter
     def max_pixels(self, value: int) -> None:
         self.source.max_pixels = value
+
+    @property
+    def channels(self) -> int:  # type: ignore[override]
+        """Of the source that reads."""
+        return channels_of(self.source)
 
     @property
     def num_classes(self) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from selftask.data.dataset import ViewDataset
 from selftask.data.device.batches import DeviceDataset
 from selftask.data.device.engine import Engine
+from selftask.data.source import channels_of
 from selftask.data.views import Views
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 def train_dataset(config: Config, source: Source) -> ViewDataset:
     """For ``data.engine``; raises ConfigError for views that it cannot make."""
-    views, seed = Views(config.views), config.train.seed
+    views, seed = Views(config.views, channels_of(source)), config.train.seed
     if config.data.engine == "cpu":
         return ViewDataset(source, views, seed)
     return DeviceDataset(source, views, seed, Engine(views, config.views), config.data.shrink)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from selftask.data import kernel
 from selftask.data.draws import ViewDraws
+from selftask.data.transforms.channels import RGB, for_channels, list_problems
 from selftask.data.transforms.normalize import Normalize
 from selftask.data.transforms.transform import Transform
 from selftask.errors import ConfigError
@@ -25,26 +26,26 @@ UNIT = np.float32(1 / 255)  # without ``normalize``, values are in [0, 1]
 class Pipeline:
     """Transforms in sequence on one 8-bit picture; what makes floats of a whole batch comes last.
 
-    ``pipeline(image, rng)`` takes and gives uint8 (H, W, 3); ``pipeline.to_float`` is for the
+    ``pipeline(image, rng)`` takes and gives uint8 (H, W, C); ``pipeline.to_float`` is for the
     batch, once it is on its device. Transforms that the compiled kernel knows are done by it, all
-    those between two others in one call.
+    those between two others in one call; it knows pictures of three channels.
     """
 
     compiled = kernel.available()
 
-    def __init__(self, transforms: Iterable[Any]) -> None:
-        self.transforms = list(transforms)
+    def __init__(self, transforms: Iterable[Any], channels: int = RGB) -> None:
+        self.transforms = [for_channels(transform, channels) for transform in transforms]
         last = self.transforms[-1] if self.transforms else None
         if isinstance(last, Normalize):
             self.transforms.pop()
-            self.to_float = ToFloat(*last.scale_and_shift())
+            self.to_float = ToFloat(*last.scale_and_shift(channels))
         else:
-            self.to_float = ToFloat(np.full(3, UNIT), np.zeros(3, dtype=np.float32))
+            self.to_float = ToFloat(np.full(channels, UNIT), np.zeros(channels, dtype=np.float32))
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         program: list[float] = []  # what the kernel is to do with the image, at once
-        height, width = image.shape[:2]
-        compiled = self.compiled and kernel.fits(height, width)
+        height, width, channels = image.shape
+        compiled = self.compiled and channels == RGB and kernel.fits(height, width)
         for transform in self.transforms:
             if not isinstance(transform, Transform):
                 image = transform(_run(program, image, height, width), rng)
@@ -68,13 +69,13 @@ def _run(program: list[float], image: np.ndarray, height: int, width: int) -> np
     """The image after a program of the kernel, of that size."""
     if not program:
         return image
-    out = np.empty((height, width, 3), dtype=np.uint8)
+    out = np.empty((height, width, RGB), dtype=np.uint8)
     kernel.run(image, program, out)
     return out
 
 
 class ToFloat:
-    """uint8 (B, H, W, 3) on any device -> float32 (B, 3, H, W): x * scale + shift.
+    """uint8 (B, H, W, C) on any device -> float32 (B, C, H, W): x * scale + shift.
 
     The memory stays in the order of the pixels (``torch.channels_last``), in which convolutions are
     fastest, on CPU as on GPU, and which costs no transposition.
@@ -89,7 +90,7 @@ class ToFloat:
         return values.mul_(scale).add_(shift)
 
     def of_planes(self, values: Tensor) -> Tensor:
-        """The same for float32 (B, 3, H, W) in 0..255, which is left as it is."""
+        """The same for float32 (B, C, H, W) in 0..255, which is left as it is."""
         scale, shift = self._constants_on(values.device)
         pixels = torch.empty_like(values, memory_format=torch.channels_last)
         return torch.mul(values, scale, out=pixels).add_(shift)
@@ -103,10 +104,10 @@ class ToFloat:
 class Views:
     """All views of an image, in the order of the config, each group ``count`` times."""
 
-    def __init__(self, views: Mapping[str, ViewConfig]) -> None:
+    def __init__(self, views: Mapping[str, ViewConfig], channels: int = RGB) -> None:
         self.pipelines: list[Pipeline] = []
         for name, view in views.items():
-            pipeline = build_pipeline(view.transforms, key=f"views.{name}.transforms")
+            pipeline = build_pipeline(view.transforms, f"views.{name}.transforms", channels)
             self.pipelines += [pipeline] * view.count
         if not self.pipelines:
             raise ConfigError(["views: there is none; at least one group of views is needed"])
@@ -117,7 +118,7 @@ class Views:
         return len(self.pipelines)
 
     def __call__(self, image: np.ndarray, seed: int, epoch: int, index: int) -> list[np.ndarray]:
-        """V uint8 pictures (H, W, 3) of one (H', W', 3)."""
+        """V uint8 pictures (H, W, C) of one (H', W', C)."""
         if self._draws is None or self._seed != seed:
             self._draws, self._seed = ViewDraws(seed), seed
         return [
@@ -129,11 +130,17 @@ class Views:
         return {**self.__dict__, "_draws": None}
 
 
-def build_pipeline(transforms: Iterable[Component], key: str = "transforms") -> Pipeline:
-    """The pipeline of a config's list of transforms; raises ConfigError for an impossible order.
+def build_pipeline(
+    transforms: Sequence[Component], key: str = "transforms", channels: int = RGB
+) -> Pipeline:
+    """The pipeline of a config's list of transforms, for pictures of so many channels.
 
+    Raises ConfigError for an impossible order, and for transforms of colours where there are none;
     ``key`` is the list's place in the config, for the message.
     """
+    problems = list(list_problems(transforms, key, channels))
+    if problems:
+        raise ConfigError(problems)
     built: list[Any] = []
     for position, component in enumerate(transforms):
         if built and isinstance(built[-1], Normalize):
@@ -143,4 +150,4 @@ def build_pipeline(transforms: Iterable[Component], key: str = "transforms") -> 
             )
             raise ConfigError([problem])
         built.append(TRANSFORMS[component.name](**component.args))
-    return Pipeline(built)
+    return Pipeline(built, channels)

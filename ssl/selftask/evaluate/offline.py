@@ -8,7 +8,7 @@ from torch import nn
 from selftask.config.schema import Config
 from selftask.data.dataset import BadFiles, EvalDataset, Sources
 from selftask.data.loader import EvalBatches
-from selftask.data.source import Source
+from selftask.data.source import Source, channels_of
 from selftask.data.views import build_pipeline
 from selftask.errors import UserError
 from selftask.evaluate.features import Features, extract_features
@@ -40,7 +40,7 @@ def features_of(
     backbone: nn.Module, config: Config, source: Source, *, device: torch.device
 ) -> Features:
     """Features of every image of a source, by ``eval.transforms``."""
-    pipeline = build_pipeline(config.eval.transforms, key="eval.transforms")
+    pipeline = build_pipeline(config.eval.transforms, "eval.transforms", channels_of(source))
     batches = EvalBatches(
         EvalDataset(source, pipeline, config.train.seed),
         batch_size=_BATCH_SIZE,

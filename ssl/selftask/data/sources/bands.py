@@ -1,4 +1,4 @@
-"""Images of other kinds than photographs: many channels, 16 bits, floats."""
+"""Images of other kinds than photographs: any number of channels, 16 bits, floats."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import glob
 import io
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from selftask.data.image import from_array
 from selftask.data.reading import BadImage, read_bytes
 from selftask.data.source import NO_LABEL, PathTable, Source
 from selftask.data.sources.labels import label_top_folders
@@ -25,40 +24,43 @@ MAX_TRIED = 20  # files at the start, to find one that can be read
 
 @register_source("bands")
 class Bands(Source):
-    """Arrays of any number of channels in .npy, .npz, .tif files: three of them, as 8-bit RGB."""
+    """Arrays of any number of channels in .npy, .npz and .tif files, as 8-bit pictures."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str  # a folder, at any depth, or a pattern
-        bands: list[int] = field(default_factory=lambda: [0, 1, 2])  # red, green, blue; one: gray
+        bands: list[int] | None = None  # channels to take, from 0, in this order; none: all
         value_range: list[float] | None = None  # what becomes 0 and 255; none: values are 8-bit
         key: str | None = None  # of a .npz; none: its first array
         labels: bool = True  # top folders are the labels, if there are several
 
     def __init__(self, config: Config) -> None:
-        if len(config.bands) not in (1, 3) or min(config.bands) < 0:
-            raise UserError(
-                f"data.bands={config.bands}: three channels, from 0, or one are expected"
-            )
+        if config.bands is not None and min(config.bands, default=-1) < 0:
+            raise UserError(f"data.bands={config.bands}: numbers of channels, from 0, are expected")
         span = config.value_range
         if span is not None and (len(span) != 2 or not span[0] < span[1]):
             raise UserError(f"data.value_range={span}: [lowest, highest] is expected")
-        self.bands, self.value_range, self.key = config.bands, span, config.key
+        self.value_range, self.key = span, config.key
         self.root, found = _find(os.path.expanduser(config.path))
         self.paths = PathTable(found)
         self.labels = label_top_folders(found) if config.labels else None
         self._copy_of: Callable[[str], str] | None = None
         if any(path.lower().endswith((".tif", ".tiff")) for path in found):
             require("tifffile", "data", "TIFF files of many channels")
-        self._check_first()
+        self.bands = self._check_first(config.bands)
+        self.takes_all = config.bands is None
+        self.channels = len(self.bands)
 
-    def _check_first(self) -> None:
-        """Raise UserError for what is wrong with the config, which would make every image bad."""
+    def _check_first(self, bands: list[int] | None) -> list[int]:
+        """The channels to take, by the first file that can be read.
+
+        Raises UserError for what is wrong with the config, which would make every image bad.
+        """
         index, array = self._first_readable()
         name, channels = self.path(index), array.shape[2]
-        if max(self.bands) >= channels:
+        if bands is not None and max(bands) >= channels:
             raise UserError(
-                f"data.bands={self.bands}: {name} has {channels} channels, from 0 to {channels - 1}"
+                f"data.bands={bands}: {name} has {channels} channels, from 0 to {channels - 1}"
             )
         if array.dtype != np.uint8 and self.value_range is None:
             low, high = np.nanmin(array), np.nanmax(array)
@@ -66,6 +68,7 @@ class Bands(Source):
                 f"data.value_range is missing: {name} holds {array.dtype}, {low:g} to {high:g}; "
                 "what is to become 0 and 255, in all images alike? data.value_range=[LOW,HIGH]"
             )
+        return list(range(channels)) if bands is None else bands
 
     def _first_readable(self) -> tuple[int, np.ndarray]:
         bad: list[BadImage] = []
@@ -81,10 +84,15 @@ class Bands(Source):
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         array = self._array(index)
-        if max(self.bands) >= array.shape[2]:
-            raise BadImage(self.path(index), f"it has {array.shape[2]} channels only")
+        channels = array.shape[2]
+        if self.takes_all and channels != self.channels:
+            reason = f"it has {channels} channels, and the first file {self.channels}"
+            raise BadImage(self.path(index), f"{reason}; data.bands says which to take")
+        if max(self.bands) >= channels:
+            raise BadImage(self.path(index), f"it has {channels} channels only")
         label = NO_LABEL if self.labels is None else int(self.labels[index])
-        return from_array(_to_8_bit(array[..., self.bands], self.value_range)), label
+        taken = array if self.takes_all else array[..., self.bands]
+        return np.ascontiguousarray(_to_8_bit(taken, self.value_range)), label
 
     def _array(self, index: int) -> np.ndarray:
         """All channels, (H, W, C); raises BadImage."""
@@ -125,7 +133,9 @@ class Bands(Source):
     def describe(self) -> str:
         """``27000 images, channels 3, 2, 1, no labels``."""
         classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
-        return f"{len(self)} images, channels {', '.join(map(str, self.bands))}, {classes}"
+        listed = ", ".join(map(str, self.bands))
+        taken = f"all {self.channels} channels" if self.takes_all else f"channels {listed}"
+        return f"{len(self)} images, {taken}, {classes}"
 
     def files(self) -> list[str]:
         """What can be copied."""
@@ -151,12 +161,12 @@ def _find(path: str) -> tuple[str, list[str]]:
 
 
 def _channels_last(array: np.ndarray) -> np.ndarray:
-    """(H, W, C) of (H, W), (H, W, C) or (C, H, W): channels are fewer than pixels in a row."""
+    """(H, W, C) of (H, W), (H, W, C) or (C, H, W): channels are fewer than rows and columns."""
     if array.ndim == 2:
         return array[..., None]
     if array.ndim != 3:
         raise ValueError(f"an array of shape {array.shape} is no image")
-    return np.moveaxis(array, 0, -1) if array.shape[0] < array.shape[2] else array
+    return np.moveaxis(array, 0, -1) if array.shape[0] < min(array.shape[1:]) else array
 
 
 def _to_8_bit(array: np.ndarray, value_range: list[float] | None) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import zlib
 from pathlib import Path
@@ -35,7 +36,8 @@ class Decoded(Wrapped):
 class Store:
     """Pictures of any sizes one after the other in a file, which is written and then mapped."""
 
-    def __init__(self, num_images: int) -> None:
+    def __init__(self, num_images: int, channels: int) -> None:
+        self.channels = channels  # of each
         self.offsets = np.zeros(num_images, dtype=np.int64)
         self.sizes = np.zeros((num_images, 2), dtype=np.int64)  # height and width
         self.labels = np.full(num_images, -1, dtype=np.int64)
@@ -58,11 +60,12 @@ class Store:
             self._blob = np.memmap(file, dtype=np.uint8, mode="c", shape=(self.length,))
 
     def picture(self, index: int) -> np.ndarray | None:
-        """uint8 (H, W, 3), or None for one that could not be read."""
+        """uint8 (H, W, C), or None for one that could not be read."""
         if index in self.reasons:
             return None
         (height, width), first = self.sizes[index].tolist(), int(self.offsets[index])
-        return np.asarray(self._blob[first : first + 3 * height * width]).reshape(height, width, 3)
+        shape = height, width, self.channels
+        return np.asarray(self._blob[first : first + math.prod(shape)]).reshape(shape)
 
     def save_table(self, path: Path) -> None:
         """What is needed beside the file; appears whole or not at all."""
@@ -79,10 +82,10 @@ class Store:
         os.replace(new, path)
 
     @staticmethod
-    def open(pixels: Path, table: Path) -> Store:
+    def open(pixels: Path, table: Path, channels: int) -> Store:
         """What ``save_table`` and the file beside it hold."""
         with np.load(table) as saved:
-            store = Store(len(saved["labels"]))
+            store = Store(len(saved["labels"]), channels)
             store.offsets, store.sizes = saved["offsets"], saved["sizes"]
             store.labels, store.length = saved["labels"], int(saved["length"])
             reasons: dict[str, str] = json.loads(str(saved["reasons"]))

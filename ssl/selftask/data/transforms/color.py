@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 
 from selftask.data.kernel import MOST_SIGMA, Op
+from selftask.data.transforms.channels import RGB, by_groups, needs_rgb
 from selftask.data.transforms.tones import solarize
 from selftask.data.transforms.transform import ByChance, Transform
 from selftask.registry import register_transform
@@ -33,7 +34,10 @@ class Jitter(NamedTuple):
 @register_transform("color_jitter")
 @dataclass(frozen=True, kw_only=True)
 class ColorJitter(Transform):
-    """Brightness, contrast, saturation and hue by random factors, in random order."""
+    """Brightness, contrast, saturation and hue by random factors, in random order.
+
+    Contrast is about the mean luma; where there are not three channels, about the mean of all.
+    """
 
     brightness: float = 0.0  # factor within 1 +- this, never below 0
     contrast: float = 0.0
@@ -47,6 +51,11 @@ class ColorJitter(Transform):
                 yield f"{key}: {getattr(self, key)}; 0 or more is expected"
         if not 0 <= self.hue <= 0.5:
             yield f"hue: {self.hue}; 0 to 0.5 is expected"
+
+    def channel_problems(self, channels: int) -> Iterator[str]:
+        for key in ("saturation", "hue"):
+            if getattr(self, key) and self.p:
+                yield from needs_rgb(f"{key}: {getattr(self, key)}", channels, "use 0")
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Jitter | None:
         chance, *draws, turn, order = rng.random(6).tolist()
@@ -84,6 +93,10 @@ class Grayscale(ByChance):
 
     p: float = field(default=0.1, metadata={"min": 0, "max": 1})
 
+    def channel_problems(self, channels: int) -> Iterator[str]:
+        if self.p:
+            yield from needs_rgb(f"p: {self.p}; grayscale", channels, "use 0, or leave it out")
+
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
         return cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
 
@@ -115,7 +128,7 @@ class GaussianBlur(Transform):
         return sigma if chance < self.p and sigma > 0 else None
 
     def apply(self, image: np.ndarray, drawn: float) -> np.ndarray:
-        return cv2.GaussianBlur(image, (0, 0), drawn)
+        return by_groups(lambda part: cv2.GaussianBlur(part, (0, 0), drawn), image)
 
     def program(self, drawn: float) -> Sequence[float] | None:
         return (Op.BLUR, drawn) if drawn <= MOST_SIGMA else None
@@ -141,8 +154,7 @@ class Solarize(ByChance):
 class ContrastNoise(Transform):
     """Random contrast, brightness offset and sensor noise: x * factor + offset + noise.
 
-    On the scale [0, 1], clipped to it. The noise is the same in the three channels, so gray stays
-    gray.
+    On the scale [0, 1], clipped to it. The noise is the same in all channels, so gray stays gray.
     """
 
     contrast: tuple[float, float] = (1.0, 1.0)  # the factor's range
@@ -180,11 +192,18 @@ class ContrastNoise(Transform):
 
 def adjust_brightness(image: np.ndarray, factor: float) -> np.ndarray:
     """x * factor."""
+    if image.shape[2] != RGB:
+        return _by_table(image, factor, 0.0)
     return cv2.transform(image, factor * _EYE)
 
 
 def adjust_contrast(image: np.ndarray, factor: float) -> np.ndarray:
-    """Away from (factor above 1) or towards the mean luma, which is rounded as Pillow does."""
+    """Away from (factor above 1) or towards the mean luma, which is rounded as Pillow does.
+
+    Where there are not three channels, towards the mean of them all.
+    """
+    if image.shape[2] != RGB:
+        return _by_table(image, factor, (1 - factor) * int(image.mean() + 0.5))
     red, green, blue, _ = cv2.mean(image)
     mean = int(LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue + 0.5)
     matrix = factor * _EYE
@@ -204,6 +223,12 @@ def adjust_hue(image: np.ndarray, turn: float) -> np.ndarray:
     rows = np.tile(step, image.shape[1]).reshape(image.shape[1], 3)
     hsv += rows  # wraps around, as the circle does
     return cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB_FULL)
+
+
+def _by_table(image: np.ndarray, factor: float, shift: float) -> np.ndarray:
+    """x * factor + shift, in every channel."""
+    levels = np.clip(np.rint(np.arange(256) * factor + shift), 0, 255).astype(np.uint8)
+    return cv2.LUT(image, levels).reshape(image.shape)
 
 
 def _factor(strength: float, draw: float) -> float:

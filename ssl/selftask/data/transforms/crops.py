@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 
 from selftask.data.kernel import Filter, Op
+from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.resampling import resize
 from selftask.data.transforms.transform import Certain, Transform
 from selftask.registry import register_transform
@@ -146,4 +147,5 @@ def _pad_to(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def _pad(image: np.ndarray, top: int, bottom: int, left: int, right: int) -> np.ndarray:
-    return cv2.copyMakeBorder(image, top, bottom, left, right, cv2.BORDER_CONSTANT)
+    sides = top, bottom, left, right
+    return by_groups(lambda part: cv2.copyMakeBorder(part, *sides, cv2.BORDER_CONSTANT), image)

@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 
 from selftask.data.kernel import Op
+from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.resampling import warp
 from selftask.data.transforms.transform import ByChance, Transform
 from selftask.registry import register_transform
@@ -26,7 +27,7 @@ class HorizontalFlip(ByChance):
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
-        return cv2.flip(image, 1)
+        return by_groups(lambda part: cv2.flip(part, 1), image)
 
     def program(self, drawn: Any) -> Sequence[float]:
         return (Op.HFLIP,)
@@ -40,7 +41,7 @@ class VerticalFlip(ByChance):
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
-        return cv2.flip(image, 0)
+        return by_groups(lambda part: cv2.flip(part, 0), image)
 
 
 @register_transform("rotation")

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from selftask.data.transforms.channels import channel_problems
 from selftask.data.views import Pipeline
 from selftask.registry import TRANSFORMS, register_transform
 
@@ -21,6 +22,8 @@ from selftask.registry import TRANSFORMS, register_transform
 @dataclass(frozen=True, kw_only=True)
 class RandomApply:
     """All of some transforms, in their order, with probability p; otherwise none."""
+
+    channels: ClassVar[int] = 3  # of the pictures
 
     transforms: list[Any] = field(metadata={"of": "transforms"})
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
@@ -32,18 +35,23 @@ class RandomApply:
             if transform["name"] == "normalize":
                 yield f"transforms.{index}: normalize is for the end of the outermost list"
 
+    def channel_problems(self, channels: int) -> Iterator[str]:
+        return _problems_within(self.transforms, "transforms", channels)
+
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         return self._pipeline(image, rng) if rng.random() < self.p else image
 
     @cached_property
     def _pipeline(self) -> Pipeline:
-        return Pipeline(map(build, self.transforms))
+        return Pipeline(map(build, self.transforms), self.channels)
 
 
 @register_transform("random_choice")
 @dataclass(frozen=True, kw_only=True)
 class RandomChoice:
     """One of several lists of transforms; an empty one leaves the picture as it is."""
+
+    channels: ClassVar[int] = 3  # of the pictures
 
     choices: list[list[Any]] = field(metadata={"of": "transforms"})
     weights: list[float] | None = None  # how likely each is, relative to the others; none: equally
@@ -63,13 +71,17 @@ class RandomChoice:
             if min(self.weights, default=0) < 0 or not sum(self.weights) > 0:
                 yield f"weights: {self.weights}; none below 0 and not all of them 0"
 
+    def channel_problems(self, channels: int) -> Iterator[str]:
+        for number, choice in enumerate(self.choices):
+            yield from _problems_within(choice, f"choices.{number}", channels)
+
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         chosen = int(np.searchsorted(self._shares, rng.random(), side="right"))
         return self._pipelines[chosen](image, rng)
 
     @cached_property
     def _pipelines(self) -> list[Pipeline]:
-        return [Pipeline(map(build, choice)) for choice in self.choices]
+        return [Pipeline(map(build, choice), self.channels) for choice in self.choices]
 
     @cached_property
     def _shares(self) -> np.ndarray:
@@ -83,6 +95,8 @@ class RandomChoice:
 class RandomOrder:
     """All of some transforms, each time in another order."""
 
+    channels: ClassVar[int] = 3  # of the pictures
+
     transforms: list[Any] = field(metadata={"of": "transforms"})
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -92,13 +106,22 @@ class RandomOrder:
             if transform["name"] == "normalize":
                 yield f"transforms.{index}: normalize is for the end of the outermost list"
 
+    def channel_problems(self, channels: int) -> Iterator[str]:
+        return _problems_within(self.transforms, "transforms", channels)
+
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         order = np.argsort(rng.random(len(self.transforms)))
-        return Pipeline(self._built[place] for place in order)(image, rng)
+        return Pipeline((self._built[place] for place in order), self.channels)(image, rng)
 
     @cached_property
     def _built(self) -> list[Any]:
         return [build(transform) for transform in self.transforms]
+
+
+def _problems_within(transforms: list[Any], key: str, channels: int) -> Iterator[str]:
+    for position, transform in enumerate(transforms):
+        for problem in channel_problems(build(transform), channels):
+            yield f"{key}.{position}.{problem}"
 
 
 def build(transform: dict[str, Any]) -> Any:

@@ -45,10 +45,12 @@ class RandomErasing(Transform):
             yield f"scale: {list(self.scale)}; 0 <= least <= largest <= 1 is expected"
         if not 0 < self.ratio[0] <= self.ratio[1]:
             yield f"ratio: {list(self.ratio)}; 0 < least <= largest is expected"
-        values = self.fill if isinstance(self.fill, list) else [self.fill] * 3
-        levels = [value for value in values if not isinstance(value, str)]
-        if len(values) != 3 or not all(0 <= level <= 255 for level in levels):
-            yield f"fill: {self.fill}; a grey level from 0 to 255, three of them, or noise"
+        values = self.fill if isinstance(self.fill, list) else [self.fill]
+        if not all(isinstance(value, str) or 0 <= value <= 255 for value in values):
+            yield f"fill: {self.fill}; a grey level from 0 to 255, one for each channel, or noise"
+
+    def channel_problems(self, channels: int) -> Iterator[str]:
+        return _number_problems(self.fill, channels)
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Hole | None:
         if rng.random() >= self.p:
@@ -61,7 +63,8 @@ class RandomErasing(Transform):
             h, w = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
             if h < height and w < width:
                 left, top = int(of_left * (width - w + 1)), int(of_top * (height - h + 1))
-                return Hole(left, top, left + w, top + h, _values(self.fill, rng, h, w))
+                values = _values(self.fill, rng, h, w, self.channels)
+                return Hole(left, top, left + w, top + h, values)
         return None
 
     def apply(self, image: np.ndarray, drawn: Hole) -> np.ndarray:
@@ -79,10 +82,12 @@ class Cutout(Transform):
     p: float = field(default=1.0, metadata={"min": 0, "max": 1})
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        values = self.fill if isinstance(self.fill, list) else [self.fill] * 3
-        levels = [value for value in values if not isinstance(value, str)]
-        if len(values) != 3 or not all(0 <= level <= 255 for level in levels):
-            yield f"fill: {self.fill}; a grey level from 0 to 255, three of them, or noise"
+        values = self.fill if isinstance(self.fill, list) else [self.fill]
+        if not all(isinstance(value, str) or 0 <= value <= 255 for value in values):
+            yield f"fill: {self.fill}; a grey level from 0 to 255, one for each channel, or noise"
+
+    def channel_problems(self, channels: int) -> Iterator[str]:
+        return _number_problems(self.fill, channels)
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> list[Hole] | None:
         if rng.random() >= self.p:
@@ -93,7 +98,8 @@ class Cutout(Transform):
             top = int(of_height * height) - self.length // 2
             right, bottom = min(left + self.length, width), min(top + self.length, height)
             left, top = max(left, 0), max(top, 0)
-            values = _values(self.fill, rng, bottom - top, right - left)
+            size = bottom - top, right - left, self.channels
+            values = _values(self.fill, rng, *size)
             holes.append(Hole(left, top, right, bottom, values))
         return holes
 
@@ -111,7 +117,7 @@ class GaussianNoise(Transform):
     """
 
     sigma: tuple[float, float] = (0.0, 0.1)  # its standard deviation, on the scale [0, 1]
-    gray: bool = False  # the same in the three channels, so that gray stays gray
+    gray: bool = False  # the same in all channels, so that gray stays gray
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -119,18 +125,18 @@ class GaussianNoise(Transform):
             yield f"sigma: {list(self.sigma)}; 0 <= least <= largest <= 1 is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
-        """What is added, in grey levels: int16 (H, W, 3)."""
+        """What is added, in grey levels: int16 (H, W, C)."""
         chance, strength = rng.random(2).tolist()
         if chance >= self.p:
             return None
         sigma = 255 * (self.sigma[0] + (self.sigma[1] - self.sigma[0]) * strength)
         table = np.rint(sigma * _NORMAL).astype(np.int16)
-        places = _bytes(rng, height, width, 1 if self.gray else 3)
-        noise: np.ndarray = cv2.LUT(places, table)
-        return cv2.merge([noise] * 3) if self.gray else noise
+        places = _bytes(rng, height, width, 1 if self.gray else self.channels)
+        noise: np.ndarray = cv2.LUT(places, table).reshape(places.shape)
+        return np.repeat(noise, self.channels, axis=2) if self.gray else noise
 
     def apply(self, image: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-        return cv2.add(image, drawn, dtype=cv2.CV_8U)
+        return cv2.add(image, drawn, dtype=cv2.CV_8U).reshape(image.shape)
 
 
 @register_transform("salt_and_pepper")
@@ -155,16 +161,21 @@ class SaltAndPepper(Transform):
 
     def apply(self, image: np.ndarray, drawn: np.ndarray) -> np.ndarray:
         changed = image.copy()
-        pixels = changed.reshape(-1, 3)
+        pixels = changed.reshape(-1, image.shape[2])
         pixels[drawn[: -(-len(drawn) // 2)]] = 255
         pixels[drawn[-(-len(drawn) // 2) :]] = 0
         return changed
 
 
-def _values(fill: Any, rng: np.random.Generator, height: int, width: int) -> Any:
-    """What a hole of that size is filled with: broadcasts to uint8 (height, width, 3)."""
+def _number_problems(fill: Any, channels: int) -> Iterator[str]:
+    if isinstance(fill, list) and len(fill) != channels:
+        yield f"fill: {fill}; {len(fill)} grey levels, the data have {channels} channels"
+
+
+def _values(fill: Any, rng: np.random.Generator, height: int, width: int, channels: int) -> Any:
+    """What a hole of that size is filled with: broadcasts to uint8 (height, width, channels)."""
     if fill == "noise":
-        return _bytes(rng, height, width, 3)
+        return _bytes(rng, height, width, channels)
     return np.uint8(fill) if isinstance(fill, int) else np.array(fill, dtype=np.uint8)
 
 

@@ -28,20 +28,37 @@ class Normalize:
     """
 
     of: Literal["imagenet", "cifar10", "cifar100", "half"] = "imagenet"  # whose mean and std
-    mean: list[float] | None = None  # your own three instead, together with std
+    mean: list[float] | None = None  # your own instead, one for each channel, together with std
     std: list[float] | None = None
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if (self.mean is None) != (self.std is None):
             yield "mean: mean and std go together; give both or neither"
-        for key, values in (("mean", self.mean), ("std", self.std)):
-            if values is not None and len(values) != 3:
-                yield f"{key}: {len(values)} numbers, there are 3 channels"
+        if self.mean is not None and self.std is not None and len(self.mean) != len(self.std):
+            yield f"mean: {len(self.mean)} numbers, and std has {len(self.std)}"
         if self.std is not None and min(self.std, default=1) <= 0:
             yield "std: must be above 0"
 
-    def scale_and_shift(self) -> tuple[np.ndarray, np.ndarray]:
-        """What pixels in 0..255 are multiplied by and what is then added, (3,) float32 each."""
-        mean, std = STATISTICS[self.of] if self.mean is None else (self.mean, self.std)
+    def channel_problems(self, channels: int) -> Iterator[str]:
+        number = len(self.moments(channels)[0])
+        if number != channels:
+            what = f"of: {self.of}" if self.mean is None else f"mean: {self.mean}"
+            yield (
+                f"{what} has {number} numbers, the data have {channels} channels; give mean and "
+                "std of each (`selftask data stats` prints them), or of: half"
+            )
+
+    def moments(self, channels: int = 3) -> tuple[list[float], list[float]]:
+        """Mean and standard deviation of each channel."""
+        if self.mean is not None and self.std is not None:
+            return self.mean, self.std
+        if self.of == "half":
+            return [0.5] * channels, [0.5] * channels
+        mean, std = STATISTICS[self.of]
+        return list(mean), list(std)
+
+    def scale_and_shift(self, channels: int = 3) -> tuple[np.ndarray, np.ndarray]:
+        """What pixels in 0..255 are multiplied by and what is then added, (C,) float32 each."""
+        mean, std = self.moments(channels)
         centre, width = np.array(mean, dtype=np.float64), np.array(std, dtype=np.float64)
         return (1 / (255 * width)).astype(np.float32), (-centre / width).astype(np.float32)

@@ -14,6 +14,7 @@ import cv2
 import numpy as np
 
 from selftask.data.transforms import color, tones
+from selftask.data.transforms.channels import needs_rgb
 from selftask.data.transforms.geometry import inverse_affine
 from selftask.data.transforms.policy_tables import (
     COLOURS,
@@ -35,6 +36,7 @@ from selftask.registry import register_transform
 Operation = tuple[str, float]  # name and signed magnitude
 ALL = (*NEUTRAL, *GEOMETRY, *COLOURS, *TABLES)
 POLICY_BINS = 10  # of AutoAugment
+INSTEAD = "use aug_mix with all_ops: false, or random_choice of others"
 MIX_BINS = 10  # of AugMix, most severe last
 
 
@@ -56,6 +58,9 @@ class RandAugment(Transform):
             yield f"num_bins: {self.num_bins}; at least 2"
         elif not 0 <= self.magnitude < self.num_bins:
             yield f"magnitude: {self.magnitude}; 0 to {self.num_bins - 1} (num_bins) is expected"
+
+    def channel_problems(self, channels: int) -> Iterator[str]:
+        return needs_rgb("name: rand_augment changes saturation and", channels, INSTEAD)
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[Operation, ...]:
         level = self.magnitude / (self.num_bins - 1)
@@ -82,6 +87,9 @@ class TrivialAugmentWide(Transform):
         if self.num_bins < 2:
             yield f"num_bins: {self.num_bins}; at least 2"
 
+    def channel_problems(self, channels: int) -> Iterator[str]:
+        return needs_rgb("name: trivial_augment_wide changes saturation and", channels, INSTEAD)
+
     def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[Operation, ...]:
         which, strength, sign = rng.random(3).tolist()
         level = int(strength * self.num_bins) / (self.num_bins - 1)
@@ -99,6 +107,9 @@ class AutoAugment(Transform):
     policy: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
     fill: int = 0  # grey level of what comes from outside
+
+    def channel_problems(self, channels: int) -> Iterator[str]:
+        return needs_rgb("name: auto_augment changes saturation and", channels, INSTEAD)
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[Operation, ...]:
         policy = POLICIES[self.policy]
@@ -136,6 +147,10 @@ class AugMix(Transform):
             yield f"depth: {self.depth}; at least 1, or null for 1 to 3 at random"
         if self.alpha <= 0:
             yield f"alpha: {self.alpha}; above 0 is expected"
+
+    def channel_problems(self, channels: int) -> Iterator[str]:
+        if self.all_ops:
+            yield from needs_rgb("all_ops: true changes saturation and", channels, "use false")
 
     def draw(
         self, rng: np.random.Generator, height: int, width: int
@@ -176,7 +191,7 @@ def _signed(
 def perform(
     image: np.ndarray, operations: tuple[Operation, ...], interpolation: str, fill: int
 ) -> np.ndarray:
-    """The operations one after the other, uint8 (H, W, 3)."""
+    """The operations one after the other, uint8 (H, W, C)."""
     for name, size in operations:
         if name in GEOMETRY:
             matrix = _matrix(name, size, *image.shape[:2])

@@ -22,6 +22,7 @@ import cv2
 import numpy as np
 
 from selftask.data.draws import draw_rng
+from selftask.data.transforms.channels import by_groups, needs_rgb
 from selftask.data.transforms.transform import Certain, Transform
 from selftask.errors import UserError
 from selftask.registry import register_transform
@@ -54,7 +55,7 @@ class Rotate90(Transform):
         return self.turns[int(_at(rng, ROTATION) * len(self.turns))] or None
 
     def apply(self, image: np.ndarray, drawn: int) -> np.ndarray:
-        return cv2.rotate(image, _ROTATIONS[drawn])
+        return by_groups(lambda part: cv2.rotate(part, _ROTATIONS[drawn]), image)
 
 
 def drawn_rotation(
@@ -111,7 +112,8 @@ class Jigsaw(Transform):
     def apply(self, image: np.ndarray, drawn: Puzzle) -> np.ndarray:
         cell = image.shape[0] // self.grid, image.shape[1] // self.grid
         rows, columns = self._tile_size(*image.shape[:2])
-        puzzle = np.empty((self.grid * rows, self.grid * columns, 3), dtype=np.uint8)
+        size = self.grid * rows, self.grid * columns, image.shape[2]
+        puzzle = np.empty(size, dtype=np.uint8)
         order = permutations(self.grid**2, self.num_permutations)[drawn.permutation]
         for place, tile in enumerate(order.tolist()):
             down, across = divmod(tile, self.grid)
@@ -173,6 +175,9 @@ class Lab(Certain):
     first channel or the other two. ``normalize`` then needs a mean and std of its own.
     """
 
+    def channel_problems(self, channels: int) -> Iterator[str]:
+        return needs_rgb("name: lab", channels, "leave it out")
+
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
         return cv2.cvtColor(image, cv2.COLOR_RGB2LAB)
 
@@ -185,19 +190,21 @@ class ChannelDrop(Transform):
     Against learning from chromatic aberration where patches lie (arXiv:1505.05192).
     """
 
-    keep: int = 1  # channels, 1 or 2
+    keep: int = field(default=1, metadata={"min": 1})  # channels, fewer than there are
     fill: int = 0  # grey level of the others
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if self.keep not in (1, 2):
-            yield f"keep: {self.keep}; 1 or 2 of the 3 channels is expected"
         if not 0 <= self.fill <= 255:
             yield f"fill: {self.fill}; 0 to 255 is expected"
 
+    def channel_problems(self, channels: int) -> Iterator[str]:
+        if self.keep >= channels:
+            yield f"keep: {self.keep}; fewer than the {channels} channels of the data are expected"
+
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
         """The channels that are overwritten."""
-        chance, *draws = rng.random(4).tolist()
+        chance, *draws = rng.random(1 + self.channels).tolist()
         return np.argsort(draws)[self.keep :] if chance < self.p else None
 
     def apply(self, image: np.ndarray, drawn: np.ndarray) -> np.ndarray:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import cv2
 import numpy as np
 
+from selftask.data.transforms.channels import by_groups
+
 cv2.setNumThreads(1)  # pictures are shared out among processes; its threads do not survive a fork
 
 MODES = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC, "nearest": cv2.INTER_NEAREST}
 
 
 def resize(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:
-    """uint8 (height, width, 3) of (H, W, 3), which may be a crop of a larger array; antialiased.
+    """uint8 (height, width, C) of (H, W, C), which may be a crop of a larger array; antialiased.
 
     torch has the fastest antialiased kernel for bytes; OpenCV has none, but is faster where
     nothing shrinks, and means the same there (for bicubic another kernel: not used).
@@ -19,11 +21,11 @@ def resize(image: np.ndarray, height: int, width: int, interpolation: str) -> np
     size = image.shape[:2]
     if size == (height, width):
         return np.ascontiguousarray(image)
-    if interpolation == "nearest":
-        return cv2.resize(image, (width, height), interpolation=cv2.INTER_NEAREST_EXACT)
-    if interpolation == "bilinear" and height >= size[0] and width >= size[1]:
-        return cv2.resize(image, (width, height), interpolation=cv2.INTER_LINEAR)
-    return _antialiased(image, height, width, interpolation)
+    grows = height >= size[0] and width >= size[1]
+    if interpolation == "bicubic" or (interpolation == "bilinear" and not grows):
+        return _antialiased(image, height, width, interpolation)
+    mode = cv2.INTER_LINEAR if interpolation == "bilinear" else cv2.INTER_NEAREST_EXACT
+    return by_groups(lambda part: cv2.resize(part, (width, height), interpolation=mode), image)
 
 
 def _antialiased(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:
@@ -48,11 +50,15 @@ def warp(
     """
     a, b, c, d, e, f = output_to_input
     centred = ((a, b, c + (a + b - 1) / 2), (d, e, f + (d + e - 1) / 2))
-    return cv2.warpAffine(
-        image,
-        np.array(centred),
-        (image.shape[1], image.shape[0]),
-        flags=MODES[interpolation] | cv2.WARP_INVERSE_MAP,
-        borderMode=cv2.BORDER_CONSTANT,
-        borderValue=(fill,) * 3,
-    )
+
+    def change(part: np.ndarray) -> np.ndarray:
+        return cv2.warpAffine(
+            part,
+            np.array(centred),
+            (image.shape[1], image.shape[0]),
+            flags=MODES[interpolation] | cv2.WARP_INVERSE_MAP,
+            borderMode=cv2.BORDER_CONSTANT,
+            borderValue=(fill,) * 4,
+        )
+
+    return by_groups(change, image)

@@ -10,6 +10,7 @@ from typing import Any
 import cv2
 import numpy as np
 
+from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.transform import ByChance, Transform
 from selftask.registry import register_transform
 
@@ -58,7 +59,7 @@ class Invert(ByChance):
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
-        return cv2.bitwise_not(image)
+        return cv2.bitwise_not(image).reshape(image.shape)
 
 
 @register_transform("sharpness")
@@ -97,18 +98,28 @@ def solarize(image: np.ndarray, threshold: float) -> np.ndarray:
 
 def autocontrast(image: np.ndarray) -> np.ndarray:
     """Stretch each channel to 0..255; one of a single value stays as it is."""
+    return by_groups(_stretched, image)
+
+
+def _stretched(image: np.ndarray) -> np.ndarray:
+    channels = 1 if image.ndim == 2 else image.shape[2]
     rows = image.reshape(image.shape[0], -1)  # along them numpy compares many values at once
-    low = rows.min(axis=0).reshape(-1, 3).min(axis=0).astype(int)
-    high = rows.max(axis=0).reshape(-1, 3).max(axis=0).astype(int)
+    low = rows.min(axis=0).reshape(-1, channels).min(axis=0).astype(int)
+    high = rows.max(axis=0).reshape(-1, channels).max(axis=0).astype(int)
     scale = np.where(high > low, 255 / np.maximum(high - low, 1), 1.0)
     offset = np.where(high > low, -low * scale, 0.0)
-    tables = _VALUES[:, None] * scale + offset  # (256, 3)
+    tables = _VALUES[:, None] * scale + offset  # (256, C)
     return cv2.LUT(image, np.clip(tables, 0, 255).astype(np.uint8)[None])
 
 
 def equalize(image: np.ndarray) -> np.ndarray:
     """Values to their places in the channel's order, at Pillow's rounding."""
-    tables = [_flat_table(cv2.calcHist([image], [c], None, [256], [0, 256])) for c in range(3)]
+    return by_groups(_equalized, image)
+
+
+def _equalized(image: np.ndarray) -> np.ndarray:
+    channels = range(1 if image.ndim == 2 else image.shape[2])
+    tables = [_flat_table(cv2.calcHist([image], [c], None, [256], [0, 256])) for c in channels]
     return cv2.LUT(image, np.stack(tables, axis=1)[None])
 
 
@@ -128,6 +139,10 @@ def adjust_sharpness(image: np.ndarray, factor: float) -> np.ndarray:
 
     Pillow's smoothing is [1 1 1; 1 5 1; 1 1 1] / 13: nine parts a mean of 3x3 and four the pixel.
     """
+    return by_groups(lambda part: _sharpened(part, factor), image)
+
+
+def _sharpened(image: np.ndarray, factor: float) -> np.ndarray:
     mean = cv2.blur(image, (3, 3))
     smooth = (1 - factor) / 13
     changed = cv2.addWeighted(image, factor + 4 * smooth, mean, 9 * smooth, 0.0)

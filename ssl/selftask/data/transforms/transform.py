@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,13 +17,19 @@ class Transform(ABC):
     callable ``(image, rng) -> image``.
     """
 
+    channels: ClassVar[int] = 3  # of the pictures that it is used for; set with them
+
+    def channel_problems(self, channels: int) -> Iterator[str]:
+        """``key: why``, for what it cannot do to pictures of so many channels."""
+        return iter(())
+
     @abstractmethod
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
         """Parameters for an image of that size; None if it is to stay as it is."""
 
     @abstractmethod
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
-        """The changed picture, uint8 (H', W', 3), of one (H, W, 3), which is left as it was."""
+        """The changed picture, uint8 (H', W', C), of one (H, W, C), which is left as it was."""
 
     def program(self, drawn: Any) -> Sequence[float] | None:
         """The same for the compiled kernel (``data/kernel``); None where it knows no such thing."""

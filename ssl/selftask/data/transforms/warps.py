@@ -10,6 +10,7 @@ from typing import Any, Literal
 import cv2
 import numpy as np
 
+from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.resampling import MODES, warp
 from selftask.data.transforms.transform import Transform
 from selftask.registry import register_transform
@@ -73,14 +74,18 @@ class RandomPerspective(Transform):
         height, width = image.shape[:2]
         corners = _corners(height, width)
         to_input = cv2.getPerspectiveTransform(drawn.astype(np.float32), corners)
-        return cv2.warpPerspective(
-            image,
-            _BACK @ to_input @ _HALF,
-            (width, height),
-            flags=MODES[self.interpolation] | cv2.WARP_INVERSE_MAP,
-            borderMode=cv2.BORDER_CONSTANT,
-            borderValue=(self.fill,) * 3,
-        )
+
+        def change(part: np.ndarray) -> np.ndarray:
+            return cv2.warpPerspective(
+                part,
+                _BACK @ to_input @ _HALF,
+                (width, height),
+                flags=MODES[self.interpolation] | cv2.WARP_INVERSE_MAP,
+                borderMode=cv2.BORDER_CONSTANT,
+                borderValue=(self.fill,) * 4,
+            )
+
+        return by_groups(change, image)
 
 
 @register_transform("elastic")
@@ -114,14 +119,20 @@ class Elastic(Transform):
 
     def apply(self, image: np.ndarray, drawn: np.ndarray) -> np.ndarray:
         height, width = image.shape[:2]
-        return cv2.remap(
-            image,
-            drawn[0] + np.arange(width, dtype=np.float32),
-            drawn[1] + np.arange(height, dtype=np.float32)[:, None],
-            MODES[self.interpolation],
-            borderMode=cv2.BORDER_CONSTANT,
-            borderValue=(self.fill,) * 3,
-        )
+        across = drawn[0] + np.arange(width, dtype=np.float32)
+        down = drawn[1] + np.arange(height, dtype=np.float32)[:, None]
+
+        def change(part: np.ndarray) -> np.ndarray:
+            return cv2.remap(
+                part,
+                across,
+                down,
+                MODES[self.interpolation],
+                borderMode=cv2.BORDER_CONSTANT,
+                borderValue=(self.fill,) * 4,
+            )
+
+        return by_groups(change, image)
 
 
 def _corners(height: int, width: int) -> np.ndarray:

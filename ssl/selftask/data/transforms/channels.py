@@ -1,0 +1,66 @@
+"""Pictures of any number of channels: how OpenCV takes them, and which transforms can."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from selftask.registry import TRANSFORMS
+
+if TYPE_CHECKING:
+    from selftask.config.schema import Component
+
+RGB = 3
+_AT_ONCE = 4  # channels that all of OpenCV takes
+
+
+def by_groups(change: Callable[[np.ndarray], np.ndarray], image: np.ndarray) -> np.ndarray:
+    """``change``, a function of OpenCV, of a picture with any number of channels (H, W, C).
+
+    It gets pictures of three or four channels and planes (H, W). OpenCV refuses more in some
+    functions, and in others computes places another way for two, or for more than four.
+    """
+    channels = image.shape[2]
+    if channels in (RGB, _AT_ONCE):
+        return change(image)
+    whole = channels - channels % _AT_ONCE
+    parts = [change(np.ascontiguousarray(image[..., at : at + _AT_ONCE])) for at in _starts(whole)]
+    planes = [np.ascontiguousarray(image[..., at]) for at in range(whole, channels)]
+    parts += [change(plane)[..., None] for plane in planes]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)
+
+
+def _starts(channels: int) -> range:
+    return range(0, channels, _AT_ONCE)
+
+
+def for_channels(transform: Any, channels: int) -> Any:
+    """The same transform for pictures of so many channels, if it wants to know: ``channels``."""
+    if getattr(transform, "channels", channels) == channels:
+        return transform
+    told = copy.copy(transform)
+    object.__setattr__(told, "channels", channels)  # most are frozen dataclasses
+    return told
+
+
+def channel_problems(transform: Any, channels: int) -> Iterator[str]:
+    """``key: why``, for what a transform cannot do to pictures of so many channels."""
+    if hasattr(transform, "channel_problems"):
+        yield from transform.channel_problems(channels)
+
+
+def list_problems(transforms: Iterable[Component], key: str, channels: int) -> Iterator[str]:
+    """The same for a config's list of transforms; ``key`` is its place there."""
+    for position, component in enumerate(transforms):
+        transform = TRANSFORMS[component.name](**component.args)
+        for problem in channel_problems(transform, channels):
+            yield f"{key}.{position}.{problem}"
+
+
+def needs_rgb(what: str, channels: int, instead: str) -> Iterator[str]:
+    """That something needs red, green and blue, unless there are three channels."""
+    if channels != RGB:
+        yield f"{what} needs 3 channels, the data have {channels}; {instead}"

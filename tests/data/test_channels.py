@@ -1,0 +1,196 @@
+"""Pictures of 1, 2, 4, 5 and 13 channels: each channel as its own picture would be changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from selftask.config.schema import Component, ViewConfig
+from selftask.data.dataset import EvalDataset, ViewDataset
+from selftask.data.draws import draw_rng
+from selftask.data.transforms.channels import by_groups, channel_problems, for_channels
+from selftask.data.views import Pipeline, Views, build_pipeline
+from selftask.errors import ConfigError, UserError
+from selftask.registry import TRANSFORMS, Registry
+
+MANY = (1, 2, 4, 5, 13)
+NESTED: list[Any] = [{"name": "horizontal_flip", "p": 1.0}, {"name": "gaussian_noise", "p": 1.0}]
+ARGS: dict[str, dict[str, Any]] = {
+    "random_resized_crop": {"size": 8},
+    "random_crop": {"size": 8, "padding": 2},
+    "center_crop": {"size": 40},
+    "resize": {"size": 8},
+    "rotation": {"degrees": 30.0, "fill": 9},
+    "random_affine": {"degrees": 30.0, "scale": (0.5, 1.5), "shift": 0.5, "fill": 9},
+    "random_shear": {"x": 20.0, "y": 20.0, "fill": 9},
+    "random_perspective": {"fill": 9},
+    "elastic": {"fill": 9},
+    "color_jitter": {"brightness": 0.8, "contrast": 0.8},
+    "contrast_noise": {"contrast": (0.5, 1.5), "offset": (-0.5, 0.5), "noise": 0.1},
+    "random_apply": {"transforms": NESTED},
+    "random_choice": {"choices": [NESTED, []]},
+    "random_order": {"transforms": NESTED},
+    "jigsaw": {"grid": 2, "num_permutations": 24},
+    "aug_mix": {"all_ops": False},
+    "random_erasing": {"fill": "noise"},
+}
+NAMES = Registry("transform", "selftask.data.transforms").names()
+OF_COLOURS = ["auto_augment", "grayscale", "lab", "rand_augment", "trivial_augment_wide"]
+ANY = [name for name in NAMES if name not in (*OF_COLOURS, "normalize")]
+OF_ALL = {"channel_drop", "gaussian_noise", "random_erasing"}  # what a channel gets is its own
+NESTS = {"random_apply", "random_choice", "random_order"}
+
+
+def build(name: str, channels: int, **more: Any) -> Any:
+    args = {**ARGS.get(name, {}), **more}
+    if "p" in vars(TRANSFORMS[name]):
+        args.setdefault("p", 1.0)
+    return for_channels(TRANSFORMS[name](**args), channels)
+
+
+def named(name: str, **args: Any) -> Component:
+    return Component(name=name, args=args)
+
+
+def picture(channels: int, height: int = 24, width: int = 33) -> np.ndarray:
+    """Another one in each channel."""
+    shape = height, width, channels
+    image = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    image.flags.writeable = False
+    return image
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("channels", MANY)
+@pytest.mark.parametrize("name", ANY)
+def test_every_transform_takes_them(name: str, channels: int) -> None:
+    if name == "channel_drop" and channels == 1:
+        return
+    transform, image = build(name, channels), picture(channels)
+    pipeline, before = Pipeline([build(name, 3)], channels), image.copy()
+    for index in range(6):
+        out = transform(image, draw_rng(3, 0, index, 0))
+        assert out.dtype == np.uint8 and out.ndim == 3 and out.shape[2] == channels
+        assert out.flags.c_contiguous
+        assert np.array_equal(pipeline(image, draw_rng(3, 0, index, 0)), out)
+    assert np.array_equal(image, before)
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("channels", [2, 5, 13])
+@pytest.mark.parametrize("name", sorted({*ANY} - OF_ALL - NESTS - {"color_jitter"}))
+def test_each_channel_is_changed_as_it_would_be_alone(name: str, channels: int) -> None:
+    """Three equal channels, which go the way of RGB pictures, are the reference."""
+    image = picture(channels)
+    for index in range(4):
+        out = build(name, channels)(image, draw_rng(0, 0, index, 0))
+        for channel in range(channels):
+            alone = np.repeat(image[..., channel, None], 3, axis=2)
+            expected = build(name, 3)(alone, draw_rng(0, 0, index, 0))
+            assert np.array_equal(out[..., channel], expected[..., 0])
+
+
+@pytest.mark.parametrize("channels", MANY)
+def test_brightness_and_contrast_of_all_channels_alike(channels: int) -> None:
+    image = picture(channels)
+    bright = build("color_jitter", channels, brightness=0.5, contrast=0.0)
+    factor = bright.draw(draw_rng(0, 0, 1, 0), 24, 33).factors[0]
+    expected = np.rint(np.clip(image * factor, 0, 255))
+    assert np.array_equal(bright(image, draw_rng(0, 0, 1, 0)), expected)
+    contrast = build("color_jitter", channels, brightness=0.0, contrast=0.5)
+    factor = contrast.draw(draw_rng(0, 0, 2, 0), 24, 33).factors[1]
+    expected = np.clip(image.mean() + factor * (image - image.mean()), 0, 255)
+    assert np.abs(contrast(image, draw_rng(0, 0, 2, 0)) - expected).max() < 1.1  # mean is rounded
+
+
+def test_groups_are_of_sizes_that_opencv_knows() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def look(part: np.ndarray) -> np.ndarray:
+        seen.append(part.shape[2:])
+        return part
+
+    for channels, expected in ((1, [()]), (2, [(), ()]), (6, [(4,), (), ()]), (3, [(3,)])):
+        seen.clear()
+        assert np.array_equal(by_groups(look, picture(channels)), picture(channels))
+        assert seen == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "channels", "message"),
+    [
+        ("color_jitter", {"hue": 0.1}, 13, "hue: 0.1 needs 3 channels, the data have 13; use 0"),
+        ("color_jitter", {"saturation": 0.4}, 1, "saturation: 0.4 needs 3 channels"),
+        ("grayscale", {"p": 0.2}, 5, "p: 0.2; grayscale needs 3 channels, the data have 5"),
+        ("lab", {}, 4, "name: lab needs 3 channels"),
+        ("rand_augment", {}, 4, "name: rand_augment changes saturation and needs 3"),
+        ("auto_augment", {}, 4, "name: auto_augment changes saturation and needs 3"),
+        ("trivial_augment_wide", {}, 4, "name: trivial_augment_wide changes saturation and needs"),
+        ("aug_mix", {}, 4, "all_ops: true changes saturation and needs 3 channels"),
+        ("channel_drop", {"keep": 3}, 3, "keep: 3; fewer than the 3 channels"),
+        ("random_erasing", {"fill": [1, 2]}, 3, "fill: [1, 2]; 2 grey levels, the data have 3"),
+        ("cutout", {"fill": [1, 2, 3]}, 4, "fill: [1, 2, 3]; 3 grey levels, the data have 4"),
+        ("normalize", {}, 4, "of: imagenet has 3 numbers, the data have 4 channels; give mean"),
+        ("normalize", {"mean": [0.5], "std": [1.0]}, 3, "mean: [0.5] has 1 numbers, the data"),
+        ("random_apply", {"transforms": [{"name": "lab"}]}, 1, "transforms.0.name: lab needs"),
+        ("random_choice", {"choices": [[], [{"name": "lab"}]]}, 1, "choices.1.0.name: lab needs"),
+        ("random_order", {"transforms": [{"name": "lab"}]}, 1, "transforms.0.name: lab needs"),
+    ],
+)
+def test_what_is_about_colours_is_refused(
+    name: str, args: dict[str, Any], channels: int, message: str
+) -> None:
+    (problem,) = channel_problems(TRANSFORMS[name](**args), channels)
+    assert problem.startswith(message)
+
+
+def test_nothing_is_refused_that_does_nothing() -> None:
+    views = {"a": ViewConfig(transforms=[named("grayscale", p=0.0), named("color_jitter")])}
+    assert len(Views(views, 13)) == 1
+    views["b"] = ViewConfig(transforms=[named("horizontal_flip"), named("lab")])
+    with pytest.raises(ConfigError, match=r"views\.b\.transforms\.1\.name: lab needs 3 channels"):
+        Views(views, 13)
+
+
+@pytest.mark.parametrize("channels", MANY)
+def test_normalize_has_a_mean_and_std_for_each(channels: int) -> None:
+    pixels = torch.from_numpy(picture(channels)[None].copy())
+    mean, std = np.linspace(0.1, 0.9, channels), np.linspace(1.0, 2.0, channels)
+    expected = (pixels.numpy() / 255 - mean) / std
+    args = {"mean": mean.tolist(), "std": std.tolist()}
+    own = build_pipeline([named("normalize", **args)], "views", channels).to_float(pixels)
+    assert np.allclose(own.permute(0, 2, 3, 1), expected, atol=1e-6)
+    half = build_pipeline([named("normalize", of="half")], "views", channels)
+    assert np.allclose(half.to_float(pixels).permute(0, 2, 3, 1), pixels / 127.5 - 1, atol=1e-6)
+    assert np.allclose(Pipeline([], channels).to_float(pixels)[0, 0], pixels[0, ..., 0] / 255)
+
+
+class Odd:
+    """No ``Source``, and says nothing of channels: three are expected."""
+
+    labels = None
+
+    def __init__(self, channels: int) -> None:
+        self.image = picture(channels)
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        return self.image, -1
+
+    def path(self, index: int) -> str:
+        return "x.png"
+
+
+def test_a_source_that_says_nothing_gives_three_channels() -> None:
+    views = Views({"a": ViewConfig(transforms=[])})
+    assert ViewDataset(Odd(3), views, 0)[0, 0].views[0].shape[2] == 3  # type: ignore[arg-type]
+    for dataset in (ViewDataset(Odd(4), views, 0), EvalDataset(Odd(4), Pipeline([]))):  # type: ignore[arg-type]
+        with pytest.raises(
+            UserError, match=r"x\.png: an array of shape \(24, 33, 4\); \(H, W, 3\)"
+        ):
+            dataset[0, 0]
