@@ -33,11 +33,16 @@ def start(config: Config, command: list[str]) -> int:
     status = Status(config)
     attempts = config.launch.max_restarts + 1
     for attempt in range(1, attempts + 1):
+        before = status.read()  # may be of an earlier run
         ranks = Ranks(command, config.launch.processes)
         code = ranks.wait()
-        if code == 0 or ranks.asked_to_stop or status.read().get("state") in _ENDED_WELL:
+        after = status.read()
+        told = after != before and after.get("state") != "running"
+        if code == 0 or ranks.asked_to_stop or (told and after["state"] in _ENDED_WELL):
             return code
-        _tell_what_ranks_could_not(status, ranks)
+        begun = after != before
+        if not told and (begun or code != 2):  # 2: what the user has to put right, told already
+            _tell_what_ranks_could_not(status, ranks)
         if code == 2 or attempt == attempts:  # what the user has to put right stays wrong
             break
         print(f"starting again from the newest checkpoint: restart {attempt} of {attempts - 1}")
@@ -124,9 +129,8 @@ class Ranks:
 
 def _tell_what_ranks_could_not(status: Status, ranks: Ranks) -> None:
     """The last line and the status of a run whose first rank died before it could write them."""
-    if status.read().get("state") != "running":
-        return
     message = ranks.describe_failure()
+    status.path.parent.mkdir(parents=True, exist_ok=True)
     status.write("failed", rank=ranks.first_failed, error=message)
     print(f"RUN FAILED on rank {ranks.first_failed}: {message}", flush=True)
 

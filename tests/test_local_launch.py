@@ -1,0 +1,65 @@
+"""The parent of local ranks says how a run ended where no rank could: the ranks are stand-ins."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from selftask.config.load import load_config
+from selftask.launch.local import start
+from selftask.launch.status import Status
+
+KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def launch(out: Path, code: str, *more: str) -> tuple[int, dict[str, Any]]:
+    """The exit code of two ranks that run ``code``, and what status.json says then."""
+    config = load_config("simclr", [f"out={out}", "launch.processes=2", *more])
+    exit_code = start(config, [sys.executable, "-c", code])
+    return exit_code, Status(config).read()
+
+
+@pytest.mark.parametrize("earlier", [None, "interrupted", "finished", "running"])
+def test_ranks_that_die_before_they_begin(
+    tmp_path: Path, earlier: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What an earlier run in the folder left behind is not taken for theirs."""
+    out = tmp_path / "run"
+    if earlier is not None:
+        out.mkdir()
+        Status(load_config("simclr", [f"out={out}"])).write(earlier)
+    code, status = launch(out, KILLED)
+    assert code == 137
+    assert status["state"] == "failed"
+    assert "was killed by SIGKILL" in status["error"]
+    assert "RUN FAILED on rank" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_they_are_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _ = launch(tmp_path / "run", KILLED, "launch.max_restarts=1")
+    assert code == 137
+    assert "restart 1 of 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("state", ["interrupted", "failed"])
+def test_what_a_rank_has_told_stays(
+    tmp_path: Path, state: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "status.json"
+    path.write_text(json.dumps({"state": "running"}))
+    tells = f'from pathlib import Path; Path({str(path)!r}).write_text(\'{{"state": "{state}"}}\')'
+    code, status = launch(tmp_path, f"{tells}; raise SystemExit(3)")
+    assert (code, status) == (3, {"state": state})
+    assert capsys.readouterr().out == ""
+
+
+def test_a_mistake_of_the_user_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, status = launch(tmp_path / "run", "raise SystemExit(2)", "launch.max_restarts=3")
+    assert (code, status) == (2, {})
+    assert capsys.readouterr().out == ""
