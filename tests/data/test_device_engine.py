@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import cv2
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from both_engines import (
+    HEIGHT,
+    IMAGES,
+    NEEDS_CUDA_BUILD,
+    SEED,
+    WIDTH,
+    assert_close,
+    by_cpu,
+    by_device,
+    on_an_imagined_gpu,
+    part,
+    pictures,
+    views_of,
+)
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from selftask.config.schema import Component, ViewConfig
 from selftask.data.device.engine import Engine
@@ -23,14 +34,6 @@ from selftask.data.transforms.transform import Transform
 from selftask.data.views import Views
 from selftask.errors import ConfigError, UserError
 from selftask.registry import BATCHED_FORMS, TRANSFORMS
-
-SEED, EPOCH, IMAGES = 5, 1, 24
-HEIGHT, WIDTH = 40, 48
-
-
-def part(name: str, **args: Any) -> Component:
-    return Component(name=name, args=args)
-
 
 JITTER = part("color_jitter", brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, p=0.8)
 SIMCLR = [
@@ -79,64 +82,6 @@ CASES: dict[str, tuple[list[Component], float]] = {
     "simclr": (SIMCLR, 1.5),
     "two groups": (SIMCLR, 1.5),
 }
-
-
-def pictures(count: int, height: int, width: int, seed: int = 0) -> np.ndarray:
-    """Smooth and colourful, uint8 (count, height, width, 3)."""
-    rng = np.random.default_rng(seed)
-    small = rng.integers(0, 256, (count, height // 5 + 2, width // 5 + 2, 3), dtype=np.uint8)
-    grown = [cv2.resize(one, (width, height), interpolation=cv2.INTER_CUBIC) for one in small]
-    return np.stack(grown)
-
-
-def views_of(transforms: list[Component], count: int = 2) -> dict[str, ViewConfig]:
-    return {"main": ViewConfig(count=count, transforms=transforms)}
-
-
-def by_cpu(config: dict[str, ViewConfig], images: list[np.ndarray]) -> list[torch.Tensor]:
-    views = Views(config)
-    made = [views(image, SEED, EPOCH, number) for number, image in enumerate(images)]
-    stacked = [torch.from_numpy(np.stack(view)) for view in zip(*made, strict=True)]
-    return [p.to_float(v) for p, v in zip(views.pipelines, stacked, strict=True)]
-
-
-def by_device(
-    config: dict[str, ViewConfig],
-    images: list[np.ndarray],
-    *,
-    dense: bool,
-    at_once: bool = False,
-    room: int = 0,
-) -> list[torch.Tensor]:
-    """Drawn picture by picture, or all ``at_once``; in the canvas of the largest, or a larger."""
-    engine = Engine(Views(config), config, dense)
-    sizes = np.array([image.shape[:2] for image in images])
-    numbers = np.arange(len(images))
-    if at_once:
-        packed = engine.draw_batch(SEED, np.full(len(images), EPOCH), numbers, sizes)
-    else:
-        drawn = [engine.draw(h, w, SEED, EPOCH, n) for n, (h, w) in enumerate(sizes.tolist())]
-        packed = engine.pack(drawn, sizes)
-    canvas = np.full(
-        (len(images), *sizes.max(0) + room, 3), 77, np.uint8
-    )  # what is outside counts not
-    for place, image in zip(canvas, images, strict=True):
-        place[: image.shape[0], : image.shape[1]] = image
-    return engine(torch.from_numpy(canvas), torch.from_numpy(sizes).float(), packed)
-
-
-def assert_close(
-    config: dict[str, ViewConfig], ours: list[torch.Tensor], cpu: list[torch.Tensor], most: float
-) -> None:
-    """Mean difference in grey levels."""
-    assert len(ours) == len(cpu)
-    to_float = Views(config).pipelines[0].to_float
-    level = to_float.of_planes(torch.ones(1, 3, 1, 1)) - to_float.of_planes(torch.zeros(1, 3, 1, 1))
-    for one, other in zip(ours, cpu, strict=True):
-        assert one.shape == other.shape
-        assert one.dtype == torch.float32
-        difference = ((one - other) / level).abs()
-        assert difference.mean() <= most + 1e-4, float(difference.mean())
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -267,24 +212,6 @@ def test_compiles_as_one_graph() -> None:
     expected = engine(pixels, None, packed)
     for one, other in zip(compiled(pixels, None, packed), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
-
-
-def on_an_imagined_gpu(transforms: list[Component], sizes: np.ndarray, dense: bool | None) -> None:
-    """All views on a GPU that knows shapes and places only, and cannot be asked for a value."""
-    config = views_of(transforms)
-    engine = Engine(Views(config), config, dense)
-    packed = engine.draw_batch(0, np.zeros(len(sizes), int), np.arange(len(sizes)), sizes)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        pixels = torch.empty((len(sizes), HEIGHT, WIDTH, 3), dtype=torch.uint8, device="cuda")
-        each = None if (sizes == sizes[0]).all() else torch.empty((len(sizes), 2), device="cuda")
-        numbers = torch.empty(packed.numbers.shape, device="cuda")
-        for view in engine(pixels, each, replace(packed, numbers=numbers)):
-            assert view.device.type == "cuda"
-            assert view.dtype == torch.float32
-            assert view.is_contiguous(memory_format=torch.channels_last)
-
-
-NEEDS_CUDA_BUILD = pytest.mark.skipif(torch.version.cuda is None, reason="this torch knows no GPUs")
 
 
 @NEEDS_CUDA_BUILD

@@ -99,6 +99,8 @@ class BatchedContrastNoise(Operation):
 
 
 def luma(values: Tensor) -> Tensor:
-    """(B, 1, H, W) of (B, 3, H, W), not rounded."""
+    """(B, 1, H, W) of (B, C, H, W), not rounded; if there are not three channels, their mean."""
+    if values.shape[1] != len(LUMA):
+        return values.mean(1, keepdim=True)
     red, green, blue = values.unbind(1)
     return red.mul(LUMA[0]).add_(green, alpha=LUMA[1]).add_(blue, alpha=LUMA[2])[:, None]

@@ -94,18 +94,34 @@ class BatchedWarp(Operation):
         return {"matrix": matrix}
 
     def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
-        values = images.values
-        height, width = values.shape[2:]
-        a, b, c, d, e, f = packed["matrix"][:, :, None].unbind(1)  # (B, 1) each
-        x = torch.arange(width, device=values.device) + 0.5
-        y = torch.arange(height, device=values.device) + 0.5
-        at_x = (a * x + c)[:, None] + (b * y)[:, :, None]  # (B, H, W), in pixels of the input
-        at_y = (d * x + f)[:, None] + (e * y)[:, :, None]
-        grid = torch.stack([at_x * (2 / width) - 1, at_y * (2 / height) - 1], 3)
-        fill = self.transform.fill
-        mode = self.transform.interpolation
-        moved = grid_sample(values - fill, grid, mode, "zeros", align_corners=False).add_(fill)
-        return images.with_values(to_levels(moved))
+        return images.with_values(warped(images.values, packed["matrix"], self.transform))
+
+
+def warped(values: Tensor, matrix: Tensor, transform: Any) -> Tensor:
+    """Affine maps (B, 6) from output to input coordinates; ``transform`` says how to read."""
+    x, y = pixel_centres(values)
+    a, b, c, d, e, f = matrix[:, :, None].unbind(1)  # (B, 1) each
+    at_x = (a * x + c)[:, None] + (b * y)[:, :, None]
+    at_y = (d * x + f)[:, None] + (e * y)[:, :, None]
+    return read_at(values, at_x, at_y, transform)
+
+
+def pixel_centres(values: Tensor) -> tuple[Tensor, Tensor]:
+    """(W,) and (H,) float32; the first is at 0.5."""
+    x, y = (torch.arange(values.shape[axis], device=values.device) + 0.5 for axis in (3, 2))
+    return x, y
+
+
+def read_at(values: Tensor, x: Tensor, y: Tensor, transform: Any) -> Tensor:
+    """(B, C, H, W) in whole levels: each pixel read at places (B, H, W) in pixels of ``values``.
+
+    ``transform`` has the ``interpolation`` and the ``fill`` for what is outside.
+    """
+    height, width = values.shape[2:]
+    grid = torch.stack([x * (2 / width) - 1, y * (2 / height) - 1], 3)
+    fill, mode = transform.fill, transform.interpolation
+    moved = grid_sample(values - fill, grid, mode, "zeros", align_corners=False).add_(fill)
+    return to_levels(moved)
 
 
 def _shear(shear: RandomShear, draws: np.ndarray, sizes: np.ndarray) -> np.ndarray:

@@ -1,0 +1,106 @@
+"""The same views by both engines, for the tests of the device engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from selftask.config.schema import Component, ViewConfig
+from selftask.data.device.engine import Engine
+from selftask.data.views import Views
+
+SEED, EPOCH, IMAGES = 5, 1, 24
+HEIGHT, WIDTH = 40, 48
+NEEDS_CUDA_BUILD = pytest.mark.skipif(torch.version.cuda is None, reason="this torch knows no GPUs")
+
+
+def part(name: str, **args: Any) -> Component:
+    """A transform of a config."""
+    return Component(name=name, args=args)
+
+
+def pictures(count: int, height: int, width: int, seed: int = 0, channels: int = 3) -> np.ndarray:
+    """Smooth and colourful, uint8 (count, height, width, channels)."""
+    rng = np.random.default_rng(seed)
+    shape = count, height // 5 + 2, width // 5 + 2, channels
+    small = rng.integers(0, 256, shape, dtype=np.uint8)
+    planes = [np.ascontiguousarray(one[..., at]) for one in small for at in range(channels)]
+    grown = [cv2.resize(one, (width, height), interpolation=cv2.INTER_CUBIC) for one in planes]
+    return np.ascontiguousarray(
+        np.stack(grown).reshape(count, channels, height, width).transpose(0, 2, 3, 1)
+    )
+
+
+def views_of(transforms: list[Component], count: int = 2) -> dict[str, ViewConfig]:
+    """One group of so many views."""
+    return {"main": ViewConfig(count=count, transforms=transforms)}
+
+
+def by_cpu(config: dict[str, ViewConfig], images: list[np.ndarray]) -> list[torch.Tensor]:
+    """Picture by picture."""
+    views = Views(config, images[0].shape[2])
+    made = [views(image, SEED, EPOCH, number) for number, image in enumerate(images)]
+    stacked = [torch.from_numpy(np.stack(view)) for view in zip(*made, strict=True)]
+    return [p.to_float(v) for p, v in zip(views.pipelines, stacked, strict=True)]
+
+
+def by_device(
+    config: dict[str, ViewConfig],
+    images: list[np.ndarray],
+    *,
+    dense: bool,
+    at_once: bool = False,
+    room: int = 0,
+) -> list[torch.Tensor]:
+    """Drawn picture by picture, or all ``at_once``; in the canvas of the largest, or a larger."""
+    channels = images[0].shape[2]
+    engine = Engine(Views(config, channels), config, dense)
+    sizes = np.array([image.shape[:2] for image in images])
+    numbers = np.arange(len(images))
+    if at_once:
+        packed = engine.draw_batch(SEED, np.full(len(images), EPOCH), numbers, sizes)
+    else:
+        drawn = [engine.draw(h, w, SEED, EPOCH, n) for n, (h, w) in enumerate(sizes.tolist())]
+        packed = engine.pack(drawn, sizes)
+    canvas = np.full(
+        (len(images), *sizes.max(0) + room, channels), 77, np.uint8
+    )  # what is outside counts not
+    for place, image in zip(canvas, images, strict=True):
+        place[: image.shape[0], : image.shape[1]] = image
+    return engine(torch.from_numpy(canvas), torch.from_numpy(sizes).float(), packed)
+
+
+def assert_close(
+    config: dict[str, ViewConfig], ours: list[torch.Tensor], cpu: list[torch.Tensor], most: float
+) -> None:
+    """Mean difference in grey levels."""
+    assert len(ours) == len(cpu)
+    black = torch.zeros(1, ours[0].shape[1], 1, 1)
+    to_float = Views(config, black.shape[1]).pipelines[0].to_float
+    level = to_float.of_planes(black + 1) - to_float.of_planes(black)
+    for one, other in zip(ours, cpu, strict=True):
+        assert one.shape == other.shape
+        assert one.dtype == torch.float32
+        difference = ((one - other) / level).abs()
+        assert difference.mean() <= most + 1e-4, float(difference.mean())
+
+
+def on_an_imagined_gpu(transforms: list[Component], sizes: np.ndarray, dense: bool | None) -> None:
+    """All views on a GPU that knows shapes and places only, and cannot be asked for a value."""
+    config = views_of(transforms)
+    engine = Engine(Views(config), config, dense)
+    packed = engine.draw_batch(0, np.zeros(len(sizes), int), np.arange(len(sizes)), sizes)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        pixels = torch.empty((len(sizes), HEIGHT, WIDTH, 3), dtype=torch.uint8, device="cuda")
+        each = None if (sizes == sizes[0]).all() else torch.empty((len(sizes), 2), device="cuda")
+        numbers = torch.empty(packed.numbers.shape, device="cuda")
+        for view in engine(pixels, each, replace(packed, numbers=numbers)):
+            assert view.device.type == "cuda"
+            assert view.dtype == torch.float32
+            assert view.is_contiguous(memory_format=torch.channels_last)
