@@ -1,22 +1,24 @@
 """What worker processes cost beyond the augmentation itself: collating, handing over, receiving.
 
-    python tools/bench/loader.py [--workers 2] [--batch 32] [--batches 20] [--rounds 5]
+    python tools/bench/loader.py [--workers 2] [--batch 32] [--batches 6] [--rounds 15]
 
 The views are those of ``augment.py simclr``: two of 224 from JPEGs in memory. Figures are CPU time
-per image of all processes together, by the difference between a long and a short pass, so that
-starting the workers does not count; entries take turns. ``here`` makes the same views in the main
-process and does nothing else with them; ``beyond`` is what an entry takes more than that.
+per image of all processes together, and pages that they had to map (minor faults), which do not
+depend on what else the machine does. Workers live through the whole run; a turn begins and ends
+when all are idle, so that just its batches were made in it, and entries take turns. ``here`` makes
+the same views in as many processes and keeps none; ``beyond`` is what an entry takes more than it.
 
     selftask    bytes from the workers, floats on arrival (the floats are counted)
     bytes       the same without the floats, as where a GPU makes them
+    torch       the same bytes by torch's DataLoader and its default_collate
     floats      normalised float32 from the workers by torch's DataLoader: how others do it
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
-import resource
 import statistics
 import sys
 import time
@@ -36,6 +38,8 @@ from selftask.data.image import decode_image
 from selftask.data.loader import Batches
 from selftask.data.source import NO_LABEL, Source
 from selftask.data.views import Views
+
+_IDLE_S = 0.005  # between two looks that find a process asleep
 
 
 class InMemory(Source):
@@ -58,8 +62,8 @@ class InMemory(Source):
         return f"{self.count} JPEGs in memory"
 
 
-class Floats(Dataset[list[torch.Tensor]]):
-    """Each view normalised where it is made."""
+class Bytes(Dataset[list[torch.Tensor]]):
+    """The views as tensors."""
 
     def __init__(self, dataset: ViewDataset) -> None:
         self.dataset = dataset
@@ -68,84 +72,146 @@ class Floats(Dataset[list[torch.Tensor]]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> list[torch.Tensor]:
+        return [torch.from_numpy(view) for view in self.dataset[0, index].views]
+
+
+class Floats(Bytes):
+    """Each view normalised where it is made."""
+
+    def __getitem__(self, index: int) -> list[torch.Tensor]:
         views = self.dataset[0, index].views
         batches = [torch.from_numpy(view)[None] for view in views]
         return [make(b)[0] for make, b in zip(self.dataset.to_float, batches, strict=True)]
 
 
-class Contest:
-    def __init__(self, workers: int, batch: int) -> None:
-        self.workers, self.batch = workers, batch
-        self.dataset = ViewDataset(InMemory(100_000), Views(view_configs(CONTESTS["simclr"])), 0)
+class Here:
+    """The views of whole batches made in processes that keep none."""
 
-    def here(self) -> Iterator[Any]:
-        for index in range(10**6):
-            views = self.dataset[0, index].views
-            if index % self.batch == self.batch - 1:
-                yield views
+    def __init__(self, dataset: ViewDataset, workers: int, batch: int) -> None:
+        fork = multiprocessing.get_context("fork")
+        self.batch = batch
+        self.pipes = []
+        for first in range(workers):
+            mine, theirs = fork.Pipe()
+            job = (dataset, theirs, range(first * batch, len(dataset)))
+            fork.Process(target=self._work, args=job, daemon=True).start()
+            self.pipes.append(mine)
+        self.turn = 0
 
-    def selftask(self) -> Iterator[Any]:
-        batches = Batches(self.dataset, batch_size=self.batch, seed=0, num_workers=self.workers)
-        try:
-            yield from batches
-        finally:
-            batches.close()
+    def _work(self, dataset: ViewDataset, pipe: Any, indices: range) -> None:
+        torch.set_num_threads(1)
+        todo = iter(indices)
+        while True:
+            pipe.recv()
+            for _ in range(self.batch):
+                _ = dataset[0, next(todo)].views
 
-    def bytes(self) -> Iterator[Any]:
-        batches = Batches(self.dataset, batch_size=self.batch, seed=0, num_workers=self.workers)
-        batches.start(0)
-        assert batches._reader is not None
-        try:
-            yield from batches._reader
-        finally:
-            batches.close()
-
-    def floats(self) -> Iterator[Any]:
-        loader = DataLoader(Floats(self.dataset), self.batch, num_workers=self.workers)
-        yield from loader
+    def __iter__(self) -> Iterator[None]:
+        while True:
+            self.pipes[self.turn].send(None)
+            self.turn = (self.turn + 1) % len(self.pipes)
+            yield
 
 
-def cpu_seconds() -> float:
-    """Of this process and of those children that have ended."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
+class Entry:
+    """A loader and its processes."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        others = set(multiprocessing.active_children())
+        self.batches = iter(make())
+        next(self.batches)
+        own = set(multiprocessing.active_children()) - others
+        self.processes = [process.pid for process in own]
+        self.found: list[tuple[float, float]] = []  # CPU seconds and faults of each turn
+
+    def take(self, count: int) -> None:
+        """One turn of so many batches."""
+        before = self._spent()
+        for _ in range(count):
+            next(self.batches)
+        self.found.append(tuple(b - a for a, b in zip(before, self._spent(), strict=True)))
+
+    def _spent(self) -> tuple[float, float]:
+        """CPU seconds and minor faults of this process and of its workers, once they are idle."""
+        looks = 0
+        while looks < 3:
+            time.sleep(_IDLE_S)
+            looks = 0 if any(_is_running(task) for task in self._tasks()) else looks + 1
+        everyone = (os.getpid(), *self.processes)
+        seconds = sum(time.clock_gettime(_cpu_clock(process)) for process in everyone)
+        return seconds, sum(int(_stat(Path(f"/proc/{process}"))[7]) for process in everyone)
+
+    def _tasks(self) -> Iterator[Path]:
+        for process in self.processes:
+            yield from Path(f"/proc/{process}/task").iterdir()
 
 
-def spend(make: Callable[[], Iterator[Any]], batches: int) -> float:
-    """CPU seconds of a pass of so many batches, workers included."""
-    start = cpu_seconds()
-    iterator = make()
-    for _ in range(batches):
-        next(iterator)
-    iterator.close()  # type: ignore[attr-defined]
-    del iterator
-    return cpu_seconds() - start
+def _cpu_clock(process: int) -> int:
+    """The clock that shows the CPU time of a process, as clock_getcpuclockid(3) says."""
+    return ~process << 3 | 2
+
+
+def _stat(process: Path) -> list[str]:
+    """What /proc/PID/stat says after the name: its state comes first."""
+    return (process / "stat").read_text().rpartition(")")[2].split()
+
+
+def _is_running(task: Path) -> bool:
+    return _stat(task)[0] in "RD"
+
+
+def bytes_of(batches: Batches) -> Iterator[Any]:
+    """What arrives, before floats are made of it."""
+    batches.start(0)
+    assert batches._reader is not None
+    return iter(batches._reader)
+
+
+def entries(workers: int, batch: int) -> dict[str, Entry]:
+    """All contestants, started."""
+    dataset = ViewDataset(InMemory(1_000_000), Views(view_configs(CONTESTS["simclr"])), 0)
+
+    def ours() -> Batches:
+        return Batches(dataset, batch_size=batch, seed=0, num_workers=workers)
+
+    def torchs(made: Dataset[Any]) -> DataLoader[Any]:
+        return DataLoader(made, batch, num_workers=workers, prefetch_factor=3)
+
+    return {
+        "here": Entry(lambda: Here(dataset, workers, batch)),
+        "selftask": Entry(ours),
+        "bytes": Entry(lambda: bytes_of(ours())),
+        "torch": Entry(lambda: torchs(Bytes(dataset))),
+        "floats": Entry(lambda: torchs(Floats(dataset))),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--batches", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batches", type=int, default=6, help="of a turn")
+    parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    contest = Contest(args.workers, args.batch)
-    entries = {name: getattr(contest, name) for name in ("here", "selftask", "bytes", "floats")}
-    times: dict[str, list[float]] = {name: [] for name in entries}
-    names = list(entries)
-    for turn in range(args.rounds):
-        for place in range(len(names)):
-            name = names[(turn + place) % len(names)]
-            short, long = (spend(entries[name], n * args.batches) for n in (1, 3))
-            times[name].append(1e3 * (long - short) / (2 * args.batches * args.batch))
-    alone = statistics.median(times["here"])
-    least = min(times["here"])
+    contest = entries(args.workers, args.batch)
+    for turn in range(-2, args.rounds):  # the first two warm up
+        for place in range(len(contest)):
+            entry = list(contest.values())[(turn + place) % len(contest)]
+            entry.take(args.batches)
+            if turn < 0:
+                entry.found.clear()
+    images = args.batches * args.batch
     print(f"{args.workers} workers, batches of {args.batch}, load {os.getloadavg()[0]:.1f}")
-    print(f"{'':12}{'ms/image':>10}{'beyond':>10}{'least':>10}{'beyond':>10}")
-    for name, found in times.items():
-        middle, low = statistics.median(found), min(found)
-        print(f"{name:12}{middle:10.3f}{middle - alone:10.3f}{low:10.3f}{low - least:10.3f}")
+    print(f"{'':12}{'ms/image':>10}{'beyond':>10}{'least':>10}{'beyond':>10}{'faults':>10}")
+    here: tuple[float, float] | None = None
+    for name, entry in contest.items():
+        times = [1e3 * seconds / images for seconds, _ in entry.found]
+        middle, least = statistics.median(times), min(times)
+        here = here or (middle, least)
+        faults = statistics.median(count for _, count in entry.found) / images
+        figures = (middle, middle - here[0], least, least - here[1], faults)
+        print(f"{name:12}" + "".join(f"{figure:10.3f}" for figure in figures))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ Nothing here imports torch, so that a wrong ``data:`` section is reported at onc
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,9 +17,10 @@ from selftask.data.draws import draw_rng
 from selftask.data.order import hash_words
 from selftask.data.reading import BadImage, set_policy
 from selftask.data.sampler import Sampler, build_sampler, epoch_of, steps_per_epoch
-from selftask.data.source import Source
+from selftask.data.source import Source, channels_of
 from selftask.data.sources.local_copy import copied
 from selftask.data.sources.subset import subset_of
+from selftask.data.transforms.channels import list_problems
 from selftask.errors import ConfigError, UserError
 from selftask.registry import SOURCES
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from selftask.config.schema import Component, Config, DataConfig
+    from selftask.data.batch import Batch, New
     from selftask.data.views import Pipeline, ToFloat, Views
 
 MAX_REPLACEMENTS = 100  # tried for one sample before giving up
@@ -42,12 +46,42 @@ class Sources(NamedTuple):
 class Sample:
     """One item of a dataset, on its way from a worker to the batch."""
 
-    views: list[np.ndarray]  # V uint8 (H, W, 3); empty if the image was left out
+    views: list[np.ndarray]  # V uint8 (H, W, C); empty if the image was left out
     target: int  # -1 where there is none
     index: int  # of the image that is shown
-    epoch: int
+    key: tuple[int, int]  # what was asked for, and what the draws are those of
     bad: list[BadImage]  # what could not be read on the way
     drawn: Any = None  # with data.engine=device, which makes the views: what was drawn for them
+
+    @property
+    def epoch(self) -> int:
+        """The key's first number also tells the showings of an image in an epoch apart."""
+        return epoch_of(self.key[0])
+
+
+class Dataset(ABC):
+    """What the loader makes batches of: samples by key, and how they become a batch."""
+
+    makes_views_there = False  # whether the device does, so that one batch ahead is worth its room
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of images."""
+
+    @abstractmethod
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
+        """Of an epoch and an index; raises UserError, never BadImage."""
+
+    @property
+    @abstractmethod
+    def to_float(self) -> Any:
+        """What ``Batch.to_sample`` makes the input of a network with: one ToFloat for each view."""
+
+    def collate(self, samples: Iterable[Sample], size: int, new: New) -> Batch:
+        """Put at most ``size`` samples together, in arrays of ``new``; called in a worker."""
+        from selftask.data.batch import collate
+
+        return collate(samples, size, new)
 
 
 def open_source(component: Component, max_pixels: int | None = None) -> Source:
@@ -71,7 +105,13 @@ def open_data(data: DataConfig) -> Sources:
     """
     set_policy(data.read_timeout_s, data.read_retries)
     train = subset_of(open_source(data.source, data.max_pixels), data.subset)
-    return Sources(train, None if data.val is None else open_source(data.val, data.max_pixels))
+    val = None if data.val is None else open_source(data.val, data.max_pixels)
+    if val is not None and channels_of(val) != channels_of(train):
+        raise UserError(
+            f"data.val: its images have {channels_of(val)} channels, those of data have "
+            f"{channels_of(train)}"
+        )
+    return Sources(train, val)
 
 
 def copy_data(sources: Sources, copy_to: str | None) -> Sources:
@@ -87,7 +127,16 @@ def copy_data(sources: Sources, copy_to: str | None) -> Sources:
 
 
 def check_sizes(config: Config, source: Source) -> Sampler:
-    """The sampler of a run; ConfigError if its epoch has no step, or less than one update."""
+    """The sampler of a run; ConfigError if its epoch has no step, or less than one update.
+
+    And for views and evaluations that images with so many channels cannot have.
+    """
+    lists = {f"views.{name}.transforms": view.transforms for name, view in config.views.items()}
+    lists["eval.transforms"] = config.eval.transforms
+    channels = channels_of(source)
+    found = [list_problems(transforms, key, channels) for key, transforms in lists.items()]
+    if problems := list(chain.from_iterable(found)):
+        raise ConfigError(problems)
     batch_size, accumulate = config.train.batch_size, config.train.accumulate
     sampler = build_sampler(config, source)
     num_samples = sampler.num_samples
@@ -106,7 +155,19 @@ def replacement(seed: int, epoch: int, index: int, attempt: int, num_images: int
     return hash_words(seed, _REPLACEMENT, epoch, index, attempt) % num_images
 
 
-class ViewDataset:
+def read(source: Source, index: int) -> tuple[np.ndarray, int]:
+    """An image and its label; raises BadImage, and UserError for a source that breaks its word."""
+    image, target = source[index]
+    channels = channels_of(source)
+    if image.shape[2:] != (channels,):
+        raise UserError(
+            f"{source.path(index)}: an array of shape {image.shape}; (H, W, {channels}) is what "
+            f"is expected of {type(source).__name__}, by its attribute `channels`"
+        )
+    return image, target
+
+
+class ViewDataset(Dataset):
     """Training samples: ``dataset[epoch, index]`` is a Sample with all views of one image.
 
     The image in place of one that cannot be read is a pure function of (seed, epoch, index), and
@@ -132,21 +193,21 @@ class ViewDataset:
         shown, bad = index, []
         for attempt in range(MAX_REPLACEMENTS + 1):
             try:
-                image, target = self.source[shown]
+                image, target = read(self.source, shown)
             except BadImage as error:
                 bad.append(error)
                 shown = replacement(self.seed, epoch, index, attempt, len(self.source))
             else:
                 views, drawn = self.make(image, epoch, index)
-                return Sample(views, target, shown, epoch_of(epoch), bad, drawn)
-        return Sample([], -1, index, epoch_of(epoch), bad)
+                return Sample(views, target, shown, key, bad, drawn)
+        return Sample([], -1, index, key, bad)
 
     def make(self, image: np.ndarray, epoch: int, index: int) -> tuple[list[np.ndarray], Any]:
         """The pictures to hand over, and the draws of those that are made on the device."""
         return self.views(image, self.seed, epoch, index), None
 
 
-class EvalDataset:
+class EvalDataset(Dataset):
     """Samples for evaluation: one view by the evaluation's transforms, the same every time.
 
     An image that cannot be read is left out (no views) instead of replaced: it must not be
@@ -169,11 +230,11 @@ class EvalDataset:
     def __getitem__(self, key: tuple[int, int] | int) -> Sample:
         index = key if isinstance(key, int) else key[1]
         try:
-            image, target = self.source[index]
+            image, target = read(self.source, index)
         except BadImage as error:
-            return Sample([], -1, index, 0, [error])
+            return Sample([], -1, index, (0, index), [error])
         view = self.pipeline(image, draw_rng(self.seed, 0, index, 0))
-        return Sample([view], target, index, 0, [])
+        return Sample([view], target, index, (0, index), [])
 
 
 class BadFiles:

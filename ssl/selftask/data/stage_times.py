@@ -16,9 +16,8 @@ from selftask.config.derive import cores
 from selftask.data.dataset import Sample, Sources
 from selftask.data.draws import draw_rng
 from selftask.data.feed import Feed
-from selftask.data.loader import collate
 from selftask.data.reading import BadImage, read_bytes
-from selftask.data.source import Source
+from selftask.data.source import Source, Wrapped
 from selftask.data.survey.check import has_own_files
 from selftask.data.train_dataset import train_dataset
 from selftask.data.waiting import Cores, workers_advice
@@ -143,10 +142,11 @@ def _one_process(
     augment_s, made = _each(
         lambda place: dataset.make(images[place][0], 0, place), range(len(images)), seconds
     )
-    samples = [Sample(pictures, -1, 0, 0, [], drawn) for pictures, drawn in made]
+    samples = [Sample(pictures, -1, 0, (0, 0), [], drawn) for pictures, drawn in made]
     samples = samples[: config.train.batch_size]
-    put_together = getattr(dataset, "collate", collate)  # as the loader does
-    collate_s, batch = _repeat(lambda: put_together(samples), seconds / 4)
+    collate_s, batch = _repeat(
+        lambda: dataset.collate(samples, len(samples), np.empty), seconds / 4
+    )
     if batch.problem:
         raise UserError(batch.problem)
     torch.set_num_threads(threads)
@@ -266,26 +266,16 @@ def loader_rate(config: Config, sources: Sources, device: torch.device, seconds:
         feed.close()
 
 
-class _Counted(Source):
+class _Counted(Wrapped):
     """A source that counts how often an image is asked for."""
 
     def __init__(self, source: Source) -> None:
-        self.source = source
-        self.labels = source.labels
+        super().__init__(source)
         self.asked = 0
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         self.asked += 1
-        return self.source[index]
-
-    def path(self, index: int) -> str:
-        return self.source.path(index)
-
-    def describe(self) -> str:
-        return self.source.describe()
+        return super().__getitem__(index)
 
 
 def decodes_per_sample(config: Config, source: Source) -> float:

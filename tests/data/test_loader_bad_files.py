@@ -1,0 +1,146 @@
+"""Images that cannot be read, and views that make no batch: replaced, listed, explained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numbered import Numbers, assert_same, dataset, read
+from PIL import Image
+
+from selftask.config.schema import Component, ViewConfig
+from selftask.data.dataset import BadFiles, ViewDataset, open_source
+from selftask.data.loader import Batches
+from selftask.data.reading import BadImage
+from selftask.data.views import Views
+from selftask.errors import UserError
+
+ODD_IMAGES = Path(__file__).parents[3] / "shared" / "data" / "odd_images"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_files_are_replaced_listed_once_and_read_back(tmp_path: Path, workers: int) -> None:
+    data = dataset(Numbers(60, bad=(3, 10, 44)))
+    listed = tmp_path / "out" / "bad_files.txt"
+
+    def batches() -> Batches:
+        bad_files = BadFiles(listed, 60, max_bad=0.05)
+        return Batches(data, batch_size=20, seed=0, num_workers=workers, bad_files=bad_files)
+
+    samples = read(batches(), 6)
+    lines = sorted(listed.read_text().splitlines())
+    assert lines == ["images/10\tbroken", "images/3\tbroken", "images/44\tbroken"]
+    for sample in samples:
+        assert len(sample["index"]) == 20
+        assert not set(sample["index"].tolist()) & {3, 10, 44}
+        shown = (sample["views"][0][:, 0, 0, 0] * 255).round().long()
+        assert torch.equal(shown, sample["index"])  # the index is that of the image shown
+    assert_same(read(batches(), 3, start=3), samples[3:])
+    assert sorted(listed.read_text().splitlines()) == lines
+
+
+def test_replacements_are_their_own_draws() -> None:
+    data = dataset(Numbers(60, bad=(3,)))
+    sample = data[0, 3]
+    again = data[0, 3]
+    assert sample.index == again.index != 3
+    assert sample.index != data[1, 3].index or sample.index != data[2, 3].index
+    assert [error.path for error in sample.bad] == ["images/3"]
+
+
+def test_too_many_bad_files_stop_the_run(tmp_path: Path) -> None:
+    bad_files = BadFiles(tmp_path / "bad_files.txt", 60, max_bad=0.04)
+    batches = Batches(
+        dataset(Numbers(60, bad=(3, 10, 44))), batch_size=20, seed=0, bad_files=bad_files
+    )
+    with pytest.raises(UserError) as caught:
+        read(batches, 3)
+    message = str(caught.value)
+    assert message.startswith("3 of 60 images (5.00%) cannot be read, more than data.max_bad=0.04")
+    assert "images/3: broken" in message
+    assert str(tmp_path / "bad_files.txt") in message
+
+
+def test_fail_names_the_file_in_the_first_line() -> None:
+    bad_files = BadFiles(None, 60, on_error="fail", max_bad=1.0)
+    batches = Batches(dataset(Numbers(60, bad=(3,))), batch_size=20, seed=0, bad_files=bad_files)
+    with pytest.raises(UserError) as caught:
+        read(batches, 3)
+    assert "images/3" in str(caught.value).splitlines()[0]
+
+
+def test_only_bad_files() -> None:
+    batches = Batches(
+        dataset(Numbers(8, bad=tuple(range(8)))),
+        batch_size=4,
+        seed=0,
+        bad_files=BadFiles(None, 8, max_bad=1.0),
+    )
+    with pytest.raises(UserError, match="no readable image"):
+        next(batches)
+
+
+def test_other_ranks_lines_are_not_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "bad_files.txt"
+    ranks = [BadFiles(path, 10, max_bad=1.0) for _ in range(2)]
+    for bad_files in (*ranks, BadFiles(path, 10, max_bad=1.0)):
+        bad_files.add([BadImage("a\tb", "why"), BadImage("c", "why\nnot")])
+    assert path.read_text() == "a\\tb\twhy\nc\twhy not\n"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_views_of_different_sizes_are_explained(tmp_path: Path, workers: int) -> None:
+    for size in (4, 5, 6):
+        Image.new("RGB", (size, 4)).save(tmp_path / f"{size}.png")
+    source = open_source(Component(name="folder", args={"path": str(tmp_path)}))
+    data = ViewDataset(source, Views({"main": ViewConfig(transforms=[])}), 0)
+    with pytest.raises(UserError, match=r"view 0: .* different sizes \(4x4, 5x4, 6x4\)") as caught:
+        read(Batches(data, batch_size=3, seed=0, num_workers=workers), 1)
+    assert "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_transform_that_makes_floats_is_explained(workers: int) -> None:
+    data = dataset(Numbers(20))
+    data.views.pipelines[1].transforms.append(lambda image, rng: image / 255)
+    with pytest.raises(
+        UserError, match=r"view 0: its transforms gave float64 of shape \(8, 8, 3\)"
+    ):
+        read(Batches(data, batch_size=4, seed=0, num_workers=workers), 1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_user_can_put_right_comes_without_a_traceback(workers: int) -> None:
+    def refuse(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        raise UserError("views.main.transforms.0: these tiles do not fit")
+
+    data = dataset(Numbers(20))
+    data.views.pipelines[0].transforms[0] = refuse
+    with pytest.raises(UserError) as caught:
+        read(Batches(data, batch_size=4, seed=0, num_workers=workers), 1)
+    assert str(caught.value) == "views.main.transforms.0: these tiles do not fit"
+
+
+@pytest.mark.skipif(not ODD_IMAGES.is_dir(), reason="shared test images are not here")
+def test_odd_images_lists_exactly_the_undecodable(tmp_path: Path) -> None:
+    source = open_source(Component(name="folder", args={"path": str(ODD_IMAGES)}), 100_000_000)
+    assert len(source) == 80
+    bad_files = BadFiles(tmp_path / "bad_files.txt", len(source), max_bad=1.0)
+    data = dataset(source)
+    read(Batches(data, batch_size=16, seed=0, num_workers=2, bad_files=bad_files), 5)
+    manifest = json.loads((ODD_IMAGES / "manifest.json").read_text())
+    expected = {
+        str(ODD_IMAGES / entry["file"])
+        for entry in manifest
+        if entry.get("fresh_open_convert_RGB") != "ok"
+    }
+    lines = (tmp_path / "bad_files.txt").read_text().splitlines()
+    assert {line.partition("\t")[0] for line in lines} == expected
+    assert len(lines) == len(expected)
+    with pytest.raises(
+        UserError, match=r"of 80 images \(.*%\) cannot be read, more than data\.max_bad"
+    ):
+        read(Batches(data, batch_size=16, seed=0, bad_files=BadFiles(None, 80)), 5)

@@ -1,0 +1,98 @@
+"""Worker processes: killed, stuck, forgotten, orphaned; and the memory batches come in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from numbered import Numbers, dataset, read
+
+import selftask
+from selftask.data.loader import Batches
+from selftask.errors import UserError
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(selftask.__file__).parents[1])}
+START_WORKERS = """
+from selftask.config.schema import Component, ViewConfig
+from selftask.data.dataset import ViewDataset, open_source
+from selftask.data.loader import Batches
+from selftask.data.views import Views
+data = ViewDataset(open_source(Component(name="digits")), Views({"a": ViewConfig()}), 0)
+batches = Batches(data, batch_size=64, seed=0, num_workers=2)
+next(batches)
+print(*(worker.pid for worker in batches._reader._workers), flush=True)
+"""
+
+
+def test_a_killed_worker_is_named() -> None:
+    batches = Batches(dataset(Numbers(20, dies_at=7)), batch_size=10, seed=0, num_workers=1)
+    with pytest.raises(UserError, match=r"worker process \d+ was killed by SIGKILL; out of memory"):
+        read(batches, 4)
+
+
+def test_workers_leave_signals_to_the_main_process() -> None:
+    batches = Batches(dataset(Numbers(40)), batch_size=4, seed=0, num_workers=2)
+    batches.start(0)
+    next(batches)
+    for worker in batches._reader._workers:  # type: ignore[union-attr]
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+            os.kill(worker.pid, number)  # type: ignore[arg-type]
+    assert [next(batches)["step"] for _ in range(20)] == list(range(1, 21))
+    batches.close()
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("", 0),
+        ("raise RuntimeError('mine')", 1),  # its traceback keeps the loader alive
+        ("kept = batches._reader._iterator; del batches", 0),  # nobody is left to close it
+    ],
+)
+def test_a_script_that_forgets_to_close_ends(ending: str, code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", START_WORKERS + ending],
+        env=ENVIRONMENT,
+        capture_output=True,
+        timeout=20,
+        check=False,
+    )
+    assert done.returncode == code
+
+
+def test_a_stuck_worker_does_not_keep_the_run_from_ending() -> None:
+    batches = Batches(dataset(Numbers(40)), batch_size=4, seed=0, num_workers=1)
+    next(batches)
+    (worker,) = batches._reader._workers  # type: ignore[union-attr]
+    os.kill(worker.pid, signal.SIGSTOP)  # type: ignore[arg-type]
+    batches.close()
+    worker.join(timeout=10)
+    assert not worker.is_alive()
+
+
+def test_no_orphans_when_the_main_process_is_killed() -> None:
+    """Nor when it dies before a worker has begun."""
+    at_once = START_WORKERS.replace("next(batches)", "batches.start(0)")
+    command = [sys.executable, "-c", at_once + "import time; time.sleep(60)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as main:
+        assert main.stdout is not None
+        pids = [int(pid) for pid in main.stdout.readline().split()]
+        assert len(pids) == 2
+        main.kill()
+    deadline = time.monotonic() + 40
+    while any(map(_is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(_is_running, pids))
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
