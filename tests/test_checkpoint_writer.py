@@ -30,7 +30,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.inside, self.most, self.lock = threading.Event(), 0, 0, threading.Lock()
-        write = checkpoint._write_checked
+        write = checkpoint.write_checked
 
         def held(state: dict[str, Any], path: Path) -> dict[str, int]:
             with self.lock:
@@ -42,7 +42,7 @@ class Gate:
                 self.inside -= 1
             return seal
 
-        monkeypatch.setattr(checkpoint, "_write_checked", held)
+        monkeypatch.setattr(checkpoint, "write_checked", held)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 def fail_from(monkeypatch: pytest.MonkeyPatch, step: int, error: Exception) -> None:
     """From the checkpoint of ``step`` on, the disk is full half-way through the file."""
-    write = checkpoint._write_checked
+    write = checkpoint.write_checked
 
     def full(state: dict[str, Any], path: Path) -> dict[str, int]:
         if int(path.name.split("_")[1].split(".")[0]) < step:
@@ -62,7 +62,7 @@ def fail_from(monkeypatch: pytest.MonkeyPatch, step: int, error: Exception) -> N
         path.write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr(checkpoint, "_write_checked", full)
+    monkeypatch.setattr(checkpoint, "write_checked", full)
 
 
 def no_room() -> OSError:
@@ -218,8 +218,8 @@ try:
     writer.wait()
 except Exception as error:
     print(type(error).__name__, error)
-write = checkpoint._write_checked
-checkpoint._write_checked = lambda *given: (time.sleep(0.5), write(*given))[1]
+write = checkpoint.write_checked
+checkpoint.write_checked = lambda *given: (time.sleep(0.5), write(*given))[1]
 writer.save({{"a": torch.ones(200_000)}}, 3)
 raise KeyboardInterrupt
 """
@@ -316,7 +316,7 @@ def test_a_stop_waits_for_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
     """At step 3 another save follows the one under way; at step 4 it is the one under way."""
-    write, order = checkpoint._write_checked, []
+    write, order = checkpoint.write_checked, []
 
     def slow(state: dict[str, Any], path: Path) -> dict[str, int]:
         time.sleep(0.3)
@@ -325,7 +325,7 @@ def test_a_stop_waits_for_the_file(
     def left() -> None:
         order.append(steps(tmp_path / "run/checkpoints"))
 
-    monkeypatch.setattr(checkpoint, "_write_checked", slow)
+    monkeypatch.setattr(checkpoint, "write_checked", slow)
     task = tiny.task("simclr", tmp_path, "run", EVERY, f"train.stop_at={stop}")
     task.prepare()
     monkeypatch.setattr(snapshot, "barrier", left)  # past it, other ranks may leave

@@ -22,7 +22,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     {"errors", "registry", "classy", "environment", "collectives", "logs", "timing", "progress"}
     | {"memory", "pulse", "world"}
-    | {"checkpoint", "checkpoint_writer", "draws"},
+    | {"checkpoint", "checkpoint_writer", "sharded", "draws"},
     {"config"},
     {"data", "models", "optim", "meters", "parallel"},
     {"hooks"},

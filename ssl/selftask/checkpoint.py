@@ -2,6 +2,7 @@
 
 What is in a state is the task's business; when to save is a hook's. A file holds tensors and plain
 python only, so ``torch.load(path, weights_only=True)`` reads it where selftask is not installed.
+A folder in the place of a file is a sharded checkpoint (``sharded``), under the same rules.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import io
 import json
 import os
 import re
+import shutil
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,13 @@ from selftask.logs import get_logger
 
 log = get_logger(__name__)
 
-_NAME = re.compile(r"step_(\d+)\.pt")
+SEAL = "seal.json"  # of a sharded one
+_NAME = re.compile(r"step_(\d+)(\.pt)?")
 _SCALARS = (bool, int, float, str, type(None))
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint file that cannot be trusted."""
+    """A checkpoint that cannot be trusted."""
 
 
 def save(
@@ -43,30 +46,60 @@ def save(
     then leaves the folder as it was.
     """
     check_plain(state)
+    clear(folder)
+    path = write(state, folder, step, durable=durable)
+    rotate(path, keep)
+    return path
+
+
+def write(state: dict[str, Any], folder: Path, step: int, *, durable: Sequence[Path] = ()) -> Path:
+    """The same, of a plain state, and without removing any other."""
     folder.mkdir(parents=True, exist_ok=True)
-    for left_over in folder.glob(".step_*.tmp"):  # by a run that was killed while it saved
-        left_over.unlink(missing_ok=True)
     path = folder / f"step_{step:09d}.pt"
     temporary = folder / f".{path.name}.tmp"
     try:
-        seal = {"step": step, **_write_checked(state, temporary)}
+        seal = {"step": step, **write_checked(state, temporary)}
         for file in durable:
-            _sync(file)
+            sync(file)
         seal_path = path.with_suffix(".json")
         seal_path.unlink(missing_ok=True)  # of a damaged file of the same step, if any
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)  # on a full disk, half a file is in the way
         raise
-    _write_durably(seal_path, json.dumps(seal))
-    _sync(folder)
-    for old in checkpoints(folder)[keep:]:
-        old.with_suffix(".json").unlink(missing_ok=True)
-        old.unlink(missing_ok=True)
+    write_durably(seal_path, json.dumps(seal))
+    sync(folder)
     return path
 
 
-def _write_checked(state: dict[str, Any], path: Path) -> dict[str, int]:
+def clear(folder: Path) -> None:
+    """Make the folder, and remove what a run that was killed while it saved has left in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left_over in folder.glob(".step_*.tmp"):
+        discard(left_over)
+
+
+def rotate(newest: Path, keep: int) -> None:
+    """Remove all but the newest ``keep``, and one of the other kind of the same step."""
+    others = [path for path in checkpoints(newest.parent) if path != newest]
+    same = [path for path in others if _step(path) == _step(newest)]
+    for path in same:
+        discard(path)
+    for path in checkpoints(newest.parent)[keep:]:
+        discard(path)
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint, its seal first: without that, what is left of a folder is none."""
+    if path.is_dir():
+        (path / SEAL).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.with_suffix(".json").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+
+
+def write_checked(state: dict[str, Any], path: Path) -> dict[str, int]:
     """Write the file and bring it to the disk; its length in bytes and its CRC-32."""
     with path.open("wb") as file:
         writer = _Checked(file)
@@ -82,8 +115,8 @@ def _write_checked(state: dict[str, Any], path: Path) -> dict[str, int]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoint files of a folder, newest first."""
-    found = [path for path in folder.glob("step_*.pt") if _NAME.fullmatch(path.name)]
+    """The checkpoints of a folder, newest first: files, and the folders of sharded ones."""
+    found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=_step, reverse=True)
 
 
@@ -91,20 +124,24 @@ def _step(path: Path) -> int:
     return int(path.stem.removeprefix("step_"))
 
 
-def find(resume: str, folder: Path) -> tuple[dict[str, Any], Path] | None:
+Read = Callable[[Path], dict[str, Any]]
+
+
+def find(resume: str, folder: Path, read: Read | None = None) -> tuple[dict[str, Any], Path] | None:
     """The state that ``resume`` asks for, and its path; None to start anew.
 
     ``auto``: the newest good one of ``folder``. ``never``: none. A file of ``folder``: that one. A
     file from elsewhere is where a run starts; once ``folder`` has a checkpoint, the run goes on
-    with that, so that the same command again resumes. Raises UserError for a damaged file.
+    with that, so that the same command again resumes. ``read`` is ``load``, or does as it does.
+    Raises UserError for a damaged file.
     """
     if resume == "never":
         return None
     path = Path(resume).expanduser()
     if resume == "auto" or (checkpoints(folder) and path.resolve().parent != folder.resolve()):
-        return load_newest(folder)
+        return load_newest(folder, read)
     try:
-        return load(path), path
+        return (read or load)(path), path
     except (DamagedCheckpoint, OSError) as error:
         raise UserError(f"resume={resume}: cannot be read ({error})") from error
 
@@ -126,7 +163,7 @@ def set_aside(folder: Path, step: int) -> None:
     log.info("moved %d checkpoints after step %d to %s", len(newer), max(step, 0), aside)
 
 
-def load_newest(folder: Path) -> tuple[dict[str, Any], Path] | None:
+def load_newest(folder: Path, read: Read | None = None) -> tuple[dict[str, Any], Path] | None:
     """The newest good checkpoint and its path; None where there is none at all.
 
     A damaged file is named in the log and the one before it is taken. Raises UserError when all
@@ -135,7 +172,7 @@ def load_newest(folder: Path) -> tuple[dict[str, Any], Path] | None:
     found = checkpoints(folder)
     for path in found:
         try:
-            return load(path), path
+            return (read or load)(path), path
         except DamagedCheckpoint as damage:
             log.warning("%s is damaged (%s); trying the one before it", path.name, damage)
     if found:
@@ -147,10 +184,22 @@ def load_newest(folder: Path) -> tuple[dict[str, Any], Path] | None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read and verify one checkpoint file, onto the CPU. Raises DamagedCheckpoint."""
+    """Read and verify one checkpoint, onto the CPU. Raises DamagedCheckpoint.
+
+    Of a sharded one every tensor is made whole.
+    """
+    if path.is_dir():
+        from selftask import sharded
+
+        return sharded.load(path)
     seal_path = path.with_suffix(".json")
     if seal_path.exists():  # killed between the two renames, a whole file has no seal yet
-        _verify(path, seal_path)
+        verify(path, read_seal(seal_path))
+    return read_file(path)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The state that a file holds. Raises DamagedCheckpoint."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises five kinds for a damaged zip
@@ -176,21 +225,40 @@ def check_plain(value: Any, key: str = "state") -> None:
         raise TypeError(f"{key} is a {type(value).__name__}: checkpoints hold tensors and scalars")
 
 
-def _verify(path: Path, seal_path: Path) -> None:
+def read_seal(path: Path) -> dict[str, Any]:
+    """What is in a seal. Raises DamagedCheckpoint."""
     try:
-        seal = json.loads(seal_path.read_text(encoding="utf-8"))
+        seal = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path.name} is no seal") from error
+    if not isinstance(seal, dict):
+        raise DamagedCheckpoint(f"{path.name} is no seal")
+    return seal
+
+
+def verify(path: Path, seal: Any, *, content: bool = True) -> None:
+    """Compare a file with what its seal says of it; without ``content``, its length only.
+
+    Raises DamagedCheckpoint.
+    """
+    try:
         length, expected_crc = seal["bytes"], seal["crc32"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpoint(f"{seal_path.name} is no seal") from error
+    except (KeyError, TypeError) as error:
+        raise DamagedCheckpoint("its seal is none") from error
     size = path.stat().st_size
     if size != length:
         raise DamagedCheckpoint(f"{size} of {length} bytes")
+    if content and crc32(path) != expected_crc:
+        raise DamagedCheckpoint("checksum differs")
+
+
+def crc32(path: Path) -> int:
+    """The CRC-32 of a file."""
     crc = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
             crc = zlib.crc32(block, crc)
-    if crc != expected_crc:
-        raise DamagedCheckpoint("checksum differs")
+    return crc
 
 
 class _Checked(io.RawIOBase):
@@ -213,7 +281,8 @@ class _Checked(io.RawIOBase):
             raise
 
 
-def _write_durably(path: Path, text: str) -> None:
+def write_durably(path: Path, text: str) -> None:
+    """Write a small file that is on the disk before it has its name."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -222,7 +291,7 @@ def _write_durably(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Bring a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -108,9 +108,12 @@ class CheckpointWriter:
 
     def _save_file(self, state: dict[str, Any], step: int) -> None:
         try:
-            checkpoint.save(state, self.folder, step, keep=self.keep, durable=self.durable)
+            self._write(state, step)
         except OSError as error:
             raise self._explain(error, step) from error
+
+    def _write(self, state: dict[str, Any], step: int) -> None:
+        checkpoint.save(state, self.folder, step, keep=self.keep, durable=self.durable)
 
     def _explain(self, error: OSError, step: int) -> RunError:
         before = checkpoint.checkpoints(self.folder)

@@ -33,7 +33,7 @@ def is_primary() -> bool:
     return rank() == 0
 
 
-def new_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
+def new_group(ranks: list[int] | None = None, *, backend: str | None = None) -> dist.ProcessGroup:
     """A group of its own for some ranks, or all: what is sent there waits for nothing else's turn.
 
     Every rank calls, also those outside. Collectives there may take as long as everywhere.
@@ -41,7 +41,8 @@ def new_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     world: Any = dist.group.WORLD
     options = getattr(world._get_backend(device), "options", None)
-    group: Any = dist.new_group(ranks, timeout=getattr(options, "_timeout", None))
+    timeout = getattr(options, "_timeout", None)
+    group: Any = dist.new_group(ranks, timeout=timeout, backend=backend)
     return group  # type: ignore[no-any-return]
 
 

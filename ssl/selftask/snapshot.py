@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selftask import checkpoint, environment
+from selftask.checkpoint_writer import CheckpointWriter
 from selftask.collectives import barrier, gather_objects, is_primary
+from selftask.config.schema import Config
 from selftask.errors import UserError
 from selftask.logs import get_logger
 
@@ -15,15 +19,22 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
-def take(task: Task) -> dict[str, Any]:
-    """The state of every part, as whole tensors and plain python; every rank calls."""
-    whole = task.reduction.whole
+def take(task: Task, *, whole: bool = True) -> dict[str, Any]:
+    """The state of every part, as plain python and tensors; every rank calls.
+
+    The tensors are ``whole``, on the first rank, or those that are sharded stay so on every rank.
+    """
+    optimizer = task.reduction.rearrange(task.optimizer.get_classy_state())
+    tensors = {
+        "model": task.base_model.state_dict(),
+        "method": task.loss.state_dict(),
+        "optimizer": optimizer,
+    }
     return {
-        "model": whole(task.base_model.state_dict()),
-        "method": whole(task.loss.state_dict()),
-        "optimizer": task.reduction.whole_optimizer(task.optimizer.get_classy_state()),
+        **(task.reduction.whole(tensors) if whole else tensors),
         "scaler": task.grad_scaler.state_dict(),
         "backbone": _place_of_backbone(task),
+        "channels": task.feed.channels,
         "clock": task.clock.state_dict(),
         "hooks": {key: hook.get_classy_state() for key, hook in task.named_hooks.items()},
         "meters": [meter.get_classy_state() for meter in task.meters],
@@ -68,6 +79,7 @@ def restore(task: Task, state: dict[str, Any]) -> None:
 def save(task: Task) -> None:
     """Write ``checkpoints/step_N.pt`` unless it is there; every rank calls, the first one writes.
 
+    With ``train.sharded_checkpoints`` every rank writes, each its part of ``checkpoints/step_N/``.
     On return the state is copied, and training may go on; the file follows. Where it does not go
     on, at the end and before a stop, the file is on disk on return, and every rank knows.
     """
@@ -76,8 +88,9 @@ def save(task: Task) -> None:
     if now != task.saved:
         task.saved = now
         task.run_hooks("before_save")
-        state = task.state_dict()
-        if is_primary():
+        sharded = task.config.train.sharded_checkpoints
+        state = take(task, whole=False) if sharded else task.state_dict()
+        if is_primary() or sharded:
             state = {"format": 1, "config": task.config_text, **state}
             task.checkpoints.save(state, task.iteration, last=last)
     if last:
@@ -85,10 +98,48 @@ def save(task: Task) -> None:
         barrier()  # a rank that left earlier would have the launcher stop the one that writes
 
 
+def open_writer(config: Config, out: Path) -> CheckpointWriter:
+    """What writes the checkpoints of a run, as the config wants it."""
+    kind = CheckpointWriter
+    if config.train.sharded_checkpoints:
+        from selftask.sharded import ShardedWriter  # DCP takes its time to import
+
+        kind = ShardedWriter
+    return kind(
+        out / "checkpoints",
+        keep=config.train.keep_checkpoints,
+        background=config.train.async_checkpoints,
+        durable=[out / "metrics.jsonl"],
+    )
+
+
+def _read(task: Task, path: Path) -> dict[str, Any]:
+    """Load a checkpoint on every rank, of a sharded one this rank's part; damage is all ranks'."""
+    damage, state = "", {}
+    try:
+        if path.is_dir():
+            from selftask import sharded
+
+            state = sharded.load(
+                path,
+                empty=task.reduction.empty,
+                checker=task.world.rank,
+                num_checkers=task.world.size,
+            )
+        else:
+            state = checkpoint.load(path)
+    except checkpoint.DamagedCheckpoint as error:
+        damage = str(error)
+    told = [text for text in gather_objects(damage) if text]
+    if told:
+        raise checkpoint.DamagedCheckpoint(told[0])
+    return state
+
+
 def resume(task: Task) -> bool:
     """Load what ``resume`` says; whether there was something to load."""
     folder = task.out / "checkpoints"
-    found = checkpoint.find(task.config.resume, folder)
+    found = checkpoint.find(task.config.resume, folder, partial(_read, task))
     if found is not None:
         try:
             task.load_state_dict(found[0])

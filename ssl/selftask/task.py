@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from selftask import classy, environment, snapshot
-from selftask.checkpoint_writer import CheckpointWriter
 from selftask.classy import ClassyTaskNames
 from selftask.collectives import broadcast_buffers, broadcast_module, is_primary
 from selftask.config.load import to_yaml
@@ -82,12 +81,7 @@ class Task(ClassyTaskNames):
         self.last_row: dict[str, Any] = {}  # of metrics.jsonl
         self._calls: dict[str, list[Callable[[Task], None]]] = {}  # point -> what hooks define it
         self.saved: tuple[int, int] | None = None  # iteration and phase of the newest checkpoint
-        self.checkpoints = CheckpointWriter(
-            self.out / "checkpoints",
-            keep=config.train.keep_checkpoints,
-            background=config.train.async_checkpoints,
-            durable=[self.out / "metrics.jsonl"],
-        )
+        self.checkpoints = snapshot.open_writer(config, self.out)
 
     @classmethod
     def from_config(cls, config: Config) -> Task:  # type: ignore[override]
@@ -124,7 +118,7 @@ class Task(ClassyTaskNames):
 
     def _build_model(self) -> None:
         config = self.config
-        backbone = build_backbone(config.backbone)
+        backbone = build_backbone(config.backbone, self.feed.channels)
         if config.init.backbone is not None:
             state = read_weights(config.init.backbone)
             load_weights(backbone, state, coverage=config.init.coverage, what="init.backbone")
@@ -215,7 +209,9 @@ class Task(ClassyTaskNames):
     def export_backbone(self) -> nn.Module:
         """The backbone to keep, as one rank alone can use it; every rank calls."""
         backbone = self.loss.export_backbone(self.base_model)
-        return self.reduction.plain(backbone, lambda: build_backbone(self.config.backbone))
+        return self.reduction.plain(
+            backbone, lambda: build_backbone(self.config.backbone, self.feed.channels)
+        )
 
     def advance(self, batches: int = 1) -> None:
         """Count one finished update made of that many batches."""

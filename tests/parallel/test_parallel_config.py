@@ -28,6 +28,11 @@ def test_short_form_and_defaults() -> None:
             "parallel.static_graph does not go with train.accumulate",
         ),
         (["parallel=fsdp", "train.precision=float16"], "use 'bfloat16'"),
+        (
+            ["parallel=ddp", "train.sharded_checkpoints=true"],
+            "train.sharded_checkpoints=true has no effect on parallel.reduce='ddp'",
+        ),
+        (["train.sharded=true"], "did you mean 'train.sharded_checkpoints'"),
         (["parallel=fsdp", "train.compile=true"], "train.compile goes with neither"),
         (
             ["parallel.activation_checkpointing=blocks", "train.compile=true"],

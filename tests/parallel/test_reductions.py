@@ -132,7 +132,7 @@ def train(
         with torch.no_grad():
             torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 0.1)
         losses.append(loss)
-    optim = sharing.whole_optimizer({"optim": optimizer.state_dict()})["optim"]
+    optim = sharing.whole(sharing.rearrange({"optim": optimizer.state_dict()}))["optim"]
     return {
         "losses": losses,
         "gradients": gradients,

@@ -1,4 +1,4 @@
-"""``selftask export``: the backbone of a run, from its newest checkpoint, for others to load."""
+"""``selftask export``: the backbone of a run, or its whole state, from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 USAGE = """\
-usage: selftask export RUN [--to torchvision|timm|safetensors] [--out DIR]
+usage: selftask export RUN [--to torchvision|timm|safetensors|checkpoint] [--out DIR]
 
 Writes backbone.pt, backbone.safetensors and backbone.json from the newest checkpoint of the run
 into RUN/export (or DIR), with the key names of the library the backbone comes from.
---to torchvision and --to timm also check that the library's own model loads them, strictly."""
+--to torchvision and --to timm also check that the library's own model loads them, strictly.
+--to checkpoint writes the whole state instead, as one plain file step_N.pt: what a sharded
+checkpoint would have been without train.sharded_checkpoints."""
 
-FORMATS = ("torchvision", "timm", "safetensors")
+FORMATS = ("torchvision", "timm", "safetensors", "checkpoint")
 
 
 def main(argv: list[str]) -> int:
@@ -34,7 +36,7 @@ def main(argv: list[str]) -> int:
 
 
 def export_run(run: Path, out: Path, *, to: str = "safetensors") -> Path:
-    """Write the weights of the newest checkpoint of ``run``; returns the path of backbone.pt.
+    """Write what the newest checkpoint of ``run`` holds; returns the path of the file.
 
     Raises UserError without a checkpoint, and if the library named by ``to`` is another one.
     """
@@ -49,12 +51,17 @@ def export_run(run: Path, out: Path, *, to: str = "safetensors") -> Path:
     if found is None:
         raise UserError(f"{run}: has no checkpoint yet")
     state, path = found
+    if to == "checkpoint":
+        return checkpoint.write(state, out, int(state["clock"]["iteration"]))
     config = load_config(str(run / "config.yaml"), [])
-    backbone = build_backbone(config.backbone)
+    channels = state.get("channels", 3)
+    backbone = build_backbone(config.backbone, channels)
     load_weights(backbone, backbone_state(state), what=str(path))
     if to in ("torchvision", "timm"):
         _check_library(backbone, to)
-    return save_backbone(backbone, out, facts(config, int(state["clock"]["iteration"])))
+    return save_backbone(
+        backbone, out, facts(config, int(state["clock"]["iteration"]), channels)
+    )
 
 
 def backbone_state(state: dict) -> dict[str, Tensor]:

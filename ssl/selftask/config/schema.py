@@ -116,6 +116,8 @@ class TrainConfig:
     )
     keep_checkpoints: int = _setting(3, min=1)  # the newest; older ones are deleted
     async_checkpoints: bool = True  # write while training goes on, from a copy in host memory
+    sharded_checkpoints: bool = _setting(False, also=["sharded", "dcp"])  # every process writes
+    # its part into a folder, nothing is gathered (parallel.reduce: fsdp)
     threads: int | Literal["auto"] = _setting("auto", min=1)  # of torch on the CPU, per process
     stop_at: int | None = _setting(None, min=1)  # stop after this step as if interrupted
 

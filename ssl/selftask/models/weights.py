@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selftask.checkpoint import SEAL
 from selftask.errors import UserError
 from selftask.logs import get_logger
 
@@ -244,6 +245,11 @@ def _damaged(path: Path) -> str:
 
 def _instead_of(path: Path) -> str:
     """A hint for a path that is not a file."""
+    if (path / SEAL).is_file():
+        return (
+            f", it is a sharded checkpoint; `selftask export {path.parent.parent} "
+            "--to checkpoint` makes one file of a run's newest"
+        )
     if path.is_dir():
         inside = sorted(p.name for p in path.iterdir())
         return f", it is a folder with {_shorten(inside)}"

@@ -2,13 +2,13 @@
 
 The network is sharded block by block, and so are teachers, so that an average of parameters stays
 one of local parts. The method's own parameters (a predictor, prototypes) stay whole and are
-reduced by hand. State leaves and enters as whole tensors: a checkpoint does not tell how many
-ranks wrote it, nor that they were sharded.
+reduced by hand. State leaves as whole tensors, or stays in parts (``sharded``); it enters as
+either. A checkpoint does not tell how many ranks wrote it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -22,7 +22,8 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import empty as empty_shards
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
@@ -52,7 +53,7 @@ class FSDPReduction(Reduction):
     def shard(self, networks: Iterable[nn.Module]) -> None:
         networks = list(networks)
         device = next(networks[0].parameters()).device
-        mesh = init_device_mesh(device.type, (world_size(),))
+        self._mesh = mesh = init_device_mesh(device.type, (world_size(),))
         networks[0].register_forward_hook(_own_memory)
         for network in networks:
             for part in (*find_blocks(network), network):
@@ -133,6 +134,9 @@ class FSDPReduction(Reduction):
             return type(state)(self.whole(value) for value in state)
         return state
 
+    def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        return empty_shards(*shape, dtype=dtype, device_mesh=self._mesh, placements=[Shard(0)])
+
     def share(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         mine = module.state_dict()
         return {key: _share(value, mine.get(key)) for key, value in state.items()}
@@ -152,10 +156,10 @@ class FSDPReduction(Reduction):
                     self._layout.append((number, mine))
         return arranged
 
-    def whole_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
+    def rearrange(self, state: dict[str, Any]) -> dict[str, Any]:
         optim = state["optim"]
         places = [place for _, mine in self._layout for place in mine]
-        of_place = {places[i]: self.whole(value) for i, value in optim["state"].items()}
+        of_place = {places[i]: value for i, value in optim["state"].items()}
         groups: dict[int, dict[str, Any]] = {}
         for (number, mine), group in zip(self._layout, optim["param_groups"], strict=True):
             before = groups.get(number, {"params": []})["params"]
@@ -239,8 +243,11 @@ class Arrivals:
 
 
 def _share(value: Any, like: Any) -> Any:
-    """This rank's part of a whole tensor, cut out of its own copy without talking to others."""
-    if not isinstance(like, DTensor):
+    """This rank's part of a whole tensor, cut out of its own copy without talking to others.
+
+    What was read in parts is one already.
+    """
+    if not isinstance(like, DTensor) or isinstance(value, DTensor):
         return value
     value = value.to(device=like.device, dtype=like.dtype)
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -44,16 +45,20 @@ class Reduction:
         """A nested state for a file; every rank calls, what was sharded is on the first one."""
         return state
 
+    def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        """Where this rank's part of a tensor is read into that was sharded when it was written."""
+        return torch.empty(shape, dtype=dtype)
+
     def share(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """Of the state dict of a whole ``module``, this rank's part."""
         return state
 
-    def whole_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's state as that of one whose parameters are whole; every rank calls."""
+    def rearrange(self, state: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's state as that of one with the groups that ``arrange`` was given."""
         return state
 
     def share_of_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Of such a state, this rank's part."""
+        """Of such a state, made whole, this rank's part."""
         return state
 
     def plain(self, module: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:

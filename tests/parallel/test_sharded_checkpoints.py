@@ -1,0 +1,226 @@
+"""Sharded checkpoints: the tensors of the one file, for any number of ranks, whole or absent."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import shutil
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from ranks import run_ranks
+from selftask import checkpoint
+from selftask.cli.main import main
+from selftask.collectives import rank, world_size
+from selftask.config.schema import Config
+from selftask.data.dataset import open_data
+from selftask.errors import UserError
+from selftask.models.weights import read_state
+from selftask.task import Task
+from selftask.trainer import Interrupted, Trainer
+from selftask.world import World
+
+pytestmark = pytest.mark.slow
+
+METHODS = ("byol", "mae")  # a residual network with a teacher; a vision transformer
+LENGTH = 4
+
+
+@functools.cache
+def small_config(folder: Path, method: str) -> Config:
+    words = ("parallel={reduce: fsdp, sync_batch_norm: all}", "train.checkpoint_every='1 steps'")
+    length = f"train.max_steps={LENGTH}"
+    return tiny.config(method, folder, "run", *words, length, "train.keep_checkpoints=9")
+
+
+def train(folder: Path, out: str, stop_at: int | None = None) -> dict[str, Any]:
+    """Train ``METHOD_..._WAY`` with these ranks; the state it was resumed with, if it was."""
+    torch.set_num_threads(1)
+    config = small_config(folder, out.partition("_")[0])
+    sharded = not out.endswith("plain")
+    how = replace(config.train, sharded_checkpoints=sharded, stop_at=stop_at)
+    config = replace(config, train=how, out=str(folder / out))
+    task = Task(config, sources=open_data(config.data))
+    task.world = World(rank(), world_size(), rank(), world_size())
+    began: dict[str, Any] = {}
+    start = Task.on_start
+
+    def on_start(task: Task) -> None:
+        if task.resumed:
+            began.update(copy.deepcopy(task.state_dict()))
+        start(task)
+
+    task.on_start = lambda: on_start(task)  # type: ignore[method-assign]
+    try:
+        Trainer().train(task)
+    except Interrupted:
+        assert task.config.train.stop_at is not None
+    return began
+
+
+Run = tuple[str, int | None]  # its name, and where it stops
+
+
+def on_ranks(_: int, folder: Path, runs: list[Run]) -> list[Any]:
+    told: list[Any] = []
+    for run in runs:
+        try:
+            told.append(train(folder, *run))
+        except Exception:  # noqa: BLE001 - told by the parent
+            told.append(traceback.format_exc())
+    return told
+
+
+def two(folder: Path, *runs: Run) -> list[dict[str, Any]]:
+    """What the first of two ranks began each run with."""
+    first, second = run_ranks(on_ranks, 2, folder, list(runs))
+    assert not [text for text in (*first, *second) if isinstance(text, str)], (first, second)
+    return list(first)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs of two ranks that all tests start from."""
+    folder = tmp_path_factory.mktemp("sharded")
+    tiny.digits_file(folder)
+    whole = [(f"{method}_{way}", None) for method in METHODS for way in ("plain", "sharded")]
+    legs = [(f"byol_legs_{way}", 1) for way in ("plain", "sharded")]
+    two(folder, *whole, *legs, ("byol_stopped", 2))
+    return folder
+
+
+def checkpoints(folder: Path, name: str) -> list[Path]:
+    return checkpoint.checkpoints(folder / name / "checkpoints")
+
+
+def comparable(state: dict[str, Any]) -> dict[str, Any]:
+    """Without what differs between equal runs: rows hold times."""
+    return {key: item for key, item in state.items() if key not in ("config", "metrics_bytes")}
+
+
+def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert tiny.differences(comparable(a), comparable(b)) == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_shards_are_the_plain_file(folder: Path, method: str) -> None:
+    plain, shards = (checkpoints(folder, f"{method}_{way}") for way in ("plain", "sharded"))
+    assert [path.name for path in plain] == [f"step_{n:09d}.pt" for n in range(LENGTH, 0, -1)]
+    assert [f"{path.name}.pt" for path in shards] == [path.name for path in plain]
+    for file, whole in zip(shards, plain, strict=True):
+        loaded, expected = checkpoint.load(file), checkpoint.load(whole)
+        assert_same(loaded, expected)
+        assert list(loaded["model"]) == list(expected["model"])
+        assert {type(tensor) for tensor in loaded["model"].values()} == {torch.Tensor}
+    newest = shards[0]
+    assert not list(newest.parent.glob(".*"))
+    names = {path.name for path in newest.iterdir()}
+    assert names == {".metadata", "__0_0.distcp", "__1_0.distcp", "rest.pt", "seal.json"}
+    sizes = {path.name: path.stat().st_size for path in newest.iterdir()}
+    assert sizes["rest.pt"] < sizes["__0_0.distcp"] + sizes["__1_0.distcp"]
+    rest = torch.load(newest / "rest.pt", weights_only=True)
+    cut = [key for key, value in rest["state"]["model"].items() if value is None]
+    parameters = [k for k in cut if k.endswith((".weight", ".bias"))]
+    assert parameters, "the network's parameters are in the shards"
+    sealed = json.loads((newest / "seal.json").read_text())["files"]
+    assert sealed.keys() == names - {"seal.json"}
+
+
+def test_any_number_of_ranks_goes_on_with_the_same_tensors(folder: Path) -> None:
+    for way in ("plain", "sharded"):
+        out = f"byol_legs_{way}"
+        assert_began_with(train(folder, out, 3), checkpoints(folder, out)[-1])
+    kinds = [path.suffix for path in checkpoints(folder, "byol_legs_sharded")]
+    assert kinds == [".pt", ".pt", ""], "on one rank nothing is sharded"
+    shutil.copytree(folder / "byol_stopped", folder / "byol_damaged")
+    (checkpoints(folder, "byol_damaged")[0] / "__1_0.distcp").unlink()
+    runs = ("byol_stopped", "byol_damaged", "byol_legs_sharded", "byol_legs_plain")
+    files = [checkpoints(folder, run)[run == "byol_damaged"] for run in runs]
+    began = two(folder, *[(run, None) for run in runs])
+    for state, file in zip(began, files, strict=True):
+        assert_began_with(state, file)
+    end = {run: checkpoint.load(checkpoints(folder, run)[0]) for run in (*runs, "byol_plain")}
+    assert_same(end["byol_stopped"], end["byol_plain"])
+    assert_same(end["byol_damaged"], end["byol_plain"])
+    assert_same(end["byol_legs_sharded"], end["byol_legs_plain"])
+
+
+def assert_began_with(state: dict[str, Any], file: Path) -> None:
+    """``state`` is that of the file; generators are of each rank, and one is not two."""
+    saved = checkpoint.load(file)
+    assert_same({**state, "rng": 0}, {**{key: saved[key] for key in state}, "rng": 0})
+
+
+@pytest.mark.parametrize("kind", ["shard missing", "shard cut", "bit", "rest", "metadata", "seal"])
+def test_damage_falls_back_and_says_so(
+    folder: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for path in checkpoints(folder, "mae_sharded")[-2:]:
+        shutil.copytree(path, tmp_path / path.name)
+    newest, before = checkpoint.checkpoints(tmp_path)
+    names = {"rest": "rest.pt", "metadata": ".metadata", "seal": "seal.json"}
+    file = newest / names.get(kind, "__1_0.distcp")
+    content = bytearray(file.read_bytes())
+    if kind == "bit":
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif kind == "shard cut":
+        file.write_bytes(content[:-1])
+    else:
+        file.unlink()
+    found = checkpoint.load_newest(tmp_path)
+    assert found is not None
+    assert found[1] == before
+    assert f"{newest.name} is damaged ({file.name}" in caplog.text
+    (before / "seal.json").write_text("{}")
+    with pytest.raises(UserError, match="none of the 2 checkpoints"):
+        checkpoint.load_newest(tmp_path)
+
+
+def test_export_makes_the_one_plain_file(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = folder / "mae_sharded"
+    (run / "config.yaml").write_text(checkpoint.load(checkpoints(folder, run.name)[0])["config"])
+    assert main(["export", str(run), "--to", "checkpoint", "--out", str(tmp_path)]) == 0
+    path = Path(capsys.readouterr().out.splitlines()[-1])
+    assert path == tmp_path / f"step_{LENGTH:09d}.pt"
+    code = (
+        "import sys; sys.modules['selftask'] = None; import torch; "
+        f"state = torch.load({str(path)!r}, weights_only=True); print(sorted(state))"
+    )
+    done = tiny.run([tiny.sys.executable, "-c", code], tmp_path)
+    expected = torch.load(checkpoints(folder, "mae_plain")[0], weights_only=True)
+    assert done.stdout.strip() == str(sorted(expected)), done.stderr
+    assert_same(torch.load(path, weights_only=True), expected)
+    assert main(["export", str(run), "--out", str(tmp_path)]) == 0
+    weights = torch.load(tmp_path / "backbone.pt", weights_only=True)
+    trained = torch.load(run / "export/backbone.pt", weights_only=True)
+    assert tiny.differences(weights, trained) == []
+
+
+def test_who_wants_weights_is_told_to_export(folder: Path) -> None:
+    newest = checkpoints(folder, "mae_sharded")[0]
+    with pytest.raises(
+        UserError, match=r"it is a sharded checkpoint.*selftask export .*mae_sharded "
+    ):
+        read_state(newest)
+
+
+def test_the_last_few_are_kept_whatever_their_kind(folder: Path, tmp_path: Path) -> None:
+    for path in checkpoints(folder, "mae_sharded"):
+        shutil.copytree(path, tmp_path / path.name)
+    (tmp_path / ".step_000000005.tmp").mkdir()
+    (tmp_path / ".step_000000005.tmp/__0_0.distcp").write_bytes(b"half")
+    checkpoint.save({"n": 4}, tmp_path, LENGTH, keep=2)
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == ["step_000000003", "step_000000004.json", "step_000000004.pt"]
+    checkpoint.set_aside(tmp_path, 2)
+    assert (tmp_path / "replaced_1/step_000000003/seal.json").exists()

@@ -1,0 +1,161 @@
+"""The writer of shards on two ranks: whole or absent; what fails on one rank fails on both."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, empty
+
+from selftask import checkpoint, sharded
+from selftask.checkpoint_writer import CheckpointWriter
+from selftask.errors import RunError
+
+SHAPES = {"even": (4, 3), "odd": (5, 2), "one row": (1, 7), "vector": (3,)}
+
+
+def tensors() -> dict[str, Tensor]:
+    """One of each shape; with two ranks, the second one's part of ``one row`` is empty."""
+    generator = torch.Generator().manual_seed(0)
+    made = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    made["half"] = torch.randn(6, 2, generator=generator).bfloat16()
+    made["count"] = torch.arange(6)
+    return made
+
+
+def state_of(change: Any) -> dict[str, Any]:
+    """Tensors deep inside of a state, each as ``change`` makes it, beside what is whole."""
+    made = {name: change(tensor) for name, tensor in tensors().items()}
+    return {
+        "model": {**made, "buffer": torch.ones(2)},
+        "optimizer": {"state": {0: {"exp_avg": made["odd"], "step": torch.tensor(3.0)}}},
+        "clock": [1, (2, None), "three"],
+    }
+
+
+def written_on_two(rank: int) -> dict[str, Any]:
+    """Save four times: while the state changes, on a full disk of one rank, again, and last."""
+    folder = shared_folder()
+    mesh = init_device_mesh("cpu", (2,))
+    cut = state_of(lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]))
+    writer = sharded.ShardedWriter(folder, keep=2)
+    writer.save(cut, 1)
+    for tensor in cut["model"].values():
+        tensor.zero_()
+    writer.wait()
+    fresh = state_of(lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]))
+    told = []
+    for breaks, step in ((FullDisk, 2), (Bug, 3)):
+        with breaks(on_rank=1):
+            writer.save(fresh, step)
+            told.append(failure_of(writer))
+    left = sorted(path.name for path in folder.glob(".*"))
+    if rank == 0:
+        (folder / ".step_000000003.tmp").mkdir()  # of a run that was killed
+    writer.save(fresh, 4)
+    writer.save(fresh, 5, last=True)
+    dist.barrier()
+    read = sharded.load(
+        folder / "step_000000005",
+        empty=lambda shape, dtype: empty(
+            *shape, dtype=dtype, device_mesh=mesh, placements=[Shard(0)]
+        ),
+    )
+    assert isinstance(read["model"]["odd"], DTensor)
+    return {
+        "folder": str(folder),
+        "told": told,
+        "left": left,
+        "bytes": {
+            name: t.to_local().numel() for name, t in read["model"].items() if name in SHAPES
+        },
+        "same": all(
+            torch.equal(tensor.to_local(), fresh["model"][name].to_local())
+            for name, tensor in read["model"].items()
+            if isinstance(tensor, DTensor)
+        ),
+    }
+
+
+def shared_folder() -> Path:
+    """A folder that both ranks know."""
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    return Path(str(names[0]))
+
+
+class FullDisk:
+    """Within, that rank's disk has no room for the shards."""
+
+    name, error = "write_data", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def __init__(self, on_rank: int) -> None:
+        self.active = dist.get_rank() == on_rank
+
+    def __enter__(self) -> None:
+        self.kept = getattr(FileSystemWriter, self.name)
+        if self.active:
+            setattr(FileSystemWriter, self.name, self.fail)
+
+    def fail(self, *given: Any) -> Any:
+        raise self.error
+
+    def __exit__(self, *exception: object) -> None:
+        setattr(FileSystemWriter, self.name, self.kept)
+
+
+class Bug(FullDisk):
+    """Within, that rank trips over a bug of ours."""
+
+    name, error = "prepare_local_plan", ZeroDivisionError("a bug")  # type: ignore[assignment]
+
+
+def failure_of(writer: CheckpointWriter) -> str:
+    try:
+        writer.wait()
+    except RunError as error:
+        return str(error)
+    return "nothing"
+
+
+ON_RANKS = (written_on_two,)
+
+
+def test_two_ranks_write_one_checkpoint(told: list[dict[str, Any]]) -> None:
+    first, second = (of_rank["written_on_two"] for of_rank in told)
+    folder = Path(first["folder"])
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["step_000000004", "step_000000005"], "two are kept, nothing half is left"
+    whole = state_of(lambda tensor: tensor)
+    for name in names:
+        read = checkpoint.load(folder / name)
+        assert read["clock"] == whole["clock"]
+        assert list(read["model"]) == list(whole["model"])
+        for key, tensor in whole["model"].items():
+            assert read["model"][key].dtype == tensor.dtype
+            assert torch.equal(read["model"][key], tensor), key
+        moments = read["optimizer"]["state"][0]
+        assert torch.equal(moments["exp_avg"], whole["model"]["odd"])
+        assert moments["step"] == 3
+    assert first["same"]
+    assert second["same"]
+    assert first["bytes"] == {"even": 6, "odd": 6, "one row": 7, "vector": 2}
+    assert second["bytes"] == {"even": 6, "odd": 4, "one row": 0, "vector": 1}
+
+
+def test_what_fails_on_one_rank_is_told_on_both(told: list[dict[str, Any]]) -> None:
+    for of_rank in told:
+        no_room, bug = of_rank["written_on_two"]["told"]
+        assert "the checkpoint of step 2 could not be written" in no_room
+        assert "(No space left on device, on rank 1)" in no_room
+        assert "it goes on from step_000000001" in no_room
+        assert bug == "rank 1: ZeroDivisionError: a bug"
+        assert of_rank["written_on_two"]["left"] == [], "half a checkpoint is in the way"
