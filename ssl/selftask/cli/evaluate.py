@@ -40,6 +40,7 @@ def main(argv: list[str]) -> int:
     from selftask.config import recipes
     from selftask.config.load import load_config
     from selftask.data.dataset import copy_data, open_data
+    from selftask.data.source import channels_of
 
     folder = Path(address) if Path(address).is_dir() else None
     own = folder / "config.yaml" if folder else None
@@ -53,7 +54,10 @@ def main(argv: list[str]) -> int:
     from selftask.models.address import PRETRAINED, open_model
     from selftask.world import World
 
-    backbone, _ = open_model(address, weights=weights[-1] if weights else PRETRAINED)
+    backbone, facts = open_model(address, weights=weights[-1] if weights else PRETRAINED)
+    taken, there = facts.get("channels", 3), channels_of(sources.train)
+    if taken != there:
+        raise UserError(f"data: its images have {there} channels, and {address} takes {taken}")
     device = pick_device(config.train.device, World())
     row = evaluate_backbone(backbone, config, sources, device=device)
     print(json.dumps(row))

@@ -59,7 +59,7 @@ def extract_features(
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     with torch.no_grad(), _in_eval_mode(backbone), _keeping_random_state(device):
         for batch in batches:
-            images = batch["views"][0].to(device, non_blocking=True)  # (B, 3, H, W)
+            images = batch["views"][0].to(device, non_blocking=True)  # (B, C, H, W)
             features = backbone(images).float().cpu()  # (B, E)
             parts.append((features, batch["target"].cpu(), batch["index"].cpu()))
     if not parts:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from selftask.collectives import is_primary
-from selftask.data.transforms.normalize import STATISTICS
+from selftask.data.transforms.normalize import Normalize
 from selftask.hooks.base import Hook
 from selftask.models.export import save_backbone
 from selftask.registry import register_hook
@@ -26,17 +26,19 @@ class ExportBackbone(Hook):
     def on_end(self, task: Task) -> None:
         backbone = task.export_backbone()
         if is_primary():
-            save_backbone(backbone, task.out / "export", facts(task.config, task.iteration))
+            meta = facts(task.config, task.iteration, task.feed.channels)
+            save_backbone(backbone, task.out / "export", meta)
 
 
-def facts(config: Config, step: int) -> dict[str, Any]:
+def facts(config: Config, step: int, channels: int) -> dict[str, Any]:
     """What one must know to use the exported weights: architecture, input, where they come from."""
     transforms = [transform.to_dict() for transform in config.eval.transforms]
-    normalize = next((t for t in transforms if t["name"] == "normalize"), None)
-    mean, std = statistics(normalize) if normalize else (None, None)
+    normalize = next((t for t in config.eval.transforms if t.name == "normalize"), None)
+    mean, std = Normalize(**normalize.args).moments(channels) if normalize else (None, None)
     sizes = [t["size"] for t in transforms if "size" in t]
     return {
         "architecture": {"name": config.backbone.name, "args": dict(config.backbone.args)},
+        "channels": channels,
         "normalization": {"mean": mean, "std": std},
         "input_size": sizes[-1] if sizes else None,
         "transforms": transforms,
@@ -44,11 +46,3 @@ def facts(config: Config, step: int) -> dict[str, Any]:
         "step": step,
         "recipe": config.recipe,
     }
-
-
-def statistics(normalize: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Mean and std of a ``normalize`` transform."""
-    if normalize["mean"] is not None:
-        return normalize["mean"], normalize["std"]
-    mean, std = STATISTICS[normalize["of"]]
-    return list(mean), list(std)

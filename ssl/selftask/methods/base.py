@@ -50,7 +50,7 @@ class Method(nn.Module, Hook):
         return nn.Identity()
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """The trained network around ``backbone``, (B, 3, H, W) -> (B, E); it keeps that name."""
+        """The trained network around ``backbone``, (B, C, H, W) -> (B, E); it keeps that name."""
         return Network(backbone, self.build_head(embed_dim(backbone)))
 
     def attach(self, task: Task) -> None:

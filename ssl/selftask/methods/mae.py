@@ -3,7 +3,7 @@
 He et al., Masked Autoencoders Are Scalable Vision Learners, CVPR 2022, arXiv:2111.06377.
 
 B: images per rank, N: patches of an image, K kept and M masked ones, P: numbers in a patch (its
-pixels times 3), E: width of the backbone, T: its prefix tokens.
+pixels times the channels), E: width of the backbone, T: its prefix tokens.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class MAE(Method):
             dim=config.decoder_dim,
             depth=config.decoder_depth,
             num_heads=config.decoder_heads,
-            num_out=3 * self.patch_size**2,
+            num_out=vit.patch_embed.proj.in_channels * self.patch_size**2,
         )
         initialize(decoder)
         if task.config.init.backbone is None:

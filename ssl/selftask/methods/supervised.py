@@ -75,7 +75,7 @@ class Classifier(nn.Module):
         self.head = nn.Linear(embed_dim(backbone), num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (B, 3, H, W) -> scores (B, C)."""
+        """Images -> scores (B, C)."""
         features = self.backbone(images)  # (B, E); of a frozen one, nothing is kept for backward
         scores: Tensor = self.head(features)
         return scores

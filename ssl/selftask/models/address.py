@@ -36,7 +36,7 @@ def open_model(address: str, *, weights: str = PRETRAINED) -> tuple[nn.Module, d
     ``address`` is a run's folder, an exported ``backbone.pt`` with its ``backbone.json`` beside it,
     ``timm:NAME`` or ``torchvision:NAME``. ``weights`` is for the last two: ``pretrained`` for the
     library's own, ``none`` for random ones, else a file. The facts are those of ``backbone.json``:
-    architecture, embed_dim, normalization, input_size, and for runs method and step.
+    architecture, channels, embed_dim, normalization, input_size, and for runs method and step.
     Raises UserError for whatever is not there or does not fit.
     """
     library, name = _split(address)
@@ -45,7 +45,7 @@ def open_model(address: str, *, weights: str = PRETRAINED) -> tuple[nn.Module, d
     else:
         place = _place(address)
         facts = _read_facts(place)
-        backbone = build_backbone(Component(**facts["architecture"]))
+        backbone = build_backbone(Component(**facts["architecture"]), facts.get("channels", 3))
         load_weights(backbone, read_state(place.weights), what=str(place.weights))
     return backbone.eval(), facts
 
@@ -113,6 +113,7 @@ def _open_library(library: str, name: str, weights: str) -> tuple[nn.Module, dic
         load_weights(backbone, read_state(weights), what=weights)
     return backbone, {
         "architecture": {"name": architecture.name, "args": architecture.args},
+        "channels": 3,
         "embed_dim": embed_dim(backbone),
         "normalization": {"mean": mean, "std": std},
         "input_size": config.get("input_size", (3, 224, 224))[-1],

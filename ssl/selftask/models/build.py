@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,14 +17,21 @@ if TYPE_CHECKING:
 _TRIED_SIZES = (224, 32)  # pixels
 
 
-def build_backbone(component: Component) -> nn.Module:
-    """The backbone of that name and arguments: images (B, 3, H, W) -> features (B, ``embed_dim``).
+def build_backbone(component: Component, channels: int = 3) -> nn.Module:
+    """The backbone of that name and arguments: images (B, C, H, W) -> features (B, ``embed_dim``).
 
-    Raises UserError if the name or the arguments are wrong or it makes no such features.
+    Raises UserError if the name or the arguments are wrong, it cannot be made for so many
+    ``channels`` (C), or it makes no such features.
     """
-    model: nn.Module = BACKBONES[component.name](**component.args).build()
+    config = BACKBONES[component.name](**component.args)
+    if channels != 3 and "channels" not in inspect.signature(config.build).parameters:
+        raise UserError(
+            f"backbone {component.name!r} takes 3 channels, the data have {channels}: its build() "
+            "has no argument `channels`"
+        )
+    model: nn.Module = config.build() if channels == 3 else config.build(channels=channels)
     if not isinstance(getattr(model, "embed_dim", None), int):
-        model.embed_dim = _count_features(model, component.name)  # type: ignore[assignment]
+        model.embed_dim = _count_features(model, component.name, channels)  # type: ignore[assignment]
     return model
 
 
@@ -35,7 +43,7 @@ def embed_dim(backbone: nn.Module) -> int:
 
 
 @torch.no_grad()
-def _count_features(model: nn.Module, name: str) -> int:
+def _count_features(model: nn.Module, name: str, channels: int) -> int:
     """Pass one blank image through the model and look; its state and mode stay what they were."""
     training = [module.training for module in model.modules()]
     model.eval()
@@ -43,7 +51,7 @@ def _count_features(model: nn.Module, name: str) -> int:
     try:
         for size in _sizes(model):
             try:
-                features = model(torch.zeros(1, 3, size, size))
+                features = model(torch.zeros(1, channels, size, size))
             except (RuntimeError, AssertionError, ValueError) as error:
                 errors.append(f"{size} x {size} pixels: {error}")
                 continue
@@ -53,8 +61,8 @@ def _count_features(model: nn.Module, name: str) -> int:
                 tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
             )
             raise UserError(
-                f"backbone {name!r} must map images (B, 3, H, W) to features (B, E), but returns "
-                f"{shape} for one image; pool its output to one vector an image"
+                f"backbone {name!r} must map images (B, {channels}, H, W) to features (B, E), but "
+                f"returns {shape} for one image; pool its output to one vector an image"
             )
     finally:
         for module, mode in zip(model.modules(), training, strict=True):

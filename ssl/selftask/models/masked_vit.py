@@ -45,7 +45,7 @@ def num_patches(vit: VisionTransformer) -> int:
 
 
 def patch_tokens(vit: VisionTransformer, images: Tensor) -> Tensor:
-    """Images (B, 3, H, W) -> all patches with their positions added, (B, N, E), without prefix.
+    """Images (B, C, H, W) -> all patches with their positions added, (B, N, E), without prefix.
 
     Raises UserError for images of another size than the transformer was built for.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +27,7 @@ class Timm:
     model: str
     args: dict[str, Any] = field(default_factory=dict)  # of timm.create_model: img_size, ...
 
-    def build(self) -> nn.Module:
+    def build(self, channels: int = 3) -> nn.Module:
         """The model with its own parameter names; random weights.
 
         Raises UserError for an unknown name and for arguments the model does not take.
@@ -39,6 +40,11 @@ class Timm:
                 f"{nearest(self.model.partition('.')[0], timm.list_models())}"
             )
         args = {"num_classes": 0, **self.args}
+        if args.setdefault("in_chans", channels) != channels:
+            raise UserError(
+                f"backbone.args.in_chans: {args['in_chans']}, the data have {channels} channels; "
+                "it is taken from them"
+            )
         create = partial(timm.create_model, self.model, pretrained=False, **args)
         return _call(create, "timm", self)
 
@@ -51,10 +57,11 @@ class Torchvision:
     model: str
     args: dict[str, Any] = field(default_factory=dict)  # of torchvision.models.get_model
 
-    def build(self) -> nn.Module:
+    def build(self, channels: int = 3) -> nn.Module:
         """The model with its own parameter names; random weights.
 
-        Raises UserError for an unknown name and for arguments the model does not take.
+        For other than three channels its first convolution is made anew. Raises UserError for an
+        unknown name and for arguments the model does not take.
         """
         import torchvision
         from torch import nn
@@ -70,6 +77,8 @@ class Torchvision:
         for name in _CLASSIFIERS:
             if hasattr(model, name):
                 setattr(model, name, nn.Identity())
+        if channels != 3:
+            _widen(model, channels)
         return model
 
 
@@ -85,8 +94,11 @@ class Custom:
         if ":" not in self.model:
             yield f"backbone.model: {self.model!r} is no address; write package.module:function"
 
-    def build(self) -> nn.Module:
-        """Import and call it. Raises UserError if it is not there or makes no module."""
+    def build(self, channels: int = 3) -> nn.Module:
+        """Import and call it, with ``channels`` if it takes that and they are not three.
+
+        Raises UserError if it is not there or makes no module.
+        """
         from torch import nn
 
         module_name, _, name = self.model.partition(":")
@@ -102,10 +114,25 @@ class Custom:
                 f"backbone.model: {module_name} ({module.__file__}) has no {name!r}; "
                 f"{nearest(name, [n for n in vars(module) if not n.startswith('_')])}"
             )
-        model = _call(partial(getattr(module, name), **self.args), module_name, self)
+        factory, args = getattr(module, name), dict(self.args)
+        if channels != 3 and "channels" in inspect.signature(factory).parameters:
+            args.setdefault("channels", channels)
+        model = _call(partial(factory, **args), module_name, self)
         if not isinstance(model, nn.Module):
             raise UserError(f"backbone.model: {self.model} returned {type(model)}, not nn.Module")
         return model
+
+
+def _widen(model: nn.Module, channels: int) -> None:
+    """A first convolution for so many channels, of random weights with the variance of its sums."""
+    import torch
+    from torch import nn
+
+    first = next(part for part in model.modules() if isinstance(part, nn.Conv2d))
+    first.in_channels = channels
+    deviation = first.weight.std().item() * (3 / channels) ** 0.5
+    weight = torch.empty(first.out_channels, channels, *first.kernel_size)
+    first.weight = nn.Parameter(nn.init.normal_(weight, std=deviation))
 
 
 def _call(

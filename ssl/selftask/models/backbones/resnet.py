@@ -24,8 +24,8 @@ class ResNet18:
     stem_padding: int = 1  # of the cifar stem; solo-learn's 2 gives 34 x 34 for 32 x 32 pixels
     zero_init_residual: bool = False  # each block starts as the identity
 
-    def build(self) -> nn.Module:
-        return _build("resnet18", self.stem, self.stem_padding, self.zero_init_residual)
+    def build(self, channels: int = 3) -> nn.Module:
+        return _build("resnet18", self, channels)
 
 
 @register_backbone("resnet34")
@@ -37,8 +37,8 @@ class ResNet34:
     stem_padding: int = 1  # of the cifar stem; solo-learn's 2 gives 34 x 34 for 32 x 32 pixels
     zero_init_residual: bool = False  # each block starts as the identity
 
-    def build(self) -> nn.Module:
-        return _build("resnet34", self.stem, self.stem_padding, self.zero_init_residual)
+    def build(self, channels: int = 3) -> nn.Module:
+        return _build("resnet34", self, channels)
 
 
 @register_backbone("resnet50")
@@ -50,8 +50,8 @@ class ResNet50:
     stem_padding: int = 1  # of the cifar stem; solo-learn's 2 gives 34 x 34 for 32 x 32 pixels
     zero_init_residual: bool = False  # each block starts as the identity
 
-    def build(self) -> nn.Module:
-        return _build("resnet50", self.stem, self.stem_padding, self.zero_init_residual)
+    def build(self, channels: int = 3) -> nn.Module:
+        return _build("resnet50", self, channels)
 
 
 @register_backbone("resnet101")
@@ -63,8 +63,8 @@ class ResNet101:
     stem_padding: int = 1  # of the cifar stem; solo-learn's 2 gives 34 x 34 for 32 x 32 pixels
     zero_init_residual: bool = False  # each block starts as the identity
 
-    def build(self) -> nn.Module:
-        return _build("resnet101", self.stem, self.stem_padding, self.zero_init_residual)
+    def build(self, channels: int = 3) -> nn.Module:
+        return _build("resnet101", self, channels)
 
 
 @register_backbone("resnet152")
@@ -76,23 +76,31 @@ class ResNet152:
     stem_padding: int = 1  # of the cifar stem; solo-learn's 2 gives 34 x 34 for 32 x 32 pixels
     zero_init_residual: bool = False  # each block starts as the identity
 
-    def build(self) -> nn.Module:
-        return _build("resnet152", self.stem, self.stem_padding, self.zero_init_residual)
+    def build(self, channels: int = 3) -> nn.Module:
+        return _build("resnet152", self, channels)
 
 
-def _build(name: str, stem: str, stem_padding: int, zero_init_residual: bool) -> nn.Module:
+def _build(
+    name: str, config: ResNet18 | ResNet34 | ResNet50 | ResNet101 | ResNet152, channels: int
+) -> nn.Module:
     """The torchvision model of that name; ``fc`` is the identity and so has no keys."""
     import torchvision  # costs seconds, hence only when used
     from torch import nn
 
     model: Any = torchvision.models.get_model(
-        name, weights=None, zero_init_residual=zero_init_residual
+        name, weights=None, zero_init_residual=config.zero_init_residual
     )
     model.embed_dim = model.fc.in_features
     model.fc = nn.Identity()
-    if stem == "cifar":
-        width = model.conv1.out_channels
-        model.conv1 = nn.Conv2d(3, width, 3, stride=1, padding=stem_padding, bias=False)
-        nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    cifar, first = config.stem == "cifar", model.conv1
+    if cifar:
         model.maxpool = nn.Identity()
+        first = nn.Conv2d(
+            channels, first.out_channels, 3, stride=1, padding=config.stem_padding, bias=False
+        )
+    elif channels != 3:
+        first = nn.Conv2d(channels, first.out_channels, 7, stride=2, padding=3, bias=False)
+    if first is not model.conv1:
+        nn.init.kaiming_normal_(first.weight, mode="fan_out", nonlinearity="relu")
+        model.conv1 = first
     return cast(nn.Module, model)

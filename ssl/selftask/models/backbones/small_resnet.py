@@ -20,8 +20,10 @@ class SmallResNetConfig:
     blocks: int = 1  # residual blocks in each stage
     stem_stride: int = 2  # 1 sees twice as fine and costs four times as much
 
-    def build(self) -> nn.Module:
-        return SmallResNet(self.width, blocks=self.blocks, stem_stride=self.stem_stride)
+    def build(self, channels: int = 3) -> nn.Module:
+        return SmallResNet(
+            self.width, blocks=self.blocks, stem_stride=self.stem_stride, channels=channels
+        )
 
 
 class SmallResNet(nn.Module):
@@ -31,11 +33,11 @@ class SmallResNet(nn.Module):
     the arithmetic would be there. Channels come last in memory: twice as fast on processors.
     """
 
-    def __init__(self, width: int, *, blocks: int, stem_stride: int) -> None:
+    def __init__(self, width: int, *, blocks: int, stem_stride: int, channels: int = 3) -> None:
         super().__init__()
         self.embed_dim = 4 * width
         self.stem = nn.Sequential(
-            nn.Conv2d(3, width, 3, stride=stem_stride, padding=1, bias=False),
+            nn.Conv2d(channels, width, 3, stride=stem_stride, padding=1, bias=False),
             nn.BatchNorm2d(width),
             nn.ReLU(inplace=True),
         )

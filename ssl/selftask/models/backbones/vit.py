@@ -33,8 +33,8 @@ class ViTMicro:
         if self.pool == "token" and not self.class_token:
             yield "backbone.pool: 'token' needs class_token: true; use 'avg' without"
 
-    def build(self) -> nn.Module:
-        return _build(self, embed_dim=96, num_heads=3)
+    def build(self, channels: int = 3) -> nn.Module:
+        return _build(self, channels, embed_dim=96, num_heads=3)
 
 
 @register_backbone("vit_tiny")
@@ -59,8 +59,8 @@ class ViTTiny:
         if self.pool == "token" and not self.class_token:
             yield "backbone.pool: 'token' needs class_token: true; use 'avg' without"
 
-    def build(self) -> nn.Module:
-        return _build(self, embed_dim=192, num_heads=3)
+    def build(self, channels: int = 3) -> nn.Module:
+        return _build(self, channels, embed_dim=192, num_heads=3)
 
 
 @register_backbone("vit_small")
@@ -85,8 +85,8 @@ class ViTSmall:
         if self.pool == "token" and not self.class_token:
             yield "backbone.pool: 'token' needs class_token: true; use 'avg' without"
 
-    def build(self) -> nn.Module:
-        return _build(self, embed_dim=384, num_heads=6)
+    def build(self, channels: int = 3) -> nn.Module:
+        return _build(self, channels, embed_dim=384, num_heads=6)
 
 
 @register_backbone("vit_base")
@@ -111,18 +111,23 @@ class ViTBase:
         if self.pool == "token" and not self.class_token:
             yield "backbone.pool: 'token' needs class_token: true; use 'avg' without"
 
-    def build(self) -> nn.Module:
-        return _build(self, embed_dim=768, num_heads=12)
+    def build(self, channels: int = 3) -> nn.Module:
+        return _build(self, channels, embed_dim=768, num_heads=12)
 
 
 def _build(
-    config: ViTMicro | ViTTiny | ViTSmall | ViTBase, *, embed_dim: int, num_heads: int
+    config: ViTMicro | ViTTiny | ViTSmall | ViTBase,
+    channels: int,
+    *,
+    embed_dim: int,
+    num_heads: int,
 ) -> nn.Module:
     from timm.models import VisionTransformer  # costs seconds, hence only when used
 
     model: nn.Module = VisionTransformer(
         img_size=config.img_size,
         patch_size=config.patch_size,
+        in_chans=channels,
         depth=config.depth,
         embed_dim=embed_dim,
         num_heads=num_heads,
