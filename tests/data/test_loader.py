@@ -19,7 +19,13 @@ from selftask.data.dataset import (
     open_data,
     open_source,
 )
+from selftask.data.device.batches import DeviceDataset
+from selftask.data.device.cache import CachedBatches
+from selftask.data.device.engine import Engine
 from selftask.data.loader import Batches, EvalBatches
+from selftask.data.sampler import Pool
+from selftask.data.samplers.repeated import Repeated
+from selftask.data.transforms.pretext import drawn_rotation
 from selftask.data.views import Views, build_pipeline
 from selftask.errors import ConfigError
 
@@ -138,3 +144,56 @@ def test_open_data_passes_the_pixel_limit() -> None:
     assert sources.train.max_pixels == 77
     assert sources.val is not None
     assert len(sources.val) == 450
+
+
+class Corners(Numbers):
+    """Images with one white corner: how far each was turned can be seen."""
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        image, target = super().__getitem__(index)
+        image = np.zeros_like(image)
+        image[0, 0] = 255
+        return image, target
+
+
+def turned(pictures: torch.Tensor) -> list[int]:
+    """Quarters, anticlockwise, of each of (B, C, H, W)."""
+    corners = pictures[:, 0][:, [0, -1, -1, 0], [0, 0, -1, -1]]  # in that order they are reached
+    assert (corners.sum(1) == 1).all()
+    return corners.argmax(1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers"), [(Batches, 0), (Batches, 2), (CachedBatches, 0)], ids=str
+)
+@pytest.mark.parametrize("repeated", [False, True])
+def test_the_key_of_a_sample_names_its_draws(
+    kind: type[Batches], workers: int, repeated: bool
+) -> None:
+    """So what was drawn is known of images in place of others, and of second showings."""
+    config = {"main": ViewConfig(count=2, transforms=[Component(name="rotate_90")])}
+    source: Any = Corners(24, bad=() if repeated else tuple(range(0, 24, 3)))
+    views = Views(config)
+    data: Any = ViewDataset(source, views, 3)
+    if kind is CachedBatches:
+        data = DeviceDataset(source, views, 3, Engine(views, config))
+    pool = Pool(24, 12, 3)
+    sampler = Repeated(Repeated.Config(times=3), pool) if repeated else None
+    bad_files = BadFiles(None, 24, max_bad=1.0)
+    batches = kind(
+        *(data,), batch_size=12, seed=3, num_workers=workers, sampler=sampler, bad_files=bad_files
+    )
+    wrong = 0
+    for sample in read(batches, 3, start=1):
+        assert sample["key"].shape == (12, 2)
+        assert sample["key"].dtype == torch.int64
+        keys = sample["key"].tolist()
+        for number, view in enumerate(sample["views"]):
+            found = turned(view)
+            assert found == [drawn_rotation(3, *key, number) for key in keys]
+            by_image = [
+                drawn_rotation(3, sample["epoch"], index, number)
+                for index in sample["index"].tolist()
+            ]
+            wrong += found != by_image
+    assert wrong >= 3  # index and epoch do not name them

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import mmap
 import os
 import pickle
@@ -52,7 +53,7 @@ class Memory:
                 found = self._mapped[slot] = self._map(slot, 1 << (size - 1).bit_length())
             except OSError as error:
                 raise UserError(
-                    f"data: no {size / 2**20:.0f} MiB of shared memory for a batch: "
+                    f"data: no memory to share a batch of {size / 2**20:.0f} MiB: "
                     f"{error.strerror}; use fewer data.num_workers or smaller batches"
                 ) from error
         return found
@@ -94,27 +95,31 @@ class Outbox:
     def __init__(self, memory: Memory, first: int, step: int) -> None:
         self._memory = memory
         self._first, self._step = first, step
-        self._slot = self._free()
+        self._slot: int | None = None  # of the batch, once it has an array
         self._used = _START
         self._starts: dict[int, int] = {}  # address of an array -> where it begins in the slot
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """An array in the slot, not filled: its batch is its owner."""
-        kind = np.dtype(dtype)
-        start, size = self._used, int(np.prod(shape)) * kind.itemsize
-        self._used = -(-(start + size) // _START) * _START
-        mapping = self._memory.map(self._slot, self._used)
+        if self._slot is None:
+            self._slot = self._free()
+        kind, start = np.dtype(dtype), self._used
+        end = start + math.prod(shape) * kind.itemsize
+        mapping = self._memory.map(self._slot, end)
         array: np.ndarray = np.ndarray(shape, kind, buffer=mapping, offset=start)
         self._starts[array.ctypes.data] = start
+        self._used = -(-end // _START) * _START
         return array
 
-    def send(self, batch: Batch) -> Parcel:
-        """What stands for the batch in a queue; the next array is the next batch's."""
+    def send(self, batch: Batch) -> Batch | Parcel:
+        """What goes through the queue; the next array is the next batch's."""
+        if self._slot is None:
+            return batch
         written = io.BytesIO()
         _Pickler(written, self._starts).dump(batch)
         parcel = Parcel(self._memory.name, self._slot, self._used, written.getvalue())
-        self._memory.map(self._slot, self._used)[_MARK] = 1
-        self._slot, self._used, self._starts = self._free(), _START, {}
+        self._memory.map(self._slot, _START)[_MARK] = 1
+        self._slot, self._used, self._starts = None, _START, {}
         return parcel
 
     def _free(self) -> int:
@@ -167,5 +172,5 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
         start, dtype, shape = pid
-        size = int(np.prod(shape)) * dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize
         return self._lent[start : start + size].view(dtype).view(shape)

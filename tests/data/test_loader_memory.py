@@ -1,0 +1,208 @@
+"""The memory that batches come in: used again, but never while anybody has the batch."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import multiprocessing
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numbered import Numbers, assert_same, dataset, read
+
+from selftask.data import handover
+from selftask.data.batch import Batch, broken
+from selftask.data.device.cache import Pictures
+from selftask.data.handover import Memory, Outbox, Parcel
+from selftask.data.loader import Batches, EvalBatches
+from selftask.data.reading import BadImage
+from selftask.data.workers import PREFETCH
+from selftask.errors import UserError
+
+
+def batch_of(new: Any, value: int, shape: tuple[int, ...] = (2, 3, 3, 3)) -> Batch:
+    """A batch of two views full of a number, in arrays of ``new``."""
+    views = [torch.from_numpy(new(shape, np.uint8)).fill_(value + k) for k in range(2)]
+    index = torch.tensor([value, 8], dtype=torch.int64)
+    key = torch.tensor([[1, value], [2, 8]])
+    return Batch(views, index - 1, index, key, 4, [BadImage("a/b", "broken")], 3)
+
+
+def opened(sent: Batch | Parcel) -> Batch:
+    assert isinstance(sent, Parcel)
+    return sent.open()
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory()
+
+
+def test_a_batch_arrives_as_it_was(memory: Memory) -> None:
+    outbox = Outbox(memory, 0, 1)
+    arrived = opened(outbox.send(batch_of(outbox.new, 5)))
+    expected = batch_of(np.empty, 5)
+    for one, other in zip(arrived.views, expected.views, strict=True):
+        assert torch.equal(one, other)
+    for name in ("target", "index", "key"):
+        assert torch.equal(getattr(arrived, name), getattr(expected, name))
+    assert [str(bad) for bad in arrived.bad] == ["a/b: broken"]
+    assert (arrived.epoch, arrived.num_left_out, arrived.problem) == (4, 3, "")
+
+
+def test_what_was_made_elsewhere_travels_along(memory: Memory) -> None:
+    outbox = Outbox(memory, 0, 1)
+    batch = batch_of(outbox.new, 5)
+    batch.views[1] = torch.full((2, 2), 6.5)
+    sent = outbox.send(batch)
+    batch.views[1].zero_()
+    arrived = opened(sent)
+    assert arrived.views[0].unique().tolist() == [5]
+    assert torch.equal(arrived.views[1], torch.full((2, 2), 6.5))
+    nothing = broken("not so")
+    assert outbox.send(nothing) is nothing
+
+
+def test_a_slot_is_free_when_the_last_tensor_over_it_is_gone(memory: Memory) -> None:
+    outbox = Outbox(memory, 0, 1)
+
+    def send(value: int) -> Parcel:
+        sent = outbox.send(batch_of(outbox.new, value))
+        assert isinstance(sent, Parcel)
+        return sent
+
+    first, second = send(10), send(20)
+    assert (first.slot, second.slot) == (0, 1)  # also while nobody has opened them
+    kept = first.open().views[1][:1]  # of the first batch, a part of one view
+    del first
+    batch = second.open()
+    known = batch.index  # lies elsewhere: whoever keeps all of an epoch's keeps no picture
+    numbers = batch.views[0].numpy()
+    del batch
+    assert send(30).slot == 2
+    assert kept.unique().item() == 11
+    assert np.unique(numbers) == [20]
+    del kept, numbers
+    assert [send(value).slot for value in (40, 50, 60)] == [0, 1, 3]
+    assert known.tolist() == [20, 8]
+
+
+def test_a_slot_grows_with_its_batches(memory: Memory) -> None:
+    outbox = Outbox(memory, 3, 4)
+    for size in (1, 100, 5000, 70, 40_000, 0):
+        batch = opened(outbox.send(batch_of(outbox.new, size % 50, (2, 3, size, 3))))
+        assert [view.shape for view in batch.views] == [(2, 3, size, 3)] * 2
+        assert all((view == size % 50 + k).all() for k, view in enumerate(batch.views))
+        del batch
+    assert set(memory._mapped) <= {3, 7}
+
+
+def test_a_forked_process_frees_nothing(memory: Memory) -> None:
+    outbox = Outbox(memory, 0, 1)
+    batch = opened(outbox.send(batch_of(outbox.new, 5)))
+    child = os.fork()
+    if child == 0:
+        del batch
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert memory.map(0, 1)[0] == 1
+    del batch
+    assert memory.map(0, 1)[0] == 0
+
+
+def test_memory_goes_with_its_loader() -> None:
+    memory = Memory()
+    file = memory._file
+    outbox = Outbox(memory, 0, 1)
+    batch = opened(outbox.send(batch_of(outbox.new, 5)))
+    del memory, outbox
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
+    assert batch.views[0].unique().tolist() == [5]
+
+
+def raw(workers: int, count: int) -> Batches:
+    batches = Batches(dataset(Numbers(count)), batch_size=4, seed=0, num_workers=workers)
+    batches.start(0)
+    return batches
+
+
+def test_batches_that_are_kept_stay_as_they_are() -> None:
+    """While workers go on making others."""
+    with_workers, without = raw(2, 60), raw(0, 60)
+    found = [next(with_workers._reader).views for _ in range(25)]
+    expected = [next(without._reader).views for _ in range(25)]
+    with_workers.close()
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_run_needs_no_more_slots_than_batches_are_under_way() -> None:
+    batches = raw(2, 60)
+    used = batches._reader._iterator._dataset.memory._mapped  # type: ignore[union-attr]
+    for _ in range(60):
+        next(batches)
+    batches.close()
+    assert 2 <= len(used) <= 2 * (PREFETCH + 2)
+
+
+def test_without_memory_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on other systems than Linux."""
+    expected = read(Batches(dataset(Numbers(20)), batch_size=4, seed=0), 9)
+    monkeypatch.delattr(os, "memfd_create")
+    there = Batches(dataset(Numbers(20)), batch_size=4, seed=0, num_workers=2)
+    assert_same(read(there, 9), expected)
+
+
+def test_no_memory_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped = mmap.mmap
+
+    def small_ones(file: int, size: int, offset: int = 0) -> mmap.mmap:
+        if size > mmap.PAGESIZE:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return mapped(file, size, offset=offset)
+
+    monkeypatch.setattr(handover.mmap, "mmap", small_ones)
+    batches = Batches(dataset(Numbers(99)), batch_size=99, seed=0, num_workers=1)
+    with pytest.raises(UserError, match="data: no memory to share a batch of 1 MiB: Cannot all"):
+        Memory().map(0, 1 << 20)
+    with pytest.raises(
+        UserError, match=r"use fewer data\.num_workers or smaller batches"
+    ) as caught:
+        read(batches, 1)
+    assert "Traceback" not in str(caught.value)
+
+
+class Sizes(Numbers):
+    """Pictures of many sizes."""
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        height, width = 1 + 40 * (index * 7 % 5), 1 + 11 * (index % 9)
+        return np.full((height, width, 3), index + 1, dtype=np.uint8), index
+
+
+def test_canvases_of_other_sizes_hold_nothing_of_earlier_ones() -> None:
+    def read_all(workers: int) -> list[dict[str, Any]]:
+        pictures: Any = Pictures(Sizes(60), None)
+        return list(EvalBatches(pictures, batch_size=3, num_workers=workers))
+
+    for one, other in zip(read_all(2), read_all(0), strict=True):
+        assert torch.equal(one["input"], other["input"])
+        assert np.array_equal(one["sizes"], other["sizes"])
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_other_ways_to_start_processes(method: str) -> None:
+    """Workers are forked whatever else starts processes, and whatever the default of python is."""
+    multiprocessing.set_start_method(method, force=True)
+    try:
+        found = read(Batches(dataset(Numbers(20)), batch_size=4, seed=0, num_workers=1), 5)
+    finally:
+        multiprocessing.set_start_method(None, force=True)
+    assert_same(found, read(Batches(dataset(Numbers(20)), batch_size=4, seed=0), 5))
