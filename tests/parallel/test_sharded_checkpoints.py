@@ -7,6 +7,7 @@ import functools
 import json
 import shutil
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from selftask.collectives import rank, world_size
 from selftask.config.schema import Config
 from selftask.data.dataset import open_data
 from selftask.errors import UserError
+from selftask.models.address import open_model, read_weights
 from selftask.models.weights import read_state
 from selftask.task import Task
 from selftask.trainer import Interrupted, Trainer
@@ -31,13 +33,17 @@ pytestmark = pytest.mark.slow
 
 METHODS = ("byol", "mae")  # a residual network with a teacher; a vision transformer
 LENGTH = 4
+COMMON = (
+    "parallel={reduce: fsdp, sync_batch_norm: all}",
+    f"train.max_steps={LENGTH}",
+    "train.checkpoint_every='1 steps'",
+    "train.keep_checkpoints=9",
+)
 
 
 @functools.cache
 def small_config(folder: Path, method: str) -> Config:
-    words = ("parallel={reduce: fsdp, sync_batch_norm: all}", "train.checkpoint_every='1 steps'")
-    length = f"train.max_steps={LENGTH}"
-    return tiny.config(method, folder, "run", *words, length, "train.keep_checkpoints=9")
+    return tiny.config(method, folder, "run", *COMMON)
 
 
 def train(folder: Path, out: str, stop_at: int | None = None) -> dict[str, Any]:
@@ -207,11 +213,11 @@ def test_export_makes_the_one_plain_file(
 
 
 def test_who_wants_weights_is_told_to_export(folder: Path) -> None:
-    newest = checkpoints(folder, "mae_sharded")[0]
-    with pytest.raises(
-        UserError, match=r"it is a sharded checkpoint.*selftask export .*mae_sharded "
-    ):
-        read_state(newest)
+    newest = str(checkpoints(folder, "mae_sharded")[0])
+    readers: list[Callable[[str], Any]] = [read_state, read_weights, open_model]
+    for read in readers:
+        with pytest.raises(UserError, match=r"is a sharded .*selftask export .*/mae_sharded`"):
+            read(newest)
 
 
 def test_the_last_few_are_kept_whatever_their_kind(folder: Path, tmp_path: Path) -> None:
@@ -224,3 +230,43 @@ def test_the_last_few_are_kept_whatever_their_kind(folder: Path, tmp_path: Path)
     assert kept == ["step_000000003", "step_000000004.json", "step_000000004.pt"]
     checkpoint.set_aside(tmp_path, 2)
     assert (tmp_path / "replaced_1/step_000000003/seal.json").exists()
+
+
+# In the run's own folder, as a user's extension: the second rank dies half-way through its shards.
+KILLER = """
+import os, signal
+from dataclasses import dataclass
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from selftask.hooks.base import Hook
+from selftask.registry import register_hook
+
+@register_hook("killer")
+@dataclass(eq=False, kw_only=True)
+class Killer(Hook):
+    def on_start(self, task):
+        if task.resumed or task.world.rank != 1:
+            return
+        write = FileSystemWriter.write_data
+        def die(self, plan, planner):
+            if task.iteration < 2:
+                return write(self, plan, planner)
+            (self.path / "__1_0.distcp").write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        FileSystemWriter.write_data = die
+"""
+
+
+def test_a_rank_killed_half_way_through_its_shards_leaves_no_trace(folder: Path) -> None:
+    (folder / "killer.py").write_text(KILLER)
+    more = ("import=[killer]", "hooks.killer={}", "launch={processes: 2, max_restarts: 1}")
+    words = (*COMMON, "train.async_checkpoints=false", "train.sharded_checkpoints=true")
+    done = tiny.run(tiny.command("byol", folder, "byol_killed", *words, *more), folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "starting again from the newest checkpoint" in done.stdout
+    assert "resumed from" in done.stdout
+    assert "byol_killed/checkpoints/step_000000001: step 1" in done.stdout
+    killed, whole = (checkpoints(folder, f"byol_{way}") for way in ("killed", "plain"))
+    assert not list(killed[0].parent.glob(".*"))
+    ends = [checkpoint.load(paths[0]) for paths in (killed, whole)]
+    for part in ("model", "method", "optimizer", "clock"):
+        assert tiny.differences(ends[0][part], ends[1][part]) == []

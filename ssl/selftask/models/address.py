@@ -13,7 +13,7 @@ from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.build import build_backbone, embed_dim
 from selftask.models.export import META, WEIGHTS
-from selftask.models.weights import load_weights, read_state
+from selftask.models.weights import load_weights, read_state, refuse_sharded
 
 PRETRAINED = "pretrained"
 NONE = "none"
@@ -74,6 +74,7 @@ def _place(address: str) -> _Place:
     path = Path(address)
     if not path.is_dir():
         return _Place(path, path.with_suffix(".json"))
+    refuse_sharded(path)
     for folder in (path / "export", path):
         if (folder / WEIGHTS).is_file():
             return _Place(folder / WEIGHTS, folder / META)

@@ -68,6 +68,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     is ever executed. Raises UserError that says what the file is if it holds no weights.
     """
     path = Path(path)
+    refuse_sharded(path)
     if not path.is_file():
         raise UserError(f"{path}: there is no such file{_instead_of(path)}")
     if path.stat().st_size == 0:
@@ -78,6 +79,15 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
         keys = list(content) if isinstance(content, Mapping) else type(content).__name__
         raise UserError(f"{path}: holds no weights: no tensors by name, but {_shorten(keys)}")
     return state
+
+
+def refuse_sharded(path: Path) -> None:
+    """Raise UserError for a sharded checkpoint, which is a folder: only a run reads it as it is."""
+    if (path / SEAL).is_file():
+        raise UserError(
+            f"{path}: is a sharded checkpoint; `selftask export {path.parent.parent}` takes the "
+            "backbone out of a run's newest, and --to checkpoint makes one file of it"
+        )
 
 
 def load_weights(
@@ -245,11 +255,6 @@ def _damaged(path: Path) -> str:
 
 def _instead_of(path: Path) -> str:
     """A hint for a path that is not a file."""
-    if (path / SEAL).is_file():
-        return (
-            f", it is a sharded checkpoint; `selftask export {path.parent.parent} "
-            "--to checkpoint` makes one file of a run's newest"
-        )
     if path.is_dir():
         inside = sorted(p.name for p in path.iterdir())
         return f", it is a folder with {_shorten(inside)}"
