@@ -10,15 +10,19 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from selftask.cli import evaluate, export
+from selftask.cli.main import main
 from selftask.config.load import load_config, to_yaml
 from selftask.config.schema import Config
 from selftask.data.dataset import check_sizes, open_data
+from selftask.data.feed import Feed
 from selftask.errors import ConfigError, UserError
 from selftask.models.address import open_model
 from selftask.task import Task
 from selftask.trainer import Interrupted, Trainer
+from selftask.world import World
 
 CHANNELS = 5
 MOMENTS = {"mean": [0.1, 0.2, 0.3, 0.4, 0.5], "std": [0.5, 0.4, 0.3, 0.2, 0.1]}
@@ -123,6 +127,62 @@ def test_stopped_resumed_evaluated_and_exported(
         evaluate.main(["knn", str(tmp_path / "whole"), "data.bands=[0,1,2]"])
 
 
+def test_the_same_views_from_every_engine_and_cache(
+    recipe: Callable[[str], str], tmp_path: Path
+) -> None:
+    found = {}
+    for engine, cache in (
+        ("cpu", "none"),
+        ("cpu", "ram"),
+        ("device", "none"),
+        ("device", "device"),
+    ):
+        chosen = config(recipe("simclr"), tmp_path, f"data.engine={engine}", f"data.cache={cache}")
+        feed = Feed(chosen, open_data(chosen.data), World(), torch.device("cpu"))
+        try:
+            sample = next(feed.train_samples(0))
+        finally:
+            feed.close()
+        order = sample["index"].argsort()
+        found[engine, cache] = torch.stack(sample["views"])[:, order]
+        assert found[engine, cache].shape == (2, 16, CHANNELS, 32, 32)
+    first = found["cpu", "none"]
+    assert torch.equal(found["cpu", "ram"], first)
+    std = torch.tensor(MOMENTS["std"])[:, None, None]
+    for cache in ("none", "device"):
+        levels = (255 * std * (found["device", cache] - first)).abs()
+        assert levels.mean() < 0.5 and levels.max() < 8
+
+
+def test_data_commands(
+    recipe: Callable[[str], str],
+    plates: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = [str(plates / "images"), "data.name=bands", "data.value_range=[0, 4000]"]
+    assert main(["data", "stats", *source, "--workers=1"]) == 0
+    line = yaml.safe_load(capsys.readouterr().out.splitlines()[-1])[0]
+    pixels = np.stack([image for image, _ in open_data(config(recipe("mae"), tmp_path).data).train])
+    expected = pixels.reshape(-1, CHANNELS) / 255
+    assert np.allclose(line["mean"], expected.mean(axis=0), atol=1e-4)
+    assert np.allclose(line["std"], expected.std(axis=0), atol=1e-4)
+    assert main(["data", "check", *source, "--workers=1"]) == 0
+    assert "modes      5 channels 48" in capsys.readouterr().out
+    for bands, drawn in (
+        ([0, 1, 2, 3, 4], "of 5 channels it shows channels 0 to 2 as red, green and blue"),
+        ([3], "of 1 channel it shows channel 0 in gray"),
+    ):
+        last = "{name: normalize, of: half, mean: null, std: null}"
+        half = [f"eval.transforms=[{last}]", f"views.main.transforms.4={last}"]
+        sheet = ["--images=2", f"--out={tmp_path}/x.png", f"data.bands={bands}", *half]
+        assert main(["data", "show", recipe("simclr"), *sheet]) == 0
+        assert drawn in capsys.readouterr().out
+        shown = np.asarray(Image.open(tmp_path / "x.png").convert("RGB"))
+        gray = (np.ptp(shown, axis=2) == 0).all()
+        assert gray == (len(bands) == 1)
+
+
 def test_all_that_cannot_be_is_said_before_training(
     recipe: Callable[[str], str], tmp_path: Path
 ) -> None:
@@ -132,7 +192,7 @@ def test_all_that_cannot_be_is_said_before_training(
         check_sizes(chosen, open_data(chosen.data).train)
     hue, normalize = error.value.problems
     assert hue.startswith("views.main.transforms.2.hue: 0.1 needs 3 channels, the data have 5")
-    assert normalize.startswith("eval.transforms.1.of: imagenet has 3 numbers, the data have 5")
+    assert normalize.startswith("eval.transforms.1.of: imagenet is for 3 channels, the data have 5")
     chosen = config(recipe("simclr"), tmp_path, "data.val={name: digits}")
     with pytest.raises(
         UserError, match=r"data\.val: its images have 3 channels, those of data have"

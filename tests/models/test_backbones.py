@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.build import build_backbone, embed_dim
+from selftask.registry import register_backbone
 
 
 def _build(name: str, **args: object) -> nn.Module:
@@ -43,6 +45,59 @@ def test_maps_images_to_embed_dim_features(name: str, args: dict, size: int, dim
     assert embed_dim(backbone) == dim
     assert backbone(torch.randn(2, 3, size, size)).shape == (2, dim)
     assert all(module.training for module in backbone.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "size"),
+    [
+        ("small_resnet", {"width": 8}, 32),
+        ("resnet18", {}, 32),
+        ("resnet18", {"stem": "cifar"}, 8),
+        ("vit_micro", {"depth": 1}, 32),
+        ("timm", {"model": "vit_tiny_patch16_224", "args": {"img_size": 32, "depth": 1}}, 32),
+        ("torchvision", {"model": "mobilenet_v3_small"}, 32),
+        ("custom", {"model": f"{__name__}:of_any_channels"}, 8),
+    ],
+)
+@pytest.mark.parametrize("channels", [1, 13])
+def test_images_of_any_number_of_channels(name: str, args: dict, size: int, channels: int) -> None:
+    torch.manual_seed(0)
+    backbone = build_backbone(Component(name=name, args=args), channels)
+    images = torch.randn(8, channels, size, size, requires_grad=True)
+    features = backbone.eval()(images)
+    assert features.shape == (8, embed_dim(backbone)) and features.std() > 0
+    features.square().sum().backward()
+    assert images.grad is not None and (images.grad.abs().amax(dim=(0, 2, 3)) > 0).all()
+
+
+def of_any_channels(channels: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(channels, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def test_a_new_first_convolution_is_as_strong_as_the_old() -> None:
+    """Sums over 13 channels vary as sums over 3 do."""
+    stem = {}
+    for channels in (3, 13):
+        torch.manual_seed(0)
+        component = Component(name="torchvision", args={"model": "mobilenet_v3_small"})
+        first: nn.Module = build_backbone(component, channels).features[0][0]  # type: ignore
+        stem[channels] = first(torch.randn(8, channels, 32, 32)).std().item()
+    assert stem[13] == pytest.approx(stem[3], rel=0.1)
+
+
+def test_a_backbone_that_only_takes_three_channels_says_so() -> None:
+    @dataclass
+    class Plain:
+        def build(self) -> nn.Module:
+            return of_any_channels()
+
+    register_backbone("plain_three")(Plain)
+    assert embed_dim(build_backbone(Component(name="plain_three"))) == 4
+    with pytest.raises(UserError, match="'plain_three' takes 3 channels, the data have 13: its bu"):
+        build_backbone(Component(name="plain_three"), 13)
+    args = {"model": "resnet18", "args": {"in_chans": 4}}
+    with pytest.raises(UserError, match=r"in_chans: 4, the data have 13 channels"):
+        build_backbone(Component(name="timm", args=args), 13)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])

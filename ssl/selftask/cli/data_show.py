@@ -13,7 +13,8 @@ usage: selftask data show RECIPE [--images 8] [--out views.png] [key=value ...]
 
 Writes a PNG: a row for each image with the image itself and every view of it, named by its group in
 `views:`. They are the first images of epoch 0, with the very draws that training would make for
-them (seed, epoch, sample, view), taken from the batch of floats and un-normalised."""
+them (seed, epoch, sample, view), taken from the batch of floats and un-normalised. Of more
+than three channels the first three are drawn, of one or two the first in gray."""
 
 OPTIONS = {"--images": int, "--out": str}
 
@@ -45,6 +46,15 @@ def main(argv: list[str]) -> int:
     shown = f"{len(rows)} image" + ("s" if len(rows) > 1 else "")
     print(
         f"SHOW wrote {out}: {shown} with {len(rows[0].views)} views of {', '.join(sizes)} "
-        f"(seed {config.train.seed}, epoch 0)"
+        f"(seed {config.train.seed}, epoch 0){_drawn(rows[0].original.shape[2])}"
     )
     return 0
+
+
+def _drawn(channels: int) -> str:
+    """What is drawn of other than RGB pictures."""
+    if channels == 3:
+        return ""
+    drawn = "channels 0 to 2 as red, green and blue" if channels > 3 else "channel 0 in gray"
+    number = f"{channels} channels" if channels > 1 else "1 channel"
+    return f"; of {number} it shows {drawn}"

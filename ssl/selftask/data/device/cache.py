@@ -27,7 +27,7 @@ from selftask.data.device.engine import Engine
 from selftask.data.device.packing import Packed
 from selftask.data.loader import Batches, EvalBatches
 from selftask.data.sampler import epoch_of
-from selftask.data.source import Source
+from selftask.data.source import Source, channels_of
 from selftask.data.views import Pipeline
 from selftask.data.workers import PREFETCH
 from selftask.errors import UserError
@@ -91,9 +91,9 @@ class CachedBatches(Batches):
 class Cache:
     """All pictures of a source in one tensor on a device."""
 
-    def __init__(self, num_images: int, device: torch.device) -> None:
+    def __init__(self, num_images: int, device: torch.device, channels: int) -> None:
         self.device = device
-        self.pixels = torch.empty((num_images, 0, 0, 3), dtype=torch.uint8, device=device)
+        self.pixels = torch.empty((num_images, 0, 0, channels), dtype=torch.uint8, device=device)
         self.targets = torch.full((num_images,), -1, dtype=torch.int64, device=device)
         self.sizes = np.zeros((num_images, 2), dtype=np.int64)  # 0: could not be read
 
@@ -103,7 +103,7 @@ class Cache:
     ) -> Cache:
         """Read all images; raises UserError for too many bad ones, and for too little memory."""
         started = time.perf_counter()
-        cache = Cache(len(dataset), device)
+        cache = Cache(len(dataset), device, channels_of(dataset.source))
         pictures = EvalBatches(
             Pictures(dataset.source, dataset.shrink),
             batch_size=_READ_AT_ONCE,
@@ -134,18 +134,18 @@ class Cache:
 
     def _make_room(self, height: int, width: int) -> None:
         """Widen the canvas if a picture is larger than all before."""
-        number, *old, _ = self.pixels.shape
+        number, *old, channels = self.pixels.shape
         new = max(height, old[0]), max(width, old[1])
         if tuple(old) == new:
             return
-        needed, free = number * new[0] * new[1] * 3, free_bytes(self.device)
+        needed, free = number * new[0] * new[1] * channels, free_bytes(self.device)
         if needed > _SHARE * free:
             raise UserError(
                 f"data.cache=device: {number} images in {new[1]}x{new[0]} take "
                 f"{needed / 2**30:.1f} GiB, and {self.device} has {free / 2**30:.1f} GiB free, of "
                 f"which they may take {_SHARE:.0%}; use data.cache=none, or a smaller data.shrink"
             )
-        pixels = torch.zeros((number, *new, 3), dtype=torch.uint8, device=self.device)
+        pixels = torch.zeros((number, *new, channels), dtype=torch.uint8, device=self.device)
         pixels[:, : old[0], : old[1]] = self.pixels
         self.pixels = pixels
 

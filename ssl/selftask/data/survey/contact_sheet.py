@@ -31,8 +31,8 @@ class Row:
     """One image on its way into the network."""
 
     name: str  # path, or what the source calls it
-    original: np.ndarray  # uint8 (H, W, 3)
-    views: list[np.ndarray]  # V uint8 (h, w, 3): what the network gets, before normalisation
+    original: np.ndarray  # uint8 (H, W, C)
+    views: list[np.ndarray]  # V uint8 (h, w, C): what the network gets, before normalisation
 
 
 def rows_of(config: Config, sources: Sources, num_images: int) -> list[Row]:
@@ -75,11 +75,11 @@ def _for_one_batch(config: Config, num_images: int, out: str) -> Config:
 
 
 def _to_pixels(view: Tensor, group: ViewConfig) -> np.ndarray:
-    """uint8 (B, H, W, 3) of float32 (B, 3, H, W): the inverse of the group's normalisation."""
+    """uint8 (B, H, W, C) of float32 (B, C, H, W): the inverse of the group's normalisation."""
     last = group.transforms[-1] if group.transforms else None
     normalize = last is not None and last.name == "normalize"
     scale, shift = (
-        Normalize(**last.args).scale_and_shift()
+        Normalize(**last.args).scale_and_shift(view.shape[1])
         if last is not None and normalize
         else (np.float32(1 / 255), np.float32(0))
     )
@@ -113,6 +113,11 @@ def draw(rows: list[Row], names: list[str]) -> Image.Image:
     return sheet
 
 
+def as_seen(picture: np.ndarray) -> np.ndarray:
+    """What can be drawn of (H, W, C): the first three channels, or the first one in gray."""
+    return picture[..., :3] if picture.shape[2] >= 3 else picture[..., 0]
+
+
 def _starts(widths: list[int]) -> Iterator[int]:
     left = _GAP
     for width in widths:
@@ -123,14 +128,14 @@ def _starts(widths: list[int]) -> Iterator[int]:
 def _enlarge(view: np.ndarray) -> Image.Image:
     """A view in its own pixels, each a square of several where the view is small."""
     times = -(-LEAST_SIDE // max(1, min(view.shape[:2])))
-    return Image.fromarray(view.repeat(times, axis=0).repeat(times, axis=1))
+    return Image.fromarray(as_seen(view).repeat(times, axis=0).repeat(times, axis=1))
 
 
 def _fit(original: np.ndarray) -> Image.Image:
     """An image as a whole, shrunk to the sheet; small ones are enlarged like views."""
     if max(original.shape[:2]) <= LEAST_SIDE:
         return _enlarge(original)
-    image = Image.fromarray(np.ascontiguousarray(original))
+    image = Image.fromarray(np.ascontiguousarray(as_seen(original)))
     image.thumbnail((_LARGEST_ORIGINAL, _LARGEST_ORIGINAL))
     return image
 

@@ -64,3 +64,10 @@ def needs_rgb(what: str, channels: int, instead: str) -> Iterator[str]:
     """That something needs red, green and blue, unless there are three channels."""
     if channels != RGB:
         yield f"{what} needs 3 channels, the data have {channels}; {instead}"
+
+
+def needs_number(what: str, number: int, channels: int, instead: str) -> Iterator[str]:
+    """That a list of so many numbers is for another number of channels, if it is."""
+    if number != channels:
+        plural = "s" if number != 1 else ""
+        yield f"{what} is for {number} channel{plural}, the data have {channels}; {instead}"

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import cv2
 import numpy as np
 
+from selftask.data.transforms.channels import needs_number
 from selftask.data.transforms.transform import Transform
 from selftask.registry import register_transform
 
@@ -168,8 +169,8 @@ class SaltAndPepper(Transform):
 
 
 def _number_problems(fill: Any, channels: int) -> Iterator[str]:
-    if isinstance(fill, list) and len(fill) != channels:
-        yield f"fill: {fill}; {len(fill)} grey levels, the data have {channels} channels"
+    if isinstance(fill, list):
+        yield from needs_number(f"fill: {fill}", len(fill), channels, "or give one grey level")
 
 
 def _values(fill: Any, rng: np.random.Generator, height: int, width: int, channels: int) -> Any:

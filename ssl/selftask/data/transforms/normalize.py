@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from selftask.data.transforms.channels import needs_number
 from selftask.registry import register_transform
 
 STATISTICS = {
@@ -40,13 +41,9 @@ class Normalize:
             yield "std: must be above 0"
 
     def channel_problems(self, channels: int) -> Iterator[str]:
-        number = len(self.moments(channels)[0])
-        if number != channels:
-            what = f"of: {self.of}" if self.mean is None else f"mean: {self.mean}"
-            yield (
-                f"{what} has {number} numbers, the data have {channels} channels; give mean and "
-                "std of each (`selftask data stats` prints them), or of: half"
-            )
+        what = f"of: {self.of}" if self.mean is None else f"mean: {self.mean}"
+        instead = "give mean and std of each (`selftask data stats` prints them), or of: half"
+        return needs_number(what, len(self.moments(channels)[0]), channels, instead)
 
     def moments(self, channels: int = 3) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of each channel."""

@@ -200,7 +200,7 @@ class ChannelDrop(Transform):
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         if self.keep >= channels:
-            yield f"keep: {self.keep}; fewer than the {channels} channels of the data are expected"
+            yield f"keep: {self.keep}; the data have {channels}, and less than that is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
         """The channels that are overwritten."""
