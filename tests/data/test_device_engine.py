@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -33,7 +30,7 @@ from selftask.data.transforms.geometry import HorizontalFlip
 from selftask.data.transforms.transform import Transform
 from selftask.data.views import Views
 from selftask.errors import ConfigError, UserError
-from selftask.registry import BATCHED_FORMS, TRANSFORMS
+from selftask.registry import TRANSFORMS
 
 JITTER = part("color_jitter", brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, p=0.8)
 SIMCLR = [
@@ -200,9 +197,22 @@ def test_moments_over_many_pictures() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_compiles_as_one_graph() -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        [part("random_affine", degrees=10)],
+        [
+            part("random_apply", transforms=[{"name": "equalize"}, {"name": "rotate_90"}]),
+            part("rand_augment", num_ops=1),
+            part("cutout"),
+            part("gaussian_noise"),
+        ],
+    ],
+    ids=["simclr", "more"],
+)
+def test_compiles_as_one_graph(more: list[Component]) -> None:
     """No break in the graph: nothing asks the host about the device's values."""
-    config = views_of([*SIMCLR[:-1], part("random_affine", degrees=10), SIMCLR[-1]])
+    config = views_of([*SIMCLR[:-1], *more, SIMCLR[-1]])
     images = pictures(4, HEIGHT, WIDTH)
     engine = Engine(Views(config), config, dense=True)
     sizes = np.tile((HEIGHT, WIDTH), (4, 1))
@@ -293,13 +303,6 @@ def test_transforms_without_a_form_are_named(name: str) -> None:
     message = str(caught.value)
     assert message.startswith(f"views.main.transforms.1: {name!r} has no form for whole batches")
     assert "data.engine=cpu" in message
-
-
-def test_the_page_of_transforms_names_those_with_a_form() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "transforms.md").read_text(encoding="utf-8")
-    section = page.partition("## On the device")[2].partition("\n## ")[0]
-    named = set(re.findall(r"`(\w+)`", section.partition("It knows")[2].partition(";")[0]))
-    assert named == {*BATCHED_FORMS.names(), "normalize"}
 
 
 def test_different_sizes_need_a_crop_first() -> None:

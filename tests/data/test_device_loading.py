@@ -174,6 +174,13 @@ def test_one_ahead_gives_each_sample_once_and_errors_in_their_place() -> None:
 NOISE = [part("random_affine", degrees=20), part("contrast_noise", noise=0.05)]
 
 
+NESTED = [
+    part("random_apply", transforms=[{"name": "vertical_flip"}, {"name": "resize", "size": 15}]),
+    *CROPS[:2],
+    part("random_order", transforms=[{"name": "rand_augment"}, {"name": "cutout", "length": 4}]),
+]
+
+
 def cached(source: Any, transforms: list[Component] = CROPS, **rank: Any) -> CachedBatches:
     data = dataset(source, transforms)
     return CachedBatches(
@@ -188,8 +195,9 @@ def cached(source: Any, transforms: list[Component] = CROPS, **rank: Any) -> Cac
         (Photos(same=True), CROPS),
         (Photos(bad=(3, 17)), CROPS),
         (Photos(same=True), NOISE),  # whose draws are no function of a few numbers
+        (Photos(), NESTED),
     ],
-    ids=["ragged", "one size", "bad files", "noise"],
+    ids=["ragged", "one size", "bad files", "noise", "nested"],
 )
 def test_cached_samples_are_the_same(source: Photos, transforms: list[Component]) -> None:
     bad_files = BadFiles(None, 30, max_bad=1)

@@ -99,26 +99,26 @@ class BatchedColorJitter(Operation):
             values, steps = images.values[rows], steps[rows]
             ends = torch.searchsorted(before, torch.arange(STEPS + 1.0)).tolist()
             for step in range(STEPS):  # sorted, so that those with one step more come last
-                _adjust(values[ends[step + 1] :], steps[ends[step + 1] :, step])
+                adjust(values[ends[step + 1] :], steps[ends[step + 1] :, step])
             if self.transform.hue:
                 values = turn_hue(values, packed["turn"][rows])
             for step in range(STEPS):
                 last = ends[STEPS - step]
-                _adjust(values[:last], steps[:last, STEPS + step])
+                adjust(values[:last], steps[:last, STEPS + step])
             images.values[rows] = values
         return images
 
     def _dense(self, values: Tensor, steps: Tensor, turn: Tensor) -> Tensor:
         for step in range(STEPS):
-            values = _adjust(values, steps[:, step])
+            values = adjust(values, steps[:, step])
         if self.transform.hue:
             values = turn_hue(values, turn)
             for step in range(STEPS, 2 * STEPS):
-                values = _adjust(values, steps[:, step])
+                values = adjust(values, steps[:, step])
         return values
 
 
-def _adjust(values: Tensor, step: Tensor) -> Tensor:
+def adjust(values: Tensor, step: Tensor) -> Tensor:
     """One step, in place; ``step`` is (B, 3): the weights of x, of its luma and of their mean."""
     if not len(values):
         return values

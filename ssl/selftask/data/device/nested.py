@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
 from selftask.data.device.chain import Chain
-from selftask.data.device.operation import Images, Operation, Tensors, find_form, per_image
+from selftask.data.device.operation import Images, Operation, Tensors, find_form, fitted, per_image
 from selftask.data.device.packing import Steps, Tree, spread, take
 from selftask.data.transforms.nested import RandomApply, RandomChoice, RandomOrder
 from selftask.data.views import Pipeline
@@ -87,18 +85,18 @@ class Branches(Operation):
         return {"number": numbers, "after": after, "chains": chains}
 
     def apply(self, images: Images, packed: Any, canvas: tuple[int, int]) -> Images:
-        number, made = packed["number"], _fitted(images.values, canvas)
+        number, made = packed["number"], fitted(images.values, canvas)
         for name, steps in packed["chains"].items():
             chain, chosen = self.chains[int(name)], number == int(name)
             if images.dense:
                 changed = chain.apply(images, steps).values
-                made = torch.where(per_image(chosen), _fitted(changed, canvas), made)
+                made = torch.where(per_image(chosen), fitted(changed, canvas), made)
                 continue
             rows = chosen.nonzero()[:, 0]
             if len(rows):
                 sizes = None if images.sizes is None else images.sizes[rows]
                 some = Images(images.values[rows], sizes, dense=False)
-                made[rows] = _fitted(chain.apply(some, take(steps, rows)).values, canvas)
+                made[rows] = fitted(chain.apply(some, take(steps, rows)).values, canvas)
         return images.with_values(made, packed["after"])
 
 
@@ -180,11 +178,3 @@ def _chain(transforms: Sequence[dict[str, Any]], pipeline: Pipeline) -> Chain:
     """The batched forms of a list within a transform, and what it was built to."""
     named = zip(transforms, pipeline.transforms, strict=True)
     return Chain([find_form(transform["name"], built) for transform, built in named])
-
-
-def _fitted(values: Tensor, canvas: tuple[int, int]) -> Tensor:
-    """With rows and columns added, or left out where no picture reaches them."""
-    height, width = values.shape[2:]
-    if (height, width) == canvas:
-        return values
-    return pad(values, (0, canvas[1] - width, 0, canvas[0] - height))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from selftask.errors import UserError
 from selftask.registry import BATCHED_FORMS
@@ -160,6 +161,14 @@ def on_chosen(
     if len(rows):
         values[rows] = change(values[rows], *(parameter[rows] for parameter in parameters))
     return replace(images, values=values)
+
+
+def fitted(values: Tensor, canvas: tuple[int, int]) -> Tensor:
+    """With rows and columns added, or left out where no picture reaches them."""
+    height, width = values.shape[2:]
+    if (height, width) == canvas:
+        return values
+    return pad(values, (0, canvas[1] - width, 0, canvas[0] - height))
 
 
 def per_image(parameter: Tensor) -> Tensor:
