@@ -130,7 +130,7 @@ class Task(ClassyTaskNames):
         self.loss.to(self.device)
         for module in (self.base_model, self.loss):
             broadcast_module(module)
-        save_activations(config.parallel, self.base_model)
+        self.activations = save_activations(config.parallel, self.base_model)
         self._distribute()
 
     def _distribute(self) -> None:
@@ -205,6 +205,7 @@ class Task(ClassyTaskNames):
     def reduce_gradients(self) -> None:
         """Gradients become their mean over ranks, whatever of that the backward pass left to do."""
         self.reduction.reduce()
+        self.activations.settle()
 
     def export_backbone(self) -> nn.Module:
         """The backbone to keep, as one rank alone can use it; every rank calls."""

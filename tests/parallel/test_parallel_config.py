@@ -34,6 +34,8 @@ def test_short_form_and_defaults() -> None:
         ),
         (["train.sharded=true"], "did you mean 'train.sharded_checkpoints'"),
         (["parallel=fsdp", "train.compile=true"], "train.compile goes with neither"),
+        (["parallel.activation_checkpointing=block"], "did you mean 'blocks'?"),
+        (["parallel.activation_checkpointing=8"], "for a size say what of: '8 GB'"),
         (
             ["parallel.activation_checkpointing=blocks", "train.compile=true"],
             "train.compile goes with neither",

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from selftask.collectives import rank, world_size
+from selftask.config.budget import Budget
 from selftask.errors import RunError
 from selftask.optim.lars import LARS
+from selftask.parallel.activation_budget import ActivationBudget
 from selftask.parallel.activation_checkpointing import checkpoint_blocks
 from selftask.parallel.blocks import find_blocks
 from selftask.parallel.build import build_reduction
@@ -87,7 +89,7 @@ def data() -> Tensor:
 def train(
     way: str,
     *,
-    checkpointing: bool = False,
+    checkpointing: bool | float = False,
     accumulate: int = 1,
     spare: bool = False,
     late: bool = False,
@@ -101,8 +103,11 @@ def train(
     student = Student(spare=spare or late).double()
     predictor = nn.Linear(4, 4).double()
     teacher = copy.deepcopy(student).requires_grad_(False)
-    if checkpointing:
-        checkpoint_blocks(find_blocks(student))
+    blocks = find_blocks(student)
+    if checkpointing is True:
+        checkpoint_blocks(blocks)
+    has_budget = isinstance(checkpointing, float)
+    budget = ActivationBudget(blocks if has_budget else [], Budget(checkpointing, "share"))
     sharing = reduction(way, **more)
     sharing.shard([student, teacher])
     called = sharing.wrap(student)
@@ -127,6 +132,7 @@ def train(
                 share.backward()
             loss += share.detach()
         sharing.reduce()
+        budget.settle()
         gradients.append({name: whole(p.grad) for name, p in named})
         optimizer.step()
         with torch.no_grad():
@@ -140,6 +146,7 @@ def train(
         "teacher": {name: whole(p) for name, p in teacher.named_parameters()},
         "predictor": predictor.state_dict(),
         "optimizer": optim if rank() == 0 else None,
+        "recomputed": [getattr(block, "_is_recomputed", False) for block in blocks],
     }
 
 
@@ -156,9 +163,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("ddp", {"static_graph": True}),
     ("fsdp", {}),
     *((way, {"checkpointing": True}) for way in WAYS),
+    *((way, {"checkpointing": 0.7}) for way in WAYS),
     *((way, {"accumulate": 2}) for way in WAYS),
     *((way, {"late": True}) for way in ("manual", "fsdp")),
 ]
+RECOMPUTED = {False: [False, False], True: [True, True], 0.7: [True, False]}
 
 
 def every_case(rank: int) -> list[dict[str, Any]]:
@@ -169,13 +178,18 @@ def test_all_ways_are_one_rank(told: list[dict[str, Any]]) -> None:
     """Losses, gradients, weights, teacher and optimizer state, at 1e-9 and in plain order."""
     ranks = [of_rank["every_case"] for of_rank in told]
     expected, late = train("manual"), train("manual", late=True)
-    assert_alike(expected, train("manual", checkpointing=True))
+    for result in (expected, late):
+        del result["recomputed"]
+    alone = train("manual", checkpointing=True)
+    assert alone.pop("recomputed") == RECOMPUTED[True]
+    assert_alike(expected, alone)
     for (way, more), first, second in zip(CASES, *ranks, strict=True):
         first["losses"] = [
             (a + b) / 2 for a, b in zip(first["losses"], second["losses"], strict=True)
         ]
         second.update(losses=first["losses"], optimizer=first["optimizer"])
         for result in (first, second):
+            assert result.pop("recomputed") == RECOMPUTED[more.get("checkpointing", False)]
             assert_alike(late if "late" in more else expected, result, f"{way} {more}")
 
 

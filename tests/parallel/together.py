@@ -7,9 +7,15 @@ from typing import Any
 
 def everything(rank: int) -> dict[str, Any]:
     """What each function that is to run on ranks returns, by its name."""
+    import test_activation_budget
     import test_layers
     import test_reductions
     import test_sharded_writer
 
-    functions = (*test_reductions.ON_RANKS, *test_layers.ON_RANKS, *test_sharded_writer.ON_RANKS)
+    functions = (
+        *test_activation_budget.ON_RANKS,
+        *test_reductions.ON_RANKS,
+        *test_layers.ON_RANKS,
+        *test_sharded_writer.ON_RANKS,
+    )
     return {function.__name__: function(rank) for function in functions}

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from selftask.config import sbatch
+from selftask.config.budget import parse_budget
 from selftask.config.layers import Key
 from selftask.config.read import classy_has, inner_components
 from selftask.config.schema import Component, Config, ViewConfig
@@ -173,6 +174,14 @@ def _parallel(config: Config) -> Iterator[Problem]:
             f"parallel.reduce={parallel.reduce!r}, which shards nothing; use parallel.reduce=fsdp"
         )
         yield ("train", "sharded_checkpoints"), text
+    if parallel.activation_checkpointing not in ("none", "blocks"):
+        try:
+            parse_budget(parallel.activation_checkpointing)
+        except ValueError as error:
+            text = (
+                f"parallel.activation_checkpointing={parallel.activation_checkpointing!r}: {error}"
+            )
+            yield ("parallel", "activation_checkpointing"), text
     if train.compile and (parallel.reduce == "fsdp" or parallel.activation_checkpointing != "none"):
         text = (
             "train.compile goes with neither parallel.reduce='fsdp' nor "

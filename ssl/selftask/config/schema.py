@@ -206,9 +206,10 @@ class ParallelConfig:
     bucket_mb: float = _setting(25.0, min=0.001)  # MiB of gradients that travel together
     compress: Literal["none", "fp16", "bf16"] = "none"  # of gradients on their way (manual)
     static_graph: bool = False  # every step uses the same parameters, equally often (ddp)
-    activation_checkpointing: Literal["none", "blocks"] = _setting(
+    activation_checkpointing: float | str = _setting(
         "none", also=["checkpointing", "grad_checkpointing", "gradient_checkpointing"]
-    )  # blocks: keep what enters a block only, compute the rest again: memory for time
+    )  # blocks: keep what enters a block only, compute the rest again: memory for time; a size
+    # ('8 GB') or a share (0.5): of as few blocks as keep the rest within that
     sync_batch_norm: int | Literal["none", "all", "node"] = _setting(
         "none", min=1, also=["sync_bn", "syncbn", "sync_batchnorm"]
     )  # statistics over all processes, those of a node, or groups of so many

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,18 +30,33 @@ def _checkpointed(kind: Any) -> Any:
     """``kind`` with a forward pass that keeps its inputs only, and as ever without gradients."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self._is_recomputed:
             return kind.forward(self, *args, **kwargs)
-        more: dict[str, Any] = {"context_fn": partial(_contexts, self)} if _statistics(self) else {}
-        inner = partial(kind.forward, self)
+        more: dict[str, Any] = {}
+        inner, meter = partial(kind.forward, self), cast(Any, self._meter)
+        if _statistics(self) or meter is not None:
+            more["context_fn"] = partial(_contexts, self)
+        if meter is not None:
+            meter.measure(self, partial(inner, *args, **kwargs), (*args, *kwargs.values()))
         return checkpoint(inner, *args, use_reentrant=False, **more, **kwargs)
 
-    return type(kind.__name__, (kind,), {"forward": forward})
+    return type(
+        kind.__name__, (kind,), {"forward": forward, "_is_recomputed": True, "_meter": None}
+    )
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Around the first computation, and around the second."""
-    return nullcontext(), _keeping_statistics(block)
+    return nullcontext(), _recomputing(block)
+
+
+@contextmanager
+def _recomputing(block: nn.Module) -> Iterator[None]:
+    meter: Any = block._meter
+    if meter is not None:
+        meter.close()
+    with keeping_statistics(block):
+        yield
 
 
 def _statistics(block: nn.Module) -> list[nn.Module]:
@@ -54,7 +69,7 @@ def _statistics(block: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def _keeping_statistics(block: nn.Module) -> Iterator[None]:
+def keeping_statistics(block: nn.Module) -> Iterator[None]:
     """Running statistics move once a step: the second computation moves copies of them."""
     moved = _statistics(block)
     kept = [dict(module._buffers) for module in moved]

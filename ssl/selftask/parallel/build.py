@@ -6,12 +6,16 @@ import torch
 from torch import nn
 
 from selftask.collectives import world_size
+from selftask.config.budget import Budget, parse_budget
 from selftask.config.schema import ParallelConfig
 from selftask.errors import UserError
+from selftask.parallel.activation_budget import ActivationBudget
 from selftask.parallel.activation_checkpointing import checkpoint_blocks
 from selftask.parallel.blocks import find_blocks
 from selftask.parallel.reduction import Reduction
 from selftask.parallel.sync_batch_norm import form_groups, synchronize_batch_norm
+
+NO_BUDGET = Budget(1.0, "share")
 
 
 def build_reduction(config: ParallelConfig, low_precision: torch.dtype | None) -> Reduction:
@@ -42,17 +46,21 @@ def synchronize(config: ParallelConfig, modules: list[nn.Module]) -> None:
             synchronize_batch_norm(module, ranks)
 
 
-def save_activations(config: ParallelConfig, network: nn.Module) -> None:
-    """Make blocks forget their insides, where that is asked for.
+def save_activations(config: ParallelConfig, network: nn.Module) -> ActivationBudget:
+    """Make blocks forget their insides, where that is asked for; what may have to choose some.
 
     Raises UserError for a network without blocks.
     """
-    if config.activation_checkpointing == "none":
-        return
+    asked = config.activation_checkpointing
+    if asked == "none":
+        return ActivationBudget([], NO_BUDGET)
     blocks = find_blocks(network)
     if not blocks:
         raise UserError(
-            "parallel.activation_checkpointing=blocks: the network has none, such as children of "
-            "a Sequential or ModuleList that are made of several modules; use none"
+            f"parallel.activation_checkpointing={asked}: the network has no blocks, such as "
+            "children of a Sequential or ModuleList that are made of several modules; use none"
         )
-    checkpoint_blocks(blocks)
+    if asked == "blocks":
+        checkpoint_blocks(blocks)
+        return ActivationBudget([], NO_BUDGET)
+    return ActivationBudget(blocks, parse_budget(asked))

@@ -1,0 +1,133 @@
+"""Recompute no more blocks than a budget of memory asks for: measured in the first step.
+
+In the first step every block is recomputed, so that it fits whenever anything does. Before its own
+forward pass each is run once more, to see what it would keep: real images, real sizes, every pass
+(multi-crop); that is forgotten at once. From then on the choice stands, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selftask.collectives import gather_objects
+from selftask.config.budget import Budget
+from selftask.logs import get_logger
+from selftask.parallel.activation_checkpointing import checkpoint_blocks, keeping_statistics
+
+log = get_logger(__name__)
+
+
+class ActivationBudget:
+    """The blocks of one network under a budget; with none of them, there is nothing to decide."""
+
+    def __init__(self, blocks: Sequence[nn.Module], budget: Budget) -> None:
+        self._blocks, self._budget = blocks, budget
+        self._whole = [0] * len(blocks)  # bytes that each keeps if it is not recomputed,
+        self._recomputed = [0] * len(blocks)  # and if it is
+        self._is_open = bool(blocks)
+        checkpoint_blocks(blocks)
+        for number, block in enumerate(blocks):
+            block._meter = _Meter(self, number)  # type: ignore[assignment]
+
+    def settle(self) -> None:
+        """After the first backward pass: choose. Every rank calls, at each step."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        ranks = gather_objects((self._whole, self._recomputed))
+        whole, recomputed = (
+            [max(sizes) for sizes in zip(*(of_rank[kind] for of_rank in ranks), strict=True)]
+            for kind in (0, 1)
+        )
+        limit = self._budget.limit(sum(whole))
+        chosen = choose(whole, recomputed, limit)
+        for number, block in enumerate(self._blocks):
+            block._meter = None  # type: ignore[assignment]
+            block._is_recomputed = number in chosen  # type: ignore[assignment]
+        kept = sum(recomputed[n] if n in chosen else size for n, size in enumerate(whole))
+        tell = log.info if kept <= limit else log.warning
+        tell(
+            "activations: %d of %d blocks are recomputed; the blocks keep about %s of %s, the "
+            "budget is %s%s",
+            len(chosen),
+            len(whole),
+            in_units(kept),
+            in_units(sum(whole)),
+            in_units(limit),
+            "" if kept <= limit else ": less is not possible",
+        )
+
+    def add(self, number: int, whole: int, recomputed: int) -> None:
+        """Count one pass through a block."""
+        self._whole[number] += whole
+        self._recomputed[number] += recomputed
+
+    def close(self) -> None:
+        """The backward pass has begun: what comes is the next batch, after these are forgotten."""
+        for block in self._blocks:
+            block._meter = None  # type: ignore[assignment]
+
+
+def choose(whole: Sequence[int], recomputed: Sequence[int], limit: int) -> set[int]:
+    """The fewest blocks so that all together keep at most ``limit`` bytes; all, if that fails.
+
+    Of equal ones the first: when they are computed again, those behind them are forgotten already.
+    """
+    chosen: set[int] = set()
+    kept = sum(whole)
+    saving = [w - r for w, r in zip(whole, recomputed, strict=True)]
+    for number in sorted(range(len(whole)), key=lambda n: (-saving[n], n)):
+        if kept <= limit or saving[number] <= 0:
+            break
+        chosen.add(number)
+        kept -= saving[number]
+    return chosen
+
+
+class _Meter:
+    """Sees what one block keeps for its backward pass."""
+
+    def __init__(self, budget: ActivationBudget, number: int) -> None:
+        self._budget, self._number = budget, number
+
+    def measure(self, block: nn.Module, run: Callable[[], Any], given: Iterable[Any]) -> None:
+        """Run once, leaving nothing behind: no activations, no draws, no moved statistics."""
+        own = {_place(tensor) for tensor in (*block.parameters(), *block.buffers())}
+        saved: dict[int, int] = {}
+
+        def see(tensor: Tensor) -> Tensor:
+            saved[_place(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        inputs = [tensor for tensor in given if isinstance(tensor, Tensor)]
+        devices = {tensor.device for tensor in inputs if tensor.is_cuda}
+        with (
+            torch.random.fork_rng(devices=devices),
+            keeping_statistics(block),
+            torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor),
+        ):
+            output = run()  # while it lives no memory is given away twice
+        del output
+        entering = {_place(tensor): tensor.untyped_storage().nbytes() for tensor in inputs}
+        self._budget.add(
+            self._number,
+            sum(size for place, size in saved.items() if place not in own),
+            sum(entering.values()),
+        )
+
+    def close(self) -> None:
+        self._budget.close()
+
+
+def _place(tensor: Tensor) -> int:
+    """Where the memory behind a tensor lies: views of one are one."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def in_units(size: int) -> str:
+    """``1.5 GB``, ``20.0 MB``."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
