@@ -12,6 +12,7 @@ import torch
 import yaml
 from PIL import Image
 
+import tiny
 from selftask.cli import evaluate, export
 from selftask.cli.main import main
 from selftask.config.load import load_config, to_yaml
@@ -19,7 +20,9 @@ from selftask.config.schema import Config
 from selftask.data.dataset import check_sizes, open_data
 from selftask.data.feed import Feed
 from selftask.errors import ConfigError, UserError
+from selftask.launch.miniature import images_for
 from selftask.models.address import open_model
+from selftask.registry import Registry
 from selftask.task import Task
 from selftask.trainer import Interrupted, Trainer
 from selftask.world import World
@@ -127,6 +130,16 @@ def test_stopped_resumed_evaluated_and_exported(
         evaluate.main(["knn", str(tmp_path / "whole"), "data.bands=[0,1,2]"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", Registry("method", "selftask.methods").names())
+def test_every_method_trains(method: str, recipe: Callable[[str], str], tmp_path: Path) -> None:
+    small = [text for text in tiny.overrides(method, tmp_path) if not text.startswith("data")]
+    task = train(load_config(recipe(method), [*small, "train.epochs=1", "train.max_steps=2"]))
+    assert task.iteration == 2
+    first = next(p for p in task.export_backbone().parameters() if p.ndim == 4)
+    assert first.shape[1] == CHANNELS
+
+
 def test_the_same_views_from_every_engine_and_cache(
     recipe: Callable[[str], str], tmp_path: Path
 ) -> None:
@@ -163,7 +176,8 @@ def test_data_commands(
     source = [str(plates / "images"), "data.name=bands", "data.value_range=[0, 4000]"]
     assert main(["data", "stats", *source, "--workers=1"]) == 0
     line = yaml.safe_load(capsys.readouterr().out.splitlines()[-1])[0]
-    pixels = np.stack([image for image, _ in open_data(config(recipe("mae"), tmp_path).data).train])
+    images = open_data(config(recipe("mae"), tmp_path).data).train
+    pixels = np.stack([images[index][0] for index in range(len(images))])
     expected = pixels.reshape(-1, CHANNELS) / 255
     assert np.allclose(line["mean"], expected.mean(axis=0), atol=1e-4)
     assert np.allclose(line["std"], expected.std(axis=0), atol=1e-4)
@@ -181,6 +195,15 @@ def test_data_commands(
         shown = np.asarray(Image.open(tmp_path / "x.png").convert("RGB"))
         gray = (np.ptp(shown, axis=2) == 0).all()
         assert gray == (len(bands) == 1)
+
+
+def test_the_small_version_of_a_recipe_has_as_many_channels(
+    recipe: Callable[[str], str], tmp_path: Path
+) -> None:
+    """What `selftask check` and `selftask submit` try a recipe out with."""
+    images = images_for(config(recipe("mae"), tmp_path))
+    assert images.channels == images[0][0].shape[2] == CHANNELS
+    assert images_for(load_config("mae/digits", [])).channels == 3
 
 
 def test_all_that_cannot_be_is_said_before_training(

@@ -14,7 +14,6 @@ import numpy as np
 
 from selftask.config.schema import DEFAULT_HOOKS, Component, Config, OptimizerConfig, ViewConfig
 from selftask.config.sections import own_problems
-from selftask.data.image import from_array
 from selftask.data.source import Source
 from selftask.errors import ConfigError
 from selftask.registry import BACKBONES, METHODS
@@ -79,13 +78,15 @@ def miniature(config: Config, *, batch_size: int, steps: int) -> Config:
 
 def images_for(config: Config) -> Images:
     """So many that an epoch has ``UPDATES_PER_EPOCH`` updates, and one image is left over."""
-    return Images(UPDATES_PER_EPOCH * config.train.accumulate * config.train.batch_size + 1)
+    count = UPDATES_PER_EPOCH * config.train.accumulate * config.train.batch_size + 1
+    return Images(count, _channels(config))
 
 
 class Images(Source):
     """Noisy images of four kinds, each a function of its number alone."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, channels: int = 3) -> None:
+        self.channels = channels
         self.labels = np.arange(count, dtype=np.int64) % _KINDS
 
     def __len__(self) -> int:
@@ -93,16 +94,24 @@ class Images(Source):
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         kind = int(self.labels[index])
-        coarse = np.random.default_rng(kind).integers(0, 156, (4, 4, 3))
-        noise = np.random.default_rng(_KINDS + index).integers(0, 100, (IMAGE_SIZE, IMAGE_SIZE, 3))
+        coarse = np.random.default_rng(kind).integers(0, 156, (4, 4, self.channels))
+        size = IMAGE_SIZE, IMAGE_SIZE, self.channels
+        noise = np.random.default_rng(_KINDS + index).integers(0, 100, size)
         enlarged = np.kron(coarse, np.ones((IMAGE_SIZE // 4, IMAGE_SIZE // 4, 1), dtype=np.int64))
-        return from_array((enlarged + noise).astype(np.uint8)), kind
+        return (enlarged + noise).astype(np.uint8), kind
 
     def path(self, index: int) -> str:
         return f"synthetic image {index}"
 
     def describe(self) -> str:
         return f"{len(self)} synthetic images of {IMAGE_SIZE}x{IMAGE_SIZE}"
+
+
+def _channels(config: Config) -> int:
+    """As many as the means to subtract are for: the data themselves are not opened."""
+    lists = [*(view.transforms for view in config.views.values()), config.eval.transforms]
+    args = [one.args for transforms in lists for one in transforms if one.name == "normalize"]
+    return next((len(given["mean"]) for given in args if given.get("mean")), 3)
 
 
 def _given(config: Config, key: str) -> bool:
