@@ -91,6 +91,18 @@ def test_a_slot_is_free_when_the_last_tensor_over_it_is_gone(memory: Memory) -> 
     assert known.tolist() == [20, 8]
 
 
+def test_a_pinned_batch_needs_its_slot_no_more(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # there may be no GPU
+    outbox = Outbox(memory, 0, 1)
+    sent = outbox.send(batch_of(outbox.new, 5))
+    assert memory.map(0, 1)[0] == 1
+    pinned = sent.pin_memory()
+    assert memory.map(0, 1)[0] == 0
+    assert [view.unique().item() for view in pinned.views] == [5, 6]
+
+
 def test_a_slot_grows_with_its_batches(memory: Memory) -> None:
     outbox = Outbox(memory, 3, 4)
     for size in (1, 100, 5000, 70, 40_000, 0):

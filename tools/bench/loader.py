@@ -1,6 +1,6 @@
 """What worker processes cost beyond the augmentation itself: collating, handing over, receiving.
 
-    python tools/bench/loader.py [--workers 2] [--batch 32] [--batches 6] [--rounds 15]
+    python tools/bench/loader.py [--workers 2] [--batch 32] [--batches 2] [--rounds 40]
 
 The views are those of ``augment.py simclr``: two of 224 from JPEGs in memory. Figures are CPU time
 per image of all processes together, and pages that they had to map (minor faults), which do not
@@ -12,6 +12,8 @@ the same views in as many processes and keeps none; ``beyond`` is what an entry 
     bytes       the same without the floats, as where a GPU makes them
     torch       the same bytes by torch's DataLoader and its default_collate
     floats      normalised float32 from the workers by torch's DataLoader: how others do it
+    bytes-only, torch-only    as above with views that lie ready: nothing but the loader, and so no
+                difference of two large figures, which a busy machine blurs
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +35,7 @@ import torch
 from augment import CONTESTS, jpegs, view_configs
 from torch.utils.data import DataLoader, Dataset
 
-from selftask.data.dataset import ViewDataset
+from selftask.data.dataset import Sample, ViewDataset
 from selftask.data.image import decode_image
 from selftask.data.loader import Batches
 from selftask.data.source import NO_LABEL, Source
@@ -60,6 +62,17 @@ class InMemory(Source):
 
     def describe(self) -> str:
         return f"{self.count} JPEGs in memory"
+
+
+class Ready(ViewDataset):
+    """The views of image 0, each time; making them costs nothing."""
+
+    def __init__(self, dataset: ViewDataset) -> None:
+        super().__init__(dataset.source, dataset.views, dataset.seed)
+        self.made = dataset[0, 0]
+
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
+        return self.made
 
 
 class Bytes(Dataset[list[torch.Tensor]]):
@@ -121,28 +134,30 @@ class Entry:
         self.batches = iter(make())
         next(self.batches)
         own = set(multiprocessing.active_children()) - others
-        self.processes = [process.pid for process in own]
+        self.processes = [process.pid for process in own if process.pid]
         self.found: list[tuple[float, float]] = []  # CPU seconds and faults of each turn
 
     def take(self, count: int) -> None:
         """One turn of so many batches."""
-        before = self._spent()
+        seconds, faults = self._spent()
         for _ in range(count):
             next(self.batches)
-        self.found.append(tuple(b - a for a, b in zip(before, self._spent(), strict=True)))
+        then = self._spent()
+        self.found.append((then[0] - seconds, then[1] - faults))
 
     def _spent(self) -> tuple[float, float]:
         """CPU seconds and minor faults of this process and of its workers, once they are idle."""
         looks = 0
         while looks < 3:
             time.sleep(_IDLE_S)
-            looks = 0 if any(_is_running(task) for task in self._tasks()) else looks + 1
-        everyone = (os.getpid(), *self.processes)
+            looks = 0 if any(map(_is_running, self._tasks())) else looks + 1
+        everyone = [os.getpid(), *self.processes]
         seconds = sum(time.clock_gettime(_cpu_clock(process)) for process in everyone)
         return seconds, sum(int(_stat(Path(f"/proc/{process}"))[7]) for process in everyone)
 
     def _tasks(self) -> Iterator[Path]:
-        for process in self.processes:
+        """All threads but this one; those of this process feed the queues."""
+        for process in (os.getpid(), *self.processes):
             yield from Path(f"/proc/{process}/task").iterdir()
 
 
@@ -157,7 +172,7 @@ def _stat(process: Path) -> list[str]:
 
 
 def _is_running(task: Path) -> bool:
-    return _stat(task)[0] in "RD"
+    return task.name != str(threading.get_native_id()) and _stat(task)[0] in "RD"
 
 
 def bytes_of(batches: Batches) -> Iterator[Any]:
@@ -167,22 +182,24 @@ def bytes_of(batches: Batches) -> Iterator[Any]:
     return iter(batches._reader)
 
 
-def entries(workers: int, batch: int) -> dict[str, Entry]:
-    """All contestants, started."""
+def entries(workers: int, batch: int) -> dict[str, Callable[[], Any]]:
+    """All contestants, to be started."""
     dataset = ViewDataset(InMemory(1_000_000), Views(view_configs(CONTESTS["simclr"])), 0)
 
-    def ours() -> Batches:
-        return Batches(dataset, batch_size=batch, seed=0, num_workers=workers)
+    def ours(made: ViewDataset) -> Batches:
+        return Batches(made, batch_size=batch, seed=0, num_workers=workers)
 
     def torchs(made: Dataset[Any]) -> DataLoader[Any]:
         return DataLoader(made, batch, num_workers=workers, prefetch_factor=3)
 
     return {
-        "here": Entry(lambda: Here(dataset, workers, batch)),
-        "selftask": Entry(ours),
-        "bytes": Entry(lambda: bytes_of(ours())),
-        "torch": Entry(lambda: torchs(Bytes(dataset))),
-        "floats": Entry(lambda: torchs(Floats(dataset))),
+        "here": lambda: Here(dataset, workers, batch),
+        "selftask": lambda: ours(dataset),
+        "bytes": lambda: bytes_of(ours(dataset)),
+        "torch": lambda: torchs(Bytes(dataset)),
+        "floats": lambda: torchs(Floats(dataset)),
+        "bytes-only": lambda: bytes_of(ours(Ready(dataset))),
+        "torch-only": lambda: torchs(Bytes(Ready(dataset))),
     }
 
 
@@ -190,11 +207,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--batches", type=int, default=6, help="of a turn")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--batches", type=int, default=2, help="of a turn")
+    parser.add_argument("--only", nargs="+", default=[], help="entries, besides here")
+    parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    contest = entries(args.workers, args.batch)
+    contest = {
+        name: Entry(make)
+        for name, make in entries(args.workers, args.batch).items()
+        if name == "here" or not args.only or name in args.only
+    }
     for turn in range(-2, args.rounds):  # the first two warm up
         for place in range(len(contest)):
             entry = list(contest.values())[(turn + place) % len(contest)]
@@ -204,13 +226,15 @@ def main() -> None:
     images = args.batches * args.batch
     print(f"{args.workers} workers, batches of {args.batch}, load {os.getloadavg()[0]:.1f}")
     print(f"{'':12}{'ms/image':>10}{'beyond':>10}{'least':>10}{'beyond':>10}{'faults':>10}")
-    here: tuple[float, float] | None = None
-    for name, entry in contest.items():
-        times = [1e3 * seconds / images for seconds, _ in entry.found]
-        middle, least = statistics.median(times), min(times)
-        here = here or (middle, least)
-        faults = statistics.median(count for _, count in entry.found) / images
-        figures = (middle, middle - here[0], least, least - here[1], faults)
+    times = {
+        name: np.array([1e3 * seconds / images for seconds, _ in entry.found])
+        for name, entry in contest.items()
+    }
+    for name, own in times.items():
+        here = np.zeros(args.rounds) if name.endswith("-only") else times["here"]
+        beyond = np.median(own - here)  # of a round, in which the machine was as busy for both
+        faults = np.median([count for _, count in contest[name].found]) / images
+        figures = (np.median(own), beyond, own.min(), own.min() - here.min(), faults)
         print(f"{name:12}" + "".join(f"{figure:10.3f}" for figure in figures))
 
 

@@ -2,11 +2,9 @@
 
 What was drawn is a label, which the picture alone does not carry into the loss. It is drawn at a
 fixed place of the view's stream, whatever else the pipeline draws, so that ``drawn_rotation`` and
-``drawn_permutation`` know it from (seed, epoch, index, view). Only an image shown in place of an
-unreadable one, and the further showings of a sampler that repeats images, have draws that a
-batch's ``epoch`` and ``index`` do not name. A method that wants every rotation of every image
-needs no draw: one group of views for each, ``{name: rotate_90, turns: [1]}``; the group is the
-label.
+``drawn_permutation`` know it from the seed, the ``key`` of the sample and the view. A method that
+wants every rotation of every image needs no draw: one group of views for each,
+``{name: rotate_90, turns: [1]}``; the group is the label.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ def drawn_rotation(
 ) -> int:
     """What ``rotate_90`` drew for a view: 0 to 3 quarters of a turn.
 
-    ``view`` counts all views of an image from 0, ``epoch`` and ``index`` are those of the batch.
+    ``view`` counts all views of an image from 0, ``epoch`` and ``index`` are those of the key.
     """
     return turns[int(_at(draw_rng(seed, epoch, index, view), ROTATION) * len(turns))]
 
