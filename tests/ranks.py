@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# Ranks are forked from a process that has imported what takes seconds, once for all tests.
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["torch.distributed", "torchvision", "lightly.loss", "selftask.task"]
+)
+
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """What ``function(rank, *args)``, defined at module level, returns on each rank.
@@ -18,7 +24,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
     An exception on any rank is raised here, with its traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_one_rank, (function, world_size, folder, args), nprocs=world_size)
+        work = (function, world_size, folder, args)
+        mp.start_processes(_one_rank, work, nprocs=world_size, start_method="forkserver")
         return [
             torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
             for rank in range(world_size)
