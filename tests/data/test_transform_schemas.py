@@ -17,3 +17,9 @@ def test_keys_are_read_without_importing_the_transform(name: str) -> None:
     imported = TRANSFORMS[name]
     assert [f.name for f in fields(unread)] == [f.name for f in fields(imported)]
     assert hasattr(unread, "problems") == hasattr(imported, "problems")
+
+
+def test_every_chance_is_a_probability() -> None:
+    chances = [f for name in TRANSFORMS.names() for f in fields(TRANSFORMS[name]) if f.name == "p"]
+    assert len(chances) > 10
+    assert all((f.metadata["min"], f.metadata["max"]) == (0, 1) for f in chances)
