@@ -1,17 +1,19 @@
 """Two views of CIFAR's size for whole batches: the device engine beside kornia, interleaved.
 
-    python tools/bench/device_augment.py [--blur] [--size 32] [--batch 256] [--rounds 20]
-                                         [--device cpu|cuda]
+    python tools/bench/device_augment.py [--blur | --policy] [--size 32] [--batch 256]
+                                         [--rounds 20] [--device cpu|cuda]
 
 Crop (.08-1), flip, colour jitter (p .8, strengths .8 .8 .8 .2), gray (.2), with ``--blur`` also
-blur (.5, sigma .1-2); from uint8 (B, H, W, 3) on the device to normalised float32 (B, 3, H, W).
+blur (.5, sigma .1-2), with ``--policy`` crop, flip and RandAugment (2 operations, magnitude 9 of
+30); from uint8 (B, H, W, 3) on the device to normalised float32 (B, 3, H, W).
 One thread. A round is one turn of each entry, another one first in each. On a CPU, figures are
 process CPU time per image (both views): the median over rounds and the least; on a GPU wall time.
 
 ``selftask device`` draws for the batch at once, packs and makes the views, as ``data.cache=device``
 does; ``without draws`` is given them; ``all, then choose`` is the form for GPUs, without a shape
 that depends on a draw; ``selftask cpu`` is the other engine, picture by picture. What differs in
-meaning: kornia draws the order of the jitter per batch and does not antialias crops.
+meaning: kornia draws the order of the jitter per batch, does RandAugment's same two operations to
+the whole of it, and does not antialias crops.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +31,7 @@ import augment  # beside this file; it finds selftask
 import numpy as np
 import torch
 
+from selftask.config.schema import Component, ViewConfig
 from selftask.data.device.engine import Engine
 from selftask.data.device.operation import Images, Operation
 from selftask.data.device.packing import Step
@@ -45,9 +49,24 @@ def batch_of(count: int, size: int) -> np.ndarray:
     return np.ascontiguousarray(smooth.clip(0, 255).astype(np.uint8))
 
 
-def entries(contest: augment.Contest, pixels: np.ndarray, device: str) -> dict[str, Work]:
+def recipe(contest: augment.Contest, policy: bool) -> dict[str, ViewConfig]:
+    """The ``views:`` that compete."""
+    views = augment.view_configs(contest)
+    if not policy:
+        return views
+
+    def with_policy(view: ViewConfig) -> ViewConfig:
+        crop, flip, *_, last = view.transforms
+        return replace(view, transforms=[crop, flip, Component(name="rand_augment"), last])
+
+    return {name: with_policy(view) for name, view in views.items()}
+
+
+def entries(
+    contest: augment.Contest, policy: bool, pixels: np.ndarray, device: str
+) -> dict[str, Work]:
     """What competes, by name; kornia only if it is installed."""
-    config = augment.view_configs(contest)
+    config = recipe(contest, policy)
     views = Views(config)
     on_device = torch.from_numpy(pixels).to(device)
     sizes = np.tile(pixels.shape[1:3], (len(pixels), 1))
@@ -72,15 +91,22 @@ def entries(contest: augment.Contest, pixels: np.ndarray, device: str) -> dict[s
         found["  all, then choose"] = partial(drawn_and_made, Engine(views, config, dense=True))
         found["selftask cpu"] = one_by_one
     try:
-        found["kornia"] = kornia(contest, on_device)
+        found["kornia"] = kornia(contest, policy, on_device)
     except ImportError as error:
         print(f"kornia is left out: {error}")
     return found
 
 
-def kornia(contest: augment.Contest, pixels: torch.Tensor) -> Work:
+def kornia(contest: augment.Contest, policy: bool, pixels: torch.Tensor) -> Work:
     """Its pipelines, from the same bytes."""
     pipelines = [pipeline.to(pixels.device) for pipeline in augment.kornia_pipelines(contest)]
+    if policy:
+        from kornia.augmentation.auto import RandAugment
+
+        pipelines = [
+            torch.nn.Sequential(*pipeline[:2], RandAugment(2, 9), pipeline[-1])
+            for pipeline in pipelines
+        ]
 
     def work() -> Any:
         batch = pixels.permute(0, 3, 1, 2).float() / 255
@@ -111,9 +137,10 @@ def measure(works: dict[str, Work], rounds: int, count: int, device: str) -> dic
     return times
 
 
-def by_operation(contest: augment.Contest, pixels: np.ndarray, rounds: int) -> dict[str, float]:
+def by_operation(
+    config: dict[str, ViewConfig], pixels: np.ndarray, rounds: int
+) -> dict[str, float]:
     """Least microseconds per image of each operation of one view, on the CPU."""
-    config = augment.view_configs(contest)
     engine, count = Engine(Views(config), config), len(pixels)
     sizes = np.tile(pixels.shape[1:3], (count, 1))
     packed = engine.draw_batch(0, np.zeros(count, dtype=np.int64), np.arange(count), sizes)
@@ -141,7 +168,9 @@ def by_operation(contest: augment.Contest, pixels: np.ndarray, rounds: int) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--blur", action="store_true")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--blur", action="store_true")
+    kind.add_argument("--policy", action="store_true")
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=20)
@@ -150,7 +179,7 @@ def main() -> None:
     torch.set_num_threads(1)
     contest = augment.Contest([(2, args.size, (0.08, 1.0))], blur=args.blur, encoded=False)
     pixels = batch_of(args.batch, args.size)
-    works = entries(contest, pixels, args.device)
+    works = entries(contest, args.policy, pixels, args.device)
     times = measure(works, args.rounds, args.batch, args.device)
     ours = statistics.median(times["selftask device"])
     print(
@@ -163,7 +192,7 @@ def main() -> None:
         print(f"{entry:24}{middle:10.1f}{least:10.1f}{1e6 / middle:10.0f}{middle / ours:12.2f}")
     if args.device == "cpu":
         print("\nof one view, least us/image, without chunks:")
-        for name, spent in by_operation(contest, pixels, args.rounds).items():
+        for name, spent in by_operation(recipe(contest, args.policy), pixels, args.rounds).items():
             print(f"{name:32}{spent:8.1f}")
 
 

@@ -43,7 +43,7 @@ class Branches(Operation):
         """The number of a chain, or ``NONE``, for each draw."""
         raise NotImplementedError(f"{type(self).__name__} is told what to choose")
 
-    def size_after(self, height: int, width: int, drawn: Chosen) -> tuple[int, int]:  # type: ignore[override]
+    def size_after(self, height: int, width: int, drawn: Any = None) -> tuple[int, int]:
         number, inner = drawn
         if number == NONE:
             return height, width
@@ -150,7 +150,7 @@ class BatchedRandomOrder(Operation):
             size = self._one.size_after(*size, drawn[-1])
         return drawn
 
-    def size_after(self, height: int, width: int, drawn: list[Chosen]) -> tuple[int, int]:  # type: ignore[override]
+    def size_after(self, height: int, width: int, drawn: Any = None) -> tuple[int, int]:
         return self._chain.size_after(height, width, drawn)
 
     def sizes_after(self, sizes: np.ndarray, packed: Any) -> np.ndarray:

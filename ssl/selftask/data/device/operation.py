@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from selftask.data.device.streams import Streams
 
 Arrays = dict[str, np.ndarray]  # parameters by name, (B, ...) each, one entry a picture
-Tensors = Mapping[str, Tensor]  # the same on the device, float32
+Tensors = Mapping[str, Tensor]  # the same on the device: float32, or the bytes that they were
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 # Arrays or tensors with an entry a picture, lists with one (the draws of a user's transform), and
-# dicts, tuples and Steps of these.
+# dicts and Steps of these.
 Tree = Any
 
 
