@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from selftask.config.schema import Component, ViewConfig
-from selftask.data.dataset import EvalDataset, ViewDataset
+from selftask.data.dataset import EvalDataset, ViewDataset, open_source
 from selftask.data.draws import draw_rng
+from selftask.data.reading import BadImage
+from selftask.data.source import Source
 from selftask.data.transforms.channels import by_groups, channel_problems, for_channels
 from selftask.data.views import Pipeline, Views, build_pipeline
 from selftask.errors import ConfigError, UserError
@@ -204,3 +208,50 @@ def test_a_source_that_says_nothing_gives_three_channels() -> None:
             UserError, match=r"x\.png: an array of shape \(24, 33, 4\); \(H, W, 3\)"
         ):
             dataset[0, 0]
+
+
+STACK = np.random.default_rng(0).integers(0, 256, (3, 6, 7, 5), dtype=np.uint8)
+
+
+class Cells:
+    """Five stains as tensors, channels first; ``gray`` gives Pillow images."""
+
+    def __init__(self, gray: bool = False) -> None:
+        self.gray = gray
+
+    def __len__(self) -> int:
+        return len(STACK)
+
+    def __getitem__(self, index: int) -> Any:
+        one = STACK[index]
+        return Image.fromarray(one[..., 0]) if self.gray else torch.from_numpy(one).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("name", ["array", "hdf5", "custom"])
+def test_sources_that_are_told_the_number(name: str, tmp_path: Path) -> None:
+    if name == "hdf5":
+        h5py = pytest.importorskip("h5py")
+        with h5py.File(tmp_path / "x", "w") as file:
+            file["images"] = STACK
+            file["first"] = np.moveaxis(STACK, 3, 1)
+    np.savez(tmp_path / "x.npz", images=STACK, first=np.moveaxis(STACK, 3, 1))
+    path = str(tmp_path / ("x" if name == "hdf5" else "x.npz"))
+    place = {"dataset": f"{__name__}:Cells"} if name == "custom" else {"path": path}
+    opened = [source(name, **place, channels=5)]
+    opened += [] if name == "custom" else [source(name, **place, images="first", channels=5)]
+    for one in opened:
+        assert one.channels == 5
+        assert all(np.array_equal(one[index][0], STACK[index]) for index in range(3))
+    reason = r"of shape \(.*\) is no image with 4 channels"
+    if name == "custom":
+        with pytest.raises(BadImage, match=reason):
+            source(name, **place, channels=4)[0]
+        gray = source(name, **place, args={"gray": True}, channels=1)
+        assert np.array_equal(gray[1][0], STACK[1, ..., :1])
+    else:
+        with pytest.raises(UserError, match=rf"data\.channels=4: .*{reason}"):
+            source(name, **place, channels=4)
+
+
+def source(name: str, **args: Any) -> Source:
+    return open_source(named(name, **args))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from selftask.data.image import as_rgb, check_header, from_array, read_image, to_rgb
+from selftask.data.image import as_picture, check_header, from_array, read_image, to_rgb
 from selftask.data.reading import BadImage
 
 ODD_IMAGES = Path(__file__).parents[3] / "shared" / "data" / "odd_images"
@@ -160,7 +160,7 @@ def test_arrays_of_any_layout() -> None:
 def test_torch_tensors_are_images_too() -> None:
     torch = pytest.importorskip("torch")
     pixels = torch.arange(60, dtype=torch.uint8).reshape(3, 4, 5)
-    assert np.array_equal(np.asarray(as_rgb(pixels)), pixels.permute(1, 2, 0).numpy())
+    assert np.array_equal(np.asarray(as_picture(pixels)), pixels.permute(1, 2, 0).numpy())
 
 
 @pytest.mark.skipif(not ODD_IMAGES.is_dir(), reason="shared test images are not here")

@@ -99,7 +99,7 @@ def orientation(image: Image.Image) -> int:
 
 
 def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Turn stored pixels (H, W, 3) as their EXIF orientation asks; 5 to 8 swap the sides."""
+    """Turn stored pixels (H, W, C) as their EXIF orientation asks; 5 to 8 swap the sides."""
     if orientation in (5, 6, 7, 8):
         pixels = pixels.transpose(1, 0, 2)
     if orientation in (3, 4, 7, 8):
@@ -122,12 +122,14 @@ def to_rgb(image: Image.Image) -> np.ndarray:
     return np.array(image if image.mode == "RGB" else image.convert("RGB"))
 
 
-def from_array(array: np.ndarray) -> np.ndarray:
+def from_array(array: np.ndarray, channels: int = 3) -> np.ndarray:
     """uint8 (H, W, 3) of an array (H, W), (H, W, 1|3|4) or (1|3|4, H, W): any type of number.
 
     Floats are taken to span [0, 1], or [0, 255] where they go beyond 1; a fourth channel is
-    dropped. Raises ValueError.
+    dropped. For other ``channels`` (H, W, channels), of an array with as many. Raises ValueError.
     """
+    if channels != 3:
+        return _of_channels(array, channels)
     if array.ndim == 3 and array.shape[-1] not in (1, 3, 4) and array.shape[0] in (1, 3, 4):
         array = np.moveaxis(array, 0, -1)
     if array.ndim == 3 and array.shape[-1] == 1:
@@ -139,11 +141,26 @@ def from_array(array: np.ndarray) -> np.ndarray:
     return _gray_to_rgb(array) if array.ndim == 2 else np.ascontiguousarray(array[..., :3])
 
 
-def as_rgb(image: Any) -> np.ndarray:
-    """uint8 (H, W, 3) of what a data set may give: a Pillow image, an array, a torch tensor."""
+def as_picture(image: Any, channels: int = 3) -> np.ndarray:
+    """uint8 (H, W, C) of what a data set may give: a Pillow image, an array, a torch tensor.
+
+    Raises ValueError for one with another number of channels.
+    """
     if isinstance(image, Image.Image):
-        return upright(to_rgb(image), orientation(image))
-    return from_array(np.asarray(image))
+        pixels = to_rgb(image) if channels == 3 else from_array(np.asarray(image), channels)
+        return upright(pixels, orientation(image))
+    return from_array(np.asarray(image), channels)
+
+
+def _of_channels(array: np.ndarray, channels: int) -> np.ndarray:
+    if array.ndim == 2:
+        array = array[..., None]
+    if array.ndim == 3 and array.shape[-1] != channels == array.shape[0]:
+        array = np.moveaxis(array, 0, -1)
+    if array.ndim != 3 or array.shape[-1] != channels:
+        what = f"{channels} channels" if channels > 1 else "1 channel"
+        raise ValueError(f"an array of shape {array.shape} is no image with {what}")
+    return np.ascontiguousarray(array if array.dtype == np.uint8 else _to_8_bit(array))
 
 
 def _gray_to_rgb(gray: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,19 +23,21 @@ class ArrayFile(Source):
         path: str
         images: str = "images"  # the key in a .npz
         labels: str | None = "labels"  # the key in a .npz, used if it is there
+        channels: int = field(default=3, metadata={"min": 1})  # other than 3: of every image
 
     def __init__(self, config: Config) -> None:
         self.file = os.path.expanduser(config.path)
         self.images, labels = _load(self.file, config)
+        self.channels = config.channels
         if self.images.ndim not in (3, 4) or len(self.images) == 0:
             raise UserError(
                 f"data: {self.file}: images have shape {self.images.shape}; "
                 "(N, H, W), (N, H, W, C) or (N, C, H, W) is expected"
             )
         try:
-            from_array(self.images[0])
+            from_array(self.images[0], self.channels)
         except ValueError as error:
-            raise UserError(f"data: {self.file}: {error}") from error
+            raise UserError(f"data.channels={self.channels}: {self.file}: {error}") from error
         if labels is not None and labels.shape != (len(self.images),):
             raise UserError(
                 f"data: {self.file}: {len(self.images)} images but labels of shape {labels.shape}"
@@ -47,7 +49,7 @@ class ArrayFile(Source):
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         label = NO_LABEL if self.labels is None else int(self.labels[index])
-        return from_array(self.images[index]), label
+        return from_array(self.images[index], self.channels), label
 
     def path(self, index: int) -> str:
         return f"{self.file}[{index}]"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.image import as_rgb
+from selftask.data.image import as_picture
 from selftask.data.reading import BadImage, now_reading
 from selftask.data.source import NO_LABEL, Source
 from selftask.errors import UserError, nearest
@@ -21,7 +21,7 @@ from selftask.registry import register_source
 class DatasetSource(Source):
     """Wraps a map-style data set whose items are an image or begin with (image, label)."""
 
-    def __init__(self, dataset: Any, name: str) -> None:
+    def __init__(self, dataset: Any, name: str, channels: int = 3) -> None:
         for method in ("__len__", "__getitem__"):
             if not hasattr(dataset, method):
                 raise UserError(
@@ -31,6 +31,7 @@ class DatasetSource(Source):
             raise UserError(f"data.dataset: {name} has no images")
         self.dataset = dataset
         self.name = name
+        self.channels = channels
         self.labels = _known_labels(dataset)
 
     def __len__(self) -> int:
@@ -43,7 +44,10 @@ class DatasetSource(Source):
         except OSError as error:  # what image libraries raise for a damaged file
             raise BadImage(self.path(index), str(error) or type(error).__name__) from error
         image, label = (item[0], item[1]) if isinstance(item, tuple | list) else (item, NO_LABEL)
-        return as_rgb(image), _as_label(label)
+        try:
+            return as_picture(image, self.channels), _as_label(label)
+        except ValueError as error:
+            raise BadImage(self.path(index), str(error)) from error
 
     def path(self, index: int) -> str:
         return f"{self.name}[{index}]"
@@ -80,6 +84,7 @@ class Custom(DatasetSource):
     class Config:
         dataset: str  # package.module:Dataset; the current folder is searched too
         args: dict[str, Any] = field(default_factory=dict)  # its keyword arguments
+        channels: int = field(default=3, metadata={"min": 1})  # other than 3: of every image
 
     def __init__(self, config: Config) -> None:
         factory = _import_object(config.dataset)
@@ -87,7 +92,7 @@ class Custom(DatasetSource):
             inspect.signature(factory).bind(**config.args)
         except TypeError as error:
             raise UserError(f"data.args: {config.dataset}: {error}") from error
-        super().__init__(factory(**config.args), config.dataset)
+        super().__init__(factory(**config.args), config.dataset, config.channels)
 
 
 def _open_torchvision(config: Torchvision.Config, root: str) -> Any:

@@ -22,9 +22,9 @@ def decode(data: bytes, name: str, max_pixels: int) -> np.ndarray:
         raise BadImage(name, str(error)) from error
 
 
-def image_of(array: np.ndarray, name: str) -> np.ndarray:
-    """uint8 (H, W, 3) of an array; raises BadImage, about ``name``, for one that is no image."""
+def image_of(array: np.ndarray, name: str, channels: int = 3) -> np.ndarray:
+    """uint8 (H, W, C) of an array; raises BadImage, about ``name``, for one that is no image."""
     try:
-        return from_array(array)
+        return from_array(array, channels)
     except ValueError as error:
         raise BadImage(name, str(error)) from error

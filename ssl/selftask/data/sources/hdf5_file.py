@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from selftask.data.image import from_array
 from selftask.data.reading import BadImage, now_reading
 from selftask.data.source import NO_LABEL, Source
 from selftask.data.sources.encoded import decode, image_of
@@ -32,11 +33,13 @@ class Hdf5(Source):
         images: str = "images"  # the key of a data set; group/name for one in a group
         labels: str | None = "labels"  # a key, used if it is there; texts are numbered, sorted
         labels_path: str | None = None  # another file that holds the labels
+        channels: int = field(default=3, metadata={"min": 1})  # other than 3: of every image
 
     def __init__(self, config: Config) -> None:
         require("h5py", "data", "HDF5 files")
         (file,) = find_files([config.path], "data.path")
         self.file, self.key = file.path, config.images
+        self.channels = config.channels
         with _open(self.file) as opened:
             images = _dataset(opened, self.key, self.file, "images")
             self.shape = tuple(images.shape)
@@ -52,6 +55,11 @@ class Hdf5(Source):
                 f"data.images: {self.key!r} of {self.file} has shape {self.shape}; (N, H, W), "
                 "(N, H, W, C), (N, C, H, W), or (N,) encoded images are expected"
             )
+        if self.channels != 3 and not self.encoded:
+            try:
+                from_array(np.empty(self.shape[1:], dtype=np.uint8), self.channels)
+            except ValueError as error:
+                raise UserError(f"data.channels={self.channels}: {self.file}: {error}") from error
 
     def _read_labels(self, config: Config) -> np.ndarray | None:
         if config.labels is None:
@@ -89,7 +97,7 @@ class Hdf5(Source):
         label = NO_LABEL if self.labels is None else int(self.labels[index])
         if self.encoded:
             return decode(_as_bytes(item), name, self.max_pixels), label
-        return image_of(item, name), label
+        return image_of(item, name, self.channels), label
 
     def path(self, index: int) -> str:
         """``pcam.h5:images[17]``."""
