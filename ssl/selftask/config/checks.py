@@ -126,8 +126,8 @@ def _unbatched(transform: Component, registry: Registry, key: Key) -> Iterator[P
     if not (hasattr(own, "on_batch") and hasattr(own, "draw")):
         text = (
             f"{'.'.join(key)}: {name!r} has no form for whole batches, which data.engine='device' "
-            "needs; set data.engine=cpu, give it a method on_batch(images, drawn), or take one that "
-            f"has a form ({nearest(name, BATCHED_FORMS.names())})"
+            "needs; set data.engine=cpu, give it a method on_batch(images, drawn), or take one "
+            f"that has a form ({nearest(name, BATCHED_FORMS.names())})"
         )
         yield key, text
 
