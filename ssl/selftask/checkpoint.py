@@ -81,10 +81,9 @@ def clear(folder: Path) -> None:
 
 def rotate(newest: Path, keep: int) -> None:
     """Remove all but the newest ``keep``, and one of the other kind of the same step."""
-    others = [path for path in checkpoints(newest.parent) if path != newest]
-    same = [path for path in others if _step(path) == _step(newest)]
-    for path in same:
-        discard(path)
+    for path in checkpoints(newest.parent):
+        if path != newest and _step(path) == _step(newest):
+            discard(path)
     for path in checkpoints(newest.parent)[keep:]:
         discard(path)
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_together
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from selftask import checkpoint
 from selftask.checkpoint import SEAL, DamagedCheckpoint
@@ -36,11 +36,16 @@ REST = "rest.pt"
 
 
 def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor]]:
-    """What goes into ``rest.pt``, and the sharded tensors by a name."""
+    """What goes into ``rest.pt``, and the sharded tensors by a name; every rank calls.
+
+    Sharded are those of which each rank has some rows; what is distributed otherwise is made whole.
+    """
     shards: dict[str, DTensor] = {}
     places: dict[str, list[Any]] = {}
 
     def cut(value: Any, place: list[Any]) -> Any:
+        if isinstance(value, DTensor) and value.placements != (Shard(0),):
+            return value.full_tensor().detach()
         if isinstance(value, DTensor):
             name = ".".join(map(str, place))
             assert name not in shards, name

@@ -363,7 +363,7 @@ class Task(ClassyTaskNames):
         return to_yaml(self.config)
 
     def save_checkpoint(self) -> None:
-        """Save ``checkpoints/step_N.pt``; every rank calls, the first one writes."""
+        """Save a checkpoint unless that of this step is there; every rank calls."""
         snapshot.save(self)
 
 

@@ -31,7 +31,7 @@ from selftask.world import World
 
 pytestmark = pytest.mark.slow
 
-METHODS = ("byol", "mae")  # a residual network with a teacher; a vision transformer
+METHOD = "byol"  # has a teacher, BatchNorm and a predictor that is not sharded
 LENGTH = 4
 COMMON = (
     "parallel={reduce: fsdp, sync_batch_norm: all}",
@@ -42,14 +42,14 @@ COMMON = (
 
 
 @functools.cache
-def small_config(folder: Path, method: str) -> Config:
-    return tiny.config(method, folder, "run", *COMMON)
+def small_config(folder: Path) -> Config:
+    return tiny.config(METHOD, folder, "run", *COMMON)
 
 
 def train(folder: Path, out: str, stop_at: int | None = None) -> dict[str, Any]:
-    """Train ``METHOD_..._WAY`` with these ranks; the state it was resumed with, if it was."""
+    """Train, in shards unless ``out`` says plain; the state it was resumed with."""
     torch.set_num_threads(1)
-    config = small_config(folder, out.partition("_")[0])
+    config = small_config(folder)
     sharded = not out.endswith("plain")
     how = replace(config.train, sharded_checkpoints=sharded, stop_at=stop_at)
     config = replace(config, train=how, out=str(folder / out))
@@ -96,9 +96,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runs of two ranks that all tests start from."""
     folder = tmp_path_factory.mktemp("sharded")
     tiny.digits_file(folder)
-    whole = [(f"{method}_{way}", None) for method in METHODS for way in ("plain", "sharded")]
-    legs = [(f"byol_legs_{way}", 1) for way in ("plain", "sharded")]
-    two(folder, *whole, *legs, ("byol_stopped", 2))
+    runs = [(way, None) for way in ("plain", "sharded")]
+    two(folder, *runs, ("legs_plain", 1), ("legs_sharded", 1), ("stopped", 2))
     return folder
 
 
@@ -115,9 +114,8 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
     assert tiny.differences(comparable(a), comparable(b)) == []
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_shards_are_the_plain_file(folder: Path, method: str) -> None:
-    plain, shards = (checkpoints(folder, f"{method}_{way}") for way in ("plain", "sharded"))
+def test_the_shards_are_the_plain_file(folder: Path) -> None:
+    plain, shards = (checkpoints(folder, way) for way in ("plain", "sharded"))
     assert [path.name for path in plain] == [f"step_{n:09d}.pt" for n in range(LENGTH, 0, -1)]
     assert [f"{path.name}.pt" for path in shards] == [path.name for path in plain]
     for file, whole in zip(shards, plain, strict=True):
@@ -141,21 +139,21 @@ def test_the_shards_are_the_plain_file(folder: Path, method: str) -> None:
 
 def test_any_number_of_ranks_goes_on_with_the_same_tensors(folder: Path) -> None:
     for way in ("plain", "sharded"):
-        out = f"byol_legs_{way}"
+        out = f"legs_{way}"
         assert_began_with(train(folder, out, 3), checkpoints(folder, out)[-1])
-    kinds = [path.suffix for path in checkpoints(folder, "byol_legs_sharded")]
+    kinds = [path.suffix for path in checkpoints(folder, "legs_sharded")]
     assert kinds == [".pt", ".pt", ""], "on one rank nothing is sharded"
-    shutil.copytree(folder / "byol_stopped", folder / "byol_damaged")
-    (checkpoints(folder, "byol_damaged")[0] / "__1_0.distcp").unlink()
-    runs = ("byol_stopped", "byol_damaged", "byol_legs_sharded", "byol_legs_plain")
-    files = [checkpoints(folder, run)[run == "byol_damaged"] for run in runs]
+    shutil.copytree(folder / "stopped", folder / "damaged")
+    (checkpoints(folder, "damaged")[0] / "__1_0.distcp").unlink()
+    runs = ("stopped", "damaged", "legs_sharded", "legs_plain")
+    files = [checkpoints(folder, run)[run == "damaged"] for run in runs]
     began = two(folder, *[(run, None) for run in runs])
     for state, file in zip(began, files, strict=True):
         assert_began_with(state, file)
-    end = {run: checkpoint.load(checkpoints(folder, run)[0]) for run in (*runs, "byol_plain")}
-    assert_same(end["byol_stopped"], end["byol_plain"])
-    assert_same(end["byol_damaged"], end["byol_plain"])
-    assert_same(end["byol_legs_sharded"], end["byol_legs_plain"])
+    end = {run: checkpoint.load(checkpoints(folder, run)[0]) for run in (*runs, "plain")}
+    assert_same(end["stopped"], end["plain"])
+    assert_same(end["damaged"], end["plain"])
+    assert_same(end["legs_sharded"], end["legs_plain"])
 
 
 def assert_began_with(state: dict[str, Any], file: Path) -> None:
@@ -168,7 +166,7 @@ def assert_began_with(state: dict[str, Any], file: Path) -> None:
 def test_damage_falls_back_and_says_so(
     folder: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for path in checkpoints(folder, "mae_sharded")[-2:]:
+    for path in checkpoints(folder, "sharded")[-2:]:
         shutil.copytree(path, tmp_path / path.name)
     newest, before = checkpoint.checkpoints(tmp_path)
     names = {"rest": "rest.pt", "metadata": ".metadata", "seal": "seal.json"}
@@ -193,7 +191,7 @@ def test_damage_falls_back_and_says_so(
 def test_export_makes_the_one_plain_file(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = folder / "mae_sharded"
+    run = folder / "sharded"
     (run / "config.yaml").write_text(checkpoint.load(checkpoints(folder, run.name)[0])["config"])
     assert main(["export", str(run), "--to", "checkpoint", "--out", str(tmp_path)]) == 0
     path = Path(capsys.readouterr().out.splitlines()[-1])
@@ -203,7 +201,7 @@ def test_export_makes_the_one_plain_file(
         f"state = torch.load({str(path)!r}, weights_only=True); print(sorted(state))"
     )
     done = tiny.run([tiny.sys.executable, "-c", code], tmp_path)
-    expected = torch.load(checkpoints(folder, "mae_plain")[0], weights_only=True)
+    expected = torch.load(checkpoints(folder, "plain")[0], weights_only=True)
     assert done.stdout.strip() == str(sorted(expected)), done.stderr
     assert_same(torch.load(path, weights_only=True), expected)
     assert main(["export", str(run), "--out", str(tmp_path)]) == 0
@@ -213,15 +211,15 @@ def test_export_makes_the_one_plain_file(
 
 
 def test_who_wants_weights_is_told_to_export(folder: Path) -> None:
-    newest = str(checkpoints(folder, "mae_sharded")[0])
+    newest = str(checkpoints(folder, "sharded")[0])
     readers: list[Callable[[str], Any]] = [read_state, read_weights, open_model]
     for read in readers:
-        with pytest.raises(UserError, match=r"is a sharded .*selftask export .*/mae_sharded`"):
+        with pytest.raises(UserError, match=r"is a sharded .*selftask export .*/sharded`"):
             read(newest)
 
 
 def test_the_last_few_are_kept_whatever_their_kind(folder: Path, tmp_path: Path) -> None:
-    for path in checkpoints(folder, "mae_sharded"):
+    for path in checkpoints(folder, "sharded"):
         shutil.copytree(path, tmp_path / path.name)
     (tmp_path / ".step_000000005.tmp").mkdir()
     (tmp_path / ".step_000000005.tmp/__0_0.distcp").write_bytes(b"half")
@@ -260,12 +258,12 @@ def test_a_rank_killed_half_way_through_its_shards_leaves_no_trace(folder: Path)
     (folder / "killer.py").write_text(KILLER)
     more = ("import=[killer]", "hooks.killer={}", "launch={processes: 2, max_restarts: 1}")
     words = (*COMMON, "train.async_checkpoints=false", "train.sharded_checkpoints=true")
-    done = tiny.run(tiny.command("byol", folder, "byol_killed", *words, *more), folder)
+    done = tiny.run(tiny.command(METHOD, folder, "killed", *words, *more), folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "starting again from the newest checkpoint" in done.stdout
     assert "resumed from" in done.stdout
-    assert "byol_killed/checkpoints/step_000000001: step 1" in done.stdout
-    killed, whole = (checkpoints(folder, f"byol_{way}") for way in ("killed", "plain"))
+    assert "killed/checkpoints/step_000000001: step 1" in done.stdout
+    killed, whole = (checkpoints(folder, f"{way}") for way in ("killed", "plain"))
     assert not list(killed[0].parent.glob(".*"))
     ends = [checkpoint.load(paths[0]) for paths in (killed, whole)]
     for part in ("model", "method", "optimizer", "clock"):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, empty
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, empty
 
 from selftask import checkpoint, sharded
 from selftask.checkpoint_writer import CheckpointWriter
@@ -46,18 +46,22 @@ def written_on_two(rank: int) -> dict[str, Any]:
     folder = shared_folder()
     mesh = init_device_mesh("cpu", (2,))
     cut = state_of(lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]))
+    cut["optimizer"]["norm"] = distribute_tensor(torch.tensor(7.0), mesh, [Replicate()])
     writer = sharded.ShardedWriter(folder, keep=2)
     writer.save(cut, 1)
     for tensor in cut["model"].values():
         tensor.zero_()
     writer.wait()
+    first = checkpoint.load(folder / "step_000000001")
     fresh = state_of(lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]))
     told = []
     for breaks, step in ((FullDisk, 2), (Bug, 3)):
         with breaks(on_rank=1):
             writer.save(fresh, step)
             told.append(failure_of(writer))
+    dist.barrier()  # the first rank has cleared away
     left = sorted(path.name for path in folder.glob(".*"))
+    dist.barrier()  # both have looked
     if rank == 0:
         (folder / ".step_000000003.tmp").mkdir()  # of a run that was killed
     writer.save(fresh, 4)
@@ -72,6 +76,7 @@ def written_on_two(rank: int) -> dict[str, Any]:
     assert isinstance(read["model"]["odd"], DTensor)
     return {
         "folder": str(folder),
+        "first": first,
         "told": told,
         "left": left,
         "bytes": {
@@ -135,8 +140,8 @@ def test_two_ranks_write_one_checkpoint(told: list[dict[str, Any]]) -> None:
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["step_000000004", "step_000000005"], "two are kept, nothing half is left"
     whole = state_of(lambda tensor: tensor)
-    for name in names:
-        read = checkpoint.load(folder / name)
+    assert first["first"]["optimizer"].pop("norm") == 7
+    for read in (first["first"], *[checkpoint.load(folder / name) for name in names]):
         assert read["clock"] == whole["clock"]
         assert list(read["model"]) == list(whole["model"])
         for key, tensor in whole["model"].items():
