@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -180,6 +181,23 @@ def test_normalize_has_a_mean_and_std_for_each(channels: int) -> None:
     half = build_pipeline([named("normalize", of="half")], "views", channels)
     assert np.allclose(half.to_float(pixels).permute(0, 2, 3, 1), pixels / 127.5 - 1, atol=1e-6)
     assert np.allclose(Pipeline([], channels).to_float(pixels)[0, 0], pixels[0, ..., 0] / 255)
+
+
+@dataclass(frozen=True)
+class Told:
+    channels: ClassVar[int] = 3
+
+
+@dataclass(frozen=True)
+class WithAKey:
+    channels: int = 3  # something of the user's own
+
+
+def test_only_those_that_ask_are_told_the_number() -> None:
+    told, key = Told(), WithAKey()
+    assert for_channels(told, 13).channels == 13
+    assert told.channels == 3, "the given one is not changed"
+    assert for_channels(key, 13) is key and for_channels(print, 13) is print
 
 
 class Odd:

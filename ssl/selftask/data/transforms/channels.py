@@ -27,19 +27,20 @@ def by_groups(change: Callable[[np.ndarray], np.ndarray], image: np.ndarray) -> 
     if channels in (RGB, _AT_ONCE):
         return change(image)
     whole = channels - channels % _AT_ONCE
-    parts = [change(np.ascontiguousarray(image[..., at : at + _AT_ONCE])) for at in _starts(whole)]
-    planes = [np.ascontiguousarray(image[..., at]) for at in range(whole, channels)]
-    parts += [change(plane)[..., None] for plane in planes]
+    groups = [image[..., at : at + _AT_ONCE] for at in range(0, whole, _AT_ONCE)]
+    planes = [image[..., at] for at in range(whole, channels)]
+    parts = [change(np.ascontiguousarray(group)) for group in groups]
+    parts += [change(np.ascontiguousarray(plane))[..., None] for plane in planes]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)
 
 
-def _starts(channels: int) -> range:
-    return range(0, channels, _AT_ONCE)
-
-
 def for_channels(transform: Any, channels: int) -> Any:
-    """The same transform for pictures of so many channels, if it wants to know: ``channels``."""
-    if getattr(transform, "channels", channels) == channels:
+    """The same transform for pictures of so many channels, if its class has ``channels``, a number.
+
+    What an instance has by that name already is a key of its own, and stays.
+    """
+    asks = isinstance(getattr(type(transform), "channels", None), int)
+    if not asks or "channels" in vars(transform) or transform.channels == channels:
         return transform
     told = copy.copy(transform)
     object.__setattr__(told, "channels", channels)  # most are frozen dataclasses

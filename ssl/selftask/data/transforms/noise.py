@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import cv2
 import numpy as np
 
-from selftask.data.transforms.channels import needs_number
+from selftask.data.transforms.channels import RGB, needs_number
 from selftask.data.transforms.transform import Transform
 from selftask.registry import register_transform
 
@@ -134,7 +134,11 @@ class GaussianNoise(Transform):
         table = np.rint(sigma * _NORMAL).astype(np.int16)
         places = _bytes(rng, height, width, 1 if self.gray else self.channels)
         noise: np.ndarray = cv2.LUT(places, table).reshape(places.shape)
-        return np.repeat(noise, self.channels, axis=2) if self.gray else noise
+        if not self.gray:
+            return noise
+        if self.channels == RGB:  # an eighth of the time
+            return cv2.merge([noise] * RGB)
+        return np.repeat(noise, self.channels, axis=2)
 
     def apply(self, image: np.ndarray, drawn: np.ndarray) -> np.ndarray:
         return cv2.add(image, drawn, dtype=cv2.CV_8U).reshape(image.shape)
