@@ -23,7 +23,7 @@ def resize(image: np.ndarray, height: int, width: int, interpolation: str) -> np
         return np.ascontiguousarray(image)
     grows = height >= size[0] and width >= size[1]
     if interpolation == "bicubic" or (interpolation == "bilinear" and not grows):
-        return _antialiased(image, height, width, interpolation)
+        return by_groups(lambda part: _antialiased(part, height, width, interpolation), image)
     mode = cv2.INTER_LINEAR if interpolation == "bilinear" else cv2.INTER_NEAREST_EXACT
     return by_groups(lambda part: cv2.resize(part, (width, height), interpolation=mode), image)
 
@@ -34,10 +34,11 @@ def _antialiased(image: np.ndarray, height: int, width: int, interpolation: str)
 
     # Indexed before it is permuted: only so are the strides those of channels_last, and the copy
     # to and from planes that torch makes otherwise costs more than the resizing.
-    planes = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
+    channels = image[..., None] if image.ndim == 2 else image
+    planes = torch.from_numpy(channels)[None].permute(0, 3, 1, 2)
     resized = interpolate(planes, (height, width), mode=interpolation, antialias=True)
     pixels: np.ndarray = resized[0].permute(1, 2, 0).numpy()
-    return np.ascontiguousarray(pixels)
+    return np.ascontiguousarray(pixels).reshape(height, width, *image.shape[2:])
 
 
 def warp(
