@@ -98,7 +98,12 @@ def train(chosen: Config) -> Task:
 
 
 @pytest.mark.parametrize(
-    ("method", "engine"), [("simclr", "cpu"), ("mae", "cpu"), ("simclr", "device")]
+    ("method", "engine"),
+    [
+        ("simclr", "cpu"),
+        ("mae", "cpu"),
+        pytest.param("simclr", "device", marks=pytest.mark.slow),
+    ],
 )
 def test_stopped_resumed_evaluated_and_exported(
     method: str,
