@@ -7,6 +7,7 @@ import gc
 import mmap
 import multiprocessing
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,17 @@ def test_a_slot_grows_with_its_batches(memory: Memory) -> None:
         assert all((view == size % 50 + k).all() for k, view in enumerate(batch.views))
         del batch
     assert set(memory._mapped) <= {3, 7}
+
+
+def test_no_worker_takes_the_end_of_the_file_away(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even one that looked how long the file is before another one added to it."""
+    memory.map(9, 5000)[4999] = 77
+    monkeypatch.setattr(handover.os, "fstat", lambda file: SimpleNamespace(st_size=0))
+    memory.map(4, 5000)[4999] = 55
+    memory._mapped.clear()
+    assert [memory.map(slot, 5000)[4999] for slot in (9, 4)] == [77, 55]
 
 
 def test_a_forked_process_frees_nothing(memory: Memory) -> None:

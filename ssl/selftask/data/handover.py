@@ -60,8 +60,8 @@ class Memory:
 
     def _map(self, slot: int, size: int) -> mmap.mmap:
         start, size = slot * _STRIDE, max(size, mmap.PAGESIZE)
-        if os.fstat(self._file).st_size < start + size:
-            os.ftruncate(self._file, start + size)
+        if os.fstat(self._file).st_size < start + size:  # ftruncate could undo what others added
+            os.pwrite(self._file, b"\0", start + size - 1)
         return mmap.mmap(self._file, size, offset=start)
 
     def lent(self, slot: int, size: int) -> torch.Tensor:
