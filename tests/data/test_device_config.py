@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import tiny
 from selftask.cli.main import main
 
 MODULE = '''
@@ -87,6 +87,6 @@ def test_the_check_needs_no_torch(here: Path) -> None:
         f"code = main(['config', 'mine.yaml', '{DEVICE}', '{NESTED}'])\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\nsys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = tiny.run([sys.executable, "-c", code], here)
     assert done.returncode == 2, done.stderr
     assert "has no form" in done.stderr

@@ -59,9 +59,7 @@ def export_run(run: Path, out: Path, *, to: str = "safetensors") -> Path:
     load_weights(backbone, backbone_state(state), what=str(path))
     if to in ("torchvision", "timm"):
         _check_library(backbone, to)
-    return save_backbone(
-        backbone, out, facts(config, int(state["clock"]["iteration"]), channels)
-    )
+    return save_backbone(backbone, out, facts(config, int(state["clock"]["iteration"]), channels))
 
 
 def backbone_state(state: dict) -> dict[str, Tensor]:

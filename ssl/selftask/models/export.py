@@ -24,8 +24,8 @@ def save_backbone(backbone: nn.Module, folder: str | Path, meta: dict[str, Any])
     The two weight files hold the same flat dict, on the CPU, with exactly the keys of the library
     the architecture comes from, so that its model loads them with ``strict=True``. ``meta`` is
     what one must know to use them, plain values only: ``architecture`` ({"name", "args"}),
-    ``channels`` of images, ``normalization`` ({"mean", "std"}), ``input_size`` (pixels), ``method``,
-    ``step``; ``embed_dim`` is added. Each file is replaced at once or not at all.
+    ``channels`` of images, ``normalization`` ({"mean", "std"}), ``input_size`` (pixels),
+    ``method``, ``step``; ``embed_dim`` is added. Each file is replaced at once or not at all.
     """
     from safetensors.torch import save_file
 
