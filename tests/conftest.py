@@ -16,6 +16,7 @@ import selftask
 from selftask.registry import REGISTRIES
 
 PACKAGE = Path(selftask.__file__).resolve().parent
+TESTS = Path(__file__).resolve().parent
 
 
 def pytest_unconfigure() -> None:
@@ -29,6 +30,16 @@ def _one_thread_and_seeded() -> None:
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _names_registered_inside_a_test_are_forgotten() -> Iterator[None]:
+    before = {kind: set(registry._addresses) for kind, registry in REGISTRIES.items()}
+    yield
+    for kind, registry in REGISTRIES.items():
+        for name in set(registry._addresses) - before[kind]:
+            if TESTS in registry._addresses[name].path.resolve().parents:
+                del registry._addresses[name], registry._registered[name]
 
 
 @pytest.fixture

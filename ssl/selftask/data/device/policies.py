@@ -32,7 +32,7 @@ from selftask.data.transforms.policies import (
     AutoAugment,
     RandAugment,
     TrivialAugmentWide,
-    _matrix,
+    affine_of,
 )
 from selftask.data.transforms.policy_tables import GEOMETRY
 from selftask.registry import register_batched_form
@@ -143,7 +143,7 @@ def packed_operations(drawn: Sequence[Drawn], most: int, sizes: np.ndarray) -> A
 def _numbers(name: str, size: float, height: int, width: int) -> Sequence[float]:
     """What the formula of an operation's kind needs."""
     if name in GEOMETRY:
-        return _matrix(name, size, height, width)
+        return affine_of(name, size, height, width)
     if name in _BLENDS:
         weights, other = [1 + size, 0.0, 0.0], _BLENDS[name]
         if other is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from selftask.data.device.geometry import pixel_centres, read_at
 from selftask.data.device.operation import Arrays, Images, Operation, Tensors, on_chosen
 from selftask.data.device.streams import replayed
-from selftask.data.transforms.warps import Elastic, RandomPerspective, _corners
+from selftask.data.transforms.warps import Elastic, RandomPerspective, corners_of
 from selftask.registry import register_batched_form
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class BatchedPerspective(Operation):
 
     def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
         height, width = sizes[0].tolist()
-        ends = _corners(height, width)
+        ends = corners_of(height, width)
         matrix = [
             _STAYS if one is None else cv2.getPerspectiveTransform(one.astype(np.float32), ends)
             for one in drawn

@@ -194,14 +194,14 @@ def perform(
     """The operations one after the other, uint8 (H, W, C)."""
     for name, size in operations:
         if name in GEOMETRY:
-            matrix = _matrix(name, size, *image.shape[:2])
+            matrix = affine_of(name, size, *image.shape[:2])
             image = warp(image, matrix, interpolation, fill)
         else:
             image = _TONES[name](image, size)
     return image
 
 
-def _matrix(name: str, size: float, height: int, width: int) -> tuple[float, ...]:
+def affine_of(name: str, size: float, height: int, width: int) -> tuple[float, ...]:
     """From output to input coordinates, 2x3, row by row; shear is about the upper left corner."""
     if name == "Rotate":
         return inverse_affine((width, height), -size, 1.0, (0.0, 0.0))

@@ -67,12 +67,12 @@ class RandomPerspective(Transform):
             return None
         room = np.array([int(self.distortion * (side // 2)) for side in (width, height)])
         inwards = np.floor(np.array(draws).reshape(4, 2) * (room + 1))
-        corners = _corners(height, width)
+        corners = corners_of(height, width)
         return np.where(corners == 0, inwards, corners - inwards)
 
     def apply(self, image: np.ndarray, drawn: np.ndarray) -> np.ndarray:
         height, width = image.shape[:2]
-        corners = _corners(height, width)
+        corners = corners_of(height, width)
         to_input = cv2.getPerspectiveTransform(drawn.astype(np.float32), corners)
 
         def change(part: np.ndarray) -> np.ndarray:
@@ -135,7 +135,7 @@ class Elastic(Transform):
         return by_groups(change, image)
 
 
-def _corners(height: int, width: int) -> np.ndarray:
+def corners_of(height: int, width: int) -> np.ndarray:
     """The middles of the four corner pixels as torchvision counts them, float32 (4, 2)."""
     right, bottom = width - 1, height - 1
     return np.array([[0, 0], [right, 0], [right, bottom], [0, bottom]], dtype=np.float32)
