@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
-from submitit.core.job_environment import _checkpoint
-from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths
-from submitit.slurm.slurm import SlurmJob
+from submitit.core.utils import DelayedSubmission
 
 import tiny
 from selftask.cli.main import main
-from selftask.config.load import load_config
 from selftask.config.sbatch import minutes, show_minutes
-from selftask.config.schema import LaunchConfig
 from selftask.config.sweep import expand_sweep
-from selftask.errors import ConfigError, RunError, UserError
-from selftask.launch import jobs, slurm
-from selftask.launch.after import after
-from selftask.launch.submission import Submission
+from selftask.errors import ConfigError, UserError
+from selftask.launch import jobs
 from selftask.launch.submit import plan
 from selftask.logs import write_json
 
 CLUSTER = ("launch.nodes=2", "launch.processes=4", "launch.slurm.time=2:30:00")
-Fake = Callable[[str, str], None]
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """Put programs of SLURM's names first on the PATH, made of shell lines."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-
-    def make(name: str, lines: str) -> None:
-        (folder / name).write_text(f"#!/bin/sh\n{lines}\n")
-        (folder / name).chmod(0o755)
-
-    return make
+Fake = Callable[[str, str], None]  # of conftest
 
 
 @pytest.fixture
@@ -323,281 +299,6 @@ def test_mistakes_of_all_runs_of_a_sweep(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         plan("simclr/digits", words(tmp_path, "s", "train.batch_size=0,16,-3"))
     assert len(raised.value.problems) == 2
-
-
-# -- what the job runs -------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def some_submission(tmp_path_factory: pytest.TempPathFactory) -> Submission:
-    given = words(tmp_path_factory.mktemp("some"), "run", "launch.max_restarts=2")
-    return plan("simclr/digits", given).submissions[0]
-
-
-@pytest.fixture
-def submission(some_submission: Submission, tmp_path: Path) -> Submission:
-    config = {**some_submission.config, "out": str(tmp_path / "run")}
-    return replace(some_submission, config=config)
-
-
-def test_submission_is_small_and_loads_without_torch(
-    tmp_path: Path, submission: Submission
-) -> None:
-    pickled = cloudpickle.dumps(DelayedSubmission(submission))
-    assert len(pickled) < 20_000
-    (tmp_path / "pickle").write_bytes(pickled)
-    code = (
-        "import pickle, sys; loaded = pickle.load(open('pickle', 'rb')).function\n"
-        "assert 'torch' not in sys.modules; print(loaded.out)"
-    )
-    done = tiny.run([sys.executable, "-c", code], tmp_path)
-    assert done.stdout.strip() == submission.out, done.stderr
-
-
-def test_submission_holds_the_whole_config(tmp_path: Path, submission: Submission) -> None:
-    given = words(tmp_path, "run", "launch.max_restarts=2")
-    assert submission.read_config() == load_config("simclr/digits", given)
-
-
-def test_submission_returns_itself_by_both_names(tmp_path: Path, submission: Submission) -> None:
-    for name in ("checkpoint", "__submitit_checkpoint__"):
-        again = getattr(submission, name)()
-        assert isinstance(again, DelayedSubmission)
-        assert again.function == submission
-    assert hasattr(submission, "checkpoint")  # what submitit 1.5.4 asks before it requeues
-    path = tmp_path / "1_submitted.pkl"
-    assert _checkpoint(DelayedSubmission(submission), path, 2) == ""
-    assert DelayedSubmission.load(path).function == submission
-    assert submission.config["resume"] == "auto"
-
-
-def test_submission_ends_as_its_run_does(
-    submission: Submission, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(submission.folder)
-    ends = {"code": 0, "state": "finished"}
-
-    def run(config: Any, sources: Any) -> int:
-        assert config.out == submission.config["out"]
-        Path(config.out).mkdir(exist_ok=True)
-        write_json(Path(config.out) / "status.json", {"error": "too warm", **ends})
-        return int(ends["code"])
-
-    monkeypatch.setattr("selftask.launch.run.run", run)
-    assert submission() == submission.out
-    ends.update(code=1, state="failed")
-    with pytest.raises(RunError, match="code 1: too warm"):
-        submission()
-    ends.update(code=0, state="requeued")
-    with pytest.raises(SystemExit) as left:
-        submission()
-    assert left.value.code == 0
-
-
-# -- leaving a job -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def in_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inside job 12, restarted once so far."""
-    for name in [name for name in os.environ if name.startswith("SLURM_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR2)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-def controller(state: str, reason: str = "None", restarts: int = 1, requeue: str = "") -> str:
-    facts = f"JobId=12 JobName=x JobState={state} Reason={reason} Restarts={restarts} BatchFlag=1"
-    return f'[ "$1" = show ] && echo "{facts}" && exit 0\n{requeue or "exit 0"}'
-
-
-@pytest.mark.parametrize(
-    ("answer", "state", "code", "outlook"),
-    [
-        (controller("RUNNING"), "requeued", 0, "job 12 is back in the queue; 1 of 3 requeues left"),
-        (controller("COMPLETING", "TimeLimit"), "requeued", 0, "1 of 3 requeues left"),
-        (controller("COMPLETING", restarts=2), "requeued", 0, "SLURM has put job 12 back"),
-        (controller("COMPLETING"), "interrupted", 140, "job 12 was cancelled"),
-        (
-            controller("RUNNING", requeue="echo 'Access denied' >&2; exit 1"),
-            "interrupted",
-            140,
-            "could not be requeued (Access denied)",
-        ),
-        ("exit 1", "interrupted", 140, "the same command goes on"),
-    ],
-)
-def test_departure(
-    fake: Fake, in_job: None, answer: str, state: str, code: int, outlook: str
-) -> None:
-    fake("scontrol", answer)
-    leaving = slurm.depart("SIGUSR2", LaunchConfig(max_requeues=3), first=True)
-    assert (leaving.state, leaving.code) == (state, code)
-    assert outlook in leaving.outlook
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # SLURM sends it with a requeue
-
-
-def test_departure_without_requeues_left(fake: Fake, in_job: None) -> None:
-    fake("scontrol", controller("RUNNING", requeue="exit 1"))
-    leaving = slurm.depart("SIGTERM", LaunchConfig(max_requeues=1), first=True)
-    assert (leaving.state, leaving.code) == ("interrupted", 143)
-    assert "max_requeues=1 is used up" in leaving.outlook
-
-
-def test_departure_of_others_and_of_runs_outside(
-    fake: Fake, in_job: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake("scontrol", "echo asked >&2; exit 1")
-    launch = LaunchConfig()
-    assert slurm.depart("SIGUSR2", launch, first=False).code == 0
-    assert slurm.depart("SIGINT", launch, first=True).code == 130
-    assert slurm.depart("train.stop_at=3", launch, first=True).code == 75
-    monkeypatch.delenv("SLURM_JOB_ID")
-    assert slurm.depart("SIGTERM", launch, first=True).code == 143
-
-
-@pytest.fixture
-def folder(submission: Submission, in_job: None) -> Path:
-    """The folder of job 12, whose rank 0 was killed while it ran."""
-    out = Path(submission.out)
-    folder = out / "slurm"
-    folder.mkdir(parents=True)
-    DelayedSubmission(submission).dump(JobPaths(folder, "12").submitted_pickle)
-    log = (
-        "selftask: attempt 1 of job 12\nsrun: error: n9: task 9: Killed\n"
-        "selftask: attempt 2 of job 12\nsrun: error: n1: task 0: Killed\n"
-    )
-    JobPaths(folder, "12").stderr.write_text(log)
-    (out / "log.txt").write_text("step 3\n")
-    write_json(out / "status.json", {"state": "running", "step": 3})
-    return folder
-
-
-def job(state: str = "RUNNING", restarts: int = 1) -> slurm.Job:
-    return slurm.Job("12", state, "None", restarts, attempt=1, batch=True)
-
-
-def told(folder: Path) -> tuple[str, str]:
-    """State and last line of the run."""
-    return tiny.status(folder.parent)["state"], (folder.parent / "log.txt").read_text()
-
-
-def test_killed_ranks_start_again_as_often_as_allowed(
-    folder: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake("scontrol", "echo $* >> requeued")
-    monkeypatch.chdir(folder)
-    stale = JobPaths(folder, "12", 1).result_pickle
-    for left, state in ((1, "running"), (0, "failed")):  # failed: so says a rank that is left
-        write_json(folder.parent / "status.json", {"state": state})
-        stale.write_bytes(cloudpickle.dumps(("error", "rank 1 has lost rank 0")))
-        assert after(137, folder, job()) == 0
-        state, log = told(folder)
-        assert state == "requeued"
-        assert f"rank 0 on n1 was killed (SIGKILL); job 12 is back in the queue; {left} of 2" in log
-        assert not stale.exists()
-    assert (folder / "requeued").read_text() == "requeue 12\n" * 2
-    write_json(folder.parent / "status.json", {"state": "running"})
-    assert after(137, folder, job()) == 137
-    state, log = told(folder)
-    assert state == "failed"
-    assert log.endswith("RUN FAILED: rank 0 on n1 was killed (SIGKILL)\n")
-    with pytest.raises(FailedJobError, match=r"rank 0 on n1 was killed"):
-        SlurmJob(folder, "12", tasks=[0]).results()
-
-
-def test_what_the_user_has_to_mend_does_not_start_again(folder: Path, fake: Fake) -> None:
-    fake("scontrol", "exit 3")
-    path = JobPaths(folder, "12", 1).result_pickle
-    path.write_bytes(cloudpickle.dumps(("error", "RunError: the run ended with code 2: no crop")))
-    assert after(143, folder, job()) == 143
-    assert told(folder)[0] == "failed"
-
-
-@pytest.mark.parametrize(
-    ("now", "code", "state", "line"),
-    [
-        (job(restarts=2), 0, "requeued", "SLURM has put job 12 back into the queue"),
-        (job("COMPLETING"), 143, "interrupted", "job 12 was cancelled"),
-        (None, 143, "failed", "RUN FAILED: rank 0 on n1 was killed"),
-    ],
-)
-def test_nothing_is_requeued_twice(
-    folder: Path, now: slurm.Job | None, code: int, state: str, line: str
-) -> None:
-    assert after(143, folder, now) == code
-    assert told(folder)[0] == state
-    assert line in told(folder)[1]
-
-
-@pytest.mark.parametrize("state", ["finished", "interrupted", "requeued"])
-def test_what_the_run_has_told_itself_stays(folder: Path, state: str) -> None:
-    write_json(folder.parent / "status.json", {"state": state})
-    assert after(1, folder, job()) == 1
-    assert told(folder) == (state, "step 3\n")
-
-
-@pytest.mark.parametrize("state", ["finished", "interrupted", "requeued"])
-def test_what_an_attempt_before_has_told_is_past(
-    folder: Path, state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This attempt died so early that it has not even said that it runs."""
-    write_json(folder.parent / "status.json", {"state": state, "updated": 999.0})
-    monkeypatch.setenv("SELFTASK_ATTEMPT_STARTED", "1000")
-    assert after(137, folder, None) == 137
-    assert told(folder)[0] == "failed"
-
-
-# -- jobs and cancel ---------------------------------------------------------------------------
-
-
-def test_jobs_shows_state_step_and_last_line(
-    tmp_path: Path, fake: Fake, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = ("going", "waiting", "back", "done", "gone", "taken")
-    for name in names:
-        (tmp_path / "s" / name).mkdir(parents=True)
-    runs = {tmp_path / "s" / name: f"7_{number}" for number, name in enumerate(names)}
-    jobs.note(tmp_path / "s", runs)
-    states = {"going": "running", "back": "requeued", "done": "finished", "gone": "running"}
-    for name, state in {**states, "taken": "running"}.items():
-        write_json(tmp_path / "s" / name / "status.json", {"state": state})
-    (tmp_path / "s/going/log.txt").write_text("first\nstep 8  loss 1.2\n")
-    (tmp_path / "s/going/metrics.jsonl").write_text('{"step": 7}\n{"step": 8}\n')
-    fake("squeue", "echo '7_0|RUNNING|None\n7_1|PENDING|Resources\n7_2|PENDING|BeginTime'")
-    fake("scontrol", '[ $4 = 7_5 ] && echo "JobId=9 JobState=CANCELLED" || exit 1')
-    fake("sacct", "exit 1")  # as where no accounts are kept
-    assert main(["jobs", str(tmp_path / "s")]) == 0
-    shown = [line.split(maxsplit=3) for line in capsys.readouterr().out.splitlines()[1:]]
-    assert [line[2] for line in shown] == ["8", "-", "-", "-", "-", "-"]
-    assert [" ".join(line[3].split()) for line in shown] == [
-        "running step 8 loss 1.2",
-        "pending (resources)",
-        "requeued, pending (begintime)",
-        "finished",
-        "lost: job unknown to SLURM",
-        "cancelled",
-    ]
-    assert [run.out.name for run in jobs.stand([tmp_path / "s" / "back"])] == ["back"]
-    with pytest.raises(UserError, match="no submitted run"):
-        jobs.find([tmp_path])
-
-
-def test_cancel_by_folder_and_by_id(
-    tmp_path: Path, fake: Fake, capsys: pytest.CaptureFixture[str]
-) -> None:
-    jobs.note(tmp_path / "s", {tmp_path / "s" / "a": "7_0", tmp_path / "s" / "b": "7_1"})
-    fake("scancel", f'echo "$@" >> {tmp_path}/cancelled')
-    assert main(["cancel", str(tmp_path / "s"), "31"]) == 0
-    assert (tmp_path / "cancelled").read_text() == "7_0 7_1\n31\n"
-    assert main(["cancel", "nowhere"]) == 2
-    fake("scancel", "echo 'Invalid job id' >&2; exit 1")
-    assert main(["cancel", "31"]) == 2
-    assert "Invalid job id" in capsys.readouterr().err
 
 
 def test_the_readable_script_is_short_and_the_same(tmp_path: Path) -> None:
