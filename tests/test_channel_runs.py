@@ -17,7 +17,7 @@ from selftask.cli import evaluate, export
 from selftask.cli.main import main
 from selftask.config.load import load_config, to_yaml
 from selftask.config.schema import Config
-from selftask.data.dataset import check_sizes, open_data
+from selftask.data.dataset import check_data, open_data
 from selftask.data.feed import Feed
 from selftask.errors import ConfigError, UserError
 from selftask.launch.miniature import images_for
@@ -217,7 +217,7 @@ def test_all_that_cannot_be_is_said_before_training(
     more = "views.main.transforms.2.hue=0.1", "eval.transforms.1.mean=null"
     chosen = config(recipe("simclr"), tmp_path, *more, "eval.transforms.1.std=null")
     with pytest.raises(ConfigError) as error:
-        check_sizes(chosen, open_data(chosen.data).train)
+        check_data(chosen, open_data(chosen.data).train)
     hue, normalize = error.value.problems
     assert hue.startswith("views.main.transforms.2.hue: 0.1 needs 3 channels, the data have 5")
     assert normalize.startswith("eval.transforms.1.of: imagenet is for 3 channels, the data have 5")

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ssl"))
 
 from selftask.cli.main import guarded
 from selftask.config.load import load_config
-from selftask.data.dataset import check_sizes, open_data
+from selftask.data.dataset import check_data, open_data
 from selftask.launch.local import start, starts_ranks
 
 
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     """Read the config, open the data, train; the exit code."""
     config = load_config(argv[0] if argv else "simclr", argv[1:])
     sources = open_data(config.data)
-    check_sizes(config, sources.train)
+    check_data(config, sources.train)
 
     if starts_ranks(config):
         return start(config, [sys.executable, *sys.argv])

@@ -15,7 +15,7 @@ from selftask.data.dataset import (
     BadFiles,
     EvalDataset,
     ViewDataset,
-    check_sizes,
+    check_data,
     open_data,
     open_source,
 )
@@ -120,7 +120,7 @@ def test_evaluation_reads_everything_once_in_order(workers: int) -> None:
     assert targets == [i % 3 for i in indices]
 
 
-def test_check_sizes() -> None:
+def test_check_data() -> None:
     def config(batch_size: int, accumulate: int = 1) -> Any:
         train = SimpleNamespace(batch_size=batch_size, accumulate=accumulate, seed=0)
         data = SimpleNamespace(sampler=Component(name="shuffled"))
@@ -128,14 +128,14 @@ def test_check_sizes() -> None:
         return SimpleNamespace(train=train, data=data, views={}, eval=evaluation)
 
     source: Any = Numbers(100)
-    check_sizes(config(100), source)
-    check_sizes(config(20, 5), source)
+    check_data(config(100), source)
+    check_data(config(20, 5), source)
     with pytest.raises(ConfigError, match=r"train\.batch_size: 101 is more than the 100 images"):
-        check_sizes(config(101), source)
+        check_data(config(101), source)
     with pytest.raises(
         ConfigError, match=r"train\.accumulate: 6 batches are more than the 5 of an"
     ):
-        check_sizes(config(20, 6), source)
+        check_data(config(20, 6), source)
 
 
 def test_open_data_passes_the_pixel_limit() -> None:

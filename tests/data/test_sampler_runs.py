@@ -12,7 +12,7 @@ import torch
 import tiny
 from selftask.cli.main import main
 from selftask.config.load import load_config
-from selftask.data.dataset import check_sizes, open_data
+from selftask.data.dataset import check_data, open_data
 from selftask.data.sampler import build_sampler, steps_per_epoch
 from selftask.errors import ConfigError, UserError
 from selftask.logs import LOGGER
@@ -87,7 +87,7 @@ def test_labels_that_are_missing_are_told_before_anything_starts(tmp_path: Path)
     words = [f"data={tmp_path / 'plain.npz'}", "data.sampler=stratified"]
     config = tiny.config("simclr", tmp_path, "run", *words)
     with pytest.raises(UserError, match="needs labels, and these images have none"):
-        check_sizes(config, open_data(config.data).train)
+        check_data(config, open_data(config.data).train)
 
 
 def test_a_name_chosen_on_the_command_line_replaces_the_recipes(tmp_path: Path) -> None:

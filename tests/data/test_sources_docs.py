@@ -17,7 +17,7 @@ import yaml
 from PIL import Image
 
 from selftask.config.load import load_config
-from selftask.data.dataset import check_sizes, copy_data, open_data
+from selftask.data.dataset import check_data, copy_data, open_data
 
 DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 NEEDS = {"h5": "h5py", "lmdb": "lmdb", "parquet": "pyarrow", "saved": "datasets"}
@@ -135,7 +135,7 @@ def check_opens(overrides: list[str], recipe: str, home: Path) -> None:
             channels = 5 if config.data.source.args.get("bands", ()) is None else 3
             assert (image.dtype, image.shape) == (np.uint8, (8, 8, channels))
             if any(word.startswith("views.") for word in overrides):
-                check_sizes(replace(config, train=replace(config.train, batch_size=1)), source)
+                check_data(replace(config, train=replace(config.train, batch_size=1)), source)
             assert len(source) >= 8 or config.data.source.name == "bands"
 
 

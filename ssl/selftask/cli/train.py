@@ -19,12 +19,12 @@ def main(argv: list[str]) -> int:
     if not argv or "=" in argv[0]:
         raise UserError(f"train needs a RECIPE before any key=value\n{USAGE}")
     from selftask.config.load import load_config
-    from selftask.data.dataset import check_sizes, open_data
+    from selftask.data.dataset import check_data, open_data
     from selftask.launch.local import own_command, start, starts_ranks
 
     config = load_config(argv[0], argv[1:])
     sources = open_data(config.data)
-    check_sizes(config, sources.train)
+    check_data(config, sources.train)
 
     if starts_ranks(config):
         return start(config, own_command(argv))

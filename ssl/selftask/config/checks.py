@@ -31,7 +31,7 @@ def contradictions(config: Config) -> Iterator[Problem]:
 
 def pipelines(config: Config) -> dict[Key, list[Component]]:
     """Every list of transforms by its key."""
-    return {("eval", "transforms"): config.eval.transforms, **_of_views(config.views)}
+    return {**_of_views(config.views), ("eval", "transforms"): config.eval.transforms}
 
 
 def _of_views(views: Mapping[str, ViewConfig]) -> dict[Key, list[Component]]:

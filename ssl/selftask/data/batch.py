@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ import torch
 from selftask.data.dataset import Sample
 from selftask.data.reading import BadImage
 from selftask.data.views import ToFloat
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class New(Protocol):
@@ -33,7 +36,7 @@ class Batch:
     num_left_out: int
     problem: str = ""  # what the user has to put right, instead of views
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> Self:
         """The same in page-locked memory; called by the DataLoader's pinning thread."""
         return replace(
             self,

@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from selftask.config.checks import pipelines
 from selftask.data.draws import draw_rng
 from selftask.data.order import hash_words
 from selftask.data.reading import BadImage, set_policy
@@ -126,15 +127,14 @@ def copy_data(sources: Sources, copy_to: str | None) -> Sources:
     return Sources(train, val)
 
 
-def check_sizes(config: Config, source: Source) -> Sampler:
-    """The sampler of a run; ConfigError if its epoch has no step, or less than one update.
+def check_data(config: Config, source: Source) -> Sampler:
+    """The sampler of a run.
 
-    And for views and evaluations that images with so many channels cannot have.
+    Raises ConfigError if images with so many channels cannot have the config's views and
+    evaluations, and if the sampler's epoch has no step, or less than one update.
     """
-    lists = {f"views.{name}.transforms": view.transforms for name, view in config.views.items()}
-    lists["eval.transforms"] = config.eval.transforms
     channels = channels_of(source)
-    found = [list_problems(transforms, key, channels) for key, transforms in lists.items()]
+    found = [list_problems(ts, ".".join(key), channels) for key, ts in pipelines(config).items()]
     if problems := list(chain.from_iterable(found)):
         raise ConfigError(problems)
     batch_size, accumulate = config.train.batch_size, config.train.accumulate

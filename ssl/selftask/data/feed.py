@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from selftask.data.dataset import BadFiles, EvalDataset, Sources, ViewDataset, check_sizes
+from selftask.data.dataset import BadFiles, EvalDataset, Sources, ViewDataset, check_data
 from selftask.data.decode_once import decode_once
 from selftask.data.device.cache import CachedBatches
 from selftask.data.loader import Batches, EvalBatches
@@ -39,7 +39,7 @@ class Feed:
         self.world = world
         self.device = device
         self.train_source, self.val_source = sources
-        sampler = check_sizes(config, self.train_source)
+        sampler = check_data(config, self.train_source)
         out = Path(config.out)
         self.eval_pipeline = build_pipeline(
             config.eval.transforms, "eval.transforms", self.channels

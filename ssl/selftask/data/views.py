@@ -77,8 +77,8 @@ def _run(program: list[float], image: np.ndarray, height: int, width: int) -> np
 class ToFloat:
     """uint8 (B, H, W, C) on any device -> float32 (B, C, H, W): x * scale + shift.
 
-    The memory stays in the order of the pixels (``torch.channels_last``), in which convolutions are
-    fastest, on CPU as on GPU, and which costs no transposition.
+    The memory stays in the order of the pixels (``torch.channels_last``): nothing is transposed,
+    and convolutions on a CPU are faster that way.
     """
 
     def __init__(self, scale: np.ndarray, shift: np.ndarray) -> None:

@@ -188,10 +188,8 @@ def _describe_death(workers: list[BaseProcess]) -> str | None:
         return None
     code = dead.exitcode or 0
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    hint = {
-        -signal.SIGKILL: "; out of memory, perhaps: use fewer data.num_workers",
-        -signal.SIGBUS: "; /dev/shm is too small, perhaps: use fewer data.num_workers",
-    }.get(code, "")
+    no_memory = code in (-signal.SIGKILL, -signal.SIGBUS)  # the latter: none behind a batch
+    hint = "; out of memory, perhaps: use fewer data.num_workers" if no_memory else ""
     name = last_file(dead.pid or 0)
     reading = f"; the last image it began to read: {name}" if name else ""
     return f"data: worker process {dead.pid} {how}{reading}{hint}"

@@ -37,11 +37,11 @@ def start(config: Config, command: list[str]) -> int:
         ranks = Ranks(command, config.launch.processes)
         code = ranks.wait()
         after = status.read()
-        told = after != before and after.get("state") != "running"
-        if code == 0 or ranks.asked_to_stop or (told and after["state"] in _ENDED_WELL):
+        state = after.get("state") if after != before else None
+        if code == 0 or ranks.asked_to_stop or state in _ENDED_WELL:
             return code
-        begun = after != before
-        if not told and (begun or code != 2):  # 2: what the user has to put right, told already
+        mistake = state is None and code == 2  # of the user, who has been told
+        if state in (None, "running") and not mistake:
             _tell_what_ranks_could_not(status, ranks)
         if code == 2 or attempt == attempts:  # what the user has to put right stays wrong
             break

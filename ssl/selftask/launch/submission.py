@@ -51,12 +51,12 @@ class Submission:
         """
         os.chdir(self.folder)
         sys.path[:0] = [path for path in self.modules if path not in sys.path]
-        from selftask.data.dataset import check_sizes, open_data
+        from selftask.data.dataset import check_data, open_data
         from selftask.launch.run import run
 
         config = self.read_config()
         sources = open_data(config.data)
-        check_sizes(config, sources.train)
+        check_data(config, sources.train)
         code = run(config, sources)
         state = json.loads(Path(self.out, "status.json").read_text(encoding="utf-8"))
         if code == 0 and state.get("state") == "requeued":

@@ -14,7 +14,7 @@ from selftask.config.load import load_config
 from selftask.config.sbatch import DEFAULT_MINUTES, minutes, option, show_minutes
 from selftask.config.schema import Config
 from selftask.config.sweep import Point, expand_sweep
-from selftask.data.dataset import check_sizes, open_data
+from selftask.data.dataset import check_data, open_data
 from selftask.errors import ConfigError, UserError
 from selftask.launch import jobs
 from selftask.launch.partitions import Partition, check_time, chosen
@@ -128,7 +128,7 @@ def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
             base = Path(config.out)
             config = replace(config, out=str(base / point.name))
             source = open_data(config.data).train
-            sampler = check_sizes(config, source)
+            sampler = check_data(config, source)
             check_same_run(config, Path(config.out))
             samples = samples or sampler.num_samples
             configs.append(config)

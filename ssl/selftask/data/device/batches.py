@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from selftask.data.transforms.resampling import resize
 from selftask.data.views import Views
 from selftask.errors import UserError
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 @dataclass(frozen=True)
 class DeviceBatch(Batch):
@@ -27,13 +30,10 @@ class DeviceBatch(Batch):
     sizes: Tensor | None = None  # (B, 2) float32 height and width; None: all fill the canvas
     packed: Packed | None = None  # the draws; None where there is no picture
 
-    def pin_memory(self) -> DeviceBatch:
+    def pin_memory(self) -> Self:
         """The same in page-locked memory."""
         return replace(
-            self,
-            views=[view.pin_memory() for view in self.views],
-            target=self.target.pin_memory(),
-            index=self.index.pin_memory(),
+            super().pin_memory(),
             sizes=None if self.sizes is None else self.sizes.pin_memory(),
             packed=None if self.packed is None else self.packed.pin_memory(),
         )

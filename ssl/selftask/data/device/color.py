@@ -18,10 +18,7 @@ from selftask.data.device.operation import (
     per_image,
     to_levels,
 )
-from selftask.data.transforms.color import (
-    LUMA,
-    ContrastNoise,
-)
+from selftask.data.transforms.color import LUMA, ContrastNoise
 from selftask.registry import register_batched_form
 
 if TYPE_CHECKING:
@@ -41,7 +38,7 @@ class BatchedSolarize(ByChance):
     """255 - x from the threshold on."""
 
     def change(self, values: Tensor) -> Tensor:
-        return torch.where(values >= self.transform.threshold, 255 - values, values)
+        return solarize(values, self.transform.threshold)
 
 
 @register_batched_form("posterize")
@@ -49,8 +46,7 @@ class BatchedPosterize(ByChance):
     """The highest bits of each value."""
 
     def change(self, values: Tensor) -> Tensor:
-        step = 2.0 ** (8 - self.transform.bits)
-        return values.mul_(1 / step).floor_().mul_(step)
+        return posterize(values, 2.0 ** (8 - self.transform.bits))
 
 
 @register_batched_form("invert")
@@ -96,6 +92,16 @@ class BatchedContrastNoise(Operation):
         if self.transform.noise:
             added = packed["noise"][:, None] + added
         return images.with_values(to_levels(values.add_(added)))
+
+
+def solarize(values: Tensor, threshold: float | Tensor) -> Tensor:
+    """255 - x from the threshold on; of all pictures, or (B, 1, 1, 1) of each."""
+    return torch.where(values >= threshold, 255 - values, values)
+
+
+def posterize(values: Tensor, step: float | Tensor) -> Tensor:
+    """Down to a multiple of the step, a power of two; likewise, in place."""
+    return values.div_(step).floor_().mul_(step)
 
 
 def luma(values: Tensor) -> Tensor:

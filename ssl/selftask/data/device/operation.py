@@ -105,7 +105,7 @@ class ByChance(Operation):
 class OwnOperation(Operation):
     """A user's transform with a method ``on_batch``; the size of the pictures stays.
 
-    ``on_batch(images, drawn)`` gets float32 (B, 3, H, W) in 0..255 and a list of what its ``draw``
+    ``on_batch(images, drawn)`` gets float32 (B, C, H, W) in 0..255 and a list of what its ``draw``
     gave for each picture (None: it stays as it is), and returns the changed pictures. They are
     rounded to whole levels afterwards. It must not wait for the device (no ``.item()``).
     """

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from selftask.data.device.color import posterize, solarize
 from selftask.data.device.geometry import warped
 from selftask.data.device.jitter import adjust
 from selftask.data.device.operation import (
@@ -176,16 +176,8 @@ def perform(images: Images, kind: Tensor, numbers: Tensor, transform: Any) -> Im
 _CHANGES: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     BLEND: lambda values, numbers: adjust(values, numbers[:, :3]),
     SHARPEN: lambda values, numbers: sharpen(values, numbers[:, 0]),
-    POSTERIZE: lambda values, numbers: _posterize(values, per_image(numbers[:, 0])),
-    SOLARIZE: lambda values, numbers: _solarize(values, per_image(numbers[:, 0])),
+    POSTERIZE: lambda values, numbers: posterize(values, per_image(numbers[:, 0])),
+    SOLARIZE: lambda values, numbers: solarize(values, per_image(numbers[:, 0])),
     AUTOCONTRAST: lambda values, _: autocontrast(values),
     EQUALIZE: lambda values, _: equalize(values),
 }
-
-
-def _posterize(values: Tensor, step: Tensor) -> Tensor:
-    return values.div_(step).floor_().mul_(step)
-
-
-def _solarize(values: Tensor, threshold: Tensor) -> Tensor:
-    return torch.where(values >= threshold, 255 - values, values)
