@@ -40,6 +40,7 @@ from selftask.data.image import decode_image
 from selftask.data.loader import Batches
 from selftask.data.source import NO_LABEL, Source
 from selftask.data.views import Views
+from selftask.environment import keep_freed_memory
 
 _IDLE_S = 0.005  # between two looks that find a process asleep
 
@@ -212,6 +213,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory(torch.device("cpu"))
     contest = {
         name: Entry(make)
         for name, make in entries(args.workers, args.batch).items()

@@ -44,11 +44,12 @@ def main(argv: list[str]) -> int:
     sources = copy_data(open_data(replace(config.data, val=None)), config.data.copy_to)
 
     from selftask.data.stage_times import advice, measure, table
-    from selftask.environment import pick_device
+    from selftask.environment import keep_freed_memory, pick_device
     from selftask.launch.run import num_threads
     from selftask.world import World
 
     device = pick_device(config.train.device, World())
+    keep_freed_memory(device)
     threads = num_threads(config, config.launch.processes)
     found = measure(config, sources, device, seconds, threads)
     if options.get("--json"):

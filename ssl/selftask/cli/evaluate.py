@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     config = _only(load_config(str(recipe), asked), name)
     sources = copy_data(open_data(config.data), config.data.copy_to)
 
-    from selftask.environment import pick_device
+    from selftask.environment import keep_freed_memory, pick_device
     from selftask.evaluate.offline import evaluate_backbone
     from selftask.models.address import PRETRAINED, open_model
     from selftask.world import World
@@ -59,6 +59,7 @@ def main(argv: list[str]) -> int:
     if taken != there:
         raise UserError(f"data: its images have {there} channels, and {address} takes {taken}")
     device = pick_device(config.train.device, World())
+    keep_freed_memory(device)
     row = evaluate_backbone(backbone, config, sources, device=device)
     print(json.dumps(row))
     if folder is not None:

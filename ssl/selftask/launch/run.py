@@ -49,6 +49,7 @@ def run(config: Config, sources: Sources) -> int:
 
 def _run(config: Config, sources: Sources, status: Status) -> int:
     task = Task(config, sources=sources)
+    environment.keep_freed_memory(task.device)
     task.evaluate = evaluate_task
     world, timeout_s = task.world, config.launch.timeout_s
     ending = Ending(task, status)

@@ -1,0 +1,111 @@
+"""What a process sets up for itself: memory that it keeps."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import selftask
+from selftask import environment
+from selftask.environment import keep_freed_memory
+
+TRIM, MMAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+STEPS = """
+import resource
+import torch
+from selftask.environment import keep_freed_memory
+
+def faults_of_a_step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    activations = [torch.ones(10 << 20) for _ in range(3)]  # 40 MiB each
+    del activations
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(min(faults_of_a_step() for _ in range(3)))
+keep_freed_memory(torch.device("cpu"))
+print(min(faults_of_a_step() for _ in range(10)))  # the first few find their places
+"""
+
+
+def glibc_takes_a_gigabyte() -> bool:
+    """Asked in a process of its own, since it is also set."""
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    ask = f"import ctypes, sys; sys.exit(ctypes.CDLL(None).mallopt({MMAP}, 1 << 30))"
+    return subprocess.run([sys.executable, "-c", ask], check=False).returncode == 1
+
+
+def test_freed_memory_is_kept() -> None:
+    if not glibc_takes_a_gigabyte():
+        pytest.skip("not glibc, or one that gives back all pieces above 32 MiB")
+    unset = {key: value for key, value in os.environ.items() if "MALLOC_" not in key}
+    unset.pop("GLIBC_TUNABLES", None)
+    source = str(Path(selftask.__file__).resolve().parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS],
+        env={**unset, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    before, after = map(int, done.stdout.split())
+    assert before >= 3 * 20  # even if pages have 2 MiB
+    assert after < 20
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What mallopt is asked for, of a glibc that takes up to 32 MiB as MMAP."""
+    asked: list[tuple[int, int]] = []
+
+    def mallopt(name: int, value: int) -> int:
+        asked.append((name, value))
+        return int(name != MMAP or value <= 32 << 20)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    monkeypatch.setattr(environment.platform, "libc_ver", lambda: ("glibc", "2.31"))
+    for name in ("GLIBC_TUNABLES", *(name for name in os.environ if "MALLOC_" in name)):
+        monkeypatch.delenv(name, raising=False)
+    return asked
+
+
+def test_old_glibc_keeps_what_it_can(
+    calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")  # another matter
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0")
+    keep_freed_memory(torch.device("cpu"))
+    assert calls == [(TRIM, 1 << 30), (MMAP, 1 << 30), (MMAP, 32 << 20)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MALLOC_TRIM_THRESHOLD_", "131072"),
+        ("MALLOC_MMAP_MAX_", "0"),
+        ("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0:glibc.malloc.mmap_threshold=65536"),
+    ],
+)
+def test_what_the_user_set_stays(
+    calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    keep_freed_memory(torch.device("cpu"))
+    assert calls == []
+
+
+def test_nothing_is_kept_where_it_is_of_no_use(
+    calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_freed_memory(torch.device("cuda"))
+    monkeypatch.setattr(environment.platform, "libc_ver", lambda: ("musl", "1.2"))
+    keep_freed_memory(torch.device("cpu"))
+    assert calls == []
