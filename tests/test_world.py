@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import tiny
-from selftask import memory
 from selftask.errors import UserError
 from selftask.launch.local import starts_ranks
 from selftask.world import World, expand_counts, first_host, read_world
@@ -123,11 +122,3 @@ def test_who_starts_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert not starts_ranks(one)
     with pytest.raises(UserError, match="torchrun has started 4 processes"):
         starts_ranks(two)
-
-
-def test_out_of_memory_kills_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    events = tmp_path / "memory.events"
-    monkeypatch.setattr(memory, "_COUNTS", (tmp_path / "missing", events))
-    assert memory.out_of_memory_kills() == 0
-    events.write_text("low 0\noom 4\noom_kill 3\noom_group_kill 0\n")
-    assert memory.out_of_memory_kills() == 3

@@ -7,10 +7,12 @@ import logging
 import math
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 LOGGER = logging.getLogger("selftask")
+_TIME = "%Y-%m-%d %H:%M:%S"
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -25,7 +27,7 @@ def start_log(folder: Path, rank: int) -> None:
     LOGGER.propagate = False
     name = "log.txt" if rank == 0 else f"log_rank{rank}.txt"
     file = logging.FileHandler(folder / name, encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    file.setFormatter(logging.Formatter("%(asctime)s %(message)s", _TIME))
     LOGGER.addHandler(file)
     if rank == 0:
         LOGGER.addHandler(_Console())
@@ -36,6 +38,12 @@ def stop_log() -> None:
     for handler in list(LOGGER.handlers):
         LOGGER.removeHandler(handler)
         handler.close()
+
+
+def add_line(folder: Path, line: str) -> None:
+    """One more line of ``log.txt``, by a process that speaks for a rank 0 which no longer can."""
+    with (folder / "log.txt").open("a", encoding="utf-8") as log:
+        log.write(f"{time.strftime(_TIME)} {line}\n")
 
 
 class _Console(logging.Handler):

@@ -25,6 +25,7 @@ from selftask.data.dataset import Dataset
 from selftask.data.handover import Memory, Outbox, Parcel
 from selftask.data.reading import last_file
 from selftask.errors import UserError
+from selftask.memory import OutOfMemoryKills
 from selftask.pulse import during
 
 PREFETCH = 3  # batches that each worker makes ahead
@@ -85,6 +86,7 @@ class Reader:
             worker_init_fn=partial(_start_worker, os.getpid()),
             generator=torch.Generator(),  # its own: starting must not draw from the global one
         )
+        self._kills = OutOfMemoryKills()
         others = set(multiprocessing.active_children())
         with _signals_of_the_main_process():
             self._iterator = iter(loader)
@@ -103,7 +105,7 @@ class Reader:
             with during("waiting for images"):
                 received: Batch | Parcel = next(self._iterator)
         except (RuntimeError, OSError, EOFError) as error:  # OSError: a batch of a dead worker's
-            death = _describe_death(self._workers)
+            death = _describe_death(self._workers, self._kills)
             if death is None:
                 raise
             raise UserError(death) from error
@@ -180,7 +182,7 @@ def _leave_with(main: int) -> None:
     os._exit(1)
 
 
-def _describe_death(workers: list[BaseProcess]) -> str | None:
+def _describe_death(workers: list[BaseProcess], kills: OutOfMemoryKills) -> str | None:
     """How a worker ended that should still be alive, or None."""
     wait([worker.sentinel for worker in workers], timeout=1.0 if workers else 0)  # it may just end
     dead = next((worker for worker in workers if not worker.is_alive()), None)
@@ -189,7 +191,8 @@ def _describe_death(workers: list[BaseProcess]) -> str | None:
     code = dead.exitcode or 0
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     no_memory = code in (-signal.SIGKILL, -signal.SIGBUS)  # the latter: none behind a batch
-    hint = "; out of memory, perhaps: use fewer data.num_workers" if no_memory else ""
+    memory = (kills.explain() or "out of memory, perhaps") if no_memory else ""
+    hint = f"; {memory}; use fewer data.num_workers" if memory else ""
     name = last_file(dead.pid or 0)
     reading = f"; the last image it began to read: {name}" if name else ""
     return f"data: worker process {dead.pid} {how}{reading}{hint}"

@@ -21,7 +21,7 @@ from submitit.core import utils as submitit_files
 
 from selftask.config.schema import LaunchConfig
 from selftask.launch.slurm import Job, current_job, job_name, requeue
-from selftask.logs import write_json
+from selftask.logs import add_line, write_json
 
 STARTED = "SELFTASK_ATTEMPT_STARTED"  # set by the batch script, in seconds since 1970
 MARK = "selftask: attempt "  # the batch script writes it to the log before each srun
@@ -106,8 +106,7 @@ class Record:
         self.content.pop("error", None)
         self.content = {**self.content, "state": state, "updated": time.time(), **more}
         write_json(self.out / "status.json", self.content)
-        with (self.out / "log.txt").open("a", encoding="utf-8") as log:
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+        add_line(self.out, line)
         print(line, flush=True)
 
     def tells_of_failure(self) -> bool:

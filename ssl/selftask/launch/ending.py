@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from selftask.errors import RunError, UserError
 from selftask.launch import slurm
 from selftask.launch.status import Status
 from selftask.launch.watch import Failure, Rank0IsGone, Watch
-from selftask.logs import LOGGER
+from selftask.logs import LOGGER, add_line
 from selftask.task import Task
 
 
@@ -55,7 +56,7 @@ class Ending:
     def failed(self, error: BaseException, watch: Watch | None) -> int:
         """Tell what went wrong, here or where it began; 2 for what the user has to put right."""
         trace = "".join(traceback.format_exception(error))
-        self._write_error(trace)
+        self._write_error(self.task.world.rank, trace)
         known = isinstance(error, UserError | RunError)
         failure = Failure(self.task.world.rank, explain(error), "" if known else trace.rstrip())
         if watch is not None:
@@ -67,20 +68,31 @@ class Ending:
         """The last lines of a failed run; whoever is left speaks when rank 0 is gone."""
         first, *rest = failure.message.splitlines() or [""]
         line = f"RUN FAILED at step {self.step} on rank {failure.rank}: {first}"
-        speaks = self.first or isinstance(failure, Rank0IsGone)
-        if speaks:
+        for_rank0 = isinstance(failure, Rank0IsGone) and self.status.read().get("state") != "failed"
+        if self.first or for_rank0:
             self.status.write("failed", step=self.step, rank=failure.rank, error=failure.message)
+            self._write_error_for(failure)
         for text in (failure.details, *rest):
             if text:
                 LOGGER.error("%s", text)
         LOGGER.error("%s", line)
-        if speaks and not self.first:
+        if for_rank0:
+            add_line(self.task.out, line)
             print(line, file=sys.stderr, flush=True)
 
-    def _write_error(self, trace: str) -> None:
-        folder = self.task.out / "errors"
-        folder.mkdir(exist_ok=True)
-        (folder / f"rank{self.task.world.rank}.txt").write_text(trace, encoding="utf-8")
+    def _write_error_for(self, failure: Failure) -> None:
+        """A rank that was killed, or hangs, has not written why."""
+        path = self._errors_of(failure.rank)
+        if not path.exists() or path.stat().st_mtime < self.status.started:  # of an attempt before
+            self._write_error(failure.rank, f"{failure.message}\n{failure.details}")
+
+    def _write_error(self, rank: int, text: str) -> None:
+        path = self._errors_of(rank)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+    def _errors_of(self, rank: int) -> Path:
+        return self.task.out / "errors" / f"rank{rank}.txt"
 
 
 def explain(error: BaseException) -> str:

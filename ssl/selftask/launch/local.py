@@ -18,7 +18,8 @@ from types import FrameType
 from selftask.config.schema import Config
 from selftask.errors import UserError
 from selftask.launch.status import Status
-from selftask.memory import out_of_memory_kills
+from selftask.logs import add_line
+from selftask.memory import ADVICE, OutOfMemoryKills
 from selftask.world import read_world
 
 GRACE_S = 20.0  # after the first failure: the ranks tell each other and leave within seconds
@@ -58,7 +59,7 @@ class Ranks:
     def __init__(self, command: list[str], count: int) -> None:
         self.asked_to_stop = False
         self.first_failed: int | None = None
-        self.kills = out_of_memory_kills()
+        self.kills = OutOfMemoryKills()
         shared = {
             "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count),
@@ -121,10 +122,10 @@ class Ranks:
         how = (
             f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
         )
-        memory = ""
-        if code == -signal.SIGKILL and out_of_memory_kills() > self.kills:
-            memory = ": out of memory; try fewer data.num_workers or a smaller train.batch_size"
-        return f"rank {rank} (pid {process.pid}) {how}{memory}"
+        memory = self.kills.explain() if code == -signal.SIGKILL else ""
+        return f"rank {rank} (pid {process.pid}) {how}" + (
+            f"; {memory}; {ADVICE}" if memory else ""
+        )
 
 
 def _tell_what_ranks_could_not(status: Status, ranks: Ranks) -> None:
@@ -132,7 +133,9 @@ def _tell_what_ranks_could_not(status: Status, ranks: Ranks) -> None:
     message = ranks.describe_failure()
     status.path.parent.mkdir(parents=True, exist_ok=True)
     status.write("failed", rank=ranks.first_failed, error=message)
-    print(f"RUN FAILED on rank {ranks.first_failed}: {message}", flush=True)
+    line = f"RUN FAILED on rank {ranks.first_failed}: {message}"
+    add_line(status.path.parent, line)
+    print(line, flush=True)
 
 
 def starts_ranks(config: Config) -> bool:

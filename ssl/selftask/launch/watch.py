@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from selftask.logs import LOGGER
-from selftask.memory import out_of_memory_kills
+from selftask.memory import ADVICE, OutOfMemoryKills
 from selftask.pulse import PULSE
 
 EVERY_S = 1.0
@@ -49,8 +49,8 @@ class Failure(Exception):
 class Rank0IsGone(Failure):
     """The board cannot be reached any more: rank 0 died without a word, and others must speak."""
 
-    def __init__(self) -> None:
-        super().__init__(0, "rank 0 is gone: killed, or out of memory; the others cannot go on")
+    def __init__(self, why: str) -> None:
+        super().__init__(0, f"rank 0 is gone: {why}; the others cannot go on")
 
 
 class Watch:
@@ -60,10 +60,13 @@ class Watch:
         self, rank: int, size: int, *, timeout_s: float, report: Callable[[Failure], None]
     ) -> None:
         self.rank, self.size, self.timeout_s, self.report = rank, size, timeout_s, report
-        self.board = _open_board(rank, size) if size > 1 else None
+        self.board: Any = None
+        self._host_of_rank0 = ""
+        if size > 1:
+            self.board, self._host_of_rank0 = _open_board(rank, size)
         self._main = threading.main_thread().ident
         self._over = threading.Event()
-        self._kills = out_of_memory_kills()
+        self._kills = OutOfMemoryKills()
         self._reporting = threading.Lock()
         self._moved: dict[int, tuple[int, float]] = {}  # rank -> its count, when it last changed
         self._heard: dict[int, tuple[Sign, float]] = {}  # rank -> its sign, when it last changed
@@ -115,7 +118,7 @@ class Watch:
                 told = self._told()
                 gone = self._gone(silent_s=LEAVE_S / 2) if self.rank == 0 else None
             except dist.DistError:
-                return Rank0IsGone()
+                return self._rank0_is_gone()
             if told or gone:
                 return told or gone
             time.sleep(0.2)
@@ -151,7 +154,7 @@ class Watch:
             try:
                 failure = self._look()
             except dist.DistError:
-                failure = Rank0IsGone()
+                failure = self._rank0_is_gone()
             except Exception:  # noqa: BLE001 - a bug of the watch must not cost the run
                 LOGGER.exception("the watch over the run has ended; the run goes on without it")
                 return
@@ -210,10 +213,13 @@ class Watch:
                 return Failure(rank, f"{_who(rank, sign)} has given no sign for {silent:.0f} s")
         return None
 
+    def _rank0_is_gone(self) -> Rank0IsGone:
+        here = self._host_of_rank0 == socket.gethostname()
+        return Rank0IsGone(self._why() if here else "killed, or out of memory")
+
     def _why(self) -> str:
-        if out_of_memory_kills() > self._kills:
-            return "killed by the kernel, out of memory; try fewer data.num_workers"
-        return "killed from outside"
+        memory = self._kills.explain()
+        return f"{memory}; {ADVICE}" if memory else "killed from outside"
 
     def _stuck(self) -> Failure | None:
         """No rank has moved for too long. Who does not wait for the others keeps them waiting."""
@@ -270,16 +276,17 @@ class Watch:
         return "".join(traceback.format_stack(frame)[-8:]).rstrip() if frame else "  (gone)"
 
 
-def _open_board(rank: int, size: int) -> Any:
-    """A store of our own: the process group's serves one caller at a time, and blocks."""
+def _open_board(rank: int, size: int) -> tuple[Any, str]:
+    """A store of our own, and its host: the process group's serves one at a time, and blocks."""
     kept = TCPStore("0.0.0.0", 0, None, True, wait_for_workers=False) if rank == 0 else None
     place: list[Any] = [None if kept is None else (socket.gethostname(), kept.port)]
     dist.broadcast_object_list(place, src=0)
     host, port = place[0]
     if kept is not None:
-        return kept
-    host = os.environ.get("MASTER_ADDR", host)
-    return TCPStore(host, port, None, False, timedelta(seconds=30), wait_for_workers=False)
+        return kept, host
+    address = os.environ.get("MASTER_ADDR", host)
+    board = TCPStore(address, port, None, False, timedelta(seconds=30), wait_for_workers=False)
+    return board, host
 
 
 def _sign() -> Sign:
