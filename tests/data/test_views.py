@@ -11,9 +11,10 @@ import torch
 import torchvision.transforms.functional as F
 
 from selftask.config.schema import Component, ViewConfig
+from selftask.data import views as views_module
 from selftask.data.draws import ViewDraws, draw_rng
 from selftask.data.transforms.normalize import STATISTICS
-from selftask.data.views import Views, build_pipeline
+from selftask.data.views import ToFloat, Views, build_pipeline
 from selftask.errors import ConfigError
 
 CROP = Component(name="random_resized_crop", args={"size": 8})
@@ -67,6 +68,26 @@ def test_a_view_does_not_depend_on_the_others(image: np.ndarray) -> None:
     plain = Views({"a": ViewConfig(count=2, transforms=[CROP])})
     longer = Views({"a": ViewConfig(transforms=[jitter, CROP]), "b": ViewConfig(transforms=[CROP])})
     assert np.array_equal(plain(image, 0, 0, 0)[1], longer(image, 0, 0, 0)[1])
+
+
+@pytest.mark.parametrize("block", [1, 700, 1 << 17])
+@pytest.mark.parametrize("shape", [(5, 7, 9, 3), (1, 1, 1, 1), (3, 4, 1, 5), (0, 2, 2, 3)])
+def test_floats_are_those_of_numpy_to_the_last_bit(
+    shape: tuple[int, ...], block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(views_module, "BLOCK", block)
+    rng = np.random.default_rng(0)
+    scale, shift = rng.normal(0, 0.02, (2, shape[-1])).astype(np.float32)
+    pixels = rng.integers(0, 256, shape, dtype=np.uint8)
+    expected = (pixels.astype(np.float32) * scale + shift).transpose(0, 3, 1, 2)
+    to_float, given = ToFloat(scale, shift), torch.from_numpy(pixels)
+    planes = given.permute(0, 3, 1, 2).float().contiguous()
+    for _ in range(3):  # whatever the memory held before
+        for values in (to_float(given), to_float.of_planes(planes)):
+            assert np.array_equal(values, expected)
+            assert values.is_contiguous(memory_format=torch.channels_last)
+            assert values.data_ptr() % 64 == 0
+    assert np.array_equal(planes.permute(0, 2, 3, 1), pixels)
 
 
 @pytest.mark.parametrize("of", ["imagenet", "cifar10", "cifar100", "half"])
