@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selftask.collectives import all_reduce_gradients, rank, world_size
+from selftask.collectives import all_reduce_mean, rank, world_size
 from selftask.methods.base import Method
 from selftask.progress import Clock, RunLength
 from selftask.registry import METHODS, TRAIN_STEPS
@@ -165,7 +165,9 @@ class MiniTask:
         return nullcontext()
 
     def reduce_gradients(self) -> None:
-        all_reduce_gradients(self.parameters)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = all_reduce_mean(parameter.grad)
 
     def advance(self, batches: int = 1) -> None:
         self.clock.iteration += 1

@@ -6,7 +6,6 @@ sums divided by the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -82,8 +81,8 @@ def gather_cat_with_grad(x: Tensor) -> Tensor:
     """``x`` (B, ...) of all ranks as (B * W, ...), through which gradients flow to every rank.
 
     The backward sums over ranks: the gradient of the *sum* of all ranks' losses. Losses that are
-    means over the global batch on each rank therefore keep their gradients right under the
-    mean reduction of ``all_reduce_gradients``.
+    means over the global batch on each rank therefore keep their gradients right when gradients
+    become their mean over ranks.
     """
     return x if world_size() == 1 else _Gather.apply(x)
 
@@ -114,35 +113,6 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return all_reduce_sum(grads[0], ctx.group), None
-
-
-def all_reduce_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Replace each gradient by its mean over ranks, one flat bucket per dtype.
-
-    A parameter that got a gradient on some ranks only counts as zero on the others: every rank
-    must call the same collectives in the same order.
-    """
-    if world_size() > 1:
-        _all_reduce_gradients(parameters)
-
-
-@torch.no_grad()
-def _all_reduce_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    buckets: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.requires_grad:
-            buckets.setdefault(parameter.dtype, []).append(parameter)
-    for bucket in buckets.values():
-        for parameter in bucket:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        grads = [p.grad for p in bucket if p.grad is not None]
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        with collective("all_reduce of gradients"):
-            dist.all_reduce(flat)
-        flat /= world_size()
-        parts = flat.split([grad.numel() for grad in grads])
-        torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(parts, grads, strict=True)])
 
 
 @torch.no_grad()

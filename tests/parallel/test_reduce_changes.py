@@ -64,7 +64,7 @@ def on_ranks(_: int, folder: Path, legs: list[Leg]) -> list[str]:
 
 def two(folder: Path, *legs: Leg) -> None:
     told = run_ranks(on_ranks, 2, folder, list(legs))
-    assert told == [[], []], "\n".join(sum(told, []))
+    assert told == [[], []], "\n".join(text for texts in told for text in texts)
 
 
 @pytest.fixture

@@ -50,14 +50,14 @@ class Bucket:
         self._share = 1.0 / world_size()
         self.work: Any = None
 
-    @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> None:
         """Take in a gradient, best while it is new and in the processor's cache; none is zero."""
         sent, kept = self._places[parameter]
-        if parameter.grad is None:
+        gradient = parameter.grad
+        if gradient is None:
             sent.zero_()
         else:
-            torch.mul(parameter.grad, self._share, out=sent)
+            torch.mul(gradient.detach(), self._share, out=sent)
         if parameter.requires_grad:
             parameter.grad = kept  # which holds the mean at last
         self.missing.discard(parameter)
