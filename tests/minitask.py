@@ -122,6 +122,7 @@ class MiniTask:
         sample = {
             "views": [view[index] for view in self.views],
             "index": index,
+            "key": torch.stack([torch.full_like(index, self.clock.epoch), index], dim=1),
             "target": torch.full_like(index, -1),
             "epoch": self.clock.epoch,
             "step": self.clock.batch,

@@ -26,6 +26,10 @@ def _uniform(seed: int, epoch: int, index: int, j: int) -> float:
     return (_splitmix64(_splitmix64(key, index), j) >> 40) / 2**24
 
 
+def keys(epoch: int, index: Tensor) -> Tensor:
+    return torch.stack([torch.full_like(index, epoch), index], dim=1)
+
+
 def test_stream_is_the_published_one() -> None:
     """The first numbers from 1234567, as other implementations list them."""
     bits = splitmix64(torch.tensor(1234567), torch.arange(5))
@@ -42,7 +46,7 @@ def test_stream_is_the_published_one() -> None:
 def test_draws_are_those_of_unbounded_integers(seed: int) -> None:
     index = torch.tensor([0, 1, 7, 1_281_166, 2**40])
     for epoch in (0, 3, 799):
-        draws = uniform(seed, epoch, index, 6)
+        draws = uniform(seed, keys(epoch, index), 6)
         expected = [[_uniform(seed, epoch, i, j) for j in range(6)] for i in index.tolist()]
         assert draws.dtype == torch.float32
         assert draws.tolist() == expected
@@ -51,13 +55,13 @@ def test_draws_are_those_of_unbounded_integers(seed: int) -> None:
 def test_a_draw_does_not_depend_on_the_others() -> None:
     """Batches, ranks and longer rows all show the same table."""
     index = torch.randperm(1000)[:64]
-    whole = uniform(5, 2, index, 20)
+    whole = uniform(5, keys(2, index), 20)
     for part in (slice(0, 32), slice(32, 64), slice(17, 18)):  # two ranks, one image
-        assert torch.equal(uniform(5, 2, index[part], 20), whole[part])
-    assert torch.equal(uniform(5, 2, index, 7), whole[:, :7])
-    assert torch.equal(uniform(5, 2, index.flip(0), 20), whole.flip(0))
+        assert torch.equal(uniform(5, keys(2, index[part]), 20), whole[part])
+    assert torch.equal(uniform(5, keys(2, index), 7), whole[:, :7])
+    assert torch.equal(uniform(5, keys(2, index.flip(0)), 20), whole.flip(0))
     state = torch.get_rng_state()
-    uniform(5, 2, index, 20)
+    uniform(5, keys(2, index), 20)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -71,7 +75,7 @@ def _chi_square(cells: Tensor) -> float:
 
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (1, 0), (0, 1), (12345, 300)])
 def test_draws_are_uniform(seed: int, epoch: int) -> None:
-    draws = uniform(seed, epoch, torch.arange(2000), 200)
+    draws = uniform(seed, keys(epoch, torch.arange(2000)), 200)
     assert float(draws.min()) >= 0
     assert float(draws.max()) < 1
     assert abs(_chi_square(torch.histc(draws, 256, 0, 1))) < 4
@@ -85,12 +89,12 @@ def test_draws_are_uniform(seed: int, epoch: int) -> None:
 def test_neighbours_in_every_name_are_independent() -> None:
     """Pairs fill the unit square evenly: next place, next sample, next epoch, next seed."""
     index = torch.arange(4000)
-    here = uniform(0, 0, index, 100)
+    here = uniform(0, keys(0, index), 100)
     pairs = {
         "place": (here[:, :-1], here[:, 1:]),
         "sample": (here[:-1], here[1:]),
-        "epoch": (here, uniform(0, 1, index, 100)),
-        "seed": (here, uniform(1, 0, index, 100)),
+        "epoch": (here, uniform(0, keys(1, index), 100)),
+        "seed": (here, uniform(1, keys(0, index), 100)),
     }
     for name, (one, other) in pairs.items():
         cells = (one * 16).long() * 16 + (other * 16).long()
@@ -101,7 +105,7 @@ def test_neighbours_in_every_name_are_independent() -> None:
 
 def test_orders_are_all_equally_likely() -> None:
     """What a mask is made of: the 24 orders of four draws."""
-    order = uniform(3, 1, torch.arange(48_000), 4).argsort(dim=1, stable=True)
+    order = uniform(3, keys(1, torch.arange(48_000)), 4).argsort(dim=1, stable=True)
     counts = (order * torch.tensor([64, 16, 4, 1])).sum(dim=1).bincount()
     assert int((counts > 0).sum()) == 24
     assert abs(_chi_square(counts[counts > 0].double())) < 4

@@ -16,17 +16,19 @@ _GOLDEN = 0x9E3779B97F4A7C15  # the odd number nearest to 2**64 / golden ratio
 _BITS = 24  # of a draw: what a float32 below 1 can hold exactly
 
 
-def uniform(seed: int, epoch: int, index: Tensor, n: int) -> Tensor:
-    """``n`` draws from [0, 1) for each sample of ``index`` (B,): float32 (B, n), on its device.
+def uniform(seed: int, key: Tensor, n: int) -> Tensor:
+    """``n`` draws from [0, 1) for each of the samples: float32 (B, n), on the device of ``key``.
 
-    Draw j of a sample is a function of (seed, epoch, index, j) alone, so that asking for more draws
-    or for other samples changes none: the epoch-th number of the stream that ``seed`` starts itself
-    starts a stream, whose index-th number starts the one read here.
+    ``key`` (B, 2) is what the loader gives with a batch: the epoch (with a sampler that repeats
+    images, a number of the showing, too) and the index. Draw j of a sample is a function of (seed,
+    key, j) alone, so that asking for more draws or for other samples changes none: the epoch-th
+    number of the stream that ``seed`` starts itself starts a stream, whose index-th number starts
+    the one read here.
     """
-    key = torch.full_like(index, _signed(seed ^ _METHOD))  # (B,)
-    key = splitmix64(key, torch.full_like(index, epoch))
-    key = splitmix64(key, index)
-    bits = splitmix64(key[:, None], torch.arange(n, device=index.device))  # (B, n)
+    epoch, index = key.unbind(dim=1)  # (B,) each
+    start = torch.full_like(epoch, _signed(seed ^ _METHOD))
+    start = splitmix64(splitmix64(start, epoch), index)
+    bits = splitmix64(start[:, None], torch.arange(n, device=key.device))  # (B, n)
     return _shift_right(bits, 64 - _BITS).float() * 2.0**-_BITS
 
 

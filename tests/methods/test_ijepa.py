@@ -46,10 +46,14 @@ def _forward(task: MiniTask, index: Tensor | None = None) -> tuple[dict[str, Any
 # -- blocks ------------------------------------------------------------------------------------
 
 
+def _keys(epoch: int, index: Tensor) -> Tensor:
+    return torch.stack([torch.full_like(index, epoch), index], dim=1)
+
+
 def _masks(blocks: Blocks, num: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Contexts (num, N) and targets (num, M, N) as masks, from their padded indices."""
     masks = []
-    for indices, padding in blocks.draw(seed, 0, torch.arange(num)):
+    for indices, padding in blocks.draw(seed, _keys(0, torch.arange(num))):
         count = F.one_hot(indices, blocks.num_patches) * ~padding[..., None]
         assert int(count.sum(dim=-2).max()) == 1  # no patch twice
         masks.append(count.sum(dim=-2).bool())
@@ -111,13 +115,13 @@ def test_tensors_have_room_for_every_block_and_no_more(grid: tuple[int, int]) ->
 def test_blocks_depend_on_seed_epoch_and_image_only() -> None:
     blocks = Blocks(IJEPA.Config(), (8, 8))
     index = torch.arange(40)
-    whole = blocks.draw(1, 2, index)
-    part = blocks.draw(1, 2, index.flip(0)[5:9])
+    whole = blocks.draw(1, _keys(2, index))
+    part = blocks.draw(1, _keys(2, index.flip(0)[5:9]))
     for one, other in zip(whole, part, strict=True):
         for x, y in zip(one, other, strict=True):
             assert torch.equal(x.flip(0)[5:9], y)
     for seed, epoch in ((1, 3), (0, 2)):
-        other, _ = blocks.draw(seed, epoch, index)
+        other, _ = blocks.draw(seed, _keys(epoch, index))
         assert not torch.equal(other[0], whole[0][0])
 
 

@@ -119,12 +119,16 @@ def test_hidden_pixels_do_not_reach_the_network() -> None:
         assert (seen[image, sample["input"][1][image]] > 0).all()
 
 
+def _keys(epoch: int, index: Tensor) -> Tensor:
+    return torch.stack([torch.full_like(index, epoch), index], dim=1)
+
+
 def test_masks_are_fair_and_only_of_image_and_epoch() -> None:
     task = _task()
     task.config.train.seed = 3
 
     def masked(index: Tensor, epoch: int) -> Tensor:
-        sample = {"views": [torch.empty(0)], "index": index, "epoch": epoch}
+        sample = {"views": [torch.empty(0)], "key": _keys(epoch, index)}
         task.loss.prepare(sample, task)
         _, keep, hidden = sample["input"]
         assert torch.equal(torch.cat([keep, hidden], 1).sort(dim=1).values[0], torch.arange(16))

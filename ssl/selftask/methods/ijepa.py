@@ -129,8 +129,8 @@ class IJEPA(Method):
         self.teacher = Teacher(task.base_model.backbone)
 
     def prepare(self, sample: dict[str, Any], task: Task) -> None:
-        seed, epoch = task.config.train.seed, sample.get("epoch", 0)  # none in a test phase
-        context, targets = self.blocks.draw(seed, epoch, sample["index"])
+        key = sample["key"].to(sample["views"][0].device, non_blocking=True)
+        context, targets = self.blocks.draw(task.config.train.seed, key)
         sample["targets"] = targets
         sample["input"] = (sample["views"][0], context, targets)
 
@@ -193,11 +193,11 @@ class Blocks:
         self.most_target = max(areas)  # Q
         self.most_context = max(1, min(most_left, int(config.max_context * self.num_patches)))  # K
 
-    def draw(self, seed: int, epoch: int, index: Tensor) -> tuple[Indices, Indices]:
-        """Patches of the context, (B, K), and of each target, (B, M, Q), for samples (B,)."""
+    def draw(self, seed: int, key: Tensor) -> tuple[Indices, Indices]:
+        """Patches of the context, (B, K), and of each target, (B, M, Q), for keys (B, 2)."""
         config = self.config
         num_blocks = config.num_targets + 1
-        draws = uniform(seed, epoch, index, _DRAWS * num_blocks + self.num_patches)
+        draws = uniform(seed, key, _DRAWS * num_blocks + self.num_patches)
         of_block = draws[:, : _DRAWS * num_blocks].view(-1, num_blocks, _DRAWS)
         block = rectangles(of_block[:, 0], config.context_scale, _SQUARE, self.grid)  # (B, N)
         targets = rectangles(  # (B, M, N)

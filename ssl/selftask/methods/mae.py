@@ -95,8 +95,8 @@ class MAE(Method):
 
     def prepare(self, sample: dict[str, Any], task: Task) -> None:
         """The patches with the lowest draws are kept; ``sample["masked"]`` (B, M) are not."""
-        seed, epoch = task.config.train.seed, sample.get("epoch", 0)  # none in a test phase
-        draws = uniform(seed, epoch, sample["index"], self.num_patches)  # (B, N)
+        key = sample["key"].to(sample["views"][0].device, non_blocking=True)
+        draws = uniform(task.config.train.seed, key, self.num_patches)  # (B, N)
         order = draws.argsort(dim=1, stable=True)
         keep, masked = order[:, : self.num_keep], order[:, self.num_keep :]
         sample["masked"] = masked
