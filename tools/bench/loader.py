@@ -12,8 +12,8 @@ the same views in as many processes and keeps none; ``beyond`` is what an entry 
     bytes       the same without the floats, as where a GPU makes them
     torch       the same bytes by torch's DataLoader and its default_collate
     floats      normalised float32 from the workers by torch's DataLoader: how others do it
-    bytes-only, torch-only    as above with views that lie ready: nothing but the loader, and so no
-                difference of two large figures, which a busy machine blurs
+    bytes-only, torch-only    as above with views that lie ready and are copied: nothing but the
+                loader, and so no difference of two large figures, which a busy machine blurs
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class Ready(ViewDataset):
         super().__init__(dataset.source, dataset.views, dataset.seed)
         self.made = dataset[0, 0]
 
-    def __getitem__(self, key: tuple[int, int]) -> Sample:
+    def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
         return self.made
 
 

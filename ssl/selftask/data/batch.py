@@ -98,42 +98,45 @@ class Listed:
         }
 
 
-def collate(samples: Iterable[Sample], size: int, new: New = np.empty) -> Batch:
-    """Stack at most ``size`` samples, each when it comes: its pictures are not kept."""
-    listed, views = Listed(), _Views(size, new)
+def collate(samples: Iterable[Sample], places: Places) -> Batch:
+    """Stack samples, each when it comes: its pictures are not kept."""
+    listed = Listed()
     for sample in samples:
         if listed.add(sample):
-            views.add(sample.views)
-    problem = views.problem()
-    filled = [] if problem else [view[: views.count] for view in views.places]
+            places.add(sample.views)
+    problem = places.problem()
+    filled = [] if problem else [view[: places.count] for view in places.views]
     return Batch(
         views=[torch.from_numpy(view) for view in filled], **listed.fields(), problem=problem
     )
 
 
-class _Views:
-    """The pictures of a batch, and whether they make one."""
+class Places:
+    """Where the pictures of a batch lie, and whether they make one."""
 
-    def __init__(self, size: int, new: New) -> None:
-        self.places: list[np.ndarray] = []  # V arrays (size, ...) like the first pictures
+    def __init__(self, size: int, new: New = np.empty) -> None:
+        self.views: list[np.ndarray] = []  # V uint8 (size, ...) like the first pictures
+        self.next: list[np.ndarray] = []  # V uint8, for the next ones; none before the first
         self.count = 0
+        self.new = new
         self._size = size
-        self._new = new
         self._odd: dict[int, np.ndarray] = {}  # view -> the first picture that is no 8-bit one
         self._others: dict[int, set[tuple[int, ...]]] = {}  # view -> shapes unlike the first
 
     def add(self, pictures: list[np.ndarray]) -> None:
-        """Put the views of an image into the next place."""
-        if not self.places:
-            self.places = [self._new((self._size, *p.shape), p.dtype) for p in pictures]
-        for number, (place, picture) in enumerate(zip(self.places, pictures, strict=True)):
+        """Put the views of an image into the next place, but for those made there."""
+        if not self.views:
+            self.views = [self.new((self._size, *p.shape), np.uint8) for p in pictures]
+            self.next = [view[0] for view in self.views]
+        for number, (place, picture) in enumerate(zip(self.next, pictures, strict=True)):
             if picture.dtype != np.uint8 or picture.ndim != 3:
                 self._odd.setdefault(number, picture)
-            elif picture.shape != place.shape[1:]:
-                self._others.setdefault(number, {place.shape[1:]}).add(picture.shape)
-            else:
-                place[self.count] = picture
+            elif picture.shape != place.shape:
+                self._others.setdefault(number, {place.shape}).add(picture.shape)
+            elif picture is not place:
+                place[:] = picture
         self.count += 1
+        self.next = [view[self.count] for view in self.views] if self.count < self._size else []
 
     def problem(self) -> str:
         """What to say if the pictures of a view make no batch; else nothing."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from selftask.config.schema import Component, Config, DataConfig
-    from selftask.data.batch import Batch, New
+    from selftask.data.batch import Batch, Places
     from selftask.data.views import Pipeline, ToFloat, Views
 
 MAX_REPLACEMENTS = 100  # tried for one sample before giving up
@@ -70,19 +70,25 @@ class Dataset(ABC):
         """Number of images."""
 
     @abstractmethod
+    def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
+        """Of an epoch and an index; raises UserError, never BadImage.
+
+        Views may be written into ``out`` (one place for each), or lie elsewhere.
+        """
+
     def __getitem__(self, key: tuple[int, int]) -> Sample:
-        """Of an epoch and an index; raises UserError, never BadImage."""
+        return self.sample(key)
 
     @property
     @abstractmethod
     def to_float(self) -> Any:
         """What ``Batch.to_sample`` makes the input of a network with: one ToFloat for each view."""
 
-    def collate(self, samples: Iterable[Sample], size: int, new: New) -> Batch:
-        """Put at most ``size`` samples together, in arrays of ``new``; called in a worker."""
+    def collate(self, samples: Iterable[Sample], places: Places) -> Batch:
+        """Put samples together; called in a worker."""
         from selftask.data.batch import collate
 
-        return collate(samples, size, new)
+        return collate(samples, places)
 
 
 def open_source(component: Component, max_pixels: int | None = None) -> Source:
@@ -188,7 +194,7 @@ class ViewDataset(Dataset):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, key: tuple[int, int]) -> Sample:
+    def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
         epoch, index = key
         shown, bad = index, []
         for attempt in range(MAX_REPLACEMENTS + 1):
@@ -198,13 +204,15 @@ class ViewDataset(Dataset):
                 bad.append(error)
                 shown = replacement(self.seed, epoch, index, attempt, len(self.source))
             else:
-                views, drawn = self.make(image, epoch, index)
+                views, drawn = self.make(image, epoch, index, out)
                 return Sample(views, target, shown, key, bad, drawn)
         return Sample([], -1, index, key, bad)
 
-    def make(self, image: np.ndarray, epoch: int, index: int) -> tuple[list[np.ndarray], Any]:
+    def make(
+        self, image: np.ndarray, epoch: int, index: int, out: Sequence[np.ndarray] = ()
+    ) -> tuple[list[np.ndarray], Any]:
         """The pictures to hand over, and the draws of those that are made on the device."""
-        return self.views(image, self.seed, epoch, index), None
+        return self.views(image, self.seed, epoch, index, out), None
 
 
 class EvalDataset(Dataset):
@@ -227,13 +235,13 @@ class EvalDataset(Dataset):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, key: tuple[int, int] | int) -> Sample:
-        index = key if isinstance(key, int) else key[1]
+    def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
+        index = key[1]
         try:
             image, target = read(self.source, index)
         except BadImage as error:
             return Sample([], -1, index, (0, index), [error])
-        view = self.pipeline(image, draw_rng(self.seed, 0, index, 0))
+        view = self.pipeline(image, draw_rng(self.seed, 0, index, 0), out[0] if out else None)
         return Sample([view], target, index, (0, index), [])
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from selftask.config.derive import cores
+from selftask.data.batch import Places
 from selftask.data.dataset import Sample, Sources
 from selftask.data.draws import draw_rng
 from selftask.data.feed import Feed
@@ -144,9 +145,7 @@ def _one_process(
     )
     samples = [Sample(pictures, -1, 0, (0, 0), [], drawn) for pictures, drawn in made]
     samples = samples[: config.train.batch_size]
-    collate_s, batch = _repeat(
-        lambda: dataset.collate(samples, len(samples), np.empty), seconds / 4
-    )
+    collate_s, batch = _repeat(lambda: dataset.collate(samples, Places(len(samples))), seconds / 4)
     if batch.problem:
         raise UserError(batch.problem)
     torch.set_num_threads(threads)

@@ -30,7 +30,8 @@ class Pipeline:
 
     ``pipeline(image, rng)`` takes and gives uint8 (H, W, C); ``pipeline.to_float`` is for the
     batch, once it is on its device. Transforms that the compiled kernel knows are done by it, all
-    those between two others in one call; it knows pictures of three channels.
+    those between two others in one call; it knows pictures of three channels. What the last call
+    makes is written into ``out``, if that has the picture's shape, and is ``out`` then.
     """
 
     compiled = kernel.available()
@@ -44,7 +45,9 @@ class Pipeline:
         else:
             self.to_float = ToFloat(np.full(channels, UNIT), np.zeros(channels, dtype=np.float32))
 
-    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def __call__(
+        self, image: np.ndarray, rng: np.random.Generator, out: np.ndarray | None = None
+    ) -> np.ndarray:
         program: list[float] = []  # what the kernel is to do with the image, at once
         height, width, channels = image.shape
         compiled = self.compiled and channels == RGB and kernel.fits(height, width)
@@ -64,14 +67,21 @@ class Pipeline:
             program += steps
             if steps[0] == kernel.Op.CROP_RESIZE:
                 height, width = int(steps[5]), int(steps[6])
-        return _run(program, image, height, width)
+        return _run(program, image, height, width, out)
 
 
-def _run(program: list[float], image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """The image after a program of the kernel, of that size."""
+def _run(
+    program: list[float],
+    image: np.ndarray,
+    height: int,
+    width: int,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """The image after a program of the kernel, of that size; in ``out`` if it fits."""
     if not program:
         return image
-    out = np.empty((height, width, RGB), dtype=np.uint8)
+    if out is None or out.shape != (height, width, RGB):
+        out = np.empty((height, width, RGB), dtype=np.uint8)
     kernel.run(image, program, out)
     return out
 
@@ -142,12 +152,14 @@ class Views:
     def __len__(self) -> int:
         return len(self.pipelines)
 
-    def __call__(self, image: np.ndarray, seed: int, epoch: int, index: int) -> list[np.ndarray]:
-        """V uint8 pictures (H, W, C) of one (H', W', C)."""
+    def __call__(
+        self, image: np.ndarray, seed: int, epoch: int, index: int, out: Sequence[np.ndarray] = ()
+    ) -> list[np.ndarray]:
+        """V uint8 pictures (H, W, C) of one (H', W', C); those that can be lie in ``out``."""
         if self._draws is None or self._seed != seed:
             self._draws, self._seed = ViewDraws(seed), seed
         return [
-            pipeline(image, self._draws.at(epoch, index, view))
+            pipeline(image, self._draws.at(epoch, index, view), out[view] if out else None)
             for view, pipeline in enumerate(self.pipelines)
         ]
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from selftask.data.batch import Batch, New, broken
+from selftask.data.batch import Batch, New, Places, broken
 from selftask.data.dataset import Dataset
 from selftask.data.handover import Memory, Outbox, Parcel
 from selftask.data.reading import last_file
@@ -54,8 +54,10 @@ class _Maker:
         return self._outbox.send(self._make(keys, self._outbox.new))
 
     def _make(self, keys: list[tuple[int, int]], new: New) -> Batch:
+        places = Places(len(keys), new)
+        samples = (self.dataset.sample(key, places.next) for key in keys)
         try:
-            return self.dataset.collate(map(self.dataset.__getitem__, keys), len(keys), new)
+            return self.dataset.collate(samples, places)
         except UserError as error:
             return broken(str(error))
 

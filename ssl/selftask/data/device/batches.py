@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selftask.data.batch import Batch, Listed, New
+from selftask.data.batch import Batch, Listed, New, Places
 from selftask.data.dataset import Sample, ViewDataset
 from selftask.data.device.engine import Engine
 from selftask.data.device.packing import Packed
@@ -69,20 +69,22 @@ class DeviceDataset(ViewDataset):
         """What makes a batch the input of a network: the engine."""
         return self.engine
 
-    def make(self, image: np.ndarray, epoch: int, index: int) -> tuple[list[np.ndarray], Any]:
+    def make(
+        self, image: np.ndarray, epoch: int, index: int, out: Sequence[np.ndarray] = ()
+    ) -> tuple[list[np.ndarray], Any]:
         """The picture itself, and the draws for all of its views."""
         picture = image if self.shrink is None else shrunk(image, self.shrink)
         height, width = picture.shape[:2]
         return [picture], self.engine.draw(height, width, self.seed, epoch, index)
 
-    def collate(self, samples: Iterable[Sample], size: int, new: New) -> DeviceBatch:
+    def collate(self, samples: Iterable[Sample], places: Places) -> DeviceBatch:
         """All pictures in one canvas, and all draws in one tensor."""
         listed = Listed()
         shown = [sample for sample in samples if listed.add(sample)]
         batch = DeviceBatch(views=[], **listed.fields())
         if not shown:
             return batch
-        canvas, sizes = to_canvas([sample.views[0] for sample in shown], new)
+        canvas, sizes = to_canvas([sample.views[0] for sample in shown], places.new)
         try:
             packed = self.engine.pack([sample.drawn for sample in shown], sizes)
         except UserError as error:

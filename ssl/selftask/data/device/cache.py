@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selftask.data.batch import Batch, Listed, New
+from selftask.data.batch import Batch, Listed, Places
 from selftask.data.dataset import (
     MAX_REPLACEMENTS,
     BadFiles,
@@ -157,19 +157,19 @@ class Pictures(EvalDataset):
         super().__init__(source, Pipeline([]))
         self.shrink = shrink
 
-    def __getitem__(self, key: tuple[int, int] | int) -> Sample:
-        sample = super().__getitem__(key)
+    def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
+        sample = super().sample(key)
         if self.shrink is None:
             return sample
         return replace(sample, views=[shrunk(picture, self.shrink) for picture in sample.views])
 
-    def collate(self, samples: Iterable[Sample], size: int, new: New) -> PictureBatch:
+    def collate(self, samples: Iterable[Sample], places: Places) -> PictureBatch:
         """Pictures of any sizes in one canvas."""
         listed = Listed()
         pictures = [sample.views[0] for sample in samples if listed.add(sample)]
         if not pictures:
             return PictureBatch(views=[], **listed.fields())
-        canvas, sizes = to_canvas(pictures, new)
+        canvas, sizes = to_canvas(pictures, places.new)
         return PictureBatch(views=[canvas], **listed.fields(), sizes=sizes)
 
 
