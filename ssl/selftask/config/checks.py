@@ -15,6 +15,9 @@ from selftask.registry import BATCHED_FORMS, SCHEDULES, TRAIN_STEPS, TRANSFORMS,
 
 Problem = tuple[Key, str]
 
+_SQUARES = ("center_crop", "random_crop", "random_resized_crop")  # of args["size"] pixels
+_OTHER_SIZES = (*_SQUARES, "resize", "jigsaw")  # all of ours that change an image's size
+
 
 def contradictions(config: Config) -> Iterator[Problem]:
     """The key meant and what is wrong, for each contradiction in a config whose types are right."""
@@ -23,6 +26,7 @@ def contradictions(config: Config) -> Iterator[Problem]:
     yield from _batch(config)
     yield from _precision(config)
     yield from _views(config)
+    yield from _grid(config)
     yield from _engine(config)
     yield from _weights(config)
     yield from _slurm(config)
@@ -91,6 +95,46 @@ def _views(config: Config) -> Iterator[Problem]:
             if name == "normalize":
                 where = (*key, str(index))
                 yield where, f"{'.'.join(where)}: 'normalize' must come last, once"
+
+
+def _grid(config: Config) -> Iterator[Problem]:
+    """Views of a size that a vision transformer with a fixed grid of patches cannot take."""
+    own, key = config.backbone.args, ("backbone",)
+    if config.backbone.name == "timm" and own["model"].startswith("vit_"):
+        own, key = {"dynamic_img_size": False, **own["args"]}, ("backbone", "args")
+    if own.get("dynamic_img_size", True):  # not there: no vision transformer, or no fixed grid
+        return
+    sides = {name: _side(group.transforms) for name, group in config.views.items()}
+    known = {side for side in sides.values() if side is not None}
+    if len(known | {own.get("img_size", min(known, default=None))}) <= 1:
+        return
+    one = len(set(sides.values())) == 1
+    right = f"img_size={known.pop()}" if one else "dynamic_img_size=true"
+    listed = ", ".join(f"views.{name}: {side}" for name, side in sides.items() if side is not None)
+    fixed = f" for pictures of {own['img_size']} pixels" if "img_size" in own else ""
+    text = (
+        f"backbone={config.backbone.name!r} has one grid of patches{fixed}, and the views are of "
+        f"other sizes ({listed}); set {'.'.join(key)}.{right}"
+    )
+    yield (*key, right.partition("=")[0]), text
+
+
+def _side(transforms: list[Component]) -> int | None:
+    """Of the square pictures that come out, in pixels; None where that is not sure."""
+    for transform in reversed(transforms):
+        if transform.name in _SQUARES:
+            side: int = transform.args["size"]
+            return side
+        if not _keeps_size(transform):
+            break
+    return None
+
+
+def _keeps_size(transform: Component) -> bool:
+    name = transform.name
+    ours = name in TRANSFORMS and TRANSFORMS.address(name).module.startswith("selftask.")
+    inner = inner_components(transform, TRANSFORMS, ())
+    return ours and name not in _OTHER_SIZES and all(_keeps_size(part) for part, *_ in inner)
 
 
 def _engine(config: Config) -> Iterator[Problem]:

@@ -1,0 +1,74 @@
+"""Views of several sizes and a vision transformer that takes one: said before anything starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiny
+from selftask.config.load import load_config
+from selftask.errors import ConfigError
+
+CROP = "{name: random_resized_crop, size: 32}"
+SURELY = f"{{name: random_apply, p: 1.0, transforms: [{CROP}]}}"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "right"),
+    [
+        ("dino/images", ["backbone=vit_tiny"], "backbone.dynamic_img_size=true"),
+        ("dino/images", ["backbone=timm:vit_tiny_patch16_224"], "args.dynamic_img_size=true"),
+        ("simclr/images", ["backbone=vit_tiny"], "backbone.img_size=96"),
+        (  # the digits themselves are of a size that only the data tell
+            "dino/digits",
+            [
+                "backbone=vit_micro",
+                "backbone.img_size=28",
+                f"views.a.transforms=[{CROP},normalize]",
+            ],
+            "backbone.dynamic_img_size=true",
+        ),
+    ],
+)
+def test_other_sizes_than_the_grid_s(recipe: str, words: list[str], right: str) -> None:
+    with pytest.raises(ConfigError, match="one grid of patches") as error:
+        load_config(recipe, ["data=digits", *words])
+    assert len(error.value.problems) == 1
+    assert error.value.problems[0].startswith(f"command line: {words[0]}: ")
+    assert error.value.problems[0].endswith(right)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("dino/images", ["backbone=vit_tiny", "backbone.dynamic_img_size=true"]),
+        ("dino/images", ["backbone=timm:resnet18"]),
+        ("simclr/images", ["backbone=vit_tiny", "backbone.img_size=96"]),
+        ("simclr/digits", ["backbone=vit_micro", f"views.main.transforms=[{SURELY},normalize]"]),
+        (
+            "simclr/digits",
+            ["backbone=vit_tiny", f"views.main.transforms=[{CROP},{{name: jigsaw}},normalize]"],
+        ),
+    ],
+)
+def test_what_fits_or_is_not_known_passes(recipe: str, words: list[str]) -> None:
+    load_config(recipe, ["data=digits", *words])
+
+
+def test_the_command_says_so_without_torch(tmp_path: Path) -> None:
+    words = ["train", "dino/images", f"data={tiny.digits_file(tmp_path)}", "backbone=vit_tiny"]
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "selftask", *words, "launch.processes=2"],
+        env={**os.environ, **tiny.environment()},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "| torch\n" not in done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")]
