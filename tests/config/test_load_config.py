@@ -81,6 +81,27 @@ def test_another_name_forgets_the_old_ones_fields(project: Path) -> None:
     assert config.optimizer.lr == 0.1, "the learning rate is not the optimizer's own"
 
 
+def test_another_transform_forgets_the_old_ones_fields(project: Path) -> None:
+    text = Path("my.yaml").read_text()
+    Path("my.yaml").write_text(text.replace("size: 32", "size: 32, scale: [0.1, 0.2]"))
+    place = "views.main.transforms.0"
+    crop = load(f"{place}={{name: center_crop, size: 24}}").views["main"].transforms[0]
+    assert (crop.name, crop.args) == ("center_crop", {"size": 24})
+    same = load(f"{place}={{name: toy_crop, size: 24}}").views["main"].transforms[0]
+    assert same.args == {"size": 24, "scale": (0.1, 0.2)}
+
+
+def test_so_does_one_inside_of_another(project: Path) -> None:
+    old = "{name: toy_crop, size: 32}"
+    new = "{name: random_apply, p: 0.3, transforms: [{name: toy_crop, size: 8, scale: [0.1, 0.2]}]}"
+    Path("my.yaml").write_text(Path("my.yaml").read_text().replace(old, new))
+    place = "views.main.transforms.0"
+    inner = load(f"{place}.transforms.0={{name: center_crop, size: 9}}").views["main"].transforms[0]
+    assert inner.args == {"p": 0.3, "transforms": [{"name": "center_crop", "size": 9}]}
+    outer = load(f"{place}={{name: center_crop, size: 9}}").views["main"].transforms[0]
+    assert (outer.name, outer.args) == ("center_crop", {"size": 9})
+
+
 def test_same_name_keeps_its_fields(project: Path) -> None:
     config = load("backbone=toy_net", "optimizer={name: toy_sgd, lr: 0.3}")
     assert config.backbone.args == {"width": 16}

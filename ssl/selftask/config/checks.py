@@ -99,9 +99,11 @@ def _views(config: Config) -> Iterator[Problem]:
 
 def _grid(config: Config) -> Iterator[Problem]:
     """Views of a size that a vision transformer with a fixed grid of patches cannot take."""
-    own, key = config.backbone.args, ("backbone",)
+    key: Key = ("backbone",)
+    own = config.backbone.args
     if config.backbone.name == "timm" and own["model"].startswith("vit_"):
-        own, key = {"dynamic_img_size": False, **own["args"]}, ("backbone", "args")
+        key = ("backbone", "args")
+        own = {"dynamic_img_size": False, **own["args"]}
     if own.get("dynamic_img_size", True):  # not there: no vision transformer, or no fixed grid
         return
     sides = {name: _side(group.transforms) for name, group in config.views.items()}

@@ -9,6 +9,7 @@ command line mean the same.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 Path = tuple[str, ...]
@@ -37,9 +38,22 @@ def is_pipeline(path: Path) -> bool:
 
 
 def named_places(config: dict[str, Any]) -> list[Path]:
-    """The paths of all sections that have a ``name``, outside of lists."""
+    """The paths of all sections that have a ``name``, also in lists of transforms."""
     entries = [(*place, key) for place in sorted(_NAMED_ENTRIES) for key in _mapping(config, place)]
-    return [*sorted(_NAMED), *sorted(_SOURCES), *entries]
+    lists: list[Path] = [("eval", "transforms")]
+    lists += [("views", group, "transforms") for group in _mapping(config, ("views",))]
+    transforms = [item for place in lists for item in _named_items(_at(config, place), place)]
+    return [*sorted(_NAMED), *sorted(_SOURCES), *entries, *transforms]
+
+
+def _named_items(value: Any, path: Path) -> Iterator[Path]:
+    """The items of a list, and of the lists in their fields, that are sections with a ``name``."""
+    for index, item in enumerate(value if isinstance(value, list) else ()):
+        place = (*path, str(index))
+        if isinstance(item, dict) and "name" in item:
+            yield place
+            for field, inner in item.items():
+                yield from _named_items(inner, (*place, field))
 
 
 def default_name(path: Path) -> str | None:
@@ -82,7 +96,12 @@ def _expand_text(text: str, path: Path) -> Any:
 
 
 def _mapping(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    value = _at(config, path)
+    return value if isinstance(value, dict) else {}
+
+
+def _at(config: dict[str, Any], path: Path) -> Any:
     value: Any = config
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
-    return value if isinstance(value, dict) else {}
+    return value
