@@ -81,9 +81,9 @@ def keep_freed_memory(device: torch.device) -> None:
     """Let this process, and those it forks, keep the memory of freed tensors for the next ones.
 
     glibc gives large pieces back, so that each step gets its activations page by page again, at
-    about a microsecond for 4 KiB. With a GPU they are not on the host, nor are batches made anew
-    there: nothing is kept. Nor where another C library is in use, nor against the user, who can
-    set the same by MALLOC_*_ and GLIBC_TUNABLES.
+    about 2 us for 4 KiB. With a GPU they are not on the host, and batches lie in memory that is
+    used again: nothing is kept. Nor where another C library is in use, nor against the user, who
+    can set the same by MALLOC_*_ and GLIBC_TUNABLES.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     chosen = any(
