@@ -99,13 +99,14 @@ class ToFloat:
 
     def __call__(self, pixels: Tensor) -> Tensor:
         count, height, width, channels = pixels.shape
+        together = max(1, count)  # images
         if pixels.device.type == "cpu":  # three operations, between which values stay in the cache
+            together = max(1, torch.get_num_threads() * BLOCK // (height * width * channels))
             values = _aligned_floats(pixels.shape)
-            few = max(1, torch.get_num_threads() * BLOCK // (height * width * channels))
         else:
-            values, few = torch.empty(pixels.shape, device=pixels.device), max(1, count)
+            values = torch.empty(pixels.shape, dtype=torch.float32, device=pixels.device)
         scale, shift = self._for_rows(width, pixels.device)
-        for block, given in zip(values.split(few), pixels.split(few), strict=True):
+        for block, given in zip(values.split(together), pixels.split(together), strict=True):
             block.copy_(given).view(-1, width * channels).mul_(scale).add_(shift)
         return values.permute(0, 3, 1, 2)
 
