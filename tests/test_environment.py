@@ -25,7 +25,7 @@ from selftask.environment import keep_freed_memory
 
 def faults_of_a_step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    activations = [torch.ones(10 << 20) for _ in range(3)]  # 40 MiB each
+    activations = [torch.ones(5 << 20) for _ in range(6)]  # 20 MiB each
     del activations
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
@@ -35,17 +35,9 @@ print(min(faults_of_a_step() for _ in range(10)))  # the first few find their pl
 """
 
 
-def glibc_takes_a_gigabyte() -> bool:
-    """Asked in a process of its own, since it is also set."""
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    ask = f"import ctypes, sys; sys.exit(ctypes.CDLL(None).mallopt({MMAP}, 1 << 30))"
-    return subprocess.run([sys.executable, "-c", ask], check=False).returncode == 1
-
-
 def test_freed_memory_is_kept() -> None:
-    if not glibc_takes_a_gigabyte():
-        pytest.skip("not glibc, or one that gives back all pieces above 32 MiB")
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("not glibc")
     unset = {key: value for key, value in os.environ.items() if "MALLOC_" not in key}
     unset.pop("GLIBC_TUNABLES", None)
     source = str(Path(selftask.__file__).resolve().parents[1])
@@ -63,27 +55,23 @@ def test_freed_memory_is_kept() -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """What mallopt is asked for, of a glibc that takes up to 32 MiB as MMAP."""
+    """What mallopt is asked for."""
     asked: list[tuple[int, int]] = []
-
-    def mallopt(name: int, value: int) -> int:
-        asked.append((name, value))
-        return int(name != MMAP or value <= 32 << 20)
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    libc = SimpleNamespace(mallopt=lambda name, value: asked.append((name, value)))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: libc)
     monkeypatch.setattr(environment.platform, "libc_ver", lambda: ("glibc", "2.31"))
     for name in ("GLIBC_TUNABLES", *(name for name in os.environ if "MALLOC_" in name)):
         monkeypatch.delenv(name, raising=False)
     return asked
 
 
-def test_old_glibc_keeps_what_it_can(
+def test_other_settings_of_the_user_do_not_matter(
     calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")  # another matter
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0")
     keep_freed_memory(torch.device("cpu"))
-    assert calls == [(TRIM, 1 << 30), (MMAP, 1 << 30), (MMAP, 32 << 20)]
+    assert calls == [(TRIM, 1 << 30), (MMAP, 32 << 20)]
 
 
 @pytest.mark.parametrize(

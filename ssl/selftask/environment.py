@@ -18,8 +18,8 @@ from selftask.errors import UserError
 from selftask.world import World
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-_KEPT = 1 << 30  # bytes; more in one piece still goes back when it is freed
-_OLD_LIMIT = 1 << 25  # the largest M_MMAP_THRESHOLD of older glibc
+_KEPT = 1 << 30  # bytes of free memory at the end of the heap
+_LARGEST = 32 << 20  # bytes of a kept piece: as far as glibc's own threshold would grow
 _SETTINGS = ("mmap_threshold", "trim_threshold", "top_pad", "mmap_max")
 
 
@@ -83,7 +83,8 @@ def keep_freed_memory(device: torch.device) -> None:
     glibc gives large pieces back, so that each step gets its activations page by page again, at
     about 2 us for 4 KiB. With a GPU they are not on the host, and batches lie in memory that is
     used again: nothing is kept. Nor where another C library is in use, nor against the user, who
-    can set the same by MALLOC_*_ and GLIBC_TUNABLES.
+    can set the same by MALLOC_*_ and GLIBC_TUNABLES. Pieces over 32 MiB still go back: aligned as
+    torch's are, glibc cannot always use a freed one again, and the heap would grow.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     chosen = any(
@@ -94,8 +95,7 @@ def keep_freed_memory(device: torch.device) -> None:
         return
     mallopt = ctypes.CDLL(None).mallopt  # heeded by no other malloc that is preloaded
     mallopt(_M_TRIM_THRESHOLD, _KEPT)
-    if not mallopt(_M_MMAP_THRESHOLD, _KEPT):
-        mallopt(_M_MMAP_THRESHOLD, _OLD_LIMIT)
+    mallopt(_M_MMAP_THRESHOLD, _LARGEST)
 
 
 def seed_all(seed: int, rank: int) -> None:
