@@ -59,7 +59,7 @@ def test_a_script_that_forgets_to_close_ends(ending: str, code: int) -> None:
         [sys.executable, "-c", START_WORKERS + ending],
         env=ENVIRONMENT,
         capture_output=True,
-        timeout=20,
+        timeout=120,  # for ever, if it fails
         check=False,
     )
     assert done.returncode == code

@@ -85,13 +85,14 @@ def test_what_is_no_file_is_refused_at_once(timeout_s: float, tmp_path: Path) ->
         "gone.jpg": "no such file or directory",
         "loop.jpg": "too many levels of symbolic links",
         "sparse.jpg": "1099511627776 bytes: too large for an image",
-        "null\0.jpg": "embedded null byte",
+        "null\0.jpg": "embedded null",  # python's words, which differ between versions
     }
     started = time.perf_counter()
     for name, reason in expected.items():
         with pytest.raises(BadImage) as caught:
             read_bytes(str(tmp_path / name), timeout_s)
-        assert caught.value.reason == reason, name
+        told = caught.value.reason
+        assert told == reason or (name == "null\0.jpg" and reason in told), name
         assert caught.value.path == str(tmp_path / name)
     assert time.perf_counter() - started < 20
     server.close()
