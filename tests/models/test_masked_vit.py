@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 import torch
 from timm.models import VisionTransformer
-from timm.models.vision_transformer import Block
 from torch import nn
 
 from selftask.errors import UserError
@@ -186,23 +184,3 @@ def test_predictor_knows_places_by_their_positions_only() -> None:
     assert torch.allclose(nowhere[0, 0, 0], nowhere[0, 0, 1], atol=1e-6)
     assert torch.allclose(nowhere, predictor(encoded, keep.flip(1), asked), atol=1e-6)
     assert "positions" not in predictor.state_dict()
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_predictors_block_is_timms_that_stops_early(masked: bool) -> None:
-    """Same names, outputs and gradients of what is asked for, whatever the others would be."""
-    ours = mv.PredictorBlock(24, 3).double()
-    theirs = Block(24, 3, qkv_bias=True, norm_layer=partial(nn.LayerNorm, eps=1e-6)).double()
-    theirs.load_state_dict(ours.state_dict())
-    x = torch.randn(5, 9, 24, dtype=torch.float64)
-    seen = torch.rand(5, 1, 1, 9) < 0.7
-    seen[..., 0] = True
-    mask = seen.expand(-1, 1, 9, 9) if masked else None
-    expected = theirs(x, attn_mask=mask)
-    assert torch.allclose(ours(x, mask), expected, atol=1e-12)
-    last = ours(x, mask, num_last=4)
-    assert torch.allclose(last, expected[:, -4:], atol=1e-12)
-    last.square().sum().backward()
-    expected[:, -4:].square().sum().backward()
-    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert torch.allclose(mine.grad, other.grad, atol=1e-10), name

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.errors import UserError
@@ -108,12 +107,17 @@ class PatchPredictor(nn.Module):
         self, vit: VisionTransformer, *, dim: int, depth: int, num_heads: int, num_out: int
     ) -> None:
         """``dim`` (D) must be divisible by 4 and by ``num_heads``; ``num_out`` numbers a patch."""
+        from timm.models.vision_transformer import Block
+
         super().__init__()
+        norm = partial(nn.LayerNorm, eps=1e-6)
         self.embed = nn.Linear(vit.embed_dim, dim)
         self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))
         self.register_buffer("positions", sincos_positions(dim, grid_size(vit)), persistent=False)
-        self.blocks = nn.ModuleList(PredictorBlock(dim, num_heads) for _ in range(depth))
-        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.blocks = nn.ModuleList(
+            Block(dim, num_heads, qkv_bias=True, norm_layer=norm) for _ in range(depth)
+        )
+        self.norm = norm(dim)
         self.project = nn.Linear(dim, num_out)
 
     def forward(
@@ -141,47 +145,10 @@ class PatchPredictor(nn.Module):
         if padding is not None and asked_padding is not None:
             each = padding.repeat_interleave(num_groups, dim=0)  # (B * M, K)
             attend = _attention_mask(torch.cat([each, asked_padding.flatten(0, 1)], 1), num_prefix)
-        for block in self.blocks[:-1]:
-            x = block(x, attend)
-        for block in self.blocks[-1:]:
-            x = block(x, attend, num_last=num_asked)
+        for block in self.blocks:
+            x = block(x, attn_mask=attend)
         output: Tensor = self.project(self.norm(x[:, -num_asked:]))  # (B * M, Q, out)
         return output.view(*asked.shape, -1)
-
-
-class PredictorBlock(nn.Module):
-    """timm's pre-norm transformer block, with its names, that can stop at the last tokens.
-
-    Of a predictor's last block only what was asked for is read, so that only the keys and values
-    of the other tokens are needed: with a third asked for that is half of the arithmetic.
-    """
-
-    def __init__(self, dim: int, num_heads: int) -> None:
-        from timm.models.vision_transformer import Block
-
-        super().__init__()
-        block = Block(dim, num_heads, qkv_bias=True, norm_layer=partial(nn.LayerNorm, eps=1e-6))
-        self.norm1, self.attn = block.norm1, block.attn
-        self.norm2, self.mlp = block.norm2, block.mlp
-
-    def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, *, num_last: int | None = None
-    ) -> Tensor:
-        """(B, L, D) -> the last ``num_last`` of the L tokens, or all; the mask is (B, 1, L, L)."""
-        last = slice(-(num_last or x.shape[1]), None)
-        qkv, width = self.attn.qkv, x.shape[2]
-        y = self.norm1(x)
-        query = F.linear(y[:, last], qkv.weight[:width], qkv.bias[:width])
-        key, value = F.linear(y, qkv.weight[width:], qkv.bias[width:]).chunk(2, dim=2)
-        query, key, value = (
-            part.unflatten(2, (self.attn.num_heads, -1)).transpose(1, 2)  # (B, heads, L, D / heads)
-            for part in (query, key, value)
-        )
-        mask = None if attn_mask is None else attn_mask[:, :, last]
-        seen = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        x = x[:, last] + self.attn.proj(seen.transpose(1, 2).flatten(2))
-        output: Tensor = x + self.mlp(self.norm2(x))
-        return output
 
 
 def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
