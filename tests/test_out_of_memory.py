@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,7 +75,15 @@ def group() -> Iterator[Path]:
             pytest.skip(f"{cannot}: {error}")
         yield made
     finally:
-        made.rmdir()
+        _remove(made)
+
+
+def _remove(group: Path) -> None:
+    """Once the last of its processes is gone, which may take a moment after its parent's end."""
+    deadline = time.monotonic() + 60
+    while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    group.rmdir()
 
 
 @pytest.mark.slow
