@@ -7,6 +7,7 @@ next to nothing else, so that what is measured is the reduction and what it hide
 turn of each entry, another one first in each:
 
     alone       the backward pass without communication
+    flat        the least there is to do: as many bytes that lie ready in tensors of 25 MiB
     per tensor  one all-reduce for each tensor, then a division, one after the other
     async       all of these at once, then the divisions (VISSL's way)
     one bucket  all gradients in one flat tensor after the backward pass
@@ -86,8 +87,19 @@ class OneBucket(PerTensor):
         torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(parts, grads, strict=True)])
 
 
+class Flat(Reduction):
+    def watch(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        size, device = sum(p.numel() for _, p in named), named[0][1].device
+        self.chunks = torch.zeros(size, device=device).split(25 * 2**20 // 4)
+
+    def reduce(self) -> None:
+        for work in [dist.all_reduce(chunk, async_op=True) for chunk in self.chunks]:
+            work.wait()
+
+
 ENTRIES: dict[str, Callable[[], Reduction]] = {
     "alone": Alone,
+    "flat": Flat,
     "per tensor": PerTensor,
     "async": Async,
     "one bucket": OneBucket,
