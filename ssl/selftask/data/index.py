@@ -155,14 +155,15 @@ def save(index: Index, file: Path) -> Index:
 
 def _write(stream: Any, index: Index) -> None:
     """Magic, length of the header, header, and each array at a multiple of _ALIGN bytes."""
-    table, end = {}, 0
+    table: dict[str, tuple[str, int, int]] = {}
+    end = 0
     arrays = {name: np.ascontiguousarray(array) for name, array in index.arrays.items()}
     for name, array in arrays.items():
-        table[name] = [array.dtype.str, len(array), end]
+        table[name] = (array.dtype.str, len(array), end)
         end += -(-array.nbytes // _ALIGN) * _ALIGN
     room = len(json.dumps({**index.header, "arrays": table})) + 20 * len(table) + 64
     first = -(-(len(MAGIC) + 8 + room) // _ALIGN) * _ALIGN
-    table = {name: [kind, count, first + at] for name, (kind, count, at) in table.items()}
+    table = {name: (kind, count, first + at) for name, (kind, count, at) in table.items()}
     text = json.dumps({**index.header, "arrays": table}).encode()
     text += b" " * (first - len(MAGIC) - 8 - len(text))
     stream.write(MAGIC + len(text).to_bytes(8, "little") + text)

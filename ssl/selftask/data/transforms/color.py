@@ -218,7 +218,7 @@ def adjust_saturation(image: np.ndarray, factor: float) -> np.ndarray:
 
 def adjust_hue(image: np.ndarray, turn: float) -> np.ndarray:
     """Turn the hue by a fraction of the colour circle, in steps of 1/256."""
-    hsv = cv2.cvtColor(image, cv2.COLOR_RGB2HSV_FULL)
+    hsv: np.ndarray = cv2.cvtColor(image, cv2.COLOR_RGB2HSV_FULL)
     step = np.array((int(turn * 255) % 256, 0, 0), dtype=np.uint8)
     rows = np.tile(step, image.shape[1]).reshape(image.shape[1], 3)
     hsv += rows  # wraps around, as the circle does
