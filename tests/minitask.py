@@ -144,9 +144,6 @@ class MiniTask:
     def batches_left(self) -> int:
         return self.length.batches_per_epoch - self.clock.batch_in_epoch
 
-    def timer(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def autocast(self) -> AbstractContextManager[None]:
         return nullcontext()
 

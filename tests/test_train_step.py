@@ -79,7 +79,8 @@ def test_hook_points_in_order(tmp_path: Path, spy: str) -> None:
     assert points(train=True) == train
     assert points(train=False) == [*test, "on_end"]
     for _, point, phase, iteration, grad in CALLS:
-        assert grad is (phase or point != "on_forward"), "outside, the grad mode is as before"
+        inside = point in ("on_forward", "on_loss_and_meter")
+        assert grad is (phase or not inside), "outside, the grad mode is as before"
         assert phase or iteration == 2, "a test phase counts no update"
     assert [call[3] for call in CALLS if call[1] == "on_update"] == [0, 1]
     assert [call[3] for call in CALLS if call[1:3] == ("on_step", True)] == [1, 2]

@@ -25,7 +25,9 @@ def sharpness_aware_step(task: Task) -> None:
 
     _gradient(task, loss)
     climb = _climb(task)
-    _gradient(task, task.loss(task.model(sample["input"]), sample["target"]))
+    with task.autocast():
+        uphill = task.loss(task.model(sample["input"]), sample["target"])
+    _gradient(task, uphill)
     with torch.no_grad():
         for parameter, up in climb:
             parameter -= up
@@ -39,7 +41,7 @@ def sharpness_aware_step(task: Task) -> None:
 
 
 def _loss(task: Task, sample: dict) -> Tensor:
-    with torch.set_grad_enabled(task.train), task.autocast():
+    with task.autocast():
         output = task.model(sample["input"])
         task.last_batch = batch = LastBatch(sample, output)
         task.run_hooks("on_forward")

@@ -37,12 +37,12 @@ from selftask.parallel.build import build_reduction, save_activations, synchroni
 from selftask.progress import Clock, RunLength
 from selftask.pulse import PULSE
 from selftask.registry import HOOKS, METERS, METHODS, TRAIN_STEPS, Registry
-from selftask.timing import NoTimer
 from selftask.world import read_world
 
 log = get_logger(__name__)
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_FULL_PRECISION: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass
@@ -71,8 +71,8 @@ class Task(ClassyTaskNames):
         self.out = Path(config.out)
         self.world = read_world()
         self.device = environment.pick_device(config.train.device, self.world)
-        self.timer: Callable[[str], AbstractContextManager[None]] = NoTimer()
         self.evaluate: Callable[[Task], dict[str, float]] | None = None  # set by the launcher
+        self._low_precision = _DTYPES.get(config.train.precision)  # None: float32
         self.train_step_function: Callable[[Task], None] = TRAIN_STEPS[config.train.step]
         self.train = True
         self.scalars: dict[str, Any] = {}  # what goes into the next line of the log
@@ -136,7 +136,7 @@ class Task(ClassyTaskNames):
     def _distribute(self) -> None:
         """Set up how ranks share the network; nothing on one process."""
         config = self.config
-        self.reduction = build_reduction(config.parallel, _DTYPES.get(config.train.precision))
+        self.reduction = build_reduction(config.parallel, self._low_precision)
         teachers = [part.network for part in self.loss.modules() if isinstance(part, Teacher)]
         self.reduction.shard([self.base_model, *teachers])
         called: Any = torch.compile(self.base_model) if config.train.compile else self.base_model
@@ -189,8 +189,9 @@ class Task(ClassyTaskNames):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of the forward pass; nothing in float32."""
-        dtype = _DTYPES.get(self.config.train.precision)
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+        if self._low_precision is None:
+            return _FULL_PRECISION
+        return torch.autocast(self.device.type, self._low_precision)
 
     def update_meters(self, output: Any, target: Tensor) -> None:
         """Show the batch to the meters: those of a test phase."""
@@ -271,20 +272,26 @@ class Task(ClassyTaskNames):
             meter.reset()
         if self.train and hasattr(self.optimizer, "on_epoch"):
             self.optimizer.on_epoch(self.clock.where_of_epoch)
-        self.run_hooks("on_phase_start")
         left = min(self.batches_left, self.length.total_batches - self.clock.batch)
         self._phase_stop = self.clock.batch + left
-        self.data_iterator = self._samples()
+        self.data_iterator = self._samples()  # reads nothing yet; hooks may wrap it
+        self.run_hooks("on_phase_start")
 
     def step(self) -> None:
         """One call of the registered train step; StopIteration when the phase is over."""
-        self.train_step()
+        if self.train:
+            self.train_step()
+        else:
+            self.eval_step()
         self.run_hooks("on_step")
 
     def train_step(self) -> None:
         self.train_step_function(self)
 
-    eval_step = train_step  # the train step knows what to leave out
+    @torch.no_grad()
+    def eval_step(self) -> None:
+        """The same function, which knows what to leave out of a test phase."""
+        self.train_step_function(self)
 
     def on_phase_end(self) -> None:
         """Sum the meters over ranks, and count the phase."""
@@ -330,8 +337,9 @@ class Task(ClassyTaskNames):
             if self.train
             else self.feed.test_samples()
         )
+        prepare = self.loss.prepare
         for sample in samples:
-            self.loss.prepare(sample, self)
+            prepare(sample, self)
             yield sample
 
     @property

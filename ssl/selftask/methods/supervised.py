@@ -50,6 +50,7 @@ class Supervised(Method):
         _check_labels("data", task.feed.train_source, self.num_classes)
         _check_labels("data.val", task.feed.val_source, self.num_classes)
         self.loss = _build_loss(self.config.loss, self.config.loss_args)
+        self.score = in_full_precision(self.loss.forward)
         return Classifier(backbone, self.num_classes, frozen=self.config.freeze_backbone)
 
     def prepare(self, sample: dict[str, Any], task: Task) -> None:
@@ -57,7 +58,8 @@ class Supervised(Method):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """The loss of the scores ``output`` (B, C) for the labels ``target`` (B,)."""
-        return _score(output, target, self.loss)
+        loss: Tensor = self.score(output, target)
+        return loss
 
     @property
     def chance(self) -> float | None:
@@ -85,12 +87,6 @@ class Classifier(nn.Module):
         super().train(mode)
         self.backbone.train(mode and not self.frozen)
         return self
-
-
-@in_full_precision
-def _score(output: Tensor, target: Tensor, loss: nn.Module) -> Tensor:
-    value: Tensor = loss(output, target)
-    return value
 
 
 def _check_labels(key: str, source: Any, num_classes: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-import torch
+from torch import Tensor
 
 from selftask.collectives import all_reduce_mean
 from selftask.registry import register_train_step
@@ -25,38 +25,31 @@ def accumulate_train_step(task: Task) -> None:
         _forward(task, share=1.0)
         return
 
-    with task.timer("train_step"):
-        batches = min(task.config.train.accumulate, task.batches_left)
-        task.optimizer.zero_grad()
-        for number in range(1, batches + 1):
-            with nullcontext() if number == batches else task.no_sync():
-                loss = _forward(task, share=1.0 / batches)
-                with task.timer("backward"):
-                    task.grad_scaler.scale(loss).backward()
+    batches = min(task.config.train.accumulate, task.batches_left)
+    task.optimizer.zero_grad()
+    for number in range(1, batches + 1):
+        with nullcontext() if number == batches else task.no_sync():
+            loss = _forward(task, share=1.0 / batches)
+            task.grad_scaler.scale(loss).backward()
 
-        with task.timer("reduce"):
-            task.reduce_gradients()
-            task.grad_scaler.unscale_(task.optimizer)
-        task.run_hooks("on_backward")
+    task.reduce_gradients()
+    task.grad_scaler.unscale_(task.optimizer)
+    task.run_hooks("on_backward")
 
-        with task.timer("optimizer_step"):
-            task.grad_scaler.step(task.optimizer, where=task.where)
-            task.grad_scaler.update()
-        task.run_hooks("on_update")
-        task.advance(batches)
+    task.grad_scaler.step(task.optimizer, where=task.where)
+    task.grad_scaler.update()
+    task.run_hooks("on_update")
+    task.advance(batches)
 
 
-def _forward(task: Task, *, share: float) -> torch.Tensor:
+def _forward(task: Task, *, share: float) -> Tensor:
     """One batch through network and loss; the loss's ``share`` of the update, with its graph."""
-    with task.timer("read_sample"):
-        sample = next(task.data_iterator)
-    with torch.set_grad_enabled(task.train), task.autocast():
-        with task.timer("forward"):
-            output = task.model(sample["input"])
+    sample = next(task.data_iterator)
+    with task.autocast():
+        output = task.model(sample["input"])
         task.last_batch = batch = LastBatch(sample, output)
         task.run_hooks("on_forward")
-        with task.timer("loss"):
-            batch.local_loss = task.loss(output, sample["target"])
+        batch.local_loss = task.loss(output, sample["target"])
     batch.loss = all_reduce_mean(batch.local_loss.detach())
     task.update_meters(output, sample["target"])
     task.run_hooks("on_loss_and_meter")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from selftask.collectives import all_reduce_mean
 from selftask.registry import register_train_step
 from selftask.task import LastBatch, Task
@@ -16,36 +14,28 @@ def standard_train_step(task: Task) -> None:
     Hooks find what the step has made so far in ``task.last_batch``. ``StopIteration`` from
     ``task.data_iterator`` passes through: the phase is over.
     """
-    with task.timer("train_step"):
-        with task.timer("read_sample"):
-            sample = next(task.data_iterator)
+    sample = next(task.data_iterator)
 
-        with torch.set_grad_enabled(task.train), task.autocast():
-            with task.timer("forward"):
-                output = task.model(sample["input"])
-            task.last_batch = batch = LastBatch(sample, output)
-            task.run_hooks("on_forward")  # the teacher sees the batch here
-            with task.timer("loss"):
-                batch.local_loss = task.loss(output, sample["target"])
+    with task.autocast():
+        output = task.model(sample["input"])
+        task.last_batch = batch = LastBatch(sample, output)
+        task.run_hooks("on_forward")  # the teacher sees the batch here
+        batch.local_loss = task.loss(output, sample["target"])
 
-        with task.timer("loss_all_reduce"):
-            batch.loss = all_reduce_mean(batch.local_loss.detach())
-        with task.timer("meters"):
-            task.update_meters(output, sample["target"])
-        task.run_hooks("on_loss_and_meter")  # logging
+    batch.loss = all_reduce_mean(batch.local_loss.detach())
+    task.update_meters(output, sample["target"])
+    task.run_hooks("on_loss_and_meter")  # logging
 
-        if not task.train:
-            return
+    if not task.train:
+        return
 
-        with task.timer("backward"):
-            task.optimizer.zero_grad()
-            task.grad_scaler.scale(batch.local_loss).backward()
-            task.reduce_gradients()  # before unscale_: its search for infs is local
-            task.grad_scaler.unscale_(task.optimizer)
-        task.run_hooks("on_backward")  # clipping, freezing: gradients are final and unscaled
+    task.optimizer.zero_grad()
+    task.grad_scaler.scale(batch.local_loss).backward()
+    task.reduce_gradients()  # before unscale_: its search for infs is local
+    task.grad_scaler.unscale_(task.optimizer)
+    task.run_hooks("on_backward")  # clipping, freezing: gradients are final and unscaled
 
-        with task.timer("optimizer_step"):
-            task.grad_scaler.step(task.optimizer, where=task.where)  # lr, weight decay at `where`
-            task.grad_scaler.update()
-        task.run_hooks("on_update")  # the teacher follows the student
-        task.advance()
+    task.grad_scaler.step(task.optimizer, where=task.where)  # lr, weight decay at `where`
+    task.grad_scaler.update()
+    task.run_hooks("on_update")  # the teacher follows the student
+    task.advance()

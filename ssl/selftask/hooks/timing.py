@@ -1,0 +1,147 @@
+"""Where the time of a step goes: in every row of the log, and in one line as the run ends."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from selftask.hooks.base import Hook
+from selftask.logs import get_logger
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+log = get_logger(__name__)
+
+
+@register_hook("timing")
+@dataclass(eq=False, kw_only=True)
+class Timing(Hook):
+    """Logs the milliseconds that an update spends in each section, as ``ms_forward`` and so on.
+
+    Works with any train step, which knows nothing of it: the parts of the task say when they are
+    used. What lies between two of them belongs to the section that began last:
+
+    * ``read``: waiting for the sample, and the method's ``prepare``;
+    * ``forward`` and ``loss``, ``backward`` (with all of the reduction that it hides);
+    * ``reduce``: what is left of the reduction after it;
+    * ``update``: the optimizer;
+    * ``hooks``: the rest, such as teachers, clipping, logging.
+
+    Sections are ranges of torch's profiler, too. On a GPU the times are those of its events, read
+    at log points only: nothing waits for the device because of them.
+    """
+
+    priority: ClassVar[int] = 100
+
+    def __post_init__(self) -> None:
+        self.clock: Callable[[], Any] = time.perf_counter
+        self.listening = False  # not in test phases
+        self.marks: list[tuple[str | None, Any]] = []  # section that began, and when
+        self.range: Any = None  # of the profiler
+        self.updates = self.all_updates = 0
+        self.total: defaultdict[str, float] = defaultdict(float)  # ms by section, of the whole run
+
+    def on_start(self, task: Task) -> None:
+        if task.device.type == "cuda":
+            self.clock = _record_event
+        for name, module in (("forward", task.model), ("loss", task.loss)):
+            module.register_forward_pre_hook(self._beginning(name), prepend=True)
+            module.register_forward_hook(self._beginning("hooks"))
+        task.optimizer.optimizer.register_step_pre_hook(self._beginning("update"))
+        task.optimizer.optimizer.register_step_post_hook(self._beginning("hooks"))
+        reduce_gradients = task.reduce_gradients
+
+        def reduce() -> None:
+            self._begin("reduce")
+            reduce_gradients()
+            self._begin("hooks")
+
+        task.reduce_gradients = reduce  # type: ignore[method-assign]
+
+    def on_phase_start(self, task: Task) -> None:
+        self.listening = task.train
+        if task.train:
+            task.data_iterator = self._reading(task.data_iterator)
+
+    def on_loss_and_meter(self, task: Task) -> None:
+        self._begin("backward")
+
+    def on_update(self, task: Task) -> None:
+        self.updates += 1
+        if task.at_log_point:
+            for section, milliseconds in self._take().items():
+                task.log(f"ms_{section}", milliseconds / self.updates)
+                self.total[section] += milliseconds
+            self.all_updates += self.updates
+            self.updates = 0
+
+    def on_phase_end(self, task: Task) -> None:
+        self._begin(None)  # evaluations are no part of a step
+
+    def on_end(self, task: Task) -> None:
+        whole = sum(self.total.values())
+        if whole:
+            parts = [
+                f"{section} {ms / self.all_updates:.3g} ({ms / whole:.0%})"
+                for section, ms in sorted(self.total.items(), key=lambda item: -item[1])
+            ]
+            log.info("milliseconds an update: %s", ", ".join(parts))
+
+    def on_exception(self, task: Task) -> None:
+        self._begin(None)
+
+    def _reading(self, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        while True:
+            self._begin("read")
+            sample = next(samples, None)
+            self._begin("hooks")
+            if sample is None:
+                return
+            yield sample
+
+    def _beginning(self, section: str) -> Callable[..., None]:
+        def begin(*_: Any) -> None:
+            self._begin(section)
+
+        return begin
+
+    def _begin(self, section: str | None) -> None:
+        """From here on time belongs to ``section``; None: to nobody."""
+        if not self.listening:
+            return
+        if self.range is not None:
+            self.range.__exit__(None, None, None)
+        self.range = None if section is None else torch.profiler.record_function(section)
+        if self.range is not None:
+            self.range.__enter__()
+        self.marks.append((section, self.clock()))
+
+    def _take(self) -> dict[str, float]:
+        """Milliseconds by section since the last call. Waits for the device."""
+        self._begin("hooks")
+        taken: defaultdict[str, float] = defaultdict(float)
+        for (section, start), (_, end) in zip(self.marks, self.marks[1:], strict=False):
+            if section is not None:
+                taken[section] += _milliseconds(start, end)
+        del self.marks[:-1]
+        return taken
+
+
+def _record_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _milliseconds(start: Any, end: Any) -> float:
+    if isinstance(end, float):
+        return float(1e3 * (end - start))
+    end.synchronize()
+    return float(start.elapsed_time(end))

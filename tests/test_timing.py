@@ -1,0 +1,103 @@
+"""The timing hook: each section gets the time that passed in it, whatever the train step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from selftask.logs import read_metrics
+from selftask.task import Task
+
+SECONDS = {"read": 11, "forward": 3, "hooks": 4, "loss": 5, "backward": 2, "reduce": 1, "update": 7}
+
+
+class Slow:
+    """A clock, and the parts of a task that move it by ``SECONDS``."""
+
+    def __init__(self, task: Task) -> None:
+        self.now = 0.0
+        samples, reduce = task._samples, task.reduction.reduce
+        task._samples = lambda: self.samples(samples())  # type: ignore[method-assign]
+        task.model.register_forward_pre_hook(self.takes("forward"))
+        task._calls["on_forward"] = [*task._calls.get("on_forward", []), self.takes("hooks")]
+        task.loss.register_forward_pre_hook(self.takes("loss"))
+        next(task.model.parameters()).register_hook(self.takes("backward"))
+        task.reduction.reduce = lambda: (self.takes("reduce")(), reduce())[1]  # type: ignore
+        task.optimizer.optimizer.register_step_post_hook(self.takes("update"))
+
+    def takes(self, section: str) -> Callable[..., None]:
+        def wait(*_: Any) -> None:
+            self.now += SECONDS[section]
+
+        return wait
+
+    def samples(self, samples: Iterator[Any]) -> Iterator[Any]:
+        for sample in samples:
+            self.takes("read")()
+            yield sample
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_each_section_gets_its_time(
+    tmp_path: Path, accumulate: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = "accumulate" if accumulate > 1 else "standard"
+    more = ("hooks.timing={}", f"train.step={step}", f"train.accumulate={accumulate}")
+    task = tiny.task("simclr", tmp_path, "run", *more, "train.max_steps=2", "train.log_every=2")
+    task.prepare()
+    slow = Slow(task)
+    task.on_start()
+    task.named_hooks["timing"].clock = lambda: slow.now
+    with caplog.at_level("INFO", "selftask"):
+        task.on_phase_start()
+        task.step()
+        task.step()
+        slow.now += 1000  # an evaluation, say: no part of a step
+        task.on_phase_end()
+        task.on_end()
+    task.close()
+
+    often = {"read", "forward", "hooks", "loss", "backward"}
+    expected = {f"ms_{s}": 1e3 * n * (accumulate if s in often else 1) for s, n in SECONDS.items()}
+    (row,) = read_metrics(task.out / "metrics.jsonl")
+    assert {name: row[name] for name in row if name.startswith("ms_")} == expected
+    told = next(line for line in caplog.messages if line.startswith("milliseconds an update: "))
+    parts = re.findall(r"(\w+) ([\d.e+]+) \((\d+)%\)", told)
+    assert {f"ms_{section}": float(ms) for section, ms, _ in parts} == expected
+    assert abs(sum(int(share) for *_, share in parts) - 100) <= len(parts)
+
+
+def test_test_phases_are_left_out(tmp_path: Path) -> None:
+    more = ("hooks.timing={}", "meters.accuracy={name: accuracy, topk: [1]}", "train.log_every=7")
+    task = tiny.task("supervised", tmp_path, "run", *more, f"data.val={tiny.digits_file(tmp_path)}")
+    task.prepare()
+    slow = Slow(task)
+    task.on_start()
+    task.named_hooks["timing"].clock = lambda: slow.now
+    for _ in range(3):  # five steps, a test phase, and two steps that end in a row
+        task.on_phase_start()
+        for _ in range(5):
+            task.step()
+        task.on_phase_end()
+    task.close()
+    row = next(row for row in read_metrics(task.out / "metrics.jsonl") if "loss" in row)
+    assert {s: row[f"ms_{s}"] for s in SECONDS} == {s: 1e3 * n for s, n in SECONDS.items()}
+
+
+def test_sections_are_ranges_of_the_profiler(tmp_path: Path) -> None:
+    task = tiny.task("byol", tmp_path, "run", "hooks.timing={}")
+    task.prepare()
+    task.on_start()
+    task.on_phase_start()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        task.step()
+    task.on_exception()
+    task.close()
+    seen = {event.key for event in profile.key_averages()}
+    assert seen >= set(SECONDS)
