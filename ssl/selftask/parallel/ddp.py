@@ -91,7 +91,7 @@ class _Strict(ManualReduction):
 
     def watch(self, named: Named) -> None:
         self._named = named
-        self._group = dist.group.WORLD
+        self._groups = [dist.group.WORLD]
 
     def on_unused(self, message: str) -> None:
         raise RunError(f"{message}\n{_ADVICE}")

@@ -1,6 +1,6 @@
 """Gradients summed by hand: flat buckets, sent while the backward pass still runs.
 
-Buckets are launched in one fixed order, on a process group of their own, so that every rank calls
+Buckets are launched in one fixed order, on process groups of their own, so that every rank calls
 the same collectives in the same order whichever parameter goes without a gradient somewhere, and
 whatever collectives the backward pass of the loss holds. gloo has no mean: what is sent is divided.
 """
@@ -25,6 +25,9 @@ from selftask.pulse import collective
 log = get_logger(__name__)
 
 _WIRE = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Buckets take turns on gloo's groups: one is on the wire while another is copied and summed. NCCL's
+# groups would share one GPU, and two at a time may wait for each other.
+_NUM_GROUPS = {"gloo": 2}
 
 
 class Bucket:
@@ -99,7 +102,8 @@ class ManualReduction(Reduction):
 
     def watch(self, named: Named) -> None:
         self._named = named
-        self._group: dist.ProcessGroup | None = new_group()
+        number = _NUM_GROUPS.get(dist.get_backend(), 1)
+        self._groups: list[dist.ProcessGroup | None] = [new_group() for _ in range(number)]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -114,8 +118,8 @@ class ManualReduction(Reduction):
             self._begin()
         idle = self._without_gradient_anywhere()
         with collective("all_reduce of gradients"):
-            for bucket in self._buckets[self._next :]:
-                bucket.launch(self._group)
+            while self._next < len(self._buckets):
+                self._launch_next()
             for bucket in self._buckets:
                 bucket.finish()
         for parameter in idle:
@@ -160,8 +164,11 @@ class ManualReduction(Reduction):
             )
         bucket.take(parameter)
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            self._buckets[self._next].launch(self._group)
-            self._next += 1
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        self._buckets[self._next].launch(self._groups[self._next % len(self._groups)])
+        self._next += 1
 
     def _without_gradient_anywhere(self) -> list[nn.Parameter]:
         """Of the idle parameters, those still idle on all ranks. Asks only where there are any."""
