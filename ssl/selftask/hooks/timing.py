@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+SECTIONS = ("read", "forward", "loss", "backward", "reduce", "update", "hooks")
+
 
 @register_hook("timing")
 @dataclass(eq=False, kw_only=True)
@@ -76,9 +78,10 @@ class Timing(Hook):
     def on_update(self, task: Task) -> None:
         self.updates += 1
         if task.at_log_point:
-            for section, milliseconds in self._take().items():
-                task.log(f"ms_{section}", milliseconds / self.updates)
-                self.total[section] += milliseconds
+            taken = self._take()
+            for section in SECTIONS:
+                task.log(f"ms_{section}", taken[section] / self.updates)
+                self.total[section] += taken[section]
             self.all_updates += self.updates
             self.updates = 0
 
@@ -89,8 +92,8 @@ class Timing(Hook):
         whole = sum(self.total.values())
         if whole:
             parts = [
-                f"{section} {ms / self.all_updates:.3g} ({ms / whole:.0%})"
-                for section, ms in sorted(self.total.items(), key=lambda item: -item[1])
+                f"{section} {ms / self.all_updates:.1f} ({ms / whole:.0%})"
+                for section, ms in self.total.items()
             ]
             log.info("milliseconds an update: %s", ", ".join(parts))
 
@@ -123,7 +126,7 @@ class Timing(Hook):
             self.range.__enter__()
         self.marks.append((section, self.clock()))
 
-    def _take(self) -> dict[str, float]:
+    def _take(self) -> defaultdict[str, float]:
         """Milliseconds by section since the last call. Waits for the device."""
         self._begin("hooks")
         taken: defaultdict[str, float] = defaultdict(float)
