@@ -58,12 +58,12 @@ def overrides(method: str, folder: Path, out: str | Path = "run", *more: str) ->
     small = [f"method.{name}={value}" for name, value in SMALL.items() if name in names]
     if "num_prototypes" in names:
         small.append(f"method.num_prototypes={PROTOTYPES.get(method, '12')}")
-    backbone = load_config(f"{method}/digits", []).backbone.name
+    convolutional = load_config(f"{method}/digits", []).backbone.name == "small_resnet"
     return [
         f"data={digits_file(folder)}",
         "data.val=null",
         "data.num_workers=0",
-        "backbone.width=8" if backbone == "small_resnet" else "backbone.depth=2",
+        *(["backbone.width=8"] if convolutional else ["backbone.depth=2", "backbone.img_size=32"]),
         *small,
         "train={batch_size: 16, epochs: 3, log_every: 1, threads: 1, device: cpu}",
         "eval.evaluations={knn: null, linear: null}",
