@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -68,7 +69,7 @@ def test_the_commands_of_the_readme_run(home: Path) -> None:
 
 
 def test_the_step_of_the_readme_is_the_step() -> None:
-    """Each line of the README's step stands in the real one, in that order."""
+    """The README's step is the real one without its docstring, comments included."""
     block = next(
         b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "def stand" in b
     )
@@ -77,6 +78,12 @@ def test_the_step_of_the_readme_is_the_step() -> None:
     for line in filter(None, map(str.strip, block.splitlines())):
         place = source.find(line, place)
         assert place >= 0, f"not in train_steps/standard.py, or not there: {line}"
+    (shown,), (real,) = (
+        [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+        for text in (block, source)
+    )
+    del real.body[0]  # the docstring
+    assert ast.unparse(shown) == ast.unparse(real)
 
 
 def test_the_typos_of_the_readme_are_answered_so() -> None:

@@ -7,8 +7,8 @@ next to nothing else, so that what is measured is the reduction and what it hide
 turn of each entry, another one first in each:
 
     alone       the backward pass without communication
-    flat        the least there is to do: as many bytes that lie ready in tensors of 25 MiB, on two
-                groups in turns
+    flat        the least there is to do: as many bytes that lie ready in tensors of 25 MiB, on
+                the groups of manual
     per tensor  one all-reduce for each tensor, then a division, one after the other
     async       all of these at once, then the divisions (VISSL's way)
     one bucket  all gradients in one flat tensor after the backward pass
@@ -41,7 +41,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
 
 from selftask.parallel.ddp import DDPReduction
-from selftask.parallel.manual import ManualReduction
+from selftask.parallel.manual import ManualReduction, bucket_groups
 from selftask.parallel.reduction import Reduction
 
 
@@ -93,7 +93,7 @@ class Flat(Reduction):
     def watch(self, named: list[tuple[str, nn.Parameter]]) -> None:
         size, device = sum(p.numel() for _, p in named), named[0][1].device
         self.chunks = torch.zeros(size, device=device).split(25 * 2**20 // 4)
-        self.groups = [dist.new_group() for _ in range(1 if device.type == "cuda" else 2)]
+        self.groups = bucket_groups()
 
     def reduce(self) -> None:
         turns = zip(self.chunks, itertools.cycle(self.groups), strict=False)

@@ -50,7 +50,7 @@ class Supervised(Method):
         _check_labels("data", task.feed.train_source, self.num_classes)
         _check_labels("data.val", task.feed.val_source, self.num_classes)
         self.loss = _build_loss(self.config.loss, self.config.loss_args)
-        self.score = in_full_precision(self.loss.forward)
+        self._score = in_full_precision(self.loss.forward)  # once, not at every step
         return Classifier(backbone, self.num_classes, frozen=self.config.freeze_backbone)
 
     def prepare(self, sample: dict[str, Any], task: Task) -> None:
@@ -58,7 +58,7 @@ class Supervised(Method):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """The loss of the scores ``output`` (B, C) for the labels ``target`` (B,)."""
-        loss: Tensor = self.score(output, target)
+        loss: Tensor = self._score(output, target)
         return loss
 
     @property

@@ -25,9 +25,6 @@ from selftask.pulse import collective
 log = get_logger(__name__)
 
 _WIRE = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
-# Buckets take turns on gloo's groups: one is on the wire while another is copied and summed. NCCL's
-# groups would share one GPU, and two at a time may wait for each other.
-_NUM_GROUPS = {"gloo": 2}
 
 
 class Bucket:
@@ -102,8 +99,7 @@ class ManualReduction(Reduction):
 
     def watch(self, named: Named) -> None:
         self._named = named
-        number = _NUM_GROUPS.get(dist.get_backend(), 1)
-        self._groups: list[dist.ProcessGroup | None] = [new_group() for _ in range(number)]
+        self._groups: list[dist.ProcessGroup | None] = [*bucket_groups()]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -176,6 +172,15 @@ class ManualReduction(Reduction):
             return []
         counts = count_ranks([p.grad is not None for _, p in self._idle])
         return [p for (_, p), count in zip(self._idle, counts, strict=True) if count == 0]
+
+
+def bucket_groups() -> list[dist.ProcessGroup]:
+    """The groups on which buckets take turns; every rank calls.
+
+    Two on gloo, which is faster than one (docs/benchmarks.md). One on NCCL: two would share the
+    GPU, and collectives of two groups at a time may wait for each other.
+    """
+    return [new_group() for _ in range(2 if dist.get_backend() == "gloo" else 1)]
 
 
 def _split_like(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
