@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import random
 import socket
 import statistics
 import sys
@@ -36,6 +35,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from rounds import in_turns, median_and_interval
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
@@ -151,8 +151,7 @@ def measure(rank: int, args: argparse.Namespace, port: int) -> None:
         setups[name] = (called, parameters, reduction)
     seconds: dict[str, list[float]] = {name: [] for name in setups}
     for number in range(args.rounds + 3):
-        turn = number % len(setups)  # nobody always comes after the one that fills the memory
-        for name in [*setups][turn:] + [*setups][:turn]:
+        for name in in_turns([*setups], number):
             taken = one_pass(*setups[name])
             if number >= 3:  # the first ones make buckets, or find out what has gradients
                 seconds[name].append(taken)
@@ -162,20 +161,13 @@ def measure(rank: int, args: argparse.Namespace, port: int) -> None:
         alone = statistics.median(seconds["alone"])
         for name, taken in seconds.items():
             ms, least = 1e3 * statistics.median(taken), 1e3 * min(taken)
-            ratio, low, high = median_ratio(taken, seconds["ddp"])
+            ratios = [mine / ddp for mine, ddp in zip(taken, seconds["ddp"], strict=True)]
+            ratio, low, high = median_and_interval(ratios)
             print(
                 f"{name:<12}{ms:8.1f} ms  least {least:8.1f}  reduce {ms - 1e3 * alone:8.1f}  "
                 f"x ddp {ratio:.2f} [{low:.2f}, {high:.2f}]"
             )
     dist.destroy_process_group()
-
-
-def median_ratio(taken: list[float], other: list[float]) -> tuple[float, float, float]:
-    """The median over rounds of the ratio, and its 95 % interval by 2000 bootstraps."""
-    ratios = [a / b for a, b in zip(taken, other, strict=True)]
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return statistics.median(ratios), medians[50], medians[1949]
 
 
 def main() -> None:

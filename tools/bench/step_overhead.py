@@ -7,10 +7,11 @@ iterable that notes the time whenever it is asked for a batch, so the time betwe
 one whole step and what happens before and after the loop does not count. They take turns: a round
 is one turn of each. One thread; selftask runs with its default hooks and writes its log.
 
-The first steps of each turn are left out. Shown are, of wall time, the 20th percentile of the best
-turn, which other work on the machine disturbs least, and the median over all steps of all turns; of
-CPU time the mean of the best turn, which holds what is done only every few steps, such as log
-lines. ``above`` and ``ratio`` compare with the bare loop of the same table.
+The first steps of each turn are left out. Of each turn is taken, of wall time, the 20th percentile
+(p20), which other work on the machine disturbs less, and the median; of CPU time the mean, which
+holds what is done only every few steps, such as log lines. Shown are the medians over rounds;
+``above`` is the median over rounds of the difference to the bare loop of the same round, with its
+95 % interval.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import gc
 import importlib
 import io
 import logging
+import statistics
 import sys
 import warnings
 from collections.abc import Iterator
@@ -29,44 +31,51 @@ from typing import Any
 import numpy as np
 import torch
 from contestants import ENTRIES, MODELS, Entry, Model, Stamped, load_lightning, run_selftask
+from rounds import in_turns, median_and_interval
 from torch.overrides import TorchFunctionMode
 
 
 def measure(model: Model, entries: dict[str, Entry], rounds: int, log_every: int) -> list[str]:
     """Interleaved rounds; the lines of the table."""
-    wall: dict[str, list[np.ndarray]] = {name: [] for name in entries}
-    cpu: dict[str, list[np.ndarray]] = {name: [] for name in entries}
-    for _ in range(rounds):
-        for name, entry in entries.items():
+    turns: dict[str, list[Turn]] = {name: [] for name in entries}
+    for number in range(rounds):
+        for name in in_turns([*entries], number):
             batches = Stamped(model, model.steps)
             gc.collect()
             with _silence():
-                entry(model, batches, log_every)
-            times = batches.step_times()
-            wall[name].append(times[0])
-            cpu[name].append(times[1])
-    figures = {
-        name: (
-            min(np.quantile(turn, 0.2) for turn in wall[name]),
-            np.median(np.concatenate(wall[name])),
-            min(turn.mean() for turn in cpu[name]),
+                entries[name](model, batches, log_every)
+            turns[name].append(Turn(*batches.step_times()))
+    return list(_table(turns, next(iter(entries))))
+
+
+class Turn:
+    """Microseconds a step of one contestant in one round."""
+
+    def __init__(self, wall: np.ndarray, cpu: np.ndarray) -> None:
+        self.p20, self.median = (1e6 * float(np.quantile(wall, q)) for q in (0.2, 0.5))
+        self.cpu = 1e6 * float(cpu.mean())
+
+
+KINDS = {"wall, p20": "p20", "wall, median": "median", "CPU, mean": "cpu"}
+
+
+def _table(turns: dict[str, list[Turn]], base: str) -> Iterator[str]:
+    yield f"{'microseconds a step':<22}" + "".join(f"{k:>15}{'above':>26}" for k in KINDS)
+    for name in turns:
+        yield f"{name:<22}" + "".join(
+            _cells(
+                [getattr(turn, kind) for turn in turns[name]],
+                [getattr(turn, kind) for turn in turns[base]],
+            )
+            for kind in KINDS.values()
         )
-        for name in entries
-    }
-    return list(_table(figures, next(iter(entries))))
 
 
-def _table(figures: dict[str, tuple[float, ...]], base: str) -> Iterator[str]:
-    kinds = ("p20, best turn", "median", "CPU mean, best turn")
-    yield f"{'microseconds a step':<22}" + "".join(
-        f"{kind + ':':>22}{'above':>8}{'ratio':>8}" for kind in kinds
-    )
-    for name, values in figures.items():
-        cells = [
-            f"{1e6 * value:>22.1f}{1e6 * (value - bare):>+8.1f}{value / bare:>8.3f}"
-            for value, bare in zip(values, figures[base], strict=True)
-        ]
-        yield f"{name:<22}" + "".join(cells)
+def _cells(mine: list[float], bare: list[float]) -> str:
+    differences = [a - b for a, b in zip(mine, bare, strict=True)]
+    above, low, high = median_and_interval(differences)
+    interval = f"{above:+.1f} [{low:+.1f}, {high:+.1f}]" if any(differences) else ""
+    return f"{statistics.median(mine):>15.1f}{interval:>26}"
 
 
 class CountSyncs(TorchFunctionMode):

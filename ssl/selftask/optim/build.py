@@ -44,6 +44,16 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
                 group[key] = schedule(where)
         self.optimizer.step(closure)
 
+    def zero_grad(self) -> None:
+        """Forget all gradients.
+
+        torch's own does the same between a range for its profiler and a way out of torch.compile,
+        which take longer than a small layer's forward pass.
+        """
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
 
 def _moves_each_step(value: Any) -> bool:
     return getattr(value, "update_interval", None) == UpdateInterval.STEP
