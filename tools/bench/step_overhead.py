@@ -7,11 +7,15 @@ iterable that notes the time whenever it is asked for a batch, so the time betwe
 one whole step and what happens before and after the loop does not count. They take turns: a round
 is one turn of each. One thread; selftask runs with its default hooks and writes its log.
 
-The first steps of each turn are left out. Of each turn is taken, of wall time, the 20th percentile
-(p20), which other work on the machine disturbs less, and the median; of CPU time the mean, which
-holds what is done only every few steps, such as log lines. Shown are the medians over rounds;
-``above`` is the median over rounds of the difference to the bare loop of the same round, with its
-95 % interval.
+The first steps of each turn are left out. Shown are
+
+* ``least``: of wall time, the 20th percentile of the best turn. Whoever else uses the machine, or
+  the other half of the core, can add half as much again; this is what that disturbs least;
+* the median step of wall time, and the mean of CPU time, which holds what is done only every few
+  steps, such as log lines: medians over rounds.
+
+``above`` compares with the bare loop; of the latter two it is the median over rounds of the
+difference within the round, with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -56,26 +60,20 @@ class Turn:
         self.cpu = 1e6 * float(cpu.mean())
 
 
-KINDS = {"wall, p20": "p20", "wall, median": "median", "CPU, mean": "cpu"}
-
-
 def _table(turns: dict[str, list[Turn]], base: str) -> Iterator[str]:
-    yield f"{'microseconds a step':<22}" + "".join(f"{k:>15}{'above':>26}" for k in KINDS)
+    yield f"{'microseconds a step':<22}{'least':>9}{'above':>9}" + "".join(
+        f"{kind:>14}{'above':>26}" for kind in ("median", "CPU")
+    )
+    least = {name: min(turn.p20 for turn in turns[name]) for name in turns}
     for name in turns:
-        yield f"{name:<22}" + "".join(
-            _cells(
-                [getattr(turn, kind) for turn in turns[name]],
-                [getattr(turn, kind) for turn in turns[base]],
-            )
-            for kind in KINDS.values()
-        )
-
-
-def _cells(mine: list[float], bare: list[float]) -> str:
-    differences = [a - b for a, b in zip(mine, bare, strict=True)]
-    above, low, high = median_and_interval(differences)
-    interval = f"{above:+.1f} [{low:+.1f}, {high:+.1f}]" if any(differences) else ""
-    return f"{statistics.median(mine):>15.1f}{interval:>26}"
+        line = f"{name:<22}{least[name]:>9.1f}{least[name] - least[base]:>+9.1f}"
+        for kind in ("median", "cpu"):
+            mine, bare = ([getattr(turn, kind) for turn in turns[who]] for who in (name, base))
+            differences = [a - b for a, b in zip(mine, bare, strict=True)]
+            above, low, high = median_and_interval(differences)
+            interval = f"{above:+.1f} [{low:+.1f}, {high:+.1f}]"
+            line += f"{statistics.median(mine):>14.1f}{interval:>26}"
+        yield line
 
 
 class CountSyncs(TorchFunctionMode):
