@@ -54,6 +54,23 @@ class Apple:
 class Pear:
     grams: float
 
+@dataclass(frozen=True, kw_only=True)
+class _Dried:
+    limit: ClassVar[int]
+    grams: float = 5
+    sugar: bool = False
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if self.sugar:
+            yield "sugar: none"
+
+@register_thing("quince")
+@dataclass(frozen=True, kw_only=True)
+class Quince(_Dried):
+    limit = 3
+    slices: int = 8
+    grams: float = 7
+
 @register_thing("peel")
 def peel(thing: Task) -> None:
     """Take the skin off."""
@@ -79,7 +96,7 @@ def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
 
 
 def test_found_and_described_without_import(things: Registry) -> None:
-    assert things.names() == ["apple", "pear", "peel"]
+    assert things.names() == ["apple", "pear", "peel", "quince"]
     assert things.summary("apple") == "Red or green."
     assert things.summary("pear") == "Fruit."  # the module's, where there is no own docstring
     assert things.summary("peel") == "Take the skin off."
@@ -110,6 +127,17 @@ def test_config_is_the_same_read_or_imported(things: Registry, imported: bool) -
     assert pear is not None
     assert pear(grams=1.0).grams == 1.0
     assert things.config_class("peel") is None
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_config_has_the_fields_of_its_bases(things: Registry, imported: bool) -> None:
+    if imported:
+        things["quince"]
+    quince = things.config_class("quince")
+    assert quince is not None
+    assert [f.name for f in dataclasses.fields(quince)] == ["grams", "sugar", "slices"]
+    assert (quince().grams, quince(grams=1).grams) == (7, 1)
+    assert list(quince(sugar=True).problems({})) == ["sugar: none"]
 
 
 def test_unknown_name_is_a_user_error_with_the_nearest(things: Registry) -> None:

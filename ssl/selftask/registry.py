@@ -146,12 +146,13 @@ class Registry:
         """The dataclass of ``name``'s config fields: its ``Config``, or itself if it is one.
 
         None where there is nothing to configure. Not imported yet, the fields are read from the
-        source alone; they then may use only builtins and ``typing``.
+        source alone; they then may use only builtins and ``typing``, and come from dataclasses of
+        the same file where the class has such bases.
         """
         if name in self._registered:
             return _config_of(self._registered[name])
         address = self.address(name)
-        return _read_config(_definition(address, self.decorator, name), address.module)
+        return _read_config(_definition(address, self.decorator, name), address)
 
     @cache  # noqa: B019 - registries live as long as the process
     def _index(self) -> dict[str, Address]:
@@ -191,31 +192,44 @@ def _config_of(thing: Any) -> type | None:
 
 
 @cache
-def _read_config(node: ast.ClassDef | ast.FunctionDef, module: str) -> type | None:
+def _read_config(node: ast.ClassDef | ast.FunctionDef, address: Address) -> type | None:
     """The config dataclass of a definition, made from its annotated fields without importing it."""
     if isinstance(node, ast.FunctionDef):
         return None
     config = next(
         (n for n in node.body if isinstance(n, ast.ClassDef) and n.name == "Config"), None
     )
-    if config is None and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
+    if config is None and _is_dataclass(node):
         config = node
     if config is None:
         return None
-    source = "\n".join(ast.unparse(node) for node in _fields_and_problems(config)) or "pass"
+    kept = _fields_and_problems(config, _parse(address.path))
+    source = "\n".join(ast.unparse(node) for node in kept) or "pass"
     indented = "\n".join("    " + line for line in source.splitlines())
     namespace: dict[str, Any] = {
         name: getattr(typing, name) for name in ("Any", "Literal", "Optional")
     }
-    namespace |= {"dataclass": dataclass, "field": field, "__name__": module, "typing": typing}
+    namespace |= {"dataclass": dataclass, "field": field, "typing": typing}
+    namespace["__name__"] = address.module
     code = f"@dataclass(frozen=True, kw_only=True)\nclass Config:\n{indented}\n"
     # dont_inherit: this file postpones its annotations, the class must have evaluated ones
-    exec(compile(code, f"<Config of {module}>", "exec", dont_inherit=True), namespace)
+    exec(compile(code, f"<Config of {address.module}>", "exec", dont_inherit=True), namespace)
     return typing.cast(type, namespace["Config"])
 
 
-def _fields_and_problems(config: ast.ClassDef) -> Iterator[ast.stmt]:
-    """What of a config class is kept: its fields, and ``problems`` without annotations."""
+def _is_dataclass(node: ast.ClassDef) -> bool:
+    return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def _fields_and_problems(config: ast.ClassDef, file: ast.Module) -> Iterator[ast.stmt]:
+    """What of a config class is kept: its fields, and ``problems`` without annotations.
+
+    Those of its bases come first, so that its own take their place.
+    """
+    bases = {ast.unparse(base) for base in config.bases}
+    for node in file.body:
+        if isinstance(node, ast.ClassDef) and node.name in bases and _is_dataclass(node):
+            yield from _fields_and_problems(node, file)
     for node in config.body:
         if isinstance(node, ast.AnnAssign):
             if not ast.unparse(node.annotation).startswith("ClassVar"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from selftask.registry import register_backbone
 
@@ -11,131 +11,82 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+@dataclass(frozen=True, kw_only=True)
+class _ViT:
+    """What can be chosen for every width."""
+
+    embed_dim: ClassVar[int]
+    num_heads: ClassVar[int]
+
+    img_size: int = 224  # pixels
+    patch_size: int = 16  # pixels
+    depth: int = 12  # blocks
+    pool: Literal["token", "avg"] = "token"  # what becomes the feature: class token or mean patch
+    class_token: bool = True
+    drop_path: float = 0.0  # rate in the last block; grows linearly from 0
+    dynamic_img_size: bool = False  # other sizes too, positions interpolated: for multi-crop
+
+    def problems(self, config: dict[str, Any]) -> Any:
+        if self.img_size % self.patch_size:
+            yield (
+                f"backbone.img_size: {self.img_size} pixels are no whole number of patches of "
+                f"{self.patch_size}; try {self.img_size // self.patch_size * self.patch_size}"
+            )
+        if self.pool == "token" and not self.class_token:
+            yield "backbone.pool: 'token' needs class_token: true; use 'avg' without"
+
+    def build(self, channels: int = 3) -> nn.Module:
+        """timm's model; random weights."""
+        from timm.models import VisionTransformer  # costs seconds, hence only when used
+
+        model: nn.Module = VisionTransformer(
+            img_size=self.img_size,
+            patch_size=self.patch_size,
+            in_chans=channels,
+            depth=self.depth,
+            embed_dim=self.embed_dim,
+            num_heads=self.num_heads,
+            global_pool=self.pool,
+            class_token=self.class_token,
+            fc_norm=False,  # features are normalised before pooling: one layout for both pools
+            drop_path_rate=self.drop_path,
+            dynamic_img_size=self.dynamic_img_size,
+            num_classes=0,
+        )
+        return model
+
+
 @register_backbone("vit_micro")
 @dataclass(frozen=True, kw_only=True)
-class ViTMicro:
+class ViTMicro(_ViT):
     """For 32 x 32 pixels and two cores: 4 blocks of width 96, 3 heads, 0.5 M parameters."""
+
+    embed_dim, num_heads = 96, 3
 
     img_size: int = 32  # pixels
     patch_size: int = 4  # pixels
     depth: int = 4  # blocks
-    pool: Literal["token", "avg"] = "token"  # what becomes the feature: class token or mean patch
-    class_token: bool = True
-    drop_path: float = 0.0  # rate in the last block; grows linearly from 0
-    dynamic_img_size: bool = False  # other sizes too, positions interpolated: for multi-crop
-
-    def problems(self, config: dict[str, Any]) -> Any:
-        if self.img_size % self.patch_size:
-            yield (
-                f"backbone.img_size: {self.img_size} pixels are no whole number of patches of "
-                f"{self.patch_size}; try {self.img_size // self.patch_size * self.patch_size}"
-            )
-        if self.pool == "token" and not self.class_token:
-            yield "backbone.pool: 'token' needs class_token: true; use 'avg' without"
-
-    def build(self, channels: int = 3) -> nn.Module:
-        return _build(self, channels, embed_dim=96, num_heads=3)
 
 
 @register_backbone("vit_tiny")
 @dataclass(frozen=True, kw_only=True)
-class ViTTiny:
+class ViTTiny(_ViT):
     """ViT-Ti: 12 blocks of width 192, 3 heads, 5.5 M parameters."""
 
-    img_size: int = 224  # pixels
-    patch_size: int = 16  # pixels
-    depth: int = 12  # blocks
-    pool: Literal["token", "avg"] = "token"  # what becomes the feature: class token or mean patch
-    class_token: bool = True
-    drop_path: float = 0.0  # rate in the last block; grows linearly from 0
-    dynamic_img_size: bool = False  # other sizes too, positions interpolated: for multi-crop
-
-    def problems(self, config: dict[str, Any]) -> Any:
-        if self.img_size % self.patch_size:
-            yield (
-                f"backbone.img_size: {self.img_size} pixels are no whole number of patches of "
-                f"{self.patch_size}; try {self.img_size // self.patch_size * self.patch_size}"
-            )
-        if self.pool == "token" and not self.class_token:
-            yield "backbone.pool: 'token' needs class_token: true; use 'avg' without"
-
-    def build(self, channels: int = 3) -> nn.Module:
-        return _build(self, channels, embed_dim=192, num_heads=3)
+    embed_dim, num_heads = 192, 3
 
 
 @register_backbone("vit_small")
 @dataclass(frozen=True, kw_only=True)
-class ViTSmall:
+class ViTSmall(_ViT):
     """ViT-S: 12 blocks of width 384, 6 heads, 22 M parameters."""
 
-    img_size: int = 224  # pixels
-    patch_size: int = 16  # pixels
-    depth: int = 12  # blocks
-    pool: Literal["token", "avg"] = "token"  # what becomes the feature: class token or mean patch
-    class_token: bool = True
-    drop_path: float = 0.0  # rate in the last block; grows linearly from 0
-    dynamic_img_size: bool = False  # other sizes too, positions interpolated: for multi-crop
-
-    def problems(self, config: dict[str, Any]) -> Any:
-        if self.img_size % self.patch_size:
-            yield (
-                f"backbone.img_size: {self.img_size} pixels are no whole number of patches of "
-                f"{self.patch_size}; try {self.img_size // self.patch_size * self.patch_size}"
-            )
-        if self.pool == "token" and not self.class_token:
-            yield "backbone.pool: 'token' needs class_token: true; use 'avg' without"
-
-    def build(self, channels: int = 3) -> nn.Module:
-        return _build(self, channels, embed_dim=384, num_heads=6)
+    embed_dim, num_heads = 384, 6
 
 
 @register_backbone("vit_base")
 @dataclass(frozen=True, kw_only=True)
-class ViTBase:
+class ViTBase(_ViT):
     """ViT-B: 12 blocks of width 768, 12 heads, 86 M parameters."""
 
-    img_size: int = 224  # pixels
-    patch_size: int = 16  # pixels
-    depth: int = 12  # blocks
-    pool: Literal["token", "avg"] = "token"  # what becomes the feature: class token or mean patch
-    class_token: bool = True
-    drop_path: float = 0.0  # rate in the last block; grows linearly from 0
-    dynamic_img_size: bool = False  # other sizes too, positions interpolated: for multi-crop
-
-    def problems(self, config: dict[str, Any]) -> Any:
-        if self.img_size % self.patch_size:
-            yield (
-                f"backbone.img_size: {self.img_size} pixels are no whole number of patches of "
-                f"{self.patch_size}; try {self.img_size // self.patch_size * self.patch_size}"
-            )
-        if self.pool == "token" and not self.class_token:
-            yield "backbone.pool: 'token' needs class_token: true; use 'avg' without"
-
-    def build(self, channels: int = 3) -> nn.Module:
-        return _build(self, channels, embed_dim=768, num_heads=12)
-
-
-def _build(
-    config: ViTMicro | ViTTiny | ViTSmall | ViTBase,
-    channels: int,
-    *,
-    embed_dim: int,
-    num_heads: int,
-) -> nn.Module:
-    from timm.models import VisionTransformer  # costs seconds, hence only when used
-
-    model: nn.Module = VisionTransformer(
-        img_size=config.img_size,
-        patch_size=config.patch_size,
-        in_chans=channels,
-        depth=config.depth,
-        embed_dim=embed_dim,
-        num_heads=num_heads,
-        global_pool=config.pool,
-        class_token=config.class_token,
-        fc_norm=False,  # features are normalised before pooling: one layout for both pools
-        drop_path_rate=config.drop_path,
-        dynamic_img_size=config.dynamic_img_size,
-        num_classes=0,
-    )
-    return model
+    embed_dim, num_heads = 768, 12
