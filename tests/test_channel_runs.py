@@ -79,7 +79,7 @@ def recipe(plates: Path) -> Callable[[str], str]:
 
 
 def config(recipe: str, out: Path, *more: str) -> Config:
-    net = "backbone.depth=2" if "mae" in recipe else "backbone.width=8"
+    net = "backbone={depth: 2, img_size: 32}" if "mae" in recipe else "backbone.width=8"
     train = "train={batch_size: 16, epochs: 2, log_every: 1, threads: 1, device: cpu}"
     evaluations = "eval.evaluations={knn: null, linear: null}"
     return load_config(recipe, [net, train, evaluations, f"out={out}", *more])
