@@ -49,6 +49,14 @@ class Source(ABC):
         """Number of classes; 0 without labels."""
         return 0 if self.labels is None else int(self.labels.max(initial=NO_LABEL)) + 1
 
+    def label_of(self, index: int) -> int:
+        """The label of an image by ``labels``, -1 without them."""
+        return NO_LABEL if self.labels is None else int(self.labels[index])
+
+    def describe_labels(self) -> str:
+        """``10 classes`` or ``no labels``: what ``describe`` says of them."""
+        return f"{self.num_classes} classes" if self.num_classes else "no labels"
+
 
 def channels_of(source: Source) -> int:
     """Of every image; 3 of a source that is no ``Source`` and does not say."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from selftask.data.image import from_array
-from selftask.data.source import NO_LABEL, Source
+from selftask.data.source import Source
 from selftask.errors import UserError, nearest
 from selftask.registry import register_source
 
@@ -48,8 +48,7 @@ class ArrayFile(Source):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        label = NO_LABEL if self.labels is None else int(self.labels[index])
-        return from_array(self.images[index], self.channels), label
+        return from_array(self.images[index], self.channels), self.label_of(index)
 
     def path(self, index: int) -> str:
         return f"{self.file}[{index}]"
@@ -57,8 +56,7 @@ class ArrayFile(Source):
     def describe(self) -> str:
         """``50000 images of 32x32x3, 10 classes``."""
         shape = "x".join(map(str, self.images.shape[1:]))
-        classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
-        return f"{len(self)} images of {shape}, {classes}"
+        return f"{len(self)} images of {shape}, {self.describe_labels()}"
 
     def files(self) -> list[str]:
         """What can be copied: nothing of a .npz, which is in memory."""

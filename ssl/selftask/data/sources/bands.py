@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from selftask.data.reading import BadImage, read_bytes
-from selftask.data.source import NO_LABEL, PathTable, Source
+from selftask.data.source import PathTable, Source
 from selftask.data.sources.labels import label_top_folders
 from selftask.data.sources.packages import require
 from selftask.data.sources.patterns import fixed_folder, is_pattern, match_files
@@ -90,9 +90,8 @@ class Bands(Source):
             raise BadImage(self.path(index), f"{reason}; data.bands says which to take")
         if max(self.bands) >= channels:
             raise BadImage(self.path(index), f"it has {channels} channels only")
-        label = NO_LABEL if self.labels is None else int(self.labels[index])
         taken = array if self.takes_all else array[..., self.bands]
-        return np.ascontiguousarray(_to_8_bit(taken, self.value_range)), label
+        return np.ascontiguousarray(_to_8_bit(taken, self.value_range)), self.label_of(index)
 
     def _array(self, index: int) -> np.ndarray:
         """All channels, (H, W, C); raises BadImage."""
@@ -132,10 +131,9 @@ class Bands(Source):
 
     def describe(self) -> str:
         """``27000 images, channels 3, 2, 1, no labels``."""
-        classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
         listed = ", ".join(map(str, self.bands))
         taken = f"all {self.channels} channels" if self.takes_all else f"channels {listed}"
-        return f"{len(self)} images, {taken}, {classes}"
+        return f"{len(self)} images, {taken}, {self.describe_labels()}"
 
     def files(self) -> list[str]:
         """What can be copied."""

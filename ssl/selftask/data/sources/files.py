@@ -13,7 +13,7 @@ import numpy as np
 from selftask.data.image import check_header, read_image
 from selftask.data.path_list import read_list
 from selftask.data.scan import scan_folder
-from selftask.data.source import NO_LABEL, PathTable, Source
+from selftask.data.source import PathTable, Source
 from selftask.errors import UserError, nearest
 from selftask.registry import register_source
 
@@ -21,9 +21,7 @@ EXTENSIONS = (
     *(".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".jp2", ".avif"),
 )
-MAX_HEADERS = (
-    5_000  # the headers of larger sets are not checked at the start: it would take seconds
-)
+MAX_HEADERS = 5_000  # of larger sets they are not checked at the start: it would take seconds
 
 
 class FileSource(Source):
@@ -49,8 +47,7 @@ class FileSource(Source):
             self.labels = getattr(self.paths, "labels", None)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        label = NO_LABEL if self.labels is None else int(self.labels[index])
-        return read_image(self.path(index), self.max_pixels), label
+        return read_image(self.path(index), self.max_pixels), self.label_of(index)
 
     def path(self, index: int) -> str:
         return os.path.join(self.root, self.paths[index])

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from selftask.data.source import NO_LABEL, Source
+from selftask.data.source import Source
 from selftask.data.sources.files import Folder
 from selftask.data.sources.labels import label_top_folders
 from selftask.errors import UserError
@@ -47,7 +47,7 @@ class Frames(Source):
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         self.folder.max_pixels = self.max_pixels
         image, _ = self.folder[int(self.rows[index])]
-        return image, NO_LABEL if self.labels is None else int(self.labels[index])
+        return image, self.label_of(index)
 
     def path(self, index: int) -> str:
         return self.folder.path(int(self.rows[index]))
@@ -55,8 +55,7 @@ class Frames(Source):
     def describe(self) -> str:
         """``12000 frames of 40 clips, 1 in 5 of 60000, no labels``."""
         taken = "" if self.every == 1 else f", 1 in {self.every} of {len(self.folder)}"
-        classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
-        return f"{len(self)} frames of {self.num_clips} clips{taken}, {classes}"
+        return f"{len(self)} frames of {self.num_clips} clips{taken}, {self.describe_labels()}"
 
 
 def _order(folder: Folder, every: int) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from selftask.data.image import from_array
 from selftask.data.reading import BadImage, now_reading
-from selftask.data.source import NO_LABEL, Source
+from selftask.data.source import Source
 from selftask.data.sources.encoded import decode, image_of
 from selftask.data.sources.handles import PerProcess
 from selftask.data.sources.labels import number_labels
@@ -94,10 +94,9 @@ class Hdf5(Source):
             item = self._opened()[index]
         except (OSError, RuntimeError) as error:  # a chunk that does not unpack, a truncated file
             raise BadImage(name, str(error)) from error
-        label = NO_LABEL if self.labels is None else int(self.labels[index])
         if self.encoded:
-            return decode(_as_bytes(item), name, self.max_pixels), label
-        return image_of(item, name, self.channels), label
+            return decode(_as_bytes(item), name, self.max_pixels), self.label_of(index)
+        return image_of(item, name, self.channels), self.label_of(index)
 
     def path(self, index: int) -> str:
         """``pcam.h5:images[17]``."""
@@ -106,8 +105,7 @@ class Hdf5(Source):
     def describe(self) -> str:
         """``50000 images of 32x32x3, 10 classes``."""
         shape = "" if self.encoded else " of " + "x".join(map(str, self.shape[1:]))
-        classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
-        return f"{len(self)} images{shape}, {classes}"
+        return f"{len(self)} images{shape}, {self.describe_labels()}"
 
     def files(self) -> list[str]:
         """What can be copied."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from selftask.data.image import read_image
 from selftask.data.reading import BadImage, now_reading
-from selftask.data.source import NO_LABEL, Source
+from selftask.data.source import Source
 from selftask.data.sources.encoded import decode, image_of
 from selftask.data.sources.handles import PerProcess
 from selftask.data.sources.labels import number_labels
@@ -54,8 +54,7 @@ class HuggingFace(Source):
             raise IndexError(f"image {index} of {self.size}")
         name = self.path(index)
         now_reading(name)
-        label = NO_LABEL if self.labels is None else int(self.labels[index])
-        return self._image(self._opened()[index][self.column], name), label
+        return self._image(self._opened()[index][self.column], name), self.label_of(index)
 
     def _image(self, item: Any, name: str) -> np.ndarray:
         if item is None:
@@ -77,8 +76,7 @@ class HuggingFace(Source):
 
     def describe(self) -> str:
         """``1034 images, 3 classes``."""
-        classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
-        return f"{self.size} images, {classes}"
+        return f"{self.size} images, {self.describe_labels()}"
 
     def files(self) -> list[str]:
         """What can be copied: all files of the split."""

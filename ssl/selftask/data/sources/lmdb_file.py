@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from selftask.data.reading import BadImage, now_reading
-from selftask.data.source import NO_LABEL, PathTable, Source
+from selftask.data.source import PathTable, Source
 from selftask.data.sources.encoded import decode, image_of
 from selftask.data.sources.labels import number_labels
 from selftask.data.sources.packages import require
@@ -55,7 +55,7 @@ class Lmdb(Source):
             data = transaction.get(os.fsencode(key))
         if data is None:
             raise BadImage(name, "the key is gone")
-        label = NO_LABEL if self.labels is None else int(self.labels[index])
+        label = self.label_of(index)
         if self.shape is None:
             return decode(data, name, self.max_pixels), label
         if len(data) != np.prod(self.shape):
@@ -68,8 +68,7 @@ class Lmdb(Source):
 
     def describe(self) -> str:
         """``126227 images, no labels``."""
-        classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
-        return f"{len(self)} images, {classes}"
+        return f"{len(self)} images, {self.describe_labels()}"
 
     def files(self) -> list[str]:
         """What can be copied."""

@@ -15,7 +15,7 @@ import numpy as np
 from selftask.data.image import decode_image
 from selftask.data.index import say
 from selftask.data.reading import BadImage, read_bytes
-from selftask.data.source import NO_LABEL, Source, Wrapped
+from selftask.data.source import Source, Wrapped
 from selftask.data.sources.copies import THREADS, copy_files, copy_path, folder_for
 from selftask.data.sources.files import FileSource
 from selftask.data.sources.frames import Frames
@@ -75,8 +75,7 @@ class LocalFiles(Wrapped):
             data = read_bytes(copy_path(self.folder, path))
         except BadImage:
             return self.source[index]
-        label = NO_LABEL if self.labels is None else int(self.labels[index])
-        return decode_image(data, path, self.max_pixels), label
+        return decode_image(data, path, self.max_pixels), self.label_of(index)
 
     def describe(self) -> str:
         """``1108 images, 20 folders, 0 unreadable; copied to /scratch``."""

@@ -64,9 +64,9 @@ class WebDataset(Source):
 
     def describe(self) -> str:
         """``50000 images in 12 tar files, 10 classes``."""
-        classes = f"{self.num_classes} classes" if self.num_classes else "no labels"
         damage = f"; {self._tell_damage()}" if self.index.damaged else ""
-        return f"{len(self)} images in {len(self.shards)} tar files, {classes}{damage}"
+        found = f"{len(self)} images in {len(self.shards)} tar files"
+        return f"{found}, {self.describe_labels()}{damage}"
 
     def files(self) -> list[str]:
         """What can be copied."""
