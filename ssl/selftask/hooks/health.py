@@ -66,10 +66,13 @@ def embedding_std(rows: Tensor) -> Tensor:
 def effective_rank(rows: Tensor) -> Tensor:
     """exp of the entropy of the normalised singular values of centred (N, E) rows.
 
-    Roy and Vetterli, The effective rank, EUSIPCO 2007: between 1 and min(N, E).
+    Roy and Vetterli, The effective rank, EUSIPCO 2007: between 1 and min(N, E). NaN where the rows
+    are not finite: what ends such a run is its loss, which says why.
     """
     centred = rows - rows.mean(dim=0)
     gram = centred @ centred.T if len(rows) < rows.shape[1] else centred.T @ centred
+    if not gram.isfinite().all():
+        return gram.new_tensor(torch.nan)  # eigvalsh would raise
     singular = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
     share = singular / singular.sum().clamp(min=1e-12)
     return torch.exp(-torch.special.xlogy(share, share).sum())
