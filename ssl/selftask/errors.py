@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -32,3 +34,12 @@ def nearest(name: str, known: Iterable[str], *, show: int = 12) -> str:
         return f"did you mean {close[0]!r}?"
     listed = ", ".join(known[:show]) + (", ..." if len(known) > show else "")
     return f"known: {listed}" if known else "there are none"
+
+
+def nearest_path(path: str | Path) -> str:
+    """The same for a path that is not there, from the deepest of its folders that is."""
+    missing = Path(path)
+    while not missing.parent.is_dir():
+        missing = missing.parent
+    beside = [str(missing.parent / name) for name in os.listdir(missing.parent)]
+    return nearest(str(missing), beside, show=6)

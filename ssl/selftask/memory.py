@@ -1,4 +1,4 @@
-"""Whether the kernel has killed processes for want of memory: nobody else says so afterwards."""
+"""Memory as the kernel tells of it: how much is free, and whether processes were killed for it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,23 @@ ADVICE = "try fewer data.num_workers or a smaller train.batch_size"
 _GROUPS = Path("/sys/fs/cgroup")
 _MINE = Path("/proc/self/cgroup")  # lines of id:controllers:path, as seen from outside a container
 _MACHINE = Path("/proc/vmstat")
+_FREE = Path("/proc/meminfo")
+
+
+def available_bytes() -> int | None:
+    """What can be had on this machine without swapping; None where nobody says."""
+    with suppress(OSError):
+        for line in _FREE.read_text(encoding="ascii").splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) * 1024
+    return None
 
 
 class OutOfMemoryKills:
-    """Those since this was made, in the control group of this process and on the machine.
+    """Processes killed since this was made, in this one's control group and on the machine.
+
+    Nobody else says so afterwards.
 
     A container, a job of SLURM or a session is such a group; the ranks of a machine and their
     workers are in one, as a rule. The machine's count holds those of all groups, and strangers'.

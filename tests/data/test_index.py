@@ -303,7 +303,7 @@ def test_without_locks_everybody_scans(root: Path, monkeypatch: pytest.MonkeyPat
     def none(lock: Any) -> bool:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(store, "_take", none)
+    monkeypatch.setattr(store, "take_lock", none)
     index = scan_folder(str(root), ENDINGS)
     assert index.file is not None
     assert paths_of(index) == paths_below(root)

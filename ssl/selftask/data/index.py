@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from selftask.data.source import PathTable
+from selftask.data.sources.cache import cache_path, take_lock
 from selftask.errors import UserError
 from selftask.logs import LOGGER, get_logger
 from selftask.pulse import during
@@ -93,14 +94,10 @@ def _reopen(file: Path, stamp: str) -> PathTable:
 
 
 def index_file(kind: str, path: str, *more: str) -> Path:
-    """Where the index of the folder or file ``path`` is: in ``$SELFTASK_CACHE/index``.
-
-    The cache is ``~/.cache/selftask`` where the variable is not set. Nothing is made yet.
-    """
-    cache = Path(os.environ.get("SELFTASK_CACHE") or "~/.cache/selftask").expanduser()
+    """Where the index of the folder or file ``path`` is in the cache. Nothing is made yet."""
     name = "\0".join([kind, os.path.realpath(path), *more])
     digest = hashlib.blake2b(os.fsencode(name), digest_size=12).hexdigest()
-    return cache / "index" / f"{digest}.{kind}"
+    return cache_path() / "index" / f"{digest}.{kind}"
 
 
 def load(file: Path) -> Index | None:
@@ -183,26 +180,15 @@ def only_one(file: Path) -> Iterator[bool]:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(open(file.with_suffix(".lock"), "w"))
-            alone = _take(lock)
+            alone = take_lock(lock)
         except OSError:
             alone = True  # as said above
         if not alone:
             say("waiting for another process, which lists the same images")
-            while not _take(lock):
+            while not take_lock(lock):
                 with during("waiting for the list of images"):  # which may take longer than
                     time.sleep(0.1)  # a process without signs of life is given
         yield alone
-
-
-def _take(lock: Any) -> bool:
-    """Whether the lock is ours now; raises OSError where there are none."""
-    import fcntl
-
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 # -- what changes, and what is said meanwhile ------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 
 from selftask.data import index as store
 from selftask.data.index import Index, Progress, settled
-from selftask.data.source import split_bytes
+from selftask.data.source import in_no_folder, split_bytes
 from selftask.errors import UserError
 
 PIECE = 1 << 24  # bytes
@@ -81,13 +81,7 @@ class _Reading:
                 progress.add(paths.count(b"\n"))
                 joined += paths
         names = np.frombuffer(joined, dtype=np.uint8)
-        arrays = {
-            "names": names,
-            "offsets": split_bytes(names, b"\n"),
-            "firsts": np.zeros(1, dtype=np.int64),
-            "folders": np.zeros(1, dtype=np.uint8),
-            "folder_offsets": np.array([0, 1]),
-        }
+        arrays = in_no_folder(names, split_bytes(names, b"\n"))
         if self._has_labels:
             arrays["labels"] = _label_values(self._numbers)[np.concatenate(self._labels)]
         header = {"num_folders": len(self._folders), "first_line": self._first_line, "state": state}

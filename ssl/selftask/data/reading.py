@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, TypeVar
 
+from selftask.errors import UserError
+
 T = TypeVar("T")
 
 MAX_BYTES = 4 << 30  # a larger file is no image, and would only fill the memory
@@ -77,23 +79,45 @@ def read_bytes(path: str, timeout_s: float | None = None, retries: int | None = 
     one that a file system does not hand out within ``timeout_s`` seconds (0: no limit). Time-outs
     and errors that pass are tried again ``retries`` times, after growing pauses.
     """
+    now_reading(path)
+    return patiently(_read, path, path, is_transient, timeout_s, retries)
+
+
+def patiently(
+    read: Callable[[str], T],
+    path: str,
+    name: str,
+    may_pass: Callable[[Exception], bool],
+    timeout_s: float | None = None,
+    retries: int | None = None,
+) -> T:
+    """``read(path)`` in time; errors that ``may_pass`` are tried again, after growing pauses.
+
+    Raises BadImage, about ``name``; UserError and MemoryError go through.
+    """
     timeout_s = POLICY.timeout_s if timeout_s is None else timeout_s
     retries = POLICY.retries if retries is None else retries
-    now_reading(path)
     for attempt in range(retries + 1):
         if attempt:
             time.sleep(FIRST_PAUSE_S * 4 ** (attempt - 1))
         try:
-            return in_time(_read, path, timeout_s)
-        except TimeoutError as error:  # also what the kernel raises for ETIMEDOUT
-            problem: OSError | ValueError = error
-        except (OSError, ValueError) as error:  # ValueError: no path can look like this
+            return in_time(read, path, timeout_s)
+        except (MemoryError, UserError):
+            raise
+        except Exception as error:  # noqa: BLE001 - each file system has errors of its own
             problem = error
-            if getattr(error, "errno", None) not in TRANSIENT:
+            if not may_pass(error):
                 break
-    reason = (getattr(problem, "strerror", None) or str(problem)).lower()
+    reason = getattr(problem, "strerror", None) or str(problem) or type(problem).__name__
     tried = f" (tried {attempt + 1} times)" if attempt else ""
-    raise BadImage(path, f"{reason}{tried}") from problem
+    raise BadImage(name, f"{reason.lower()}{tried}") from problem
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether the next try may well succeed. A TimeoutError is the kernel's, or ours."""
+    return isinstance(error, OSError) and (
+        isinstance(error, TimeoutError) or error.errno in TRANSIENT
+    )
 
 
 def open_regular(path: str) -> BinaryIO:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,13 +111,7 @@ class PathTable:
     """
 
     def __init__(self, paths: Iterable[str]) -> None:
-        encoded = [os.fsencode(path) for path in paths]
-        lengths = np.fromiter((len(path) + 1 for path in encoded), np.int64, len(encoded))
-        self._names = np.frombuffer(join_bytes(encoded, b"\0"), dtype=np.uint8)
-        self._offsets = np.append(0, np.cumsum(lengths))
-        self._firsts = np.zeros(1, dtype=np.int64)
-        self._folders = np.zeros(1, dtype=np.uint8)
-        self._folder_offsets = np.array([0, 1])
+        self._take(arrays_of_paths([os.fsencode(path) for path in paths]))
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> PathTable:
@@ -128,9 +122,13 @@ class PathTable:
         ``folders`` and ``folder_offsets``: the paths of the F folders, likewise.
         """
         table = cls.__new__(cls)
-        for name in ("names", "offsets", "firsts", "folders", "folder_offsets"):
-            setattr(table, f"_{name}", arrays[name])
+        table._take(arrays)
         return table
+
+    def _take(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self._names, self._offsets = arrays["names"], arrays["offsets"]
+        self._firsts = arrays["firsts"]
+        self._folders, self._folder_offsets = arrays["folders"], arrays["folder_offsets"]
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -143,6 +141,24 @@ class PathTable:
             self._folders, self._folder_offsets, int(self._firsts.searchsorted(index, "right")) - 1
         )
         return os.fsdecode(folder + b"/" + name if folder else name)
+
+
+def arrays_of_paths(paths: Sequence[bytes]) -> dict[str, np.ndarray]:
+    """Those of a ``PathTable`` for whole paths."""
+    lengths = np.fromiter((len(path) + 1 for path in paths), np.int64, len(paths))
+    names = np.frombuffer(join_bytes(paths, b"\0"), dtype=np.uint8)
+    return in_no_folder(names, np.append(0, np.cumsum(lengths)))
+
+
+def in_no_folder(names: np.ndarray, offsets: np.ndarray) -> dict[str, np.ndarray]:
+    """The arrays of a ``PathTable`` whose names are whole paths: one folder without a name."""
+    return {
+        "names": names,
+        "offsets": offsets,
+        "firsts": np.zeros(1, dtype=np.int64),
+        "folders": np.zeros(1, dtype=np.uint8),
+        "folder_offsets": np.array([0, 1]),
+    }
 
 
 def join_bytes(words: Iterable[bytes], separator: bytes) -> bytes:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from selftask.data.views import Pipeline
 from selftask.data.workers import PREFETCH
 from selftask.errors import UserError
 from selftask.logs import get_logger
+from selftask.memory import available_bytes
 
 log = get_logger(__name__)
 
@@ -248,8 +248,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise UserError("data.cache=device: /proc/meminfo does not say how much memory is available")
+    available = available_bytes()
+    if available is None:
+        raise UserError("data.cache: this machine does not say how much memory is available")
+    return available

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from selftask.errors import UserError
 from selftask.pulse import during
@@ -14,12 +15,14 @@ from selftask.pulse import during
 WAIT_S = 0.1  # between two looks at a lock that another process has
 
 
-def cache_folder() -> Path:
-    """``$SELFTASK_CACHE``, or ``~/.cache/selftask``; made if it is not there.
+def cache_path() -> Path:
+    """``$SELFTASK_CACHE``, or ``~/.cache/selftask``; nothing is made yet."""
+    return Path(os.environ.get("SELFTASK_CACHE") or "~/.cache/selftask").expanduser()
 
-    Raises UserError where it cannot be written to.
-    """
-    folder = Path(os.environ.get("SELFTASK_CACHE") or "~/.cache/selftask").expanduser()
+
+def cache_folder() -> Path:
+    """``cache_path``, made if it is not there; raises UserError where it cannot be written to."""
+    folder = cache_path()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -39,17 +42,21 @@ def locked(path: Path) -> Iterator[None]:
     The lock is the kernel's and ends with the process, however it ends. Where there are no locks
     (some network file systems) everybody is alone.
     """
-    import fcntl
-
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
+        with suppress(OSError):  # as said above
+            while not take_lock(file):
                 with during("waiting for another process to prepare the data"):  # it is alive
                     time.sleep(WAIT_S)
-            except OSError:
-                break
         yield
+
+
+def take_lock(file: IO[str]) -> bool:
+    """Whether the lock on an open file is ours now; raises OSError where there are none."""
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -19,6 +19,7 @@ from selftask.data.index import say
 from selftask.data.sources.cache import locked
 from selftask.data.sources.storage import Stored, is_remote, open_file
 from selftask.errors import UserError
+from selftask.memory import available_bytes
 from selftask.pulse import each
 
 THREADS = 8  # files that are copied at the same time
@@ -94,12 +95,8 @@ def _check_space(missing: list[Stored], folder: Path) -> None:
 
 def _free_memory(folder: Path) -> float:
     """Bytes that may become files in memory; without limit for a folder on a disk."""
-    if not folder.is_relative_to(RAM):
-        return float("inf")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return float("inf")
+    available = available_bytes() if folder.is_relative_to(RAM) else None
+    return float("inf") if available is None else available
 
 
 def _copy(missing: list[Stored], folder: Path) -> None:

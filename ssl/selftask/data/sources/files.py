@@ -14,7 +14,7 @@ from selftask.data.image import check_header, read_image
 from selftask.data.path_list import read_list
 from selftask.data.scan import scan_folder
 from selftask.data.source import PathTable, Source
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, nearest_path
 from selftask.registry import register_source
 
 EXTENSIONS = (
@@ -119,14 +119,10 @@ class ListFile(FileSource):
 
 
 def _missing(path: str, what: str) -> str:
-    """``no such folder: a/trian; did you mean 'a/train'?``, from the nearest folder that exists."""
-    missing = Path(path)
-    if missing.exists():
+    """``no such folder: a/trian; did you mean 'a/train'?``."""
+    if os.path.exists(path):
         return f"{path} is not a {what}"
-    while not missing.parent.is_dir():
-        missing = missing.parent
-    siblings = [str(missing.parent / name) for name in os.listdir(missing.parent)]
-    return f"no such {what}: {path}; {nearest(str(missing), siblings, show=6)}"
+    return f"no such {what}: {path}; {nearest_path(path)}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -14,7 +14,7 @@ from selftask.data.source import PathTable, Source
 from selftask.data.sources.encoded import decode, image_of
 from selftask.data.sources.labels import number_labels
 from selftask.data.sources.packages import require
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, nearest_path
 from selftask.registry import register_source
 
 _LABEL = ".cls"  # how the key of a label ends, as in WebDataset's shards
@@ -100,10 +100,7 @@ def _open_new(path: str) -> Any:
     import lmdb
 
     if not os.path.exists(path):
-        folder = os.path.dirname(path) or "."
-        names = os.listdir(folder) if os.path.isdir(folder) else []
-        hint = nearest(path, [os.path.join(folder, name) for name in names], show=6)
-        raise UserError(f"data.path: no such LMDB: {path}; {hint}")
+        raise UserError(f"data.path: no such LMDB: {path}; {nearest_path(path)}")
     try:
         return lmdb.open(
             path,

@@ -5,22 +5,13 @@ from __future__ import annotations
 import io
 import os
 import stat
-import time
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from selftask.data.reading import (
-    FIRST_PAUSE_S,
-    POLICY,
-    TRANSIENT,
-    BadImage,
-    in_time,
-    now_reading,
-)
+from selftask.data.reading import BadImage, is_transient, now_reading, patiently
 from selftask.data.sources.packages import require
 from selftask.data.sources.patterns import expand_braces, is_pattern, match_files, no_match
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, nearest_path
 
 MAX_OPEN = 64  # local files that a process keeps open: opening is slow on network file systems
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
@@ -73,39 +64,15 @@ def read_part(path: str, offset: int, size: int, name: str) -> bytes:
             return cast(bytes, store.cat_file(inside, start=offset, end=offset + size))
         return os.pread(_opened(path).fileno(), size, offset)
 
-    data = _patiently(read, path, name)
+    def may_pass(error: Exception) -> bool:
+        """A distant store may answer the next time, unless it says that there is no such file."""
+        final = isinstance(error, FileNotFoundError | PermissionError)
+        return not final and (is_remote(path) or is_transient(error))
+
+    data = patiently(read, path, name, may_pass)
     if len(data) < size:
         raise BadImage(name, f"cut off: {len(data)} of {size} bytes are there")
     return data
-
-
-def _patiently(read: Callable[[str], bytes], path: str, name: str) -> bytes:
-    """``read(path)`` in time; time-outs and errors that may pass are tried again, after pauses."""
-    for attempt in range(POLICY.retries + 1):
-        if attempt:
-            time.sleep(FIRST_PAUSE_S * 4 ** (attempt - 1))
-        try:
-            return in_time(read, path, POLICY.timeout_s)
-        except (MemoryError, UserError):
-            raise
-        except Exception as error:  # noqa: BLE001 - each file system has errors of its own
-            problem = error
-            if not _may_pass(error, path):
-                break
-    reason = getattr(problem, "strerror", None) or str(problem) or type(problem).__name__
-    tried = f" (tried {attempt + 1} times)" if attempt else ""
-    raise BadImage(name, f"{reason.lower()}{tried}") from problem
-
-
-def _may_pass(error: Exception, path: str) -> bool:
-    """A distant store may answer the next time, unless it says that there is no such file."""
-    if isinstance(error, FileNotFoundError | PermissionError):
-        return False
-    return (
-        is_remote(path)
-        or isinstance(error, TimeoutError)
-        or (isinstance(error, OSError) and error.errno in TRANSIENT)
-    )
 
 
 def _opened(path: str) -> io.FileIO:
@@ -133,10 +100,7 @@ def stat_file(path: str, key: str) -> Stored:
     try:
         status = os.stat(path)
     except OSError as error:
-        folder = os.path.dirname(path) or "."
-        names = os.listdir(folder) if os.path.isdir(folder) else []
-        hint = nearest(path, [os.path.join(folder, name) for name in names], show=6)
-        raise UserError(f"{key}: no such file: {path}; {hint}") from error
+        raise UserError(f"{key}: no such file: {path}; {nearest_path(path)}") from error
     if not stat.S_ISREG(status.st_mode):
         raise UserError(f"{key}: {path} is a folder or a device, a file is expected")
     return Stored(path, status.st_size, str(status.st_mtime_ns))

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from selftask.data import index as store
 from selftask.data.index import Index
-from selftask.data.source import join_bytes
+from selftask.data.source import arrays_of_paths
 from selftask.data.sources.files import FileSource
 from selftask.data.sources.labels import number_labels
 from selftask.data.sources.packages import require
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, nearest, nearest_path
 from selftask.registry import register_source
 
 PATH_COLUMNS = (
@@ -53,8 +51,7 @@ class TableSource(FileSource):
     def __init__(self, config: Config) -> None:
         file = Path(config.path).expanduser()
         if not file.exists():
-            siblings = [str(p) for p in file.parent.iterdir()] if file.parent.is_dir() else []
-            raise UserError(f"data: no such table: {file}; {nearest(str(file), siblings, show=6)}")
+            raise UserError(f"data: no such table: {file}; {nearest_path(file)}")
         self.root = os.path.expanduser(config.root) if config.root else str(file.parent)
         if not os.path.isdir(self.root):
             raise UserError(f"data.root: no such folder: {self.root}")
@@ -98,14 +95,7 @@ def _read(file: Path, config: TableSource.Config, root: str, state: list[list[in
     if not len(table.paths):
         raise UserError(f"data: no images: {file} has no rows")
     names = [os.fsencode(path) for path in _checked(table, file)]
-    lengths = np.fromiter((len(name) + 1 for name in names), np.int64, len(names))
-    arrays = {
-        "names": np.frombuffer(join_bytes(names, b"\0"), dtype=np.uint8),
-        "offsets": np.append(0, np.cumsum(lengths)),
-        "firsts": np.zeros(1, dtype=np.int64),
-        "folders": np.zeros(1, dtype=np.uint8),
-        "folder_offsets": np.array([0, 1]),
-    }
+    arrays = arrays_of_paths(names)
     if table.labels is not None:
         arrays["labels"] = number_labels(table.labels)
     num_folders = len({name.rpartition(b"/")[0] for name in names})
