@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from selftask.config.load import load_config
 from selftask.data.reading import BadImage
 from selftask.data.source import Source
-from selftask.errors import UserError
+from selftask.errors import ConfigError, UserError
 from selftask.registry import SOURCES
 
 CLIPS = {"run/clip2": 4, "run/clip10": 3, "jump/clip1": 1}
@@ -58,8 +59,8 @@ def test_errors(clips: str, tmp_path: Path) -> None:
     (tmp_path / "run" / "clip2" / "f9.png").write_bytes(b"nothing")
     with pytest.raises(BadImage, match=r"run/clip2/f9\.png: not an image"):
         build(path=clips)[2]
-    with pytest.raises(UserError, match=r"data\.every=0: must be at least 1"):
-        build(path=clips, every=0)
+    with pytest.raises(ConfigError, match=r"data\.every=0: must be at least 1"):
+        load_config("simclr/images", [f"data={{name: frames, path: {clips}, every: 0}}"])
     with pytest.raises(UserError, match="no such folder"):
         build(path=f"{clips}/gone")
     source = build(path=clips)

@@ -39,10 +39,8 @@ class Ahead:
         if done is not None:
             now = torch.cuda.current_stream(self._device)
             now.wait_event(done)
-            for tensor in _tensors(sample):
-                tensor.record_stream(
-                    now
-                )  # its memory must not be reused before this stream is done
+            for tensor in _tensors(sample):  # whose memory must not be reused before `now` is done
+                tensor.record_stream(now)
         self._made = self._one()
         return sample
 

@@ -42,7 +42,7 @@ class BatchedRandomResizedCrop(Operation):
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
         """The tries of all pictures together; each goes on until its crop fits."""
         crop = self.transform
-        box = np.array([crop._centre_box(w, h) for h, w in sizes.tolist()], dtype=np.int64)
+        box = np.array([crop.centre_box(w, h) for h, w in sizes.tolist()], dtype=np.int64)
         low, high = math.log(crop.ratio[0]), math.log(crop.ratio[1])
         rows = np.arange(len(sizes))
         for _ in range(TRIES):

@@ -107,7 +107,7 @@ class BatchedRandomApply(Branches):
     transform: RandomApply
 
     def __init__(self, transform: RandomApply) -> None:
-        super().__init__(transform, [_chain(transform.transforms, transform._pipeline)])
+        super().__init__(transform, [_chain(transform.transforms, transform.pipeline)])
 
     def choose(self, draws: np.ndarray) -> np.ndarray:
         return np.where(draws < self.transform.p, 0, NONE)
@@ -120,11 +120,11 @@ class BatchedRandomChoice(Branches):
     transform: RandomChoice
 
     def __init__(self, transform: RandomChoice) -> None:
-        built = zip(transform.choices, transform._pipelines, strict=True)
+        built = zip(transform.choices, transform.pipelines, strict=True)
         super().__init__(transform, [_chain(choice, pipeline) for choice, pipeline in built])
 
     def choose(self, draws: np.ndarray) -> np.ndarray:
-        return np.searchsorted(self.transform._shares, draws, side="right")
+        return np.searchsorted(self.transform.shares, draws, side="right")
 
 
 @register_batched_form("random_order")
@@ -137,7 +137,7 @@ class BatchedRandomOrder(Operation):
 
     def __init__(self, transform: RandomOrder) -> None:
         super().__init__(transform)
-        pipeline = Pipeline(transform._built, transform.channels)
+        pipeline = Pipeline(transform.built, transform.channels)
         operations = _chain(transform.transforms, pipeline).operations
         self._one = Branches(transform, [Chain([operation]) for operation in operations])
         self._chain = Chain([self._one] * len(operations))

@@ -68,7 +68,7 @@ class BatchedJigsaw(Operation):
     transform: Jigsaw
 
     def size_after(self, height: int, width: int, drawn: Any = None) -> tuple[int, int]:
-        rows, columns = self.transform._tile_size(height, width)
+        rows, columns = self.transform.tile_size(height, width)
         return self.transform.grid * rows, self.transform.grid * columns
 
     def pack(self, drawn: Sequence[Puzzle], sizes: np.ndarray) -> Arrays:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SUPPORT = {"bilinear": 1.0, "bicubic": 2.0, "nearest": 0.5}
-
 
 def filter_matrix(
     start: Tensor,

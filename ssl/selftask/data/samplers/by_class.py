@@ -79,9 +79,8 @@ class PowerLaw(_ByClass):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         power: float = 0.5  # of the number of a class's images
-        samples: int | None = field(
-            default=None, metadata={"min": 1}
-        )  # an epoch; none: all images' number
+        # of an epoch; none: as many as there are images
+        samples: int | None = field(default=None, metadata={"min": 1})
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool, power=config.power, num_samples=config.samples)
@@ -101,9 +100,8 @@ class Balanced(_ByClass):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        samples: int | None = field(
-            default=None, metadata={"min": 1}
-        )  # an epoch; none: all images' number
+        # of an epoch; none: as many as there are images
+        samples: int | None = field(default=None, metadata={"min": 1})
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool, power=0.0, num_samples=config.samples)

@@ -33,8 +33,8 @@ class First(Sampler):
     class Config:
         count: int | None = None  # images; none: those of one batch
 
-        def problems(self, whole: dict[str, Any]) -> Iterator[str]:
-            batch_size = whole["train"]["batch_size"]
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            batch_size = config["train"]["batch_size"]
             if self.count is not None and self.count < batch_size:
                 yield (
                     f"count: {self.count} images fill no batch of train.batch_size={batch_size}; "

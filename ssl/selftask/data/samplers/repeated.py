@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,13 +26,12 @@ class Repeated(Sampler):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        times: int = 3  # how often an image stands in its batch; has to divide train.batch_size
+        # how often an image stands in its batch; has to divide train.batch_size
+        times: int = field(default=3, metadata={"min": 1})
 
-        def problems(self, whole: dict[str, Any]) -> Iterator[str]:
-            batch_size = whole["train"]["batch_size"]
-            if self.times < 1:
-                yield f"times: {self.times} makes no sense; at least 1 is possible"
-            elif batch_size % self.times:
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            batch_size = config["train"]["batch_size"]
+            if batch_size % self.times:
                 near = max(batch_size // self.times, 1) * self.times
                 yield (
                     f"times: {self.times} does not divide train.batch_size={batch_size}; "

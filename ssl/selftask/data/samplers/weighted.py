@@ -28,9 +28,8 @@ class Weighted(Sampler):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         weights: str  # the file
-        samples: int | None = field(
-            default=None, metadata={"min": 1}
-        )  # an epoch; none: all images' number
+        # of an epoch; none: as many as there are images
+        samples: int | None = field(default=None, metadata={"min": 1})
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool)

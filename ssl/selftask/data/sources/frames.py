@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -12,7 +12,6 @@ import numpy as np
 from selftask.data.source import Source
 from selftask.data.sources.files import Folder
 from selftask.data.sources.labels import label_top_folders
-from selftask.errors import UserError
 from selftask.registry import register_source
 
 _NUMBER = re.compile(r"(\d+)")
@@ -25,12 +24,11 @@ class Frames(Source):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str  # the folder of the clips' folders, at any depth
-        every: int = 1  # take the first frame of each clip and every n-th after it
+        # take the first frame of each clip and every n-th after it
+        every: int = field(default=1, metadata={"min": 1})
         labels: Literal["clip", "folder"] | None = None  # the clip's number, or its top folder's
 
     def __init__(self, config: Config) -> None:
-        if config.every < 1:
-            raise UserError(f"data.every={config.every}: must be at least 1")
         self.folder = Folder(Folder.Config(path=config.path, labels=False))
         self.every = config.every
         rows, self.clip_of = _order(self.folder, config.every)

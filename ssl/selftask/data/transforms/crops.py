@@ -48,7 +48,7 @@ class RandomResizedCrop(Transform):
                 left = int(of_left * (width - w + 1))
                 top = int(of_top * (height - h + 1))
                 return left, top, left + w, top + h
-        return self._centre_box(width, height)
+        return self.centre_box(width, height)
 
     def apply(self, image: np.ndarray, drawn: Box) -> np.ndarray:
         left, top, right, bottom = drawn
@@ -62,7 +62,7 @@ class RandomResizedCrop(Transform):
         width, height = right - left, bottom - top
         return (Op.CROP_RESIZE, left, top, width, height, self.size, self.size, filter_)
 
-    def _centre_box(self, width: int, height: int) -> Box:
+    def centre_box(self, width: int, height: int) -> Box:
         """The largest crop in the middle whose aspect ratio is allowed."""
         w, h = width, height
         if width / height < self.ratio[0]:

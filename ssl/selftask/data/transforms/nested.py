@@ -18,15 +18,13 @@ from selftask.data.views import Pipeline
 from selftask.registry import TRANSFORMS, register_transform
 
 
-@register_transform("random_apply")
 @dataclass(frozen=True, kw_only=True)
-class RandomApply:
-    """All of some transforms, in their order, with probability p; otherwise none."""
+class _OneList:
+    """What has one list of transforms, at least one of them."""
 
     channels: ClassVar[int] = 3  # of the pictures
 
     transforms: list[Any] = field(metadata={"of": "transforms"})
-    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.transforms:
@@ -38,11 +36,20 @@ class RandomApply:
     def channel_problems(self, channels: int) -> Iterator[str]:
         return _problems_within(self.transforms, "transforms", channels)
 
+
+@register_transform("random_apply")
+@dataclass(frozen=True, kw_only=True)
+class RandomApply(_OneList):
+    """All of some transforms, in their order, with probability p; otherwise none."""
+
+    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
+
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        return self._pipeline(image, rng) if rng.random() < self.p else image
+        return self.pipeline(image, rng) if rng.random() < self.p else image
 
     @cached_property
-    def _pipeline(self) -> Pipeline:
+    def pipeline(self) -> Pipeline:
+        """What ``transforms`` are built to."""
         return Pipeline(map(build, self.transforms), self.channels)
 
 
@@ -76,15 +83,16 @@ class RandomChoice:
             yield from _problems_within(choice, f"choices.{number}", channels)
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        chosen = int(np.searchsorted(self._shares, rng.random(), side="right"))
-        return self._pipelines[chosen](image, rng)
+        chosen = int(np.searchsorted(self.shares, rng.random(), side="right"))
+        return self.pipelines[chosen](image, rng)
 
     @cached_property
-    def _pipelines(self) -> list[Pipeline]:
+    def pipelines(self) -> list[Pipeline]:
+        """What each of the ``choices`` is built to."""
         return [Pipeline(map(build, choice), self.channels) for choice in self.choices]
 
     @cached_property
-    def _shares(self) -> np.ndarray:
+    def shares(self) -> np.ndarray:
         """Where in [0, 1) each choice but the last ends."""
         sums = np.cumsum([1.0] * len(self.choices) if self.weights is None else self.weights)
         return sums[:-1] / sums[-1]
@@ -92,29 +100,16 @@ class RandomChoice:
 
 @register_transform("random_order")
 @dataclass(frozen=True, kw_only=True)
-class RandomOrder:
+class RandomOrder(_OneList):
     """All of some transforms, each time in another order."""
-
-    channels: ClassVar[int] = 3  # of the pictures
-
-    transforms: list[Any] = field(metadata={"of": "transforms"})
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not self.transforms:
-            yield "transforms: there is none; at least one is needed"
-        for index, transform in enumerate(self.transforms):
-            if transform["name"] == "normalize":
-                yield f"transforms.{index}: normalize is for the end of the outermost list"
-
-    def channel_problems(self, channels: int) -> Iterator[str]:
-        return _problems_within(self.transforms, "transforms", channels)
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         order = np.argsort(rng.random(len(self.transforms)))
-        return Pipeline((self._built[place] for place in order), self.channels)(image, rng)
+        return Pipeline((self.built[place] for place in order), self.channels)(image, rng)
 
     @cached_property
-    def _built(self) -> list[Any]:
+    def built(self) -> list[Any]:
+        """What each of the ``transforms`` is built to."""
         return [build(transform) for transform in self.transforms]
 
 

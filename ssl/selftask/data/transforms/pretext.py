@@ -98,7 +98,7 @@ class Jigsaw(Transform):
             yield f"num_permutations: {self.num_permutations}; 1 to {most} is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Puzzle:
-        rows, columns = self._tile_size(height, width)
+        rows, columns = self.tile_size(height, width)
         number = int(_at(rng, PERMUTATION) * self.num_permutations)
         left, top = rng.random((2, self.grid**2))
         return Puzzle(
@@ -109,7 +109,7 @@ class Jigsaw(Transform):
 
     def apply(self, image: np.ndarray, drawn: Puzzle) -> np.ndarray:
         cell = image.shape[0] // self.grid, image.shape[1] // self.grid
-        rows, columns = self._tile_size(*image.shape[:2])
+        rows, columns = self.tile_size(*image.shape[:2])
         size = self.grid * rows, self.grid * columns, image.shape[2]
         puzzle = np.empty(size, dtype=np.uint8)
         order = permutations(self.grid**2, self.num_permutations)[drawn.permutation]
@@ -122,7 +122,8 @@ class Jigsaw(Transform):
             )
         return puzzle
 
-    def _tile_size(self, height: int, width: int) -> tuple[int, int]:
+    def tile_size(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of a tile; raises UserError for a picture too small for it."""
         cell = height // self.grid, width // self.grid
         size = cell if self.tile is None else (self.tile, self.tile)
         if min(size) < 1 or size[0] > cell[0] or size[1] > cell[1]:
