@@ -29,7 +29,7 @@ from selftask.errors import UserError
 from selftask.hooks.base import POINTS, defines
 from selftask.logs import MetricsFile, format_row, get_logger
 from selftask.models.address import read_weights
-from selftask.models.build import build_backbone
+from selftask.models.build import build_backbone, check_sizes
 from selftask.models.teacher import Teacher
 from selftask.models.weights import load_weights
 from selftask.optim.build import build_optimizer
@@ -119,6 +119,7 @@ class Task(ClassyTaskNames):
     def _build_model(self) -> None:
         config = self.config
         backbone = build_backbone(config.backbone, self.feed.channels)
+        check_sizes(backbone, config)
         if config.init.backbone is not None:
             state = read_weights(config.init.backbone)
             load_weights(backbone, state, coverage=config.init.coverage, what="init.backbone")

@@ -12,6 +12,7 @@ import pytest
 import tiny
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
+from selftask.models.build import build_backbone, check_sizes, embed_dim
 
 CROP = "{name: random_resized_crop, size: 32}"
 SURELY = f"{{name: random_apply, p: 1.0, transforms: [{CROP}]}}"
@@ -57,6 +58,50 @@ def test_other_sizes_than_the_grid_s(recipe: str, words: list[str], right: str) 
 )
 def test_what_fits_or_is_not_known_passes(recipe: str, words: list[str]) -> None:
     load_config(recipe, ["data=digits", *words])
+
+
+TWO_SIZES = ["views.main.count=1", f"views.a.transforms=[{CROP},normalize]"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["backbone=timm:vit_tiny_patch16_224"],
+            r"224 pixels, .*\(views.main: 96\); set backbone.args.img_size=96$",
+        ),
+        (["backbone=torchvision:vit_b_32"], "set backbone.args.image_size=96$"),
+        (
+            ["backbone=torchvision:vit_b_32", *TWO_SIZES],
+            "args.image_size=96, and all views to that size",
+        ),
+        (
+            ["backbone=timm:vit_tiny_patch16_224", "views.main.transforms.0.size=224"],
+            "eval.transforms: pictures of 96 pixels, and backbone='timm' takes those of 224 only",
+        ),
+        (
+            ["backbone=vit_tiny", "backbone.img_size=224", "views.main.transforms.0.size=224"],
+            "eval.transforms: pictures of 96 pixels, and backbone='vit_tiny' takes those of 224",
+        ),
+    ],
+)
+def test_a_library_s_size_is_compared_when_it_is_built(words: list[str], told: str) -> None:
+    """All of these are told before the first batch is read, in the words of the config."""
+
+    def check() -> None:
+        config = load_config("simclr/images", ["data=digits", "data.val=digits", *words])
+        check_sizes(build_backbone(config.backbone), config)
+
+    with pytest.raises(ConfigError, match=told):
+        check()
+
+
+def test_a_library_s_model_for_the_views_passes() -> None:
+    fits = ["backbone=torchvision:vit_b_32", "backbone.args.image_size=96", "data.val=digits"]
+    config = load_config("simclr/images", ["data=digits", *fits])
+    backbone = build_backbone(config.backbone)
+    check_sizes(backbone, config)
+    assert embed_dim(backbone) == 768
 
 
 def test_the_command_says_so_without_torch(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from selftask.errors import UserError
 from selftask.models.build import build_backbone, embed_dim
 from selftask.registry import register_backbone
 
+SMALL_SWIN = {"img_size": 32, "window_size": 4, "depths": [1, 1], "num_heads": [3, 6]}
+
 
 def _build(name: str, **args: object) -> nn.Module:
     return build_backbone(Component(name=name, args=dict(args)))
@@ -35,9 +37,10 @@ def _build(name: str, **args: object) -> nn.Module:
             192,
         ),
         ("timm", {"model": "vit_tiny_patch16_224", "args": {"img_size": 32, "depth": 1}}, 32, 192),
+        ("timm", {"model": "swin_tiny_patch4_window7_224", "args": SMALL_SWIN}, 32, 192),
         ("timm", {"model": "resnet18"}, 32, 512),
         ("torchvision", {"model": "mobilenet_v3_small"}, 32, 576),
-        ("torchvision", {"model": "vit_b_16", "args": {"image_size": 32}}, 32, 768),
+        ("torchvision", {"model": "vit_b_16", "args": {"image_size": 48}}, 48, 768),
     ],
 )
 def test_maps_images_to_embed_dim_features(name: str, args: dict, size: int, dim: int) -> None:

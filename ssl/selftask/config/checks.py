@@ -104,21 +104,39 @@ def _grid(config: Config) -> Iterator[Problem]:
     if config.backbone.name == "timm" and own["model"].startswith("vit_"):
         key = ("backbone", "args")
         own = {"dynamic_img_size": False, **own["args"]}
-    if own.get("dynamic_img_size", True):  # not there: no vision transformer, or no fixed grid
-        return
+    if not own.get("dynamic_img_size", True):  # not there: no vision transformer, or no fixed grid
+        yield from other_sizes(config, key, own.get("img_size"))
+
+
+def other_sizes(
+    config: Config, key: Key, built: int | None, *, size: str = "img_size", dynamic: bool = True
+) -> Iterator[Problem]:
+    """What is wrong with views for a backbone that takes those of ``built`` pixels alone.
+
+    None for one that will be ``built`` for whatever size they all have. ``size`` is the field at
+    ``key`` that says it; ``dynamic`` whether ``dynamic_img_size`` there allows for all.
+    """
     sides = {name: _side(group.transforms) for name, group in config.views.items()}
     known = {side for side in sides.values() if side is not None}
-    if len(known | {own.get("img_size", min(known, default=None))}) <= 1:
+    taken = min(known, default=None) if built is None else built
+    name = f"backbone={config.backbone.name!r}"
+    if len(known | {taken}) > 1:
+        one = len(set(sides.values())) == 1
+        field = size if one or not dynamic else "dynamic_img_size"
+        value = "true" if field == "dynamic_img_size" else max(known)
+        shown = [f"views.{name}: {side}" for name, side in sides.items() if side is not None]
+        fixed = "" if built is None else f" for pictures of {built} pixels"
+        others = "" if one or dynamic else ", and all views to that size"
+        text = (
+            f"{name} has one grid of patches{fixed}, and the views are of other sizes "
+            f"({', '.join(shown)}); set {'.'.join(key)}.{field}={value}{others}"
+        )
+        yield (*key, field), text
         return
-    one = len(set(sides.values())) == 1
-    right = f"img_size={known.pop()}" if one else "dynamic_img_size=true"
-    listed = ", ".join(f"views.{name}: {side}" for name, side in sides.items() if side is not None)
-    fixed = f" for pictures of {own['img_size']} pixels" if "img_size" in own else ""
-    text = (
-        f"backbone={config.backbone.name!r} has one grid of patches{fixed}, and the views are of "
-        f"other sizes ({listed}); set {'.'.join(key)}.{right}"
-    )
-    yield (*key, right.partition("=")[0]), text
+    side = _side(config.eval.transforms)
+    if config.data.val is not None and config.eval.evaluations and len({side, taken, None}) > 2:
+        text = f"eval.transforms: pictures of {side} pixels, and {name} takes those of {taken} only"
+        yield ("eval", "transforms"), text
 
 
 def _side(transforms: list[Component]) -> int | None:

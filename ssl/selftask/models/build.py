@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from selftask.errors import UserError
+from selftask.config.checks import other_sizes
+from selftask.errors import ConfigError, UserError
 from selftask.registry import BACKBONES
 
 if TYPE_CHECKING:
-    from selftask.config.schema import Component
+    from selftask.config.schema import Component, Config
 
 _TRIED_SIZES = (224, 32)  # pixels
 
@@ -33,6 +34,25 @@ def build_backbone(component: Component, channels: int = 3) -> nn.Module:
     if not isinstance(getattr(model, "embed_dim", None), int):
         model.embed_dim = _count_features(model, component.name, channels)  # type: ignore[assignment]
     return model
+
+
+def check_sizes(backbone: nn.Module, config: Config) -> None:
+    """Raise ConfigError for views that a library's transformer, built, turns out not to take.
+
+    Its size is known only now; that of ours is in the config, and looked at with it.
+    """
+    key, library = ("backbone", "args"), config.backbone.name
+    patches: Any = getattr(backbone, "patch_embed", None)
+    image_size: Any = getattr(backbone, "image_size", None)
+    if library == "timm" and getattr(patches, "strict_img_size", False):
+        dynamic = "dynamic_img_size" in inspect.signature(type(backbone)).parameters
+        problems = other_sizes(config, key, patches.img_size[0], dynamic=dynamic)
+    elif library == "torchvision" and image_size is not None:
+        problems = other_sizes(config, key, image_size, size="image_size", dynamic=False)
+    else:
+        return
+    if texts := [text for _, text in problems]:
+        raise ConfigError(texts)
 
 
 def embed_dim(backbone: nn.Module) -> int:
@@ -74,7 +94,10 @@ def _count_features(model: nn.Module, name: str, channels: int) -> int:
 
 
 def _sizes(model: nn.Module) -> tuple[int, ...]:
-    """Image sizes worth trying, the one that a timm model names first."""
+    """Image sizes worth trying, the one that a model of timm or torchvision names first."""
+    image_size = getattr(model, "image_size", None)
+    if isinstance(image_size, int):
+        return (image_size, *_TRIED_SIZES)
     config = getattr(model, "default_cfg", None)
     if isinstance(config, dict) and "input_size" in config:
         return (config["input_size"][-1], *_TRIED_SIZES)

@@ -46,7 +46,10 @@ class Timm:
                 "it is taken from them"
             )
         create = partial(timm.create_model, self.model, pretrained=False, **args)
-        return _call(create, "timm", self)
+        model = _call(create, "timm", self)
+        if isinstance(getattr(model, "embed_dim", None), int):
+            model.embed_dim = model.head_hidden_size  # not that of a first stage, as in Swin
+        return model
 
 
 @register_backbone("torchvision")
