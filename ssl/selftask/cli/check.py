@@ -6,6 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+from selftask.cli.options import take_options
 from selftask.errors import ConfigError, RunError, UserError
 from selftask.registry import METHODS, REDUCTIONS
 
@@ -26,7 +27,7 @@ BatchNorm gives way to a norm of one sample; parallel.sync_batch_norm=all tries 
 Try also parallel.reduce=ddp or fsdp, train.accumulate=2 train.step=accumulate, optimizer=lars."""
 
 LEAST_BATCH = 8
-_OPTIONS = ("--ranks", "--steps")
+OPTIONS = {"--ranks": str, "--steps": int, "--all": bool}
 
 
 def main(argv: list[str]) -> int:
@@ -34,16 +35,17 @@ def main(argv: list[str]) -> int:
     if not argv or any(word in ("-h", "--help") for word in argv):
         print(USAGE)
         return 0
-    words, options = _split_options(argv)
-    ranks = _numbers("--ranks", options.get("--ranks", "1,2,4"))
-    steps = _numbers("--steps", options.get("--steps", "3"))[0]
+    words, options = take_options(argv, OPTIONS)
+    ranks, steps = _ranks(options.get("--ranks", "1,2,4")), options.get("--steps", 3)
+    if steps == 0:
+        raise UserError("--steps 0: nothing can be compared without a step")
     if max(ranks) == 1:
         raise UserError("--ranks 1: nothing to compare one rank with; more are wanted, such as 1,2")
     names = [word for word in words if "=" not in word and not word.startswith("~")]
     settings = [word for word in words if word not in names]
-    if names == ["--all"]:
+    if options.get("--all") and not names:
         return _check_all(settings, ranks, steps)
-    if len(names) != 1 or names[0].startswith("-"):
+    if options.get("--all") or len(names) != 1:
         raise UserError(f"check needs one METHOD or recipe, or --all\n{USAGE}")
     return _check(names[0], settings, ranks, steps)
 
@@ -186,22 +188,8 @@ def _hint(quantity: str, difference: float, reduces: str) -> str:
     )
 
 
-def _split_options(argv: list[str]) -> tuple[list[str], dict[str, str]]:
-    """``--ranks 1,2`` and ``--ranks=1,2`` taken out of the words."""
-    words, options = [], {}
-    rest = iter(argv)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if name in _OPTIONS:
-            options[name] = value if equals else next(rest, "")
-        else:
-            words.append(word)
-    return words, options
-
-
-def _numbers(option: str, text: str) -> list[int]:
+def _ranks(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.isdigit() and int(part) > 0 for part in parts):
-        example = "1,2,4" if option == "--ranks" else "3"
-        raise UserError(f"{option} {text!r}: expected numbers above 0, such as {example}")
+        raise UserError(f"--ranks {text!r}: expected numbers above 0, such as 1,2,4")
     return [int(part) for part in parts]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from selftask.cli.options import take_options
 from selftask.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ into RUN/export (or DIR), with the key names of the library the backbone comes f
 --to checkpoint writes the whole state instead, as one plain file step_N.pt: what a sharded
 checkpoint would have been without train.sharded_checkpoints."""
 
+OPTIONS = {"--to": str, "--out": str}
 FORMATS = ("torchvision", "timm", "safetensors", "checkpoint")
 
 
@@ -27,11 +29,16 @@ def main(argv: list[str]) -> int:
     if not argv or any(word in ("-h", "--help") for word in argv):
         print(USAGE)
         return 0
-    run, options = Path(argv[0]), _options(argv[1:])
+    words, options = take_options(argv, OPTIONS)
+    if len(words) != 1:
+        raise UserError(f"export needs one RUN\n{USAGE}")
+    to = options.get("--to", "safetensors")
+    if to not in FORMATS:
+        raise UserError(f"export: --to {to}; {nearest(to, FORMATS)}")
+    run = Path(words[0])
     if not (run / "config.yaml").exists():
-        raise UserError(f"{run}: is no run of selftask: it has no config.yaml")
-    out = Path(options.get("--out", run / "export"))
-    print(export_run(run, out, to=options.get("--to", "safetensors")))
+        raise UserError(f"{run}: not a run of selftask: it has no config.yaml")
+    print(export_run(run, Path(options.get("--out", run / "export")), to=to))
     return 0
 
 
@@ -74,16 +81,3 @@ def _check_library(backbone: nn.Module, library: str) -> None:
     home = type(backbone).__module__.partition(".")[0]
     if home != library:
         raise UserError(f"export: --to {library}: this backbone is a model of {home}")
-
-
-def _options(words: list[str]) -> dict[str, str]:
-    options = {}
-    for name, value in zip(words[::2], [*words[1::2], ""], strict=False):
-        if name not in ("--to", "--out"):
-            raise UserError(f"export: unknown option {name!r}; {nearest(name, ('--to', '--out'))}")
-        if not value:
-            raise UserError(f"export: {name} needs a value")
-        options[name] = value
-    if options.get("--to", "timm") not in FORMATS:
-        raise UserError(f"export: --to {options['--to']}; {nearest(options['--to'], FORMATS)}")
-    return options

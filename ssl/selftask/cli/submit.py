@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from selftask.cli.options import take_options
 from selftask.errors import UserError
 
 USAGE = """\
@@ -14,21 +15,22 @@ Checks everything on this machine, prints the plan and hands the run to SLURM (t
   train.seed=1,2,3                         a comma list is a sweep: a job array, a folder each
 --dry-run prints the sbatch script instead of submitting it. Then: selftask jobs OUT"""
 
+OPTIONS = {"--dry-run": bool}
+
 
 def main(argv: list[str]) -> int:
     """Check, show, submit."""
     if any(word in ("-h", "--help") for word in argv):
         print(USAGE)
         return 0
-    dry = "--dry-run" in argv
-    argv = [word for word in argv if word != "--dry-run"]
-    if not argv or "=" in argv[0]:
+    words, options = take_options(argv, OPTIONS)
+    if not words or "=" in words[0]:
         raise UserError(f"submit needs a RECIPE before any key=value\n{USAGE}")
     from selftask.launch.submit import plan
 
-    planned = plan(argv[0], argv[1:])
+    planned = plan(words[0], words[1:])
     print(planned.describe())
-    if dry:
+    if options.get("--dry-run"):
         print(f"\n{planned.script()}")
         return 0
     made = planned.submit()
