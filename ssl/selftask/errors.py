@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,6 +25,13 @@ class ConfigError(UserError):
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = list(problems)
         super().__init__("\n".join(self.problems))
+
+
+def describe_exit(code: int | None) -> str:
+    """How a process went: ``was killed by SIGKILL``, ``ended with code 3``."""
+    if code is not None and code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with code {code}"
 
 
 def nearest(name: str, known: Iterable[str], *, show: int = 12) -> str:

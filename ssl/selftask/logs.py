@@ -123,6 +123,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """What ``write_json`` wrote; nothing where it has not."""
+    if not path.exists():
+        return {}
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.9g}") if math.isfinite(value) else None

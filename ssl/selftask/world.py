@@ -1,4 +1,4 @@
-"""Which process this is among how many: read from what torchrun, SLURM or selftask has set.
+"""Which process this is among how many, as torchrun, SLURM or selftask has set it.
 
 Free of torch: whoever starts processes asks here, too.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from dataclasses import dataclass
 
 from selftask.errors import UserError
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)  # by which a run is asked to stop
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000  # below the ports that Linux gives away by itself
 

@@ -24,13 +24,13 @@ from selftask.data.batch import Batch, New, Places, broken
 from selftask.data.dataset import Dataset
 from selftask.data.handover import Memory, Outbox, Parcel
 from selftask.data.reading import last_file
-from selftask.errors import UserError
+from selftask.errors import UserError, describe_exit
 from selftask.memory import OutOfMemoryKills
 from selftask.pulse import during
+from selftask.world import STOP_SIGNALS
 
 PREFETCH = 3  # batches that each worker makes ahead
 PARENT_CHECK_S = 2.0  # how often a worker looks whether the main process is still there
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
 
 class _Maker:
@@ -157,7 +157,7 @@ def _signals_of_the_main_process() -> Iterator[None]:
     main thread, such as one that writes a checkpoint. The next read finds a dead worker anyway.
     """
     handler = signal.getsignal(signal.SIGCHLD)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
@@ -173,7 +173,7 @@ def _start_worker(main: int, worker: int) -> None:
     a worker whose parent died before that would wait for ever. So ours looks for itself.
     """
     threading.Thread(target=_leave_with, args=(main,), daemon=True).start()
-    for number in _SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
 
@@ -191,10 +191,9 @@ def _describe_death(workers: list[BaseProcess], kills: OutOfMemoryKills) -> str 
     if dead is None:
         return None
     code = dead.exitcode or 0
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     no_memory = code in (-signal.SIGKILL, -signal.SIGBUS)  # the latter: none behind a batch
     memory = (kills.explain() or "out of memory, perhaps") if no_memory else ""
     hint = f"; {memory}; use fewer data.num_workers" if memory else ""
     name = last_file(dead.pid or 0)
     reading = f"; the last image it began to read: {name}" if name else ""
-    return f"data: worker process {dead.pid} {how}{reading}{hint}"
+    return f"data: worker process {dead.pid} {describe_exit(code)}{reading}{hint}"

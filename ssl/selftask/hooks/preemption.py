@@ -11,13 +11,12 @@ from selftask.collectives import AnyRank
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
 from selftask.registry import register_hook
+from selftask.world import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from selftask.task import Task
 
 log = get_logger(__name__)
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
 @register_hook("preemption")
@@ -36,7 +35,7 @@ class StopOnSignal(Hook):
     def __post_init__(self) -> None:
         self.received: str | None = None
         self.previous: dict[int, Any] = {}
-        for number in _SIGNALS:
+        for number in STOP_SIGNALS:
             try:
                 self.previous[number] = signal.signal(number, self._receive)
             except ValueError:  # not the main thread: somebody else owns the signals

@@ -11,7 +11,6 @@ import json
 import math
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 from selftask.config.schema import Config
-from selftask.errors import RunError, UserError
+from selftask.errors import RunError, UserError, describe_exit
 from selftask.launch.comparison import Record, Row, compare, compare_resume, merge
 from selftask.launch.legs import Leg, work
 
@@ -140,8 +139,7 @@ def _failure(folder: Path, rank: int, code: int) -> dict[str, Any]:
     if told.exists():
         content: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
         return content
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    return {"time": 0.0, "rank": rank, "size": 0, "message": how, "frame": ""}
+    return {"time": 0.0, "rank": rank, "size": 0, "message": describe_exit(code), "frame": ""}
 
 
 def _raise(failures: list[dict[str, Any]]) -> None:

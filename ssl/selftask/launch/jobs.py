@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from selftask.errors import UserError
-from selftask.logs import write_json
+from selftask.launch.slurm import command
+from selftask.logs import read_json, write_json
 
 WAITING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "STOPPED")
 _NEWEST_BYTES = 1 << 16  # of a log: enough for its last line
@@ -29,17 +29,17 @@ class RunState:
 def note(out: Path, made: dict[Path, str]) -> None:
     """Remember in ``out/slurm`` which job makes which run; a new job of a run replaces its old."""
     path = out / "slurm" / "jobs.json"
-    runs = {**_read(path), **{str(run): job for run, job in made.items()}}
+    runs = {**read_json(path), **{str(run): job for run, job in made.items()}}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, runs)
 
 
 def noted(out: Path) -> dict[Path, str]:
     """The jobs of the run or sweep in ``out`` by run folder; of one run of a sweep, its own."""
-    runs = {Path(run): job for run, job in _read(out / "slurm" / "jobs.json").items()}
+    runs = {Path(run): job for run, job in read_json(out / "slurm" / "jobs.json").items()}
     if runs:
         return runs
-    siblings = _read(out.parent / "slurm" / "jobs.json")
+    siblings = read_json(out.parent / "slurm" / "jobs.json")
     return {Path(run): job for run, job in siblings.items() if Path(run) == out.resolve()}
 
 
@@ -75,7 +75,7 @@ def stand(outs: list[Path]) -> list[RunState]:
 
 
 def _run_state(run: Path, job: str, in_slurm: str) -> RunState:
-    status = _read(run / "status.json")
+    status = read_json(run / "status.json")
     own = status.get("state", "not started")
     first = in_slurm.partition(" ")[0]
     if first in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
@@ -118,22 +118,14 @@ def queue(ids: list[str]) -> dict[str, str]:
 
 def cancel(ids: list[str]) -> None:
     """``scancel``; UserError with its words where it refuses."""
-    try:
-        done = subprocess.run(
-            ["scancel", *ids], capture_output=True, text=True, check=False, timeout=60
-        )
-    except OSError as error:
-        raise UserError(f"scancel cannot be run on this machine: {error}") from error
+    done = command("scancel", *ids, timeout_s=60)
     if done.returncode != 0:
         raise UserError(f"scancel {' '.join(ids)}: {done.stderr.strip()}")
 
 
 def lines(*words: str) -> list[str]:
     """What a command of SLURM prints; nothing where it fails or is missing."""
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
+    done = command(*words, timeout_s=60)
     return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
 
 
@@ -155,10 +147,3 @@ def _last_line(path: Path) -> str:
         file.seek(max(0, path.stat().st_size - _NEWEST_BYTES))
         lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
     return lines[-1] if lines else ""
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content

@@ -16,14 +16,13 @@ from contextlib import suppress
 from types import FrameType
 
 from selftask.config.schema import Config
-from selftask.errors import UserError
+from selftask.errors import UserError, describe_exit
 from selftask.launch.status import Status
 from selftask.logs import add_line
 from selftask.memory import ADVICE, OutOfMemoryKills
-from selftask.world import read_world
+from selftask.world import STOP_SIGNALS, read_world
 
 GRACE_S = 20.0  # after the first failure: the ranks tell each other and leave within seconds
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
 def start(config: Config, command: list[str]) -> int:
@@ -69,7 +68,7 @@ class Ranks:
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             # else torch shows the C++ stack of each connection that a dying rank breaks
         }
-        previous = {number: signal.signal(number, self._hand_on) for number in _SIGNALS}
+        previous = {number: signal.signal(number, self._hand_on) for number in STOP_SIGNALS}
         self.previous = previous
         self.processes = [
             subprocess.Popen(
@@ -119,13 +118,9 @@ class Ranks:
         rank = self.first_failed or 0
         process = self.processes[rank]
         code = process.returncode
-        how = (
-            f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
-        )
         memory = self.kills.explain() if code == -signal.SIGKILL else ""
-        return f"rank {rank} (pid {process.pid}) {how}" + (
-            f"; {memory}; {ADVICE}" if memory else ""
-        )
+        more = f"; {memory}; {ADVICE}" if memory else ""
+        return f"rank {rank} (pid {process.pid}) {describe_exit(code)}{more}"
 
 
 def _tell_what_ranks_could_not(status: Status, ranks: Ranks) -> None:

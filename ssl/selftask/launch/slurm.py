@@ -55,7 +55,7 @@ def current_job() -> Job | None:
     job_id = job_name()
     if job_id is None:
         return None
-    done = _command("scontrol", "show", "job", "--oneliner", job_id)
+    done = command("scontrol", "show", "job", "--oneliner", job_id)
     if done.returncode != 0:
         return None
     fields = dict(re.findall(r"(?:^| )(\w+)=(\S*)", done.stdout.splitlines()[0]))
@@ -118,7 +118,7 @@ def _requeued(job: Job, by: str, launch: LaunchConfig, alone: Departure) -> Depa
 
 def requeue(job: Job) -> str:
     """Ask for the job to start again, under the same id; what went wrong, or nothing."""
-    done = _command("scontrol", "requeue", job.id)
+    done = command("scontrol", "requeue", job.id)
     return (done.stderr or done.stdout).strip() if done.returncode != 0 else ""
 
 
@@ -127,9 +127,9 @@ def _exit_code(by: str) -> int:
     return 128 + int(number) if number is not None else TRY_AGAIN
 
 
-def _command(*words: str) -> subprocess.CompletedProcess[str]:
+def command(*words: str, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:
     """One of SLURM's commands; a missing one or a silent controller is a failure, too."""
     try:
-        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=30)
+        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(words, 127, "", str(error))

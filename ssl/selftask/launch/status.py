@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from selftask.config.schema import Config
-from selftask.logs import write_json
+from selftask.logs import read_json, write_json
 
 
 class Status:
@@ -23,10 +22,7 @@ class Status:
 
     def read(self) -> dict[str, Any]:
         """What it says; nothing where there is none."""
-        if not self.path.exists():
-            return {}
-        content: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
-        return content
+        return read_json(self.path)
 
     def says_finished(self) -> bool:
         """Whether this very run is complete: asking for more steps than it had goes on with it."""

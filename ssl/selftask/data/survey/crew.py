@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from selftask.data.reading import POLICY
-from selftask.errors import RunError
+from selftask.errors import RunError, describe_exit
 
 MOST_PER_CHUNK = 32  # images that a process is given at once
 NEWS_EVERY_S = 0.5  # at least so often a process says what it has done
@@ -140,7 +140,8 @@ class _Crew(Generic[T]):
             news = worker.connection.recv()
         except (EOFError, OSError):
             worker.process.join(timeout=5)
-            yield from self._replace(worker, _death(worker.process.exitcode))
+            how = describe_exit(worker.process.exitcode)
+            yield from self._replace(worker, f"the process that read it {how}")
             return
         if isinstance(news, Exception):
             raise news
@@ -168,12 +169,6 @@ class _Crew(Generic[T]):
         new = self._start(worker.number)
         self.workers[self.workers.index(worker)] = new
         self._give(new)
-
-
-def _death(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"the process that read it was killed by {signal.Signals(-code).name}"
-    return f"the process that read it ended with code {code}"
 
 
 def _work(look: _Look[T], connection: Connection, current: Any, number: int, parent: int) -> None:
