@@ -151,6 +151,10 @@ def test_arrays_of_any_layout() -> None:
     assert np.array_equal((from_array(channels_last.transpose(2, 0, 1))), channels_last)
     assert np.array_equal((from_array(channels_last / 255.0)), channels_last)
     assert np.array_equal((from_array(channels_last.astype(np.uint16) * 257)), channels_last)
+    assert np.array_equal(from_array(channels_last.astype(np.int64)), channels_last)
+    assert np.array_equal(from_array(channels_last.astype(np.int32) * 257), channels_last)
+    dark = channels_last.astype(np.uint16)  # 16 bits stay 16 bits, whatever is in them
+    assert from_array(dark).max() <= 1
     gray = channels_last[..., :1]
     assert np.array_equal((from_array(gray)), gray.repeat(3, axis=2))
     with pytest.raises(ValueError, match=r"\(5, 7, 6\)"):

@@ -144,9 +144,27 @@ def test_array_errors(tmp_path: Path) -> None:
         build("array", path=str(tmp_path / "x.npz"))
     with pytest.raises(UserError, match=r"2 images but labels of shape \(3,\)"):
         build("array", path=str(tmp_path / "x.npz"), images="image")
+    with pytest.raises(UserError, match=r"data.labels: .* no array 'label'; did you mean 'labels'"):
+        build("array", path=str(tmp_path / "x.npz"), images="image", labels="label")
     (tmp_path / "y.npz").write_text("no array")
     with pytest.raises(UserError, match="not a numpy file"):
         build("array", path=str(tmp_path / "y.npz"))
+
+
+def test_labels_of_an_array_file(tmp_path: Path) -> None:
+    """Texts are numbered in sorted order; what is no class number is refused, not rounded."""
+
+    def labels_of(labels: list) -> np.ndarray:
+        images = np.zeros((3, 4, 4), np.uint8)
+        np.savez(tmp_path / "x.npz", images=images, labels=np.array(labels))
+        return build("array", path=str(tmp_path / "x.npz")).labels
+
+    assert labels_of(["dog", "cat", "dog"]).tolist() == [1, 0, 1]
+    assert labels_of([2.0, 0.0, 1.0]).tolist() == [2, 0, 1]
+    with pytest.raises(UserError, match=r"those of .*x\.npz are float64; whole numbers or texts"):
+        labels_of([0.5, 1.0, 2.0])
+    with pytest.raises(UserError, match="does not hold numbers only"):
+        labels_of([None, 1, 2])
 
 
 def test_custom_dataset_in_the_current_folder(

@@ -116,7 +116,7 @@ def to_rgb(image: Image.Image) -> np.ndarray:
     image folders use too, so that figures stay comparable.
     """
     if image.mode.startswith("I") or image.mode == "F":
-        return _gray_to_rgb(_to_8_bit(np.asarray(image)))
+        return _gray_to_rgb(_to_8_bit(np.asarray(image), deep=True))
     if image.mode in ("La", "RGBa"):  # Pillow takes these back only through LA and RGBA
         image = image.convert(image.mode.upper())
     return np.array(image if image.mode == "RGB" else image.convert("RGB"))
@@ -125,7 +125,8 @@ def to_rgb(image: Image.Image) -> np.ndarray:
 def from_array(array: np.ndarray, channels: int = 3) -> np.ndarray:
     """uint8 (H, W, 3) of an array (H, W), (H, W, 1|3|4) or (1|3|4, H, W): any type of number.
 
-    Floats are taken to span [0, 1], or [0, 255] where they go beyond 1; a fourth channel is
+    Floats are taken to span [0, 1], or [0, 255] where they go beyond 1, integers [0, 65535], or
+    [0, 255] where they do not go beyond that and have other than 16 bits; a fourth channel is
     dropped. For other ``channels`` (H, W, channels), of an array with as many. Raises ValueError.
     """
     if channels != 3:
@@ -135,7 +136,7 @@ def from_array(array: np.ndarray, channels: int = 3) -> np.ndarray:
     if array.ndim == 3 and array.shape[-1] == 1:
         array = array[..., 0]
     if array.ndim != 2 and not (array.ndim == 3 and array.shape[-1] in (3, 4)):
-        raise ValueError(f"an array of shape {array.shape} is no image with 1, 3 or 4 channels")
+        raise ValueError(f"an array of shape {array.shape} is not an image with 1, 3 or 4 channels")
     if array.dtype != np.uint8:
         array = _to_8_bit(array)
     return _gray_to_rgb(array) if array.ndim == 2 else np.ascontiguousarray(array[..., :3])
@@ -159,7 +160,7 @@ def _of_channels(array: np.ndarray, channels: int) -> np.ndarray:
         array = np.moveaxis(array, 0, -1)
     if array.ndim != 3 or array.shape[-1] != channels:
         what = f"{channels} channels" if channels > 1 else "1 channel"
-        raise ValueError(f"an array of shape {array.shape} is no image with {what}")
+        raise ValueError(f"an array of shape {array.shape} is not an image with {what}")
     return np.ascontiguousarray(array if array.dtype == np.uint8 else _to_8_bit(array))
 
 
@@ -167,14 +168,19 @@ def _gray_to_rgb(gray: np.ndarray) -> np.ndarray:
     return np.repeat(gray[..., None], 3, axis=2)
 
 
-def _to_8_bit(array: np.ndarray) -> np.ndarray:
-    """Scale integers by their 16 bits and floats by 1 or 255; anything wider by its own range."""
+def _to_8_bit(array: np.ndarray, *, deep: bool = False) -> np.ndarray:
+    """Scale floats by 1 or 255, integers by their 16 bits; anything wider by its own range.
+
+    Integers of other types may well hold bytes, and are bytes where they all could be one; not
+    those of files that are ``deep``, which Pillow gives as 32 bits.
+    """
     if array.dtype == np.bool_:
         return array.astype(np.uint8) * 255
     values = np.nan_to_num(array.astype(np.float64), posinf=0.0, neginf=0.0)
     low, high = float(values.min()), float(values.max())
     is_float = np.issubdtype(array.dtype, np.floating)
-    known = (1.0, 255.0) if is_float else (65535.0,)
+    bytes_too = array.dtype.itemsize != 2 and not deep
+    known = (1.0, 255.0) if is_float else (255.0, 65535.0) if bytes_too else (65535.0,)
     full = next((top for top in known if low >= 0 and high <= top), None)
     if full is None:  # no scale is declared anywhere: from the darkest to the brightest
         values, full = values - low, max(high - low, 1e-12)

@@ -10,8 +10,11 @@ import numpy as np
 
 from selftask.data.image import from_array
 from selftask.data.source import Source
+from selftask.data.sources.labels import number_labels
 from selftask.errors import UserError, nearest
 from selftask.registry import register_source
+
+_LABELS = "labels"  # the default key: used if it is there
 
 
 @register_source("array")
@@ -42,7 +45,7 @@ class ArrayFile(Source):
             raise UserError(
                 f"data: {self.file}: {len(self.images)} images but labels of shape {labels.shape}"
             )
-        self.labels = None if labels is None else labels.astype(np.int64)
+        self.labels = None if labels is None else _numbers(labels, self.file)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -82,5 +85,25 @@ def _load(path: str, config: ArrayFile.Config) -> tuple[np.ndarray, np.ndarray |
         if config.images not in loaded:
             hint = nearest(config.images, loaded.files)
             raise UserError(f"data.images: {path} has no array {config.images!r}; {hint}")
-        has_labels = config.labels is not None and config.labels in loaded
-        return loaded[config.images], loaded[config.labels] if has_labels else None
+        key = config.labels
+        if key not in loaded and key not in (None, _LABELS):
+            raise UserError(
+                f"data.labels: {path} has no array {key!r}; {nearest(key, loaded.files)}"
+            )
+        try:
+            return loaded[config.images], loaded.get(key)
+        except ValueError as error:  # python objects
+            raise UserError(f"data: {path} does not hold numbers only: {error}") from error
+
+
+def _numbers(labels: np.ndarray, file: str) -> np.ndarray:
+    """(N,) int64: whole numbers as they are, texts by sorted name; raises UserError for others."""
+    if labels.dtype.kind in "US":
+        return number_labels(labels.astype(str).tolist())
+    whole = labels.astype(np.int64) if labels.dtype.kind in "biuf" else None
+    if whole is None or not np.array_equal(whole, labels):
+        raise UserError(
+            f"data.labels: those of {file} are {labels.dtype}; whole numbers or texts are expected"
+            " (data.labels=null leaves them out)"
+        )
+    return whole
