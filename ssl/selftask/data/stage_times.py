@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 MOST_PER_BATCH = 64  # images; larger batches take as long per image, and longer to measure
 MOST_IMAGES = 256  # measured in each stage
 MOST_BYTES = 256 << 20  # of decoded images that are kept for the next stage
+FILLS_CACHE = ("read", "decode", "read+decode")  # stages met once with data.cache=ram or disk
 DOMINANT = 0.5  # share of one stage that is worth a sentence
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ class StageTimes:
     device: str
     num_cores: int
     engine: str = "cpu"  # data.engine
-    cached: bool = False  # data.cache=device: only the last stage is met after the start
+    cache: str = "none"  # data.cache
     views: list[tuple[int, int]] = field(default_factory=list)  # (width, height) of each
     image_pixels: float = 0.0  # of an image, in the median
     transforms: dict[str, float] = field(default_factory=dict)  # name -> share of their time
@@ -90,7 +91,7 @@ class StageTimes:
             "cores": self.num_cores,
             "device": self.device,
             "engine": self.engine,
-            "cached": self.cached,
+            "cache": self.cache,
             "views": [list(size) for size in self.views],
             "transforms": self.transforms,
             "advice": advice(self),
@@ -167,7 +168,7 @@ def _one_process(
         device=str(device),
         num_cores=cores(),
         engine=config.data.engine,
-        cached=config.data.cache != "none",
+        cache=config.data.cache,
         views=[(view.shape[-1], view.shape[-2]) for view in sample["views"]],
         image_pixels=float(np.median([image.shape[0] * image.shape[1] for image, _ in images])),
         transforms=transform_shares(config, [image for image, _ in images[:32]]),
@@ -295,7 +296,7 @@ def advice(found: StageTimes) -> list[str]:
 
 
 def _advice(found: StageTimes) -> Iterator[str]:
-    if found.cached:
+    if found.cache == "device":
         return  # no worker is met after the start
     if found.engine == "device" and found.to_device_s > found.worker_s / max(found.num_workers, 1):
         yield (
@@ -308,12 +309,10 @@ def _advice(found: StageTimes) -> Iterator[str]:
         yield about_workers
     if found.decodes_per_sample > 1.5:
         yield f"an image is decoded {found.decodes_per_sample:.2f} times for its views"
-    on_device = list(found.stages)[-1]
-    stages = {
-        name: seconds / found.worker_s
-        for name, seconds in found.stages.items()
-        if name != on_device
-    }
+    *in_worker, _ = found.stages
+    again = [name for name in in_worker if found.cache == "none" or name not in FILLS_CACHE]
+    seconds = sum(found.stages[name] for name in again)
+    stages = {name: found.stages[name] / seconds for name in again}
     name = max(stages, key=lambda stage: stages[stage])
     if stages[name] < DOMINANT:
         return
@@ -321,7 +320,7 @@ def _advice(found: StageTimes) -> Iterator[str]:
     if name == "read":
         yield (
             f"{name} takes {stages[name]:.0%}: data.copy_to=FOLDER_ON_A_LOCAL_DISK, or "
-            "few large files instead of many small ones, help"
+            "few large files instead of many small ones, would help"
         )
     elif "decode" in name and found.image_pixels > 4 * largest:
         yield (
@@ -330,16 +329,16 @@ def _advice(found: StageTimes) -> Iterator[str]:
             "in a fraction of the time"
         )
     elif "decode" in name:
-        yield f"{name} takes {stages[name]:.0%}: only more workers, or decoded copies, help"
+        yield f"{name} takes {stages[name]:.0%}: only more workers or decoded copies would help"
     elif name == "augment":
         costliest = next(iter(found.transforms.items()), None)
         most = f", {costliest[0]} {costliest[1]:.0%} of that" if costliest else ""
         yield (
             f"making {len(found.views)} views takes {stages[name]:.0%}{most}: fewer or smaller "
-            "views, or transforms that are drawn less often, help"
+            "views, or transforms that are drawn less often, would help"
         )
     elif name == "collate":
-        yield f"putting batches together takes {stages[name]:.0%}: views of fewer pixels help"
+        yield f"putting batches together takes {stages[name]:.0%}: views of fewer pixels would help"
 
 
 def table(found: StageTimes) -> Iterator[str]:
@@ -355,8 +354,11 @@ def table(found: StageTimes) -> Iterator[str]:
         rate = 1 / max(seconds, 1e-9)
         yield f"{name:<12}{1e3 * seconds:>10.3f}{rate:>10,.0f}{seconds / total:>8.0%}"
     yield f"{'all':<12}{1e3 * total:>10.3f}{1 / total:>10,.0f}"
-    if found.cached:
-        yield "data.cache=device: what comes before the last stage is done once, at the start"
+    if found.cache != "none":
+        what = (
+            "what comes before the last stage" if found.cache == "device" else "reading, decoding"
+        )
+        yield f"data.cache={found.cache}: {what} is done once, at the start"
     if found.transforms and found.engine == "cpu":
         shares = (f"{name} {share:.0%}" for name, share in found.transforms.items())
         yield f"augment one by one: {', '.join(shares)}"
