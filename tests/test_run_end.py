@@ -118,7 +118,9 @@ def test_a_loss_that_is_not_finite(folder: Path, capsys: pytest.CaptureFixture[s
 def test_a_network_that_diverged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its weights and embeddings are not finite either, and the line at hand is the log's."""
     assert train(folder, "optimizer.lr=1e30", "train.log_every=1") == 1
-    assert re.search(r"RUN FAILED at step \d on rank 0: the loss is (nan|inf) at", last_line(capsys))
+    assert re.search(
+        r"RUN FAILED at step \d on rank 0: the loss is (nan|inf) at", last_line(capsys)
+    )
 
 
 def test_the_step_of_a_bad_loss_when_accumulating(

@@ -115,7 +115,9 @@ def test_priorities_and_exceptions(tmp_path: Path, spy: str) -> None:
 
 
 def test_misspelt_point_is_an_error() -> None:
-    with pytest.raises(TypeError, match=r"Wrong\.on_foward is no hook point; there are: on_start"):
+    with pytest.raises(
+        TypeError, match=r"Wrong\.on_foward is not a hook point; there are: on_start"
+    ):
 
         class Wrong(Hook):
             def on_foward(self, task: Task) -> None: ...

@@ -229,9 +229,9 @@ def read_seal(path: Path) -> dict[str, Any]:
     try:
         seal = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DamagedCheckpoint(f"{path.name} is no seal") from error
+        raise DamagedCheckpoint(f"{path.name} is not a seal") from error
     if not isinstance(seal, dict):
-        raise DamagedCheckpoint(f"{path.name} is no seal")
+        raise DamagedCheckpoint(f"{path.name} is not a seal")
     return seal
 
 
@@ -243,7 +243,7 @@ def verify(path: Path, seal: Any, *, content: bool = True) -> None:
     try:
         length, expected_crc = seal["bytes"], seal["crc32"]
     except (KeyError, TypeError) as error:
-        raise DamagedCheckpoint("its seal is none") from error
+        raise DamagedCheckpoint("its seal lacks the length or the checksum") from error
     size = path.stat().st_size
     if size != length:
         raise DamagedCheckpoint(f"{size} of {length} bytes")

@@ -115,6 +115,6 @@ def expand_counts(tasks: str) -> list[int]:
     for part in tasks.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            raise UserError(f"SLURM_STEP_TASKS_PER_NODE={tasks!r} is no list of counts")
+            raise UserError(f"SLURM_STEP_TASKS_PER_NODE={tasks!r} is not a list of counts")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts

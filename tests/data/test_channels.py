@@ -260,7 +260,7 @@ def test_sources_that_are_told_the_number(name: str, tmp_path: Path) -> None:
     for one in opened:
         assert one.channels == 5
         assert all(np.array_equal(one[index][0], STACK[index]) for index in range(3))
-    reason = r"of shape \(.*\) is no image with 4 channels"
+    reason = r"of shape \(.*\) is not an image with 4 channels"
     if name == "custom":
         with pytest.raises(BadImage, match=reason):
             source(name, **place, channels=4)[0]

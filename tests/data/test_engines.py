@@ -72,7 +72,7 @@ def test_a_sweep_reads_every_image_once(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         (["data.cache=device"], "data.cache='device' needs data.engine=device"),
-        (["data.shrink=64"], "data.shrink=64 has no effect on data.engine='cpu' without a cache"),
+        (["data.shrink=64"], "data.shrink=64 has no effect with data.engine='cpu' without a cache"),
         (["data.engine=gpu"], "data.engine='gpu'"),
     ],
 )

@@ -119,5 +119,5 @@ def test_errors(arrays: Path) -> None:
     with pytest.raises(BadImage, match=r"1\.npy: it has 2 channels only"):
         build(path=str(arrays), bands=[2], value_range=[0, 1])[1]
     np.save(arrays / "forest" / "1.npy", np.zeros(3, np.uint16))
-    with pytest.raises(BadImage, match=r"1\.npy: an array of shape \(3,\) is no image"):
+    with pytest.raises(BadImage, match=r"1\.npy: an array of shape \(3,\) is not an image"):
         build(path=str(arrays), value_range=[0, 1])[1]

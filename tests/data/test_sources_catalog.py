@@ -84,7 +84,7 @@ def test_which_file_counts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("x: [", r"catalog\.yaml cannot be read: while parsing"),
         ("- x", r"catalog\.yaml: `name: folder` or"),
         ("digits: /x", r"catalog\.yaml: 'digits' is a source's"),
-        ("a/b: /x", r"catalog\.yaml: 'a/b' is no name"),
+        ("a/b: /x", r"catalog\.yaml: 'a/b' is not a valid name"),
         ("x: 3", r"catalog\.yaml: x is 3; a path or a section"),
         ("x: {labels: true}", "the catalog's x: `name` or `path` is missing"),
         ("{x: y, y: z, z: x}", "entries that stand for each other"),

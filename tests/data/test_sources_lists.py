@@ -92,7 +92,7 @@ def test_parquet(tmp_path: Path, pixels: list[np.ndarray]) -> None:
     with pytest.raises(UserError, match=r"data\.label_column: .* 'specie'; did you mean 'species'"):
         build("table", **args, label_column="specie")
     (tmp_path / "bad.parquet").write_text("no parquet")
-    with pytest.raises(UserError, match=r"bad\.parquet is no parquet file"):
+    with pytest.raises(UserError, match=r"bad\.parquet is not a parquet file"):
         build("table", path=str(tmp_path / "bad.parquet"))
 
 
@@ -177,7 +177,7 @@ def test_braces_are_those_of_the_shell(tmp_path: Path) -> None:
             ["bash", "-c", f"echo {text}"], capture_output=True, text=True, check=True
         )
         assert list(expand_braces(text)) == shell.stdout.split()
-    with pytest.raises(UserError, match="is no range"):
+    with pytest.raises(UserError, match="is not a range"):
         list(expand_braces("{10..1}"))
     assert match_files(f"{tmp_path}/s{{08..10}}.tar") == [
         f"{tmp_path}/s{number}.tar" for number in ("08", "09", "10")

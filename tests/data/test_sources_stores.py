@@ -127,7 +127,7 @@ def test_hdf5_damaged_chunk_and_errors(tmp_path: Path) -> None:
     fails(r"'flat' of .* has shape \(5,\)", images="flat")
     fails(r"no such file: .*y\.h5; did you mean '.*x\.h5'", path=str(tmp_path / "y.h5"))
     (tmp_path / "z.h5").write_text("nothing")
-    fails(r"z\.h5 is no HDF5 file", path=str(tmp_path / "z.h5"))
+    fails(r"z\.h5 is not an HDF5 file", path=str(tmp_path / "z.h5"))
 
 
 def write_lmdb(path: Path, items: dict[str, bytes]) -> str:
@@ -163,7 +163,7 @@ def test_lmdb_of_arrays(tmp_path: Path) -> None:
     raw = {f"{i}": pixels.tobytes() for i, pixels in enumerate(PIXELS)}
     path = write_lmdb(tmp_path / "raw", raw)
     check(build("lmdb", path=path, shape=[5, 7, 3]), None)
-    with pytest.raises(BadImage, match=r"raw:4: 105 bytes are no pixels of shape \[4, 4, 3\]"):
+    with pytest.raises(BadImage, match=r"raw:4: 105 bytes are not pixels of shape \[4, 4, 3\]"):
         build("lmdb", path=path, shape=[4, 4, 3])[4]
     with pytest.raises(BadImage, match=r"raw:4: not an image"):
         build("lmdb", path=path)[4]
@@ -176,7 +176,7 @@ def test_lmdb_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no such LMDB: .*emty; did you mean '.*/empty'"):
         build("lmdb", path=str(tmp_path / "emty"))
     (tmp_path / "file").write_bytes(b"nothing" * 1000)
-    with pytest.raises(UserError, match=r"file is no LMDB"):
+    with pytest.raises(UserError, match=r"file is not an LMDB"):
         build("lmdb", path=str(tmp_path / "file"))
 
 

@@ -167,7 +167,7 @@ def synchronized(rank: int) -> list[dict[str, Tensor]]:
     results.append(normalize(alone, batch()[slice(*SHARES[rank])]))
     node = form_groups("node")
     assert torch.distributed.get_world_size(node.group) == 2
-    with pytest.raises(UserError, match="2 processes are no whole number of groups of 3"):
+    with pytest.raises(UserError, match="2 processes cannot be divided into groups of 3"):
         form_groups(3)
     half = nn.BatchNorm1d(3)
     synchronize_batch_norm(half, node)

@@ -30,7 +30,7 @@ def test_short_form_and_defaults() -> None:
         (["parallel=fsdp", "train.precision=float16"], "use 'bfloat16'"),
         (
             ["parallel=ddp", "train.sharded_checkpoints=true"],
-            "train.sharded_checkpoints=true has no effect on parallel.reduce='ddp'",
+            "train.sharded_checkpoints=true has no effect with parallel.reduce='ddp'",
         ),
         (["train.sharded=true"], "did you mean 'train.sharded_checkpoints'"),
         (["parallel=fsdp", "train.compile=true"], "train.compile goes with neither"),

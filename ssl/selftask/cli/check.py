@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     if steps == 0:
         raise UserError("--steps 0: nothing can be compared without a step")
     if max(ranks) == 1:
-        raise UserError("--ranks 1: nothing to compare one rank with; more are wanted, such as 1,2")
+        raise UserError("--ranks 1: nothing to compare one rank with; give several, such as 1,2")
     names = [word for word in words if "=" not in word and not word.startswith("~")]
     settings = [word for word in words if word not in names]
     if options.get("--all") and not names:

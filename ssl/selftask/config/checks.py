@@ -69,7 +69,7 @@ def _batch(config: Config) -> Iterator[Problem]:
         yield ("train", "batch_size"), text
     if train.accumulate > 1 and train.step == "standard":
         text = (
-            f"train.accumulate={train.accumulate} has no effect on train.step='standard'; "
+            f"train.accumulate={train.accumulate} has no effect with train.step='standard'; "
             "use train.step=accumulate"
         )
         yield ("train", "accumulate"), text
@@ -167,7 +167,7 @@ def _engine(config: Config) -> Iterator[Problem]:
         yield ("data", "cache"), "data.cache='device' needs data.engine=device"
     if data.shrink is not None and data.cache not in ("ram", "disk"):
         text = (
-            f"data.shrink={data.shrink} has no effect on data.engine='cpu' without a cache; use "
+            f"data.shrink={data.shrink} has no effect with data.engine='cpu' without a cache; use "
             "data.engine=device, or data.cache=ram or disk"
         )
         yield ("data", "shrink"), text
@@ -216,13 +216,13 @@ def _parallel(config: Config) -> Iterator[Problem]:
     parallel, train = config.parallel, config.train
     if parallel.compress != "none" and parallel.reduce != "manual":
         text = (
-            f"parallel.compress={parallel.compress!r} has no effect on "
+            f"parallel.compress={parallel.compress!r} has no effect with "
             f"parallel.reduce={parallel.reduce!r}; use parallel.reduce=manual"
         )
         yield ("parallel", "compress"), text
     if parallel.static_graph and parallel.reduce != "ddp":
         text = (
-            "parallel.static_graph has no effect on "
+            "parallel.static_graph has no effect with "
             f"parallel.reduce={parallel.reduce!r}; use parallel.reduce=ddp"
         )
         yield ("parallel", "static_graph"), text
@@ -234,7 +234,7 @@ def _parallel(config: Config) -> Iterator[Problem]:
         yield ("train", "precision"), text
     if train.sharded_checkpoints and parallel.reduce != "fsdp":
         text = (
-            "train.sharded_checkpoints=true has no effect on "
+            "train.sharded_checkpoints=true has no effect with "
             f"parallel.reduce={parallel.reduce!r}, which shards nothing; use parallel.reduce=fsdp"
         )
         yield ("train", "sharded_checkpoints"), text

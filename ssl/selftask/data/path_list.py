@@ -115,7 +115,7 @@ class _Reading:
 
     def _mixed(self, line: int) -> UserError:
         return UserError(
-            f"data: {self._path}:{line}: some lines have a label after a tab, others not"
+            f"data: {self._path}:{line}: some lines have a label after a tab, others do not"
         )
 
 

@@ -54,7 +54,7 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
         for name in vars(cls):
             if name.startswith(("on_", "before_", "after_")) and name not in POINTS:
                 points = ", ".join(POINTS)
-                raise TypeError(f"{cls.__name__}.{name} is no hook point; there are: {points}")
+                raise TypeError(f"{cls.__name__}.{name} is not a hook point; there are: {points}")
 
     def on_start(self, task: Task) -> None: ...
     def on_phase_start(self, task: Task) -> None: ...

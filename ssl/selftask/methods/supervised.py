@@ -116,7 +116,7 @@ def _build_loss(name: str, args: dict[str, Any]) -> nn.Module:
         return loss
     known = [loss for loss in nn.modules.loss.__all__ if loss.endswith("Loss")]
     if name not in known:
-        raise UserError(f"method.loss={name!r} is no loss of torch.nn; {nearest(name, known)}")
+        raise UserError(f"method.loss={name!r} is not a loss of torch.nn; {nearest(name, known)}")
     try:
         built: nn.Module = getattr(nn, name)(**args)
     except TypeError as error:

@@ -175,7 +175,7 @@ def patchify(images: Tensor, patch: int) -> Tensor:
     """
     b, c, height, width = images.shape
     if height % patch or width % patch:
-        raise ValueError(f"images of {height} x {width} pixels are no whole number of {patch}")
+        raise ValueError(f"images of {height} x {width} pixels have no whole patches of {patch}")
     x = images.reshape(b, c, height // patch, patch, width // patch, patch)
     return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 

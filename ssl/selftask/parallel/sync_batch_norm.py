@@ -120,7 +120,7 @@ def _members(which: str | int) -> list[list[int]]:
     size = int(which)
     if len(ranks) % size:
         raise UserError(
-            f"parallel.sync_batch_norm={size}: {len(ranks)} processes are no whole number of "
+            f"parallel.sync_batch_norm={size}: {len(ranks)} processes cannot be divided into "
             f"groups of {size}; use a divisor, 'all' or 'node'"
         )
     return [list(ranks[first : first + size]) for first in ranks[::size]]

@@ -66,7 +66,7 @@ class Bands(Source):
             low, high = np.nanmin(array), np.nanmax(array)
             raise UserError(
                 f"data.value_range is missing: {name} holds {array.dtype}, {low:g} to {high:g}; "
-                "what is to become 0 and 255, in all images alike? data.value_range=[LOW,HIGH]"
+                "say which values become 0 and 255 in every image: data.value_range=[LOW,HIGH]"
             )
         return list(range(channels)) if bands is None else bands
 
@@ -163,7 +163,7 @@ def _channels_last(array: np.ndarray) -> np.ndarray:
     if array.ndim == 2:
         return array[..., None]
     if array.ndim != 3:
-        raise ValueError(f"an array of shape {array.shape} is no image")
+        raise ValueError(f"an array of shape {array.shape} is not an image")
     return np.moveaxis(array, 0, -1) if array.shape[0] < min(array.shape[1:]) else array
 
 

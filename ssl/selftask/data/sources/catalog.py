@@ -86,7 +86,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"the catalog {path}: `name: folder` or `name: section` is expected")
     for name, entry in values.items():
         if not _NAME.fullmatch(str(name)) or str(name) in SOURCES:
-            what = "is a source's" if str(name) in SOURCES else "is no name"
+            what = "is a source's" if str(name) in SOURCES else "is not a valid name"
             raise UserError(
                 f"the catalog {path}: {name!r} {what}; letters, digits, _ and - make a name"
             )

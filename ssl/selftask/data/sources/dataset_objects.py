@@ -123,7 +123,7 @@ def _open_torchvision(config: Torchvision.Config, root: str) -> Any:
 def _import_object(address: str) -> Any:
     module_name, _, name = address.partition(":")
     if not name:
-        raise UserError(f"data.dataset: {address!r} is no package.module:Dataset")
+        raise UserError(f"data.dataset: {address!r} is not of the form package.module:Dataset")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -123,7 +123,7 @@ def _open(path: str) -> Any:
         return h5py.File(path, "r")
     except OSError as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"data: {path} is no HDF5 file: {reason}") from error
+        raise UserError(f"data: {path} is not an HDF5 file: {reason}") from error
 
 
 def _open_images(path: str, key: str) -> Any:

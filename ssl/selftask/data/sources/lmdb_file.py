@@ -59,7 +59,7 @@ class Lmdb(Source):
         if self.shape is None:
             return decode(data, name, self.max_pixels), label
         if len(data) != np.prod(self.shape):
-            raise BadImage(name, f"{len(data)} bytes are no pixels of shape {self.shape}")
+            raise BadImage(name, f"{len(data)} bytes are not pixels of shape {self.shape}")
         return image_of(np.frombuffer(data, np.uint8).reshape(self.shape), name), label
 
     def path(self, index: int) -> str:
@@ -111,7 +111,7 @@ def _open_new(path: str) -> Any:
             meminit=False,
         )
     except lmdb.Error as error:
-        raise UserError(f"data.path: {path} is no LMDB: {error}") from error
+        raise UserError(f"data.path: {path} is not an LMDB: {error}") from error
 
 
 def _image_keys(opened: Any, path: str, labels: dict[bytes, bytes]) -> Iterator[bytes]:

@@ -67,7 +67,7 @@ class LocalFiles(Wrapped):
         copy_files(list(files.values()), folder)
         left_out = sum(file is None for file in found)
         if left_out:
-            say(f"{left_out} paths are no files to copy, and will not be readable")
+            say(f"{left_out} paths are not files: they cannot be copied, nor read")
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         path = self.source.path(index)

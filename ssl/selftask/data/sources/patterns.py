@@ -100,8 +100,8 @@ def _options(inside: str, text: str) -> list[str]:
     first, last = int(span[1]), int(span[2])
     if not 0 <= last - first < MAX_EXPANDED:
         raise UserError(
-            f"data: {{{inside}}} in {text} is no range: the first number comes first, and there "
-            f"are at most {MAX_EXPANDED}"
+            f"data: {{{inside}}} in {text} is not a range: the smaller number comes first, and "
+            f"there are at most {MAX_EXPANDED}"
         )
     return [str(number).zfill(len(span[1])) for number in range(first, last + 1)]
 

@@ -120,7 +120,7 @@ def choose(size: int, labels: np.ndarray | None, part: Part) -> np.ndarray:
         by_class = (_take(order[shown == c], part, f"images of class {c}") for c in classes)
         rows = np.concatenate([*by_class, np.empty(0, np.int64)])
     if not len(rows):
-        raise UserError("data.subset: there is no image in it")
+        raise UserError("data.subset: it holds no image")
     return np.sort(rows)
 
 

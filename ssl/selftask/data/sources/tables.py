@@ -106,7 +106,7 @@ def _read(file: Path, config: TableSource.Config, root: str, state: list[list[in
 def _checked(table: Table, file: Path) -> Iterable[str]:
     for number, path in enumerate(table.paths):
         if not isinstance(path, str) or not path:
-            what = "no path" if path is None or path == "" else f"{path!r} is no path"
+            what = "no path" if path is None or path == "" else f"{path!r} is not a path"
             raise UserError(f"data: {_place(file, table, number)}: {what}")
         yield path
 
@@ -142,7 +142,7 @@ def _read_text(file: Path, config: TableSource.Config, root: str) -> Table:
             reader = csv.reader(lines, delimiter=delimiter)
             rows = [(reader.line_num, row) for row in reader if any(row)]
     except (csv.Error, OSError) as error:
-        problem = f"{file} is no table with {delimiter!r} between its columns: {error}"
+        problem = f"{file} is not a table with {delimiter!r} between its columns: {error}"
         raise UserError(f"data: {problem}") from error
     if not rows:
         raise UserError(f"data: no images: {file} is empty")
@@ -191,7 +191,7 @@ def _read_parquet(file: Path, config: TableSource.Config, root: str) -> Table:
         read = dataset.read(columns=wanted)
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"data: {file} is no parquet file: {reason}") from error
+        raise UserError(f"data: {file} is not a parquet file: {reason}") from error
     kind = read.schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind  # pandas' categories
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):

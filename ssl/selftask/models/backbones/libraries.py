@@ -95,7 +95,7 @@ class Custom:
 
     def problems(self, config: dict[str, Any]) -> Any:
         if ":" not in self.model:
-            yield f"backbone.model: {self.model!r} is no address; write package.module:function"
+            yield f"backbone.model: {self.model!r} is not an address; write package.module:function"
 
     def build(self, channels: int = 3) -> nn.Module:
         """Import and call it, with ``channels`` if it takes that and they are not three.

@@ -29,7 +29,7 @@ class _ViT:
     def problems(self, config: dict[str, Any]) -> Any:
         if self.img_size % self.patch_size:
             yield (
-                f"backbone.img_size: {self.img_size} pixels are no whole number of patches of "
+                f"backbone.img_size: {self.img_size} pixels cannot be divided into patches of "
                 f"{self.patch_size}; try {self.img_size // self.patch_size * self.patch_size}"
             )
         if self.pool == "token" and not self.class_token:
