@@ -7,22 +7,21 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from selftask.cli.frozen import MODEL, WEIGHTS, open_frozen
 from selftask.errors import UserError
 from selftask.registry import EVALUATIONS
 
 if TYPE_CHECKING:
     from selftask.config.schema import Config
 
-USAGE = """\
+USAGE = f"""\
 usage: selftask eval knn|linear RUN_OR_MODEL [key=value ...]
 
-RUN_OR_MODEL  a run's folder, an exported backbone.pt, timm:NAME or torchvision:NAME
+{MODEL}
 data=DIR      the labelled images to learn from; default: those of the run
 data.val=DIR  those to test on; without it, k-NN leaves each image out of its own neighbours
-weights=FILE  for timm: and torchvision: the weights instead of the pretrained ones, or `none`
+{WEIGHTS}
 Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. Prints one JSON line last."""
-
-SHIPPED = "base/evaluate.yaml"  # the recipe for models that no run made
 
 
 def main(argv: list[str]) -> int:
@@ -34,36 +33,16 @@ def main(argv: list[str]) -> int:
         raise UserError(f"eval needs an evaluation and a run or model\n{USAGE}")
     name, address, overrides = argv[0], argv[1], argv[2:]
     EVALUATIONS.address(name)  # raises with the nearest name
-    weights = [text.partition("=")[2] for text in overrides if text.startswith("weights=")]
-    overrides = [text for text in overrides if not text.startswith("weights=")]
-
-    from selftask.config import recipes
-    from selftask.config.load import load_config
-    from selftask.data.dataset import copy_data, open_data
-    from selftask.data.source import channels_of
-
-    folder = Path(address) if Path(address).is_dir() else None
-    own = folder / "config.yaml" if folder else None
-    recipe = own if own and own.exists() else recipes.folder() / SHIPPED
     asked = [f"eval.evaluations={{{name}: {{}}}}", *_spelt_out(name, overrides)]
-    config = _only(load_config(str(recipe), asked), name)
-    sources = copy_data(open_data(config.data), config.data.copy_to)
+    frozen = open_frozen(address, asked)
+    config = _only(frozen.config, name)
 
-    from selftask.environment import keep_freed_memory, pick_device
     from selftask.evaluate.offline import evaluate_backbone
-    from selftask.models.address import PRETRAINED, open_model
-    from selftask.world import World
 
-    backbone, facts = open_model(address, weights=weights[-1] if weights else PRETRAINED)
-    taken, there = facts.get("channels", 3), channels_of(sources.train)
-    if taken != there:
-        raise UserError(f"data: its images have {there} channels, and {address} takes {taken}")
-    device = pick_device(config.train.device, World())
-    keep_freed_memory(device)
-    row = evaluate_backbone(backbone, config, sources, device=device)
+    row = evaluate_backbone(frozen.backbone, config, frozen.sources, device=frozen.device)
     print(json.dumps(row))
-    if folder is not None:
-        with (folder / "evaluations.jsonl").open("a", encoding="utf-8") as file:
+    if Path(address).is_dir():
+        with (Path(address) / "evaluations.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"evaluation": name, "overrides": overrides, **row}) + "\n")
     return 0
 

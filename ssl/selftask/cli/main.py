@@ -18,6 +18,7 @@ COMMANDS = {
     "jobs": ("selftask.cli.jobs", "[OUT ...]", "how submitted runs stand"),
     "cancel": ("selftask.cli.cancel", "OUT|JOBID [...]", "take them out of the queue"),
     "eval": ("selftask.cli.evaluate", "knn|linear RUN_OR_MODEL data=...", "judge features"),
+    "features": ("selftask.cli.features", "RUN_OR_MODEL out=DIR data=...", "keep features"),
     "export": ("selftask.cli.export", "RUN [--to FORMAT]", "write the backbone for others"),
     "check": ("selftask.cli.check", "METHOD|--all [key=value ...]", "same on 1, 2, 4 ranks?"),
     "data": ("selftask.cli.data", "check|stats SOURCE, show RECIPE", "look at the images"),
@@ -65,7 +66,7 @@ def usage() -> str:
     """The text of ``selftask --help``."""
     lines = ["usage: selftask COMMAND ...", ""]
     for name, (_, arguments, about) in COMMANDS.items():
-        lines.append(f"  selftask {name:<7}{arguments:<34} {about}")
+        lines.append(f"  selftask {name:<9}{arguments:<34} {about}")
     return "\n".join([*lines, "", ABOUT])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ def open_model(address: str, *, weights: str = PRETRAINED) -> tuple[nn.Module, d
     ``address`` is a run's folder, an exported ``backbone.pt`` with its ``backbone.json`` beside it,
     ``timm:NAME`` or ``torchvision:NAME``. ``weights`` is for the last two: ``pretrained`` for the
     library's own, ``none`` for random ones, else a file. The facts are those of ``backbone.json``:
-    architecture, channels, embed_dim, normalization, input_size, and for runs method and step.
+    architecture, channels, embed_dim, normalization, input_size, transforms (how images are shown
+    to it), and for runs method and step.
     Raises UserError for whatever is not there or does not fit.
     """
     library, name = _split(address)
@@ -106,21 +108,58 @@ def _read_facts(place: _Place) -> dict[str, Any]:
 def _open_library(library: str, name: str, weights: str) -> tuple[nn.Module, dict[str, Any]]:
     architecture = Component(name=library, args={"model": name, "args": {}})
     backbone = build_backbone(architecture)
-    config = getattr(backbone, "default_cfg", {})
-    mean, std = (list(config.get(key, _IMAGENET[key])) for key in ("mean", "std"))
     if weights == PRETRAINED:
         load_weights(backbone, _download(library, name), what=f"{library}:{name}")
-    elif weights != NONE:
-        load_weights(backbone, read_state(weights), what=weights)
+        transforms = _transforms_of(library, name)
+    else:
+        if weights != NONE:
+            load_weights(backbone, read_state(weights), what=weights)
+        size = getattr(backbone, "default_cfg", {}).get("input_size", (224,))[-1]
+        transforms = _transforms(size, int(size / 0.875), _IMAGENET["mean"], _IMAGENET["std"])
+    *_, crop, normalize = transforms
     return backbone, {
         "architecture": {"name": architecture.name, "args": architecture.args},
         "channels": 3,
         "embed_dim": embed_dim(backbone),
-        "normalization": {"mean": mean, "std": std},
-        "input_size": config.get("input_size", (3, 224, 224))[-1],
+        "normalization": {key: normalize[key] for key in ("mean", "std")},
+        "input_size": crop["size"],
+        "transforms": transforms,
         "method": library,
         "weights": weights,
     }
+
+
+def _transforms_of(library: str, name: str) -> list[dict[str, Any]]:
+    """How the library itself shows images to the model with its trained weights."""
+    if library == "timm":
+        import timm
+        from timm.data import resolve_data_config
+
+        shown = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
+        size, interpolation = shown["input_size"][-1], shown["interpolation"]
+        smooth = interpolation if interpolation in ("bilinear", "nearest") else "bicubic"
+        resized = int(size / shown["crop_pct"])
+        return _transforms(size, resized, shown["mean"], shown["std"], smooth)
+    import torchvision
+
+    preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+    resized, smooth = preset.resize_size[0], preset.interpolation.value
+    return _transforms(preset.crop_size[0], resized, preset.mean, preset.std, smooth)
+
+
+def _transforms(
+    size: int,
+    resized: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    interpolation: str = "bilinear",
+) -> list[dict[str, Any]]:
+    """The square of ``size`` pixels in the middle of an image whose short side has ``resized``."""
+    return [
+        {"name": "resize", "size": resized, "interpolation": interpolation},
+        {"name": "center_crop", "size": size},
+        {"name": "normalize", "mean": list(mean), "std": list(std)},
+    ]
 
 
 def _download(library: str, name: str) -> dict[str, Tensor]:

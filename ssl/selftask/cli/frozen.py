@@ -1,0 +1,71 @@
+"""A model whose weights stay as they are, and the images it is shown: `eval` and `features`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from selftask.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from selftask.config.schema import Config
+    from selftask.data.dataset import Sources
+
+SHIPPED = "base/evaluate.yaml"  # the recipe for models that no run made
+MODEL = """\
+RUN_OR_MODEL  a run's folder, an exported backbone.pt, timm:NAME or torchvision:NAME"""
+WEIGHTS = """\
+weights=FILE  for timm: and torchvision: the weights instead of the pretrained ones, or `none`
+eval.transforms=[...]  how images are shown; default: as in the run, or as the library does"""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What there is to run: the model on the CPU, its facts, the images and where to compute."""
+
+    backbone: nn.Module
+    facts: dict[str, Any]
+    config: Config
+    sources: Sources
+    device: torch.device
+
+
+def open_frozen(address: str, overrides: list[str]) -> Frozen:
+    """The model at ``address`` and the images of its run, or of ``overrides``.
+
+    Images are shown as the run's config says; without a run, as the model's own facts say. Settings
+    in ``overrides`` count more than both. Raises UserError for whatever is not there or does not
+    fit, mistakes in ``overrides`` before anything is loaded.
+    """
+    from selftask.config import recipes
+    from selftask.config.load import load_config
+
+    weights = [text.partition("=")[2] for text in overrides if text.startswith("weights=")]
+    overrides = [text for text in overrides if not text.startswith("weights=")]
+    own = Path(address) / "config.yaml"
+    recipe = str(own if own.exists() else recipes.folder() / SHIPPED)
+    config = load_config(recipe, overrides)
+
+    from selftask.data.dataset import copy_data, open_data
+    from selftask.data.source import channels_of
+    from selftask.environment import keep_freed_memory, pick_device
+    from selftask.models.address import PRETRAINED, open_model
+    from selftask.world import World
+
+    sources = copy_data(open_data(config.data), config.data.copy_to)
+    backbone, facts = open_model(address, weights=weights[-1] if weights else PRETRAINED)
+    if not own.exists() and facts.get("transforms"):
+        shown = yaml.safe_dump(facts["transforms"], default_flow_style=True, width=float("inf"))
+        config = load_config(recipe, [f"eval.transforms={shown.strip()}", *overrides])
+    taken, there = facts.get("channels", 3), channels_of(sources.train)
+    if taken != there:
+        raise UserError(f"data: its images have {there} channels, and {address} takes {taken}")
+    device = pick_device(config.train.device, World())
+    keep_freed_memory(device)
+    return Frozen(backbone, facts, config, sources, device)

@@ -1,0 +1,166 @@
+"""``selftask eval`` and ``features``: images are shown as the model expects, rows are right."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torchvision
+from PIL import Image
+from torch import Tensor
+
+from selftask.cli.frozen import open_frozen
+from selftask.cli.main import main
+from selftask.config.schema import Component, Config
+from selftask.data.views import build_pipeline
+from selftask.models import address
+from selftask.models.build import build_backbone
+from selftask.models.export import save_backbone
+
+MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.25, 0.3]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two folders of two smooth images each, 90 x 70, and one file that is no image."""
+    root = tmp_path_factory.mktemp("images")
+    draws = np.random.default_rng(0)
+    for name in ("a", "b"):
+        (root / name).mkdir()
+        for number in range(2):
+            small = Image.fromarray(draws.integers(0, 256, (9, 7, 3), dtype=np.uint8))
+            small.resize((70, 90), Image.Resampling.BICUBIC).save(root / name / f"{number}.png")
+    (root / "b" / "broken, really.png").write_bytes(b"no image")
+    return root
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A backbone as a run leaves it, which was shown 32 pixels of another mean and deviation."""
+    torch.manual_seed(0)
+    transforms = [
+        {"name": "resize", "size": 40, "interpolation": "bilinear"},
+        {"name": "center_crop", "size": 32},
+        {"name": "normalize", "mean": MEAN, "std": STD},
+    ]
+    component = Component(name="small_resnet", args={"width": 8})
+    architecture = {"name": component.name, "args": component.args}
+    meta = {"architecture": architecture, "channels": 3, "transforms": transforms}
+    return save_backbone(build_backbone(component), tmp_path_factory.mktemp("export"), meta)
+
+
+def shown(config: Config, path: Path) -> Tensor:
+    """What the network is given of an image, (3, H, W)."""
+    pipeline = build_pipeline(config.eval.transforms, "eval.transforms", 3)
+    picture = pipeline(np.asarray(Image.open(path)), np.random.default_rng(0), None)
+    return pipeline.to_float(torch.from_numpy(np.ascontiguousarray(picture))[None])[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["timm:vit_tiny_patch16_224", "timm:resnet18", "torchvision:resnet18"]
+)
+def test_trained_models_see_images_as_their_library_shows_them(
+    name: str, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of timm's models, its ViTs among them, want another mean than ImageNet's."""
+
+    def download(library: str, model: str) -> dict[str, Tensor]:
+        return dict(build_backbone(Component(name=library, args={"model": model})).state_dict())
+
+    monkeypatch.setattr(address, "_download", download)
+    frozen = open_frozen(name, [f"data={images}", "train.device=cpu"])
+    library, _, model = name.partition(":")
+    if library == "timm":
+        settings = timm.data.resolve_model_data_config(timm.create_model(model))
+        theirs = timm.data.create_transform(**settings, is_training=False)
+    else:
+        theirs = torchvision.models.get_model_weights(model).DEFAULT.transforms()
+    path = images / "a" / "0.png"
+    expected = theirs(Image.open(path))
+    got = shown(frozen.config, path)
+    assert got.shape == expected.shape
+    assert (got - expected).abs().mean() < 0.02  # a level of 255 is 0.008 to 0.017 here
+    mine = open_frozen(name, [f"data={images}", "train.device=cpu", "eval.transforms.1.size=64"])
+    assert shown(mine.config, path).shape == (3, 64, 64), "what is asked for counts more"
+
+
+def test_an_exported_file_sees_images_as_its_run_did(exported: Path, images: Path) -> None:
+    frozen = open_frozen(str(exported), [f"data={images}", "train.device=cpu"])
+    path = images / "b" / "1.png"
+    picture = Image.open(path).resize((40, 51), Image.Resampling.BILINEAR).crop((4, 10, 36, 42))
+    moments = [torch.tensor(values)[:, None, None] for values in (MEAN, STD)]
+    pixels = torch.from_numpy(np.asarray(picture).copy()).permute(2, 0, 1) / 255
+    assert (shown(frozen.config, path) - (pixels - moments[0]) / moments[1]).abs().mean() < 0.02
+
+
+def test_features_are_those_of_the_rows_beside_them(
+    exported: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "features"
+    words = [f"data={images}", f"out={out}", "data.max_bad=1", "data.num_workers=0"]
+    assert main(["features", str(exported), *words, "train.device=cpu"]) == 0
+    assert f"{out}: 4 images, " in capsys.readouterr().out
+    features = np.load(out / "features.npy", mmap_mode="r")
+    with (out / "images.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [Path(row["path"]).relative_to(images).as_posix() for row in rows] == [
+        "a/0.png",
+        "a/1.png",
+        "b/0.png",
+        "b/1.png",
+    ], "the broken one has no row"
+    assert [row["label"] for row in rows] == ["0", "0", "1", "1"]
+    frozen = open_frozen(str(exported), [f"data={images}", "train.device=cpu"])
+    for row, given in zip(rows, features, strict=True):
+        with torch.no_grad():
+            expected = frozen.backbone(shown(frozen.config, Path(row["path"]))[None])[0]
+        assert np.allclose(given, expected.numpy(), atol=1e-5)
+    facts = json.loads((out / "features.json").read_text())
+    assert facts["model"] == str(exported) and facts["transforms"][1]["size"] == 32
+    assert main(["features", str(exported), *words]) == 2
+    assert "features.npy is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["out=x"], "needs a run or model before any key=value"),
+        (["MODEL"], "needs out=DIR"),
+        (["MODEL", "out=x", "data.val=y"], "data.val: features takes those of data= alone"),
+        (["MODEL", "out=x", "dat=y"], "unknown key 'dat'; did you mean 'data'?"),
+        (["nowhere", "out=x"], "nowhere: there is no such file or run"),
+    ],
+)
+def test_what_features_refuses(
+    words: list[str],
+    message: str,
+    exported: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["features", *(word.replace("MODEL", str(exported)) for word in words)]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_eval_of_an_exported_file(
+    exported: Path, images: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [images / folder / f"{number}.png" for folder in ("a", "b") for number in (0, 1)]
+    frozen = open_frozen(str(exported), [f"data={images}", "train.device=cpu"])
+    with torch.no_grad():
+        rows = frozen.backbone(torch.stack([shown(frozen.config, path) for path in paths]))
+    cosine = torch.nn.functional.normalize(rows, dim=1) @ torch.nn.functional.normalize(rows).T
+    nearest = cosine.fill_diagonal_(-2).argmax(dim=1)  # without data.val, of the others
+    expected = float((nearest // 2 == torch.arange(4) // 2).float().mean())
+
+    words = ["knn", str(exported), f"data={images}", "data.max_bad=1", "k=[1]", "train.device=cpu"]
+    assert main(["eval", *words]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"knn_top1": expected}
