@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from selftask.config.schema import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,11 @@ class RunLength:
     accumulate: int = 1
     epochs: int | None = None
     max_steps: int | None = None
+
+    @classmethod
+    def of(cls, train: TrainConfig, num_samples: int) -> RunLength:
+        """Of a run with this ``train:`` section over so many samples an epoch."""
+        return cls(num_samples, train.batch_size, train.accumulate, train.epochs, train.max_steps)
 
     @cached_property
     def batches_per_epoch(self) -> int:

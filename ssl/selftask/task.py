@@ -100,13 +100,7 @@ class Task(ClassyTaskNames):
         self.out.mkdir(parents=True, exist_ok=True)
         sources = self.sources or open_data(self.config.data)
         self.feed = Feed(self.config, sources, self.world, self.device)
-        self.length = RunLength(
-            num_samples=self.feed.num_samples,
-            batch_size=train.batch_size,
-            accumulate=train.accumulate,
-            epochs=train.epochs,
-            max_steps=train.max_steps,
-        )
+        self.length = RunLength.of(train, self.feed.num_samples)
         self.clock = Clock(self.length)
         self._build_model()
         self._build_optimizer()

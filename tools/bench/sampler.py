@@ -44,7 +44,7 @@ from selftask.data.sampler import BatchSampler, Pool
 from selftask.data.samplers.shuffled import Shuffled
 
 BATCH = 64  # of a rank
-MOST_OF_OTHERS = 10**7
+MAX_OF_OTHERS = 10**7
 MORE = 100_000  # indices read to time one
 
 Entry = Callable[[int, int, int], Iterator[int]]  # n, world size, start: this rank's indices
@@ -144,7 +144,7 @@ def compare(sizes: list[int], world: int, rounds: int, everybody: bool) -> None:
     print(f"{'samples':<9}{'':<12}" + "".join(f"{word:>12}" for word in head))
     for n in sizes:
         names = [name for name in ENTRIES if name in installed]
-        if n > MOST_OF_OTHERS and not everybody:
+        if n > MAX_OF_OTHERS and not everybody:
             names = names[:1]
         taken: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
         for _ in range(rounds):

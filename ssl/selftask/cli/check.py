@@ -26,7 +26,7 @@ to 1e-9. Your own method is found as ever: import=[mine], or its recipe. Exit co
 BatchNorm gives way to a norm of one sample; parallel.sync_batch_norm=all tries it, synchronised.
 Try also parallel.reduce=ddp or fsdp, train.accumulate=2 train.step=accumulate, optimizer=lars."""
 
-LEAST_BATCH = 8
+MIN_BATCH = 8
 OPTIONS = {"--ranks": str, "--steps": int, "--all": bool}
 
 
@@ -75,7 +75,7 @@ def _check(name: str, settings: list[str], ranks: list[int], steps: int) -> int:
     from selftask.launch.miniature import miniature
 
     least = math.lcm(*ranks)
-    small = miniature(config, batch_size=-(-LEAST_BATCH // least) * least, steps=steps)
+    small = miniature(config, batch_size=-(-MIN_BATCH // least) * least, steps=steps)
     batch = small.train.batch_size
     for size in ranks:
         if batch % size:

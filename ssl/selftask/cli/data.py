@@ -9,7 +9,7 @@ import sys
 from selftask.errors import RunError, UserError, nearest
 
 COMMANDS = {
-    "check": ("selftask.cli.data_check", "read every image: what is broken, what is there twice?"),
+    "check": ("selftask.cli.data_check", "read every image: what is broken, what is a duplicate?"),
     "stats": ("selftask.cli.data_stats", "mean and std of the pixels, sizes of the images"),
     "show": ("selftask.cli.data_show", "a picture of the views that the network gets"),
 }  # name -> module with USAGE and main(argv) -> exit code, one line

@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-MOST_WORKERS = 8  # per process; more only fight over memory and disk
+MAX_WORKERS = 8  # per process; more only fight over memory and disk
 
 
 _MANY = 1 << 20  # cores: no limit
@@ -41,5 +41,5 @@ def num_workers(processes: int) -> tuple[int, str]:
     """
     started = os.environ.get("LOCAL_WORLD_SIZE", "")
     processes = max(processes, int(started) if started.isdecimal() else 1)
-    workers = min(cores() // processes, MOST_WORKERS)
-    return workers, f"auto: {cores()} cores, {processes} processes, at most {MOST_WORKERS}"
+    workers = min(cores() // processes, MAX_WORKERS)
+    return workers, f"auto: {cores()} cores, {processes} processes, at most {MAX_WORKERS}"

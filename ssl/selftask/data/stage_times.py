@@ -29,9 +29,9 @@ from selftask.world import World
 if TYPE_CHECKING:
     from selftask.config.schema import Config
 
-MOST_PER_BATCH = 64  # images; larger batches take as long per image, and longer to measure
-MOST_IMAGES = 256  # measured in each stage
-MOST_BYTES = 256 << 20  # of decoded images that are kept for the next stage
+MAX_PER_BATCH = 64  # images; larger batches take as long per image, and longer to measure
+MAX_IMAGES = 256  # measured in each stage
+MAX_BYTES = 256 << 20  # of decoded images that are kept for the next stage
 FILLS_CACHE = ("read", "decode", "read+decode")  # stages met once with data.cache=ram or disk
 DOMINANT = 0.5  # share of one stage that is worth a sentence
 T = TypeVar("T")
@@ -121,7 +121,7 @@ def measure(
 
 
 def _small_batches(config: Config, num_images: int) -> Config:
-    size = max(1, min(config.train.batch_size, MOST_PER_BATCH, num_images))
+    size = max(1, min(config.train.batch_size, MAX_PER_BATCH, num_images))
     return replace(config, train=replace(config.train, batch_size=size, accumulate=1))
 
 
@@ -131,7 +131,7 @@ def _one_process(
     torch.set_num_threads(1)  # as in a worker
     indices = _spread(len(source))
     first = next(_readable(source, indices))
-    most = int(np.clip(MOST_BYTES // first.nbytes, 4, MOST_IMAGES))
+    most = int(np.clip(MAX_BYTES // first.nbytes, 4, MAX_IMAGES))
     read_s = None
     if has_own_files(source):
         read_s, _ = _each(lambda index: len(read_bytes(source.path(index))), indices, seconds)
@@ -214,7 +214,7 @@ def _readable(source: Source, indices: Sequence[int]) -> Iterator[np.ndarray]:
 
 
 def _each(
-    work: Callable[[int], T], indices: Sequence[int], seconds: float, most: int = MOST_IMAGES
+    work: Callable[[int], T], indices: Sequence[int], seconds: float, most: int = MAX_IMAGES
 ) -> tuple[float, list[T]]:
     """Mean seconds of ``work`` and its results, for ``most`` indices or what ``seconds`` allow."""
     done: list[T] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from selftask.config.derive import MOST_WORKERS
+from selftask.config.derive import MAX_WORKERS
 
 TOO_MUCH = 0.2  # share of the time
 LONG_ENOUGH = 50  # steps in a row
@@ -56,7 +56,7 @@ def workers_advice(num_workers: int, cores: Cores) -> str | None:
     here = f"{cores.number} core" + ("" if cores.number == 1 else "s")
     if cores.processes > 1:
         here += f" for {cores.processes} processes"
-    better = min(cores.share, max(2 * num_workers, MOST_WORKERS))
+    better = min(cores.share, max(2 * num_workers, MAX_WORKERS))
     if num_workers == 0 and cores.share > 1:
         return f"data.num_workers=0 reads between the steps; try {better} ({here})"
     if num_workers < cores.share:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selftask.config import recipes
-from selftask.config.derive import MOST_WORKERS
+from selftask.config.derive import MAX_WORKERS
 from selftask.config.load import load_config
 from selftask.config.sbatch import DEFAULT_MINUTES, minutes, option, show_minutes
 from selftask.config.schema import Config
@@ -54,13 +54,7 @@ class Plan:
     def describe(self) -> str:
         """For people: what each number of the config comes to."""
         config, launch = self.configs[0], self.configs[0].launch
-        length = RunLength(
-            num_samples=self.num_samples,
-            batch_size=config.train.batch_size,
-            accumulate=config.train.accumulate,
-            epochs=config.train.epochs,
-            max_steps=config.train.max_steps,
-        )
+        length = RunLength.of(config.train, self.num_samples)
         slurm = {option(key): value for key, value in launch.slurm.items()}
         limit = minutes(slurm.get("time", DEFAULT_MINUTES)) or DEFAULT_MINUTES
         default = "" if "time" in slurm else " (launch.slurm.time is not set)"
@@ -154,7 +148,7 @@ def _derived(config: Config, partitions: list[Partition]) -> tuple[dict[str, Any
         derived["cpus_per_task"] = max(1, workers)
         notes.append(f"{derived['cpus_per_task']} CPUs a rank; else launch.slurm.cpus_per_task=N")
     elif config.place("data.num_workers").startswith("auto"):  # of this machine, not of the nodes
-        workers = min(int(given["cpus_per_task"]), MOST_WORKERS)
+        workers = min(int(given["cpus_per_task"]), MAX_WORKERS)
         notes.append(f"data.num_workers={workers}, one for each CPU of a rank")
     asked = any(key in given for key in _GPUS)
     wanted = config.train.device == "cuda" or (

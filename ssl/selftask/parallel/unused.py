@@ -10,7 +10,7 @@ import torch.distributed as dist
 from selftask.collectives import world_size
 from selftask.pulse import collective
 
-_MOST_NAMES = 12
+_MAX_NAMES = 12
 
 
 def count_ranks(present: Sequence[bool]) -> list[int]:
@@ -28,9 +28,9 @@ def describe(names: Sequence[str], counts: Sequence[int]) -> str:
     missing = [(n, c) for n, c in zip(names, counts, strict=True) if c < size]
     lines = [
         f"  {name}" + (f" (has one on {count} of {size} ranks)" if count else "")
-        for name, count in missing[:_MOST_NAMES]
+        for name, count in missing[:_MAX_NAMES]
     ]
-    if len(missing) > _MOST_NAMES:
-        lines.append(f"  and {len(missing) - _MOST_NAMES} more")
+    if len(missing) > _MAX_NAMES:
+        lines.append(f"  and {len(missing) - _MAX_NAMES} more")
     which = "parameter" if len(missing) == 1 else f"{len(missing)} parameters"
     return f"{which} without a gradient in the first step:\n" + "\n".join(lines)

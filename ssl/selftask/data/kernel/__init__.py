@@ -16,8 +16,8 @@ except ImportError:  # installed without a compiler
     _augment = None  # type: ignore[assignment]
 
 
-MOST_PIXELS, MOST_SIDE = 1 << 27, 65_535  # of a picture
-MOST_SIGMA = 100.0  # of BLUR, in pixels
+MAX_PIXELS, MAX_SIDE = 1 << 27, 65_535  # of a picture
+MAX_SIGMA = 100.0  # of BLUR, in pixels
 
 
 class Op(IntEnum):
@@ -29,7 +29,7 @@ class Op(IntEnum):
     CONTRAST = 4  # factor: x * factor + (1 - factor) * round(mean luma)
     HUE = 5  # fraction of the colour circle
     GRAY = 6
-    BLUR = 7  # sigma in pixels, above 0 and up to MOST_SIGMA
+    BLUR = 7  # sigma in pixels, above 0 and up to MAX_SIGMA
     SOLARIZE = 8  # values from this threshold on are inverted
 
 
@@ -47,7 +47,7 @@ def available() -> bool:
 
 def fits(height: int, width: int) -> bool:
     """Whether the kernel takes pictures of that size (rows count as multiples of 32 pixels)."""
-    return height * (width + 31) <= MOST_PIXELS and max(height, width) <= MOST_SIDE
+    return height * (width + 31) <= MAX_PIXELS and max(height, width) <= MAX_SIDE
 
 
 def variants() -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from selftask.data.sources.files import FileSource
 from selftask.data.survey.crew import Lost, look_at_all
 
 _DIGEST = 16  # bytes of a content hash: two of 10^9 images agree by chance once in 10^20 surveys
-_MOST_EXAMPLES = 3
+_MAX_EXAMPLES = 3
 
 
 class Facts(NamedTuple):
@@ -278,5 +278,5 @@ def _counts(counter: Counter[str], show: int = 6) -> str:
 
 
 def _examples(groups: list[list[str]]) -> str:
-    shown = [" = ".join(group[:_MOST_EXAMPLES]) for group in groups[:_MOST_EXAMPLES]]
+    shown = [" = ".join(group[:_MAX_EXAMPLES]) for group in groups[:_MAX_EXAMPLES]]
     return "; ".join(shown)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from selftask.config.schema import Config, ViewConfig
     from selftask.data.dataset import Sources
 
-LEAST_SIDE = 96  # pixels; smaller views are enlarged by a whole number
+MIN_SIDE = 96  # pixels; smaller views are enlarged by a whole number
 _LARGEST_ORIGINAL = 256
 _GAP, _LINE, _TEXT = 8, 16, 13  # pixels between pictures, of a line of text, of its letters
 _PAPER, _INK = (228, 228, 228), (30, 30, 30)  # no image is likely to be just as gray
@@ -127,13 +127,13 @@ def _starts(widths: list[int]) -> Iterator[int]:
 
 def _enlarge(view: np.ndarray) -> Image.Image:
     """A view in its own pixels, each a square of several where the view is small."""
-    times = -(-LEAST_SIDE // max(1, min(view.shape[:2])))
+    times = -(-MIN_SIDE // max(1, min(view.shape[:2])))
     return Image.fromarray(as_seen(view).repeat(times, axis=0).repeat(times, axis=1))
 
 
 def _fit(original: np.ndarray) -> Image.Image:
     """An image as a whole, shrunk to the sheet; small ones are enlarged like views."""
-    if max(original.shape[:2]) <= LEAST_SIDE:
+    if max(original.shape[:2]) <= MIN_SIDE:
         return _enlarge(original)
     image = Image.fromarray(np.ascontiguousarray(as_seen(original)))
     image.thumbnail((_LARGEST_ORIGINAL, _LARGEST_ORIGINAL))

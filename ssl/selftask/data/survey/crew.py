@@ -24,10 +24,10 @@ import numpy as np
 from selftask.data.reading import POLICY
 from selftask.errors import RunError, describe_exit
 
-MOST_PER_CHUNK = 32  # images that a process is given at once
+MAX_PER_CHUNK = 32  # images that a process is given at once
 NEWS_EVERY_S = 0.5  # at least so often a process says what it has done
 DECODING_S = 60.0  # that one image may take beyond the time that its reading may
-MOST_IDLE_DEATHS = 3  # processes that may die before they have looked at anything
+MAX_IDLE_DEATHS = 3  # processes that may die before they have looked at anything
 
 T = TypeVar("T")
 _Look = Callable[[int], T]
@@ -86,7 +86,7 @@ class _Crew(Generic[T]):
         self.look = look
         self.silence_s = silence_s
         num_workers = max(1, min(num_workers, len(indices)))
-        size = max(1, min(MOST_PER_CHUNK, len(indices) // (8 * num_workers)))
+        size = max(1, min(MAX_PER_CHUNK, len(indices) // (8 * num_workers)))
         self.starts = iter(range(0, len(indices), size))  # of the chunks that nobody has yet
         self.indices, self.size = indices, size
         self.again: deque[list[int]] = deque()  # what a lost process had not yet looked at
@@ -161,7 +161,7 @@ class _Crew(Generic[T]):
             yield index, Lost(reason)
         else:
             self.idle_deaths += 1
-            if self.idle_deaths > MOST_IDLE_DEATHS:
+            if self.idle_deaths > MAX_IDLE_DEATHS:
                 raise RunError(f"processes end before they have read anything: one {reason}")
         if rest:
             self.again.append(rest)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import cv2
 import numpy as np
 
-from selftask.data.kernel import MOST_SIGMA, Op
+from selftask.data.kernel import MAX_SIGMA, Op
 from selftask.data.transforms.channels import RGB, by_groups, needs_rgb
 from selftask.data.transforms.tones import solarize
 from selftask.data.transforms.transform import ByChance, Transform
@@ -131,7 +131,7 @@ class GaussianBlur(Transform):
         return by_groups(lambda part: cv2.GaussianBlur(part, (0, 0), drawn), image)
 
     def program(self, drawn: float) -> Sequence[float] | None:
-        return (Op.BLUR, drawn) if drawn <= MOST_SIGMA else None
+        return (Op.BLUR, drawn) if drawn <= MAX_SIGMA else None
 
 
 @register_transform("solarize")
