@@ -262,6 +262,11 @@ class BadFiles:
         self.reasons: dict[str, str] = {}  # path of the image -> why
         self._read()
 
+    @classmethod
+    def of(cls, source: Source, data: DataConfig, path: Path | None) -> BadFiles:
+        """Those of a source, as ``data.on_error`` and ``data.max_bad`` judge them."""
+        return cls(path, len(source), on_error=data.on_error, max_bad=data.max_bad)
+
     def __len__(self) -> int:
         return len(self.reasons)
 

@@ -53,12 +53,7 @@ class Feed:
             rank=world.rank,
             world_size=world.size,
             device=device,
-            bad_files=BadFiles(
-                out / "bad_files.txt",
-                len(self.train_source),
-                on_error=config.data.on_error,
-                max_bad=config.data.max_bad,
-            ),
+            bad_files=BadFiles.of(self.train_source, config.data, out / "bad_files.txt"),
             sampler=sampler,
         )
         log.info("sampler: %s", self.batches.sampler.describe())
@@ -126,16 +121,8 @@ class Feed:
     def test_samples(self) -> Iterator[dict[str, Any]]:
         """One pass over this rank's part of the labelled images, by the evaluation's transforms."""
         assert self.val_source is not None, "has_test says whether there is something to test on"
-        data = self.config.data
-        yield from self._eval_batches(
-            self.val_source,
-            BadFiles(
-                self._bad_val_list,
-                len(self.val_source),
-                on_error=data.on_error,
-                max_bad=data.max_bad,
-            ),
-        )
+        bad_files = BadFiles.of(self.val_source, self.config.data, self._bad_val_list)
+        yield from self._eval_batches(self.val_source, bad_files)
 
     def _eval_batches(self, source: Source, bad_files: BadFiles) -> EvalBatches:
         dataset = EvalDataset(source, self.eval_pipeline, self.config.train.seed)

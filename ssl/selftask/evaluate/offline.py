@@ -46,8 +46,6 @@ def features_of(
         batch_size=_BATCH_SIZE,
         num_workers=config.data.num_workers,
         device=device,
-        bad_files=BadFiles(
-            None, len(source), on_error=config.data.on_error, max_bad=config.data.max_bad
-        ),
+        bad_files=BadFiles.of(source, config.data, None),
     )
     return extract_features(backbone, batches, device=device)
