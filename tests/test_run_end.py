@@ -155,6 +155,17 @@ def test_too_many_bad_files(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert len((folder / "run/bad_files.txt").read_text().splitlines()) == 1
 
 
+@pytest.mark.parametrize("without", ["data", "data.val"])
+def test_evaluations_without_labels_are_told(folder: Path, without: str) -> None:
+    """Who gives data.val waits for its numbers."""
+    val = f"data.val={tiny.digits_file(folder)}"
+    knn = "eval.evaluations={knn: {}}"
+    assert train(folder, val, f"{without}.labels=null", knn, "train.max_steps=1") == 0
+    text = (folder / "run/log.txt").read_text()
+    assert f"no knn while training: the images of {without} have no labels" in text
+    assert "knn_top1" not in text
+
+
 def test_before_the_run_nothing_is_written(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

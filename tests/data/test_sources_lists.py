@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from selftask.config.load import load_config
+from selftask.data.dataset import open_data
 from selftask.data.reading import BadImage
 from selftask.data.shorthand import expand_source
 from selftask.data.source import Source
@@ -160,6 +162,38 @@ def test_glob_is_sorted_and_labelled(tmp_path: Path, pixels: list[np.ndarray]) -
     check(build("glob", pattern=f"{tmp_path}/a/{{0..1}}.png"), pixels[:2], None)
     source = build("glob", pattern=f"{tmp_path}/{{a,b}}/?.png")
     assert [Path(source.path(i)).name for i in range(3)] == ["0.png", "1.png", "3.png"]
+
+
+def test_classes_of_data_val_have_the_numbers_of_data(
+    tmp_path: Path, pixels: list[np.ndarray]
+) -> None:
+    """By their names, in whatever form the two sets are: val lacks the first class of data."""
+    for folder, classes in {"train": "abc", "val": "bc"}.items():
+        for name in classes:
+            (tmp_path / folder / name).mkdir(parents=True)
+            Image.fromarray(pixels[0]).save(tmp_path / folder / name / "0.png")
+    (tmp_path / "val.csv").write_text("path,label\nval/c/0.png,c\nval/b/0.png,b\nval/b/0.png,\n")
+    (tmp_path / "val.txt").write_text("val/c/0.png\tc\nval/b/0.png\tb\n")
+    (tmp_path / "numbers.txt").write_text("val/c/0.png\t1\nval/b/0.png\t0\n")
+    np.savez(tmp_path / "val.npz", images=np.zeros((2, 4, 4), np.uint8), labels=["c", "a"])
+
+    def labels_of(val: str, *more: str) -> list[int]:
+        words = [f"data={tmp_path}/train", f'data.val="{tmp_path}/{val}"', *more]
+        opened = open_data(load_config("simclr/images", words).data).val
+        assert opened is not None
+        labels = opened.labels.tolist()
+        assert [opened[index][1] for index in range(len(opened))] == labels
+        return labels
+
+    assert labels_of("val") == labels_of("val/*/*.png") == [1, 2]
+    assert labels_of("val.csv") == [2, 1, -1]
+    assert labels_of("val.txt") == [2, 1]
+    assert labels_of("val.npz") == [2, 0]
+    assert labels_of("val", "data.val.subset={part: 1, of: 2, per_class: true}") == [1, 2]
+    assert labels_of("numbers.txt") == [1, 0], "numbers are what they are"
+    other = load_config("simclr/images", [f"data={tmp_path}/val", f"data.val={tmp_path}/train"])
+    with pytest.raises(UserError, match=r"data\.val: its class 'a' is none of the 2 of data"):
+        open_data(other.data)
 
 
 def test_glob_errors(tmp_path: Path) -> None:

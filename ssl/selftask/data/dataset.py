@@ -19,6 +19,7 @@ from selftask.data.order import hash_words
 from selftask.data.reading import BadImage, set_policy
 from selftask.data.sampler import Sampler, build_sampler, epoch_of, steps_per_epoch
 from selftask.data.source import Source, channels_of
+from selftask.data.sources.labels import number_alike
 from selftask.data.sources.local_copy import copied
 from selftask.data.sources.subset import subset_of
 from selftask.data.transforms.channels import list_problems
@@ -113,11 +114,13 @@ def open_data(data: DataConfig) -> Sources:
     set_policy(data.read_timeout_s, data.read_retries)
     train = subset_of(open_source(data.source, data.max_pixels), data.subset)
     val = None if data.val is None else open_source(data.val, data.max_pixels)
-    if val is not None and channels_of(val) != channels_of(train):
-        raise UserError(
-            f"data.val: its images have {channels_of(val)} channels, those of data have "
-            f"{channels_of(train)}"
-        )
+    if val is not None:
+        if channels_of(val) != channels_of(train):
+            raise UserError(
+                f"data.val: its images have {channels_of(val)} channels, those of data have "
+                f"{channels_of(train)}"
+            )
+        number_alike(val, train)
     return Sources(train, val)
 
 

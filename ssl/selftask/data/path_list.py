@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import BinaryIO
 
@@ -82,9 +82,11 @@ class _Reading:
                 joined += paths
         names = np.frombuffer(joined, dtype=np.uint8)
         arrays = in_no_folder(names, split_bytes(names, b"\n"))
+        header = {"num_folders": len(self._folders), "first_line": self._first_line, "state": state}
         if self._has_labels:
             arrays["labels"] = _label_values(self._numbers)[np.concatenate(self._labels)]
-        header = {"num_folders": len(self._folders), "first_line": self._first_line, "state": state}
+            if not _are_numbers(self._numbers):
+                header["classes"] = [os.fsdecode(label) for label in sorted(self._numbers)]
         return Index(header, arrays)
 
     def _take(self, piece: bytes) -> bytes:
@@ -133,6 +135,10 @@ def _pieces(file: BinaryIO) -> Iterator[bytes]:
         yield rest + b"\n"
 
 
+def _are_numbers(labels: Iterable[bytes]) -> bool:
+    return all(label.isdigit() and len(label) < 19 for label in labels)  # of 64 bits
+
+
 def _label_values(numbers: dict[bytes, int]) -> np.ndarray:
     """What each label, in the order they came, stands for.
 
@@ -140,7 +146,7 @@ def _label_values(numbers: dict[bytes, int]) -> np.ndarray:
     """
     labels = sorted(numbers)
     values = np.zeros(len(labels), dtype=np.int64)
-    are_numbers = all(label.isdigit() and len(label) < 19 for label in labels)  # of 64 bits
+    are_numbers = _are_numbers(labels)
     for place, label in enumerate(labels):
         values[numbers[label]] = int(label) if are_numbers else place
     return values

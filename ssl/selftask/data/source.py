@@ -49,6 +49,14 @@ class Source(ABC):
         """Number of classes; 0 without labels."""
         return 0 if self.labels is None else int(self.labels.max(initial=NO_LABEL)) + 1
 
+    def class_names(self) -> list[str] | None:
+        """What the classes are called, by number; None where their labels are numbers, or none."""
+        return None
+
+    def renumber(self, numbers: np.ndarray) -> None:
+        """Call class c ``numbers[c]`` from now on; there must be labels, and be ``label_of``'s."""
+        self.labels = np.append(numbers, NO_LABEL)[self.labels]  # -1 takes the last one
+
     def label_of(self, index: int) -> int:
         """The label of an image by ``labels``, -1 without them."""
         return NO_LABEL if self.labels is None else int(self.labels[index])
@@ -88,6 +96,10 @@ class Wrapped(Source):
     def num_classes(self) -> int:
         """Of the whole source: a class that has no image here still has its number."""
         return self.source.num_classes
+
+    def class_names(self) -> list[str] | None:
+        """Of the whole source."""
+        return self.source.class_names()
 
     def __len__(self) -> int:
         return len(self.source)

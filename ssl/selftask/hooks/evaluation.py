@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from selftask.config.duration import parse_duration
 from selftask.hooks.base import Hook
+from selftask.logs import get_logger
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
     from selftask.task import Task
+
+log = get_logger(__name__)
 
 
 @register_hook("evaluation")
@@ -30,8 +33,16 @@ class EvaluateBackbone(Hook):
         if every is not None:
             steps = parse_duration(every).steps(length.updates_per_epoch, length.total_updates)
             self.every = max(1, steps)
+        self._say_what_is_missing(task)
         if task.iteration == 0:
             self._run(task)
+
+    def _say_what_is_missing(self, task: Task) -> None:
+        """Somebody who gives ``data.val`` waits for numbers that need labels on both sides."""
+        feed, names = task.feed, ", ".join(task.config.eval.evaluations)
+        if feed.val_source is not None and names and not (feed.has_test and feed.num_classes):
+            which = "data" if feed.has_test else "data.val"
+            log.warning("no %s while training: the images of %s have no labels", names, which)
 
     def on_step(self, task: Task) -> None:
         if self.every and task.train and task.iteration % self.every == 0 and not task.clock.done:

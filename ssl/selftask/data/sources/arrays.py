@@ -10,7 +10,7 @@ import numpy as np
 
 from selftask.data.image import from_array
 from selftask.data.source import Source
-from selftask.data.sources.labels import number_labels
+from selftask.data.sources.labels import name_classes, number_labels
 from selftask.errors import UserError, nearest
 from selftask.registry import register_source
 
@@ -45,7 +45,15 @@ class ArrayFile(Source):
             raise UserError(
                 f"data: {self.file}: {len(self.images)} images but labels of shape {labels.shape}"
             )
-        self.labels = None if labels is None else _numbers(labels, self.file)
+        self._classes: list[str] | None = None
+        if labels is not None:
+            self.labels = _numbers(labels, self.file)
+            if labels.dtype.kind in "US":
+                self._classes = name_classes(labels.astype(str).tolist())
+
+    def class_names(self) -> list[str] | None:
+        """The labels, where they are texts."""
+        return self._classes
 
     def __len__(self) -> int:
         return len(self.images)

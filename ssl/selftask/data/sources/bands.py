@@ -12,7 +12,7 @@ import numpy as np
 
 from selftask.data.reading import BadImage, read_bytes
 from selftask.data.source import PathTable, Source
-from selftask.data.sources.labels import label_top_folders
+from selftask.data.sources.labels import label_top_folders, name_top_folders
 from selftask.data.sources.packages import require
 from selftask.data.sources.patterns import fixed_folder, is_pattern, match_files
 from selftask.errors import UserError, nearest
@@ -50,6 +50,10 @@ class Bands(Source):
         self.bands = self._check_first(config.bands)
         self.takes_all = config.bands is None
         self.channels = len(self.bands)
+
+    def class_names(self) -> list[str] | None:
+        """The top folders."""
+        return name_top_folders(self.paths, self.labels)
 
     def _check_first(self, bands: list[int] | None) -> list[int]:
         """The channels to take, by the first file that can be read.

@@ -14,6 +14,7 @@ from selftask.data.image import check_header, read_image
 from selftask.data.path_list import read_list
 from selftask.data.scan import scan_folder
 from selftask.data.source import PathTable, Source
+from selftask.data.sources.labels import name_top_folders
 from selftask.errors import UserError, nearest_path
 from selftask.registry import register_source
 
@@ -93,6 +94,10 @@ class Folder(FileSource):
         self.num_folders = found.num_folders
         self.labels = found.labels if config.labels else None
 
+    def class_names(self) -> list[str] | None:
+        """The top folders."""
+        return name_top_folders(self.paths, self.labels)
+
 
 @register_source("list")
 class ListFile(FileSource):
@@ -113,9 +118,14 @@ class ListFile(FileSource):
         self.paths = found.paths
         self.num_folders = found.num_folders
         self.labels = found.labels
+        self._classes = found.header.get("classes")
         if not os.path.exists(self.path(0)):
             line = found.header["first_line"]
             raise UserError(f"data: {file}:{line}: no such image: {self.path(0)}")
+
+    def class_names(self) -> list[str] | None:
+        """The labels, where they are texts."""
+        return self._classes
 
 
 def _missing(path: str, what: str) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from selftask.data.source import NO_LABEL
+from selftask.data.source import NO_LABEL, PathTable, Source
+from selftask.errors import UserError, nearest
 
 
 def number_labels(labels: Sequence[str | int | None]) -> np.ndarray:
@@ -15,13 +16,19 @@ def number_labels(labels: Sequence[str | int | None]) -> np.ndarray:
     None and "" are no label, -1.
     """
     texts = ["" if label is None else str(label) for label in labels]
-    names = sorted({text for text in texts if text})
-    if all(name.isascii() and name.isdecimal() for name in names):
-        numbers = {name: int(name) for name in names}
+    names = name_classes(texts)
+    if names is None:
+        numbers = {text: int(text) for text in {*texts} - {""}}
     else:
         numbers = {name: number for number, name in enumerate(names)}
     numbers[""] = NO_LABEL
     return np.fromiter((numbers[text] for text in texts), dtype=np.int64, count=len(texts))
+
+
+def name_classes(labels: Sequence[str | int | None]) -> list[str] | None:
+    """The name of each class by the number that ``number_labels`` gives it; None for numbers."""
+    names = sorted({"" if label is None else str(label) for label in labels} - {""})
+    return None if all(name.isascii() and name.isdecimal() for name in names) else names
 
 
 def label_top_folders(paths: Sequence[str]) -> np.ndarray | None:
@@ -34,3 +41,33 @@ def label_top_folders(paths: Sequence[str]) -> np.ndarray | None:
     if len(numbers) < 2:
         return None
     return np.array([NO_LABEL if t is None else numbers[t] for t in tops], dtype=np.int64)
+
+
+def name_top_folders(paths: Sequence[str] | PathTable, labels: np.ndarray | None) -> list[str]:
+    """The top folder that each of these labels stands for, by number; none without labels."""
+    if labels is None:
+        return []
+    first = np.zeros(int(labels.max()) + 2, dtype=np.int64)  # of each class; the last: no label
+    first[labels[::-1]] = np.arange(len(labels))[::-1]
+    return [paths[row].partition("/")[0] for row in first[:-1].tolist()]
+
+
+def number_alike(source: Source, model: Source) -> None:
+    """Give each class of ``source`` the number that the class of that name has in ``model``.
+
+    Two sets number their classes apart, so that one class less in one of them would move all that
+    follow. Raises UserError for a class that the model lacks.
+    """
+    if not isinstance(source, Source) or not isinstance(model, Source):
+        return  # a user's own, which has no names
+    ours, theirs = source.class_names(), model.class_names()
+    if not ours or not theirs or ours == theirs:
+        return
+    numbers = {name: number for number, name in enumerate(theirs)}
+    for name in ours:
+        if name not in numbers:
+            raise UserError(
+                f"data.val: its class {name!r} is none of the {len(theirs)} of data; "
+                f"{nearest(name, theirs)} (data.val=null: no evaluations)"
+            )
+    source.renumber(np.array([numbers[name] for name in ours], dtype=np.int64))

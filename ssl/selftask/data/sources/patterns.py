@@ -11,7 +11,7 @@ from pathlib import Path
 
 from selftask.data.source import PathTable
 from selftask.data.sources.files import EXTENSIONS, FileSource
-from selftask.data.sources.labels import label_top_folders
+from selftask.data.sources.labels import label_top_folders, name_top_folders
 from selftask.errors import UserError, nearest
 from selftask.registry import register_source
 
@@ -41,6 +41,10 @@ class Glob(FileSource):
         self.paths = PathTable(found)
         self.num_folders = len({os.path.dirname(path) for path in found})
         self.labels = label_top_folders(found) if config.labels else None
+
+    def class_names(self) -> list[str] | None:
+        """The top folders."""
+        return name_top_folders(self.paths, self.labels)
 
 
 def is_pattern(text: str) -> bool:

@@ -51,6 +51,11 @@ class Subset(Wrapped):
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         return self.source[int(self.rows[index])]
 
+    def renumber(self, numbers: np.ndarray) -> None:
+        """Also in the whole source, which gives the images."""
+        super().renumber(numbers)
+        self.source.renumber(numbers)
+
     def path(self, index: int) -> str:
         return self.source.path(int(self.rows[index]))
 

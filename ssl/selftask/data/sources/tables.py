@@ -15,7 +15,7 @@ from selftask.data import index as store
 from selftask.data.index import Index
 from selftask.data.source import arrays_of_paths
 from selftask.data.sources.files import FileSource
-from selftask.data.sources.labels import number_labels
+from selftask.data.sources.labels import name_classes, number_labels
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest, nearest_path
 from selftask.registry import register_source
@@ -59,11 +59,16 @@ class TableSource(FileSource):
         self.paths = found.paths
         self.num_folders = found.num_folders
         self.labels = found.labels
+        self._classes = found.header.get("classes")
         if not os.path.exists(self.path(0)):
             raise UserError(
                 f"data: {found.header['first']}: no such image: {self.path(0)}; data.root is the "
                 f"folder that its paths start from, now {self.root}"
             )
+
+    def class_names(self) -> list[str] | None:
+        """The labels, where they are texts."""
+        return self._classes
 
 
 def _indexed(file: Path, config: TableSource.Config, root: str) -> Index:
@@ -96,11 +101,12 @@ def _read(file: Path, config: TableSource.Config, root: str, state: list[list[in
         raise UserError(f"data: no images: {file} has no rows")
     names = [os.fsencode(path) for path in _checked(table, file)]
     arrays = arrays_of_paths(names)
+    header: dict[str, Any] = {"state": state, "first": _place(file, table, 0)}
     if table.labels is not None:
         arrays["labels"] = number_labels(table.labels)
-    num_folders = len({name.rpartition(b"/")[0] for name in names})
-    first = _place(file, table, 0)
-    return Index({"num_folders": num_folders, "first": first, "state": state}, arrays)
+        header["classes"] = name_classes(table.labels)
+    header["num_folders"] = len({name.rpartition(b"/")[0] for name in names})
+    return Index(header, arrays)
 
 
 def _checked(table: Table, file: Path) -> Iterable[str]:
