@@ -317,11 +317,9 @@ def test_contrast_noise(photo: np.ndarray) -> None:
     ("name", "args", "key"),
     [
         ("random_resized_crop", {"size": 8, "scale": (0.5, 0.2)}, "scale"),
-        ("color_jitter", {"hue": 0.7}, "hue"),
         ("gaussian_blur", {"sigma": (2.0, 1.0)}, "sigma"),
         ("random_affine", {"scale": (0.0, 1.0)}, "scale"),
         ("normalize", {"mean": [0.5, 0.5, 0.5]}, "mean"),
-        ("contrast_noise", {"noise": -1.0}, "noise"),
     ],
 )
 def test_problems_name_the_key(name: str, args: dict[str, Any], key: str) -> None:
@@ -336,8 +334,24 @@ def test_problems_name_the_key(name: str, args: dict[str, Any], key: str) -> Non
         ("random_resized_crop", "size", 0, "must be at least 1"),
         ("horizontal_flip", "p", 2.0, "must be at most 1"),
         ("posterize", "bits", 9, "must be at most 8"),
+        ("color_jitter", "contrast", -0.1, "must be at least 0"),
+        ("color_jitter", "hue", 0.7, "must be at most 0.5"),
+        ("color_jitter", "hue", "nan", "must be at least 0"),
+        ("contrast_noise", "noise", -1.0, "must be at least 0"),
+        ("random_affine", "shift", 1.5, "must be at most 1"),
+        ("random_perspective", "distortion", 1.5, "must be at most 1"),
+        ("elastic", "alpha", -1.0, "must be at least 0"),
+        ("rand_augment", "num_ops", 0, "must be at least 1"),
+        ("rand_augment", "num_bins", 1, "must be at least 2"),
+        ("trivial_augment_wide", "num_bins", 1, "must be at least 2"),
+        ("aug_mix", "severity", 11, "must be at most 10"),
+        ("aug_mix", "num_chains", 0, "must be at least 1"),
+        ("aug_mix", "depth", 0, "must be at least 1"),
+        ("jigsaw", "grid", 1, "must be at least 2"),
+        ("jigsaw", "tile", 0, "must be at least 1"),
+        ("channel_drop", "fill", -1, "must be at least 0"),
     ],
 )
-def test_limits_name_the_key(name: str, key: str, value: float, message: str) -> None:
+def test_limits_name_the_key(name: str, key: str, value: float | str, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"transforms\.0\.{key}=.*: {message}"):
         load_config("simclr", [f"views.main.transforms=[{{name: {name}, {key}: {value}}}]"])

@@ -219,9 +219,10 @@ def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
-    if metadata.get("min") is not None and value < metadata["min"]:
+    # NaN, which compares with nothing, is beyond every limit
+    if metadata.get("min") is not None and not value >= metadata["min"]:
         raise ValueError(f"must be at least {metadata['min']}")
-    if metadata.get("max") is not None and value > metadata["max"]:
+    if metadata.get("max") is not None and not value <= metadata["max"]:
         raise ValueError(f"must be at most {metadata['max']}")
 
 

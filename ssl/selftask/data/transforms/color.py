@@ -39,18 +39,13 @@ class ColorJitter(Transform):
     Contrast is about the mean luma; where there are not three channels, about the mean of all.
     """
 
-    brightness: float = 0.0  # factor within 1 +- this, never below 0
-    contrast: float = 0.0
-    saturation: float = 0.0
-    hue: float = 0.0  # turn of the colour circle within +- this, at most 0.5
+    # factors within 1 +- this, never below 0
+    brightness: float = field(default=0.0, metadata={"min": 0})
+    contrast: float = field(default=0.0, metadata={"min": 0})
+    saturation: float = field(default=0.0, metadata={"min": 0})
+    # turn of the colour circle within +- this
+    hue: float = field(default=0.0, metadata={"min": 0, "max": 0.5})
     p: float = field(default=1.0, metadata={"min": 0, "max": 1})
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        for key in ("brightness", "contrast", "saturation"):
-            if getattr(self, key) < 0:
-                yield f"{key}: {getattr(self, key)}; 0 or more is expected"
-        if not 0 <= self.hue <= 0.5:
-            yield f"hue: {self.hue}; 0 to 0.5 is expected"
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         for key in ("saturation", "hue"):
@@ -159,15 +154,13 @@ class ContrastNoise(Transform):
 
     contrast: tuple[float, float] = (1.0, 1.0)  # the factor's range
     offset: tuple[float, float] = (0.0, 0.0)  # its range
-    noise: float = 0.0  # standard deviation
+    noise: float = field(default=0.0, metadata={"min": 0})  # standard deviation
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 <= self.contrast[0] <= self.contrast[1]:
             yield f"contrast: {list(self.contrast)}; 0 <= least <= largest is expected"
         if not self.offset[0] <= self.offset[1]:
             yield f"offset: {list(self.offset)}; least <= largest is expected"
-        if self.noise < 0:
-            yield f"noise: {self.noise}; 0 or more is expected"
 
     def draw(
         self, rng: np.random.Generator, height: int, width: int

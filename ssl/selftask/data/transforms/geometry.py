@@ -72,15 +72,14 @@ class RandomAffine(Transform):
 
     degrees: float = 0.0  # rotation by up to this, either way
     scale: tuple[float, float] = (1.0, 1.0)
-    shift: float = 0.0  # by up to this fraction of the width and of the height, either way
+    # by up to this fraction of the width and of the height, either way
+    shift: float = field(default=0.0, metadata={"min": 0, "max": 1})
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
     fill: int = 0  # grey level of what comes from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 < self.scale[0] <= self.scale[1]:
             yield f"scale: {list(self.scale)}; 0 < least <= largest is expected"
-        if not 0 <= self.shift <= 1:
-            yield f"shift: {self.shift}; a fraction of the image, from 0 to 1, is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Matrix:
         """From output to input coordinates."""

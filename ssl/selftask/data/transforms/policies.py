@@ -7,7 +7,7 @@ the geometric ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import cv2
@@ -45,18 +45,14 @@ MIX_BINS = 10  # of AugMix, most severe last
 class RandAugment(Transform):
     """Several random operations, all of the same strength (arXiv:1909.13719)."""
 
-    num_ops: int = 2
-    magnitude: int = 9  # the bin, from 0
-    num_bins: int = 31
+    num_ops: int = field(default=2, metadata={"min": 1})
+    magnitude: int = field(default=9, metadata={"min": 0})  # the bin, from 0
+    num_bins: int = field(default=31, metadata={"min": 2})
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
     fill: int = 0  # grey level of what comes from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if self.num_ops < 1:
-            yield f"num_ops: {self.num_ops}; at least 1"
-        if self.num_bins < 2:
-            yield f"num_bins: {self.num_bins}; at least 2"
-        elif not 0 <= self.magnitude < self.num_bins:
+        if self.magnitude >= self.num_bins:
             yield f"magnitude: {self.magnitude}; 0 to {self.num_bins - 1} (num_bins) is expected"
 
     def channel_problems(self, channels: int) -> Iterator[str]:
@@ -79,13 +75,9 @@ class RandAugment(Transform):
 class TrivialAugmentWide(Transform):
     """One random operation of a random strength (arXiv:2103.10158)."""
 
-    num_bins: int = 31
+    num_bins: int = field(default=31, metadata={"min": 2})
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
     fill: int = 0  # grey level of what comes from outside
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if self.num_bins < 2:
-            yield f"num_bins: {self.num_bins}; at least 2"
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         return needs_rgb("name: trivial_augment_wide changes saturation and", channels, INSTEAD)
@@ -130,21 +122,17 @@ class AutoAugment(Transform):
 class AugMix(Transform):
     """A weighted mean of the picture and of chains of operations on it (arXiv:1912.02781)."""
 
-    severity: int = 3  # strengths are drawn from so many of 10 bins
-    num_chains: int = 3
-    depth: int | None = None  # operations of a chain; none: 1 to 3 at random
+    # strengths are drawn from so many of 10 bins (MIX_BINS)
+    severity: int = field(default=3, metadata={"min": 1, "max": 10})
+    num_chains: int = field(default=3, metadata={"min": 1})
+    # operations of a chain; none: 1 to 3 at random
+    depth: int | None = field(default=None, metadata={"min": 1})
     alpha: float = 1.0  # of the Dirichlet distributions of the weights
     all_ops: bool = True  # without: no brightness, colour, contrast and sharpness, as in the paper
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
     fill: int = 0  # grey level of what comes from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 1 <= self.severity <= 10:  # MIX_BINS
-            yield f"severity: {self.severity}; 1 to 10 is expected"
-        if self.num_chains < 1:
-            yield f"num_chains: {self.num_chains}; at least 1"
-        if self.depth is not None and self.depth < 1:
-            yield f"depth: {self.depth}; at least 1, or null for 1 to 3 at random"
         if self.alpha <= 0:
             yield f"alpha: {self.alpha}; above 0 is expected"
 

@@ -84,17 +84,14 @@ class Jigsaw(Transform):
     number k, counted row by row, is the tile of number ``permutations(...)[drawn][k]``.
     """
 
-    grid: int = 3  # tiles in a row and in a column
-    tile: int | None = None  # pixels, of a side; none: as large as a cell
-    num_permutations: int = 100
+    grid: int = field(default=3, metadata={"min": 2, "max": 15})  # tiles in a row and in a column
+    # pixels, of a side; none: as large as a cell
+    tile: int | None = field(default=None, metadata={"min": 1})
+    num_permutations: int = field(default=100, metadata={"min": 1})
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 2 <= self.grid <= 15:
-            yield f"grid: {self.grid}; 2 to 15 is expected"
-        if self.tile is not None and self.tile < 1:
-            yield f"tile: {self.tile}; at least 1 pixel, or null for whole cells"
         most = 24 if self.grid == 2 else 10_000
-        if not 1 <= self.num_permutations <= most:
+        if self.num_permutations > most:
             yield f"num_permutations: {self.num_permutations}; 1 to {most} is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Puzzle:
@@ -190,12 +187,8 @@ class ChannelDrop(Transform):
     """
 
     keep: int = field(default=1, metadata={"min": 1})  # channels, fewer than there are
-    fill: int = 0  # grey level of the others
+    fill: int = field(default=0, metadata={"min": 0, "max": 255})  # grey level of the others
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 0 <= self.fill <= 255:
-            yield f"fill: {self.fill}; 0 to 255 is expected"
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         if self.keep >= channels:

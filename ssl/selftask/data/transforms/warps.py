@@ -51,14 +51,11 @@ class RandomShear(Transform):
 class RandomPerspective(Transform):
     """The picture seen from a random side, with probability p; torchvision's RandomPerspective."""
 
-    distortion: float = 0.5  # a corner moves inwards by up to this part of half a side
+    # a corner moves inwards by up to this part of half a side
+    distortion: float = field(default=0.5, metadata={"min": 0, "max": 1})
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
     fill: int = 0  # grey level of what comes from outside
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 0 <= self.distortion <= 1:
-            yield f"distortion: {self.distortion}; 0 to 1 is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
         """Where the corners go: (4, 2), x and y in whole pixels, clockwise from the upper left."""
@@ -96,15 +93,14 @@ class Elastic(Transform):
     Far slower than the others: every pixel has two draws and a place of its own.
     """
 
-    alpha: float = 50.0  # strength: each draw within +- alpha / 2 pixels, then smoothed
+    # strength: each draw within +- alpha / 2 pixels, then smoothed
+    alpha: float = field(default=50.0, metadata={"min": 0})
     sigma: float = 5.0  # pixels, of the smoothing
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
     fill: int = 0  # grey level of what comes from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if self.alpha < 0:
-            yield f"alpha: {self.alpha}; 0 or more is expected"
         if self.sigma <= 0:
             yield f"sigma: {self.sigma}; above 0 is expected"
 
