@@ -24,6 +24,7 @@ from selftask.data.path_list import read_list
 from selftask.data.scan import scan_folder
 from selftask.data.sources.files import Folder
 from selftask.errors import UserError
+from selftask.logs import LOGGER
 
 ENDINGS = (".png", ".jpg")
 
@@ -222,7 +223,7 @@ def test_a_folder_that_may_not_be_read(root: Path, monkeypatch: pytest.MonkeyPat
 def test_progress_is_told(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(store, "_SAY_EVERY_S", -1.0)
+    monkeypatch.setattr("selftask.data.notices._EVERY_S", -1.0)
     scan_folder(str(root), ENDINGS)
     told = capsys.readouterr().err.splitlines()  # threads may lose a count
     assert re.fullmatch(rf"data: {root}: \d images in \d folders so far \(0 s\)", told[-1])
@@ -273,7 +274,7 @@ def test_without_a_place_the_list_stays_in_memory(
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(store, "_write", full)
-    monkeypatch.setattr(store.LOGGER, "propagate", True)
+    monkeypatch.setattr(LOGGER, "propagate", True)
     index = scan_folder(str(root), ENDINGS)
     assert index.file is None
     assert paths_of(index) == paths_below(root)

@@ -15,7 +15,6 @@ import json
 import mmap
 import os
 import secrets
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,10 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from selftask.data.notices import say
 from selftask.data.source import PathTable
 from selftask.data.sources.cache import cache_path, take_lock
 from selftask.errors import UserError
-from selftask.logs import LOGGER, get_logger
+from selftask.logs import get_logger
 from selftask.pulse import during
 
 MIN_INDEXED = 20_000  # paths; of fewer, no file is made
@@ -36,7 +36,6 @@ UNSURE = -1  # a time of change that equals no other: what was just changed may 
 MAGIC = b"selftask paths 2"
 _ALIGN = 64  # bytes
 _GRANULE_S = 3.0  # the coarsest clock of a file system, with a margin
-_SAY_EVERY_S = 5.0
 
 log = get_logger(__name__)
 
@@ -191,40 +190,9 @@ def only_one(file: Path) -> Iterator[bool]:
         yield alone
 
 
-# -- what changes, and what is said meanwhile ------------------------------------------------------
-
-
 def settled(mtime_ns: int, looked_ns: int) -> int:
     """The time of change to remember of what was looked at then; UNSURE if it was just changed.
 
     Clocks of file systems are coarse: a second change within the same tick would not show.
     """
     return mtime_ns if looked_ns - mtime_ns > _GRANULE_S * 1e9 else UNSURE
-
-
-def say(text: str) -> None:
-    """A line in the log, or on the terminal while no run has opened one."""
-    if LOGGER.handlers:
-        log.info("data: %s", text)
-    else:
-        print(f"data: {text}", file=sys.stderr, flush=True)
-
-
-class Progress:
-    """Says from time to time how many paths there are so far; threads may add to it."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._images = self._folders = 0
-        self._started = self._said = time.monotonic()
-
-    def add(self, images: int, folders: int = 0) -> None:
-        """Count more of them. Threads that count at once may lose some: it is a line of text."""
-        self._images += images
-        self._folders += folders
-        now = time.monotonic()
-        if now - self._said > _SAY_EVERY_S:
-            self._said = now
-            where = f" in {self._folders:,} folders" if self._folders else ""
-            seconds = now - self._started
-            say(f"{self._where}: {self._images:,} images{where} so far ({seconds:.0f} s)")

@@ -16,7 +16,8 @@ from typing import BinaryIO
 import numpy as np
 
 from selftask.data import index as store
-from selftask.data.index import Index, Progress, settled
+from selftask.data.index import Index, settled
+from selftask.data.notices import ScanProgress
 from selftask.data.source import in_no_folder, split_bytes
 from selftask.errors import UserError
 
@@ -73,7 +74,7 @@ class _Reading:
 
     def index(self, state: list[int]) -> Index:
         """The whole list."""
-        progress, joined = Progress(self._path), bytearray()
+        progress, joined = ScanProgress(self._path), bytearray()
         with open(self._path, "rb") as file:
             for piece in _pieces(file):
                 paths = self._take_lines(piece) if _NOT_PLAIN.search(piece) else self._take(piece)

@@ -18,7 +18,8 @@ from itertools import chain
 import numpy as np
 
 from selftask.data import index as store
-from selftask.data.index import Index, Progress, settled
+from selftask.data.index import Index, settled
+from selftask.data.notices import ScanProgress
 from selftask.data.source import NO_LABEL, join_bytes, split_bytes
 from selftask.errors import UserError
 from selftask.pulse import each
@@ -109,7 +110,7 @@ class _Looker:
         self._root = root
         self._endings = endings
         self._known = known
-        self._progress = Progress(os.fsdecode(root))
+        self._progress = ScanProgress(os.fsdecode(root))
 
     def look_at_all(self, places: list[tuple[bytes, int]]) -> list[Folder]:
         """Those of the folders that are still there."""

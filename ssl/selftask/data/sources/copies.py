@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from selftask.data.index import say
+from selftask.data.notices import say
 from selftask.data.sources.cache import locked
 from selftask.data.sources.storage import Stored, is_remote, open_file
 from selftask.errors import UserError

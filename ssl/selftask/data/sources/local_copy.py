@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from selftask.data.image import decode_image
-from selftask.data.index import say
+from selftask.data.notices import say
 from selftask.data.reading import BadImage, read_bytes
 from selftask.data.source import Source, Wrapped
 from selftask.data.sources.copies import THREADS, copy_files, copy_path, folder_for

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.index import say
+from selftask.data.notices import say
 from selftask.data.source import NO_LABEL, Source
 from selftask.data.sources.encoded import decode
 from selftask.data.sources.storage import find_files, read_part

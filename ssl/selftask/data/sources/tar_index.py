@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from selftask.data.index import say
+from selftask.data.notices import say
 from selftask.data.sources.cache import cache_folder, locked
 from selftask.data.sources.files import EXTENSIONS
 from selftask.data.sources.labels import number_labels
