@@ -1,25 +1,25 @@
 """Short forms: a plain string where a section is expected.
 
 ``data=DIR``, ``backbone=timm:vit_small_patch16_224``, ``method=moco``, ``parallel=ddp``,
-``- horizontal_flip``.
-They are written out before anything is merged, so that a short form in a file and one on the
-command line mean the same.
+``- horizontal_flip``. They are written out before anything is merged, so that a short form in a
+file and one on the command line mean the same.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-Path = tuple[str, ...]
+if TYPE_CHECKING:
+    from selftask.config.layers import Key
 
 _NAMED = {("backbone",), ("method",), ("optimizer",), ("data", "sampler")}
 _SOURCES = {("data",), ("data", "val")}
 _NAMED_ENTRIES = {("hooks",), ("meters",), ("eval", "evaluations")}
 
 
-def expand(value: Any, path: Path = ()) -> Any:
+def expand(value: Any, path: Key = ()) -> Any:
     """``value``, which stands at ``path`` of a config, with every short form in it written out."""
     if isinstance(value, str):
         return _expand_text(value, path)
@@ -30,23 +30,23 @@ def expand(value: Any, path: Path = ()) -> Any:
     return value
 
 
-def is_pipeline(path: Path) -> bool:
+def is_pipeline(path: Key) -> bool:
     """Whether a list of transforms stands there: ``views.NAME.transforms``, ``eval.transforms``."""
     return path == ("eval", "transforms") or (
         len(path) == 3 and path[0] == "views" and path[2] == "transforms"
     )
 
 
-def named_places(config: dict[str, Any]) -> list[Path]:
+def named_places(config: dict[str, Any]) -> list[Key]:
     """The paths of all sections that have a ``name``, also in lists of transforms."""
     entries = [(*place, key) for place in sorted(_NAMED_ENTRIES) for key in _mapping(config, place)]
-    lists: list[Path] = [("eval", "transforms")]
+    lists: list[Key] = [("eval", "transforms")]
     lists += [("views", group, "transforms") for group in _mapping(config, ("views",))]
     transforms = [item for place in lists for item in _named_items(_at(config, place), place)]
     return [*sorted(_NAMED), *sorted(_SOURCES), *entries, *transforms]
 
 
-def _named_items(value: Any, path: Path) -> Iterator[Path]:
+def _named_items(value: Any, path: Key) -> Iterator[Key]:
     """The items of a list, and of the lists in their fields, that are sections with a ``name``."""
     for index, item in enumerate(value if isinstance(value, list) else ()):
         place = (*path, str(index))
@@ -56,7 +56,7 @@ def _named_items(value: Any, path: Path) -> Iterator[Path]:
                 yield from _named_items(inner, (*place, field))
 
 
-def default_name(path: Path) -> str | None:
+def default_name(path: Key) -> str | None:
     """What the thing there is called without a ``name``: a hook by its key, a method not at all."""
     return path[-1] if path[:-1] in _NAMED_ENTRIES else None
 
@@ -80,7 +80,7 @@ def expand_source(text: str) -> dict[str, Any]:
     return dict(shorthand.expand_source(text))
 
 
-def _expand_text(text: str, path: Path) -> Any:
+def _expand_text(text: str, path: Key) -> Any:
     if "${" in text or text == "???":  # OmegaConf's: a reference, or missing
         return text
     if path in _SOURCES:
@@ -95,12 +95,12 @@ def _expand_text(text: str, path: Path) -> Any:
     return text
 
 
-def _mapping(config: dict[str, Any], path: Path) -> dict[str, Any]:
+def _mapping(config: dict[str, Any], path: Key) -> dict[str, Any]:
     value = _at(config, path)
     return value if isinstance(value, dict) else {}
 
 
-def _at(config: dict[str, Any], path: Path) -> Any:
+def _at(config: dict[str, Any], path: Key) -> Any:
     value: Any = config
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
