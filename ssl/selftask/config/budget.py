@@ -1,4 +1,4 @@
-"""How many activations may stay in memory, as people say it: ``8 GB``, or a share of them."""
+"""Amounts of memory as people say them: ``8 GB``, or the share of activations that may stay."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ class Budget:
     def limit(self, total: int) -> int:
         """In bytes, where ``total`` would be kept."""
         return int(self.value if self.unit == "byte" else self.value * total)
+
+
+def show_bytes(size: float) -> str:
+    """``1.5 GB``, ``20.0 MB``: as ``parse_budget`` reads it."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def parse_budget(text: float | str) -> Budget:

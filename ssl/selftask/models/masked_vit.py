@@ -180,13 +180,6 @@ def patchify(images: Tensor, patch: int) -> Tensor:
     return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 
-def unpatchify(patches: Tensor, patch: int, grid: tuple[int, int]) -> Tensor:
-    """The inverse of ``patchify`` for a grid of (rows, columns): images (B, C, H, W)."""
-    rows, columns = grid
-    x = patches.reshape(len(patches), rows, columns, patch, patch, -1)
-    return x.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
-
-
 def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
     """Fixed positions of a grid of patches, (N, dim): MAE, appendix A.1.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from selftask.collectives import gather_objects
-from selftask.config.budget import Budget
+from selftask.config.budget import Budget, show_bytes
 from selftask.logs import get_logger
 from selftask.parallel.activation_checkpointing import checkpoint_blocks, keeping_statistics
 
@@ -55,9 +55,9 @@ class ActivationBudget:
             "budget is %s%s",
             len(chosen),
             len(whole),
-            in_units(kept),
-            in_units(sum(whole)),
-            in_units(limit),
+            show_bytes(kept),
+            show_bytes(sum(whole)),
+            show_bytes(limit),
             "" if kept <= limit else ": less is not possible",
         )
 
@@ -126,8 +126,3 @@ class _Meter:
 def _place(tensor: Tensor) -> int:
     """Where the memory behind a tensor lies: views of one are one."""
     return tensor.untyped_storage().data_ptr()
-
-
-def in_units(size: int) -> str:
-    """``1.5 GB``, ``20.0 MB``."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

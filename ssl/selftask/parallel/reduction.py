@@ -62,7 +62,8 @@ class Reduction:
         return state
 
     def plain(self, module: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
-        """``module`` so that one rank alone can use it; every rank calls. ``build`` makes a new
-        one like it.
+        """``module`` as one rank alone can use it; every rank calls.
+
+        ``build`` makes a new one like it.
         """
         return module

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from selftask.config.budget import show_bytes
 from selftask.data.notices import say
 from selftask.data.sources.cache import locked
 from selftask.data.sources.storage import Stored, is_remote, open_file
@@ -88,8 +89,8 @@ def _check_space(missing: list[Stored], folder: Path) -> None:
     free = min(shutil.disk_usage(folder).free, _free_memory(folder))
     if needed > free:
         raise UserError(
-            f"data.copy_to: {folder} has {_gigabytes(free)} free, and the data needs "
-            f"{_gigabytes(needed)} more; data.subset=FRACTION copies a part of it"
+            f"data.copy_to: {folder} has {show_bytes(free)} free, and the data needs "
+            f"{show_bytes(needed)} more; data.subset=FRACTION copies a part of it"
         )
 
 
@@ -102,7 +103,7 @@ def _free_memory(folder: Path) -> float:
 def _copy(missing: list[Stored], folder: Path) -> None:
     began = time.monotonic()
     total = sum(max(file.size, 0) for file in missing)
-    say(f"copying {len(missing)} files, {_gigabytes(total)}, to {folder}")
+    say(f"copying {len(missing)} files, {show_bytes(total)}, to {folder}")
     done, last = 0, began
     with (
         open(folder / ".checksums", "a", encoding="utf-8", errors="surrogateescape") as checksums,
@@ -116,7 +117,7 @@ def _copy(missing: list[Stored], folder: Path) -> None:
                 share, rate = done / max(total, 1), done / (last - began)
                 say(f"{100 * share:.0f} % copied, {rate / 1e6:.0f} MB/s")
     seconds = time.monotonic() - began
-    say(f"copied {_gigabytes(done)} to {folder} in {seconds:.0f} s")
+    say(f"copied {show_bytes(done)} to {folder} in {seconds:.0f} s")
     if folder.is_relative_to(RAM):
         say(f"it stays in memory for the next run, until `rm -r {folder}`")
 
@@ -155,7 +156,3 @@ def _copy_one(file: Stored, folder: Path) -> tuple[int, int]:
             f"data.copy_to: {file.path} cannot be copied to {target}: {reason}"
         ) from error
     return checksum, size
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
