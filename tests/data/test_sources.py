@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from selftask.data.reading import BadImage
 from selftask.data.shorthand import expand_source
 from selftask.data.source import PathTable, Source
 from selftask.errors import UserError
@@ -177,7 +178,10 @@ def test_custom_dataset_in_the_current_folder(
         "    def __len__(self): return self.n\n"
         "    def __getitem__(self, i):\n"
         "        if i == 2: raise OSError('damaged')\n"
+        "        if i == 4: return {'image': None}\n"
+        "        if i == 1: raise KeyError('notes')\n"
         "        return np.full((4, 4, 3), i, dtype=np.uint8), i\n"
+        "def broken(): return open('nothing')\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
@@ -186,6 +190,12 @@ def test_custom_dataset_in_the_current_folder(
     assert (len(source), label, image[0, 0].tolist()) == (5, 3, [3, 3, 3])
     with pytest.raises(Exception, match="damaged"):
         source[2]
+    with pytest.raises(BadImage, match=r"failed at mine_data\.py:8: KeyError: 'notes'"):
+        source[1]
+    with pytest.raises(BadImage, match="a dict is no image"):
+        source[4]
+    with pytest.raises(UserError, match=r"mine_data:broken' failed at mine_data\.py:10: FileNot"):
+        build("custom", dataset="mine_data:broken")
     with pytest.raises(UserError, match=r"data\.args: mine_data:Pairs: missing .*'n'"):
         build("custom", dataset="mine_data:Pairs")
     with pytest.raises(UserError, match="has no 'Pair'; did you mean 'Pairs'"):

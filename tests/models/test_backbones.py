@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,14 +138,15 @@ def test_your_own_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "def maps():\n    return torch.nn.Conv2d(3, 4, 3)\n"
         "def nothing():\n    return 3\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)  # which the path of an installed command lacks
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     backbone = _build("custom", model="my_nets:pooled", args={"width": 6})
     assert embed_dim(backbone) == 6
     assert backbone.training and int(backbone[1].num_batches_tracked) == 0  # only looked at
     for model, args, message in [
         ("my_nets:pooled", {"size": 1}, "size"),
         ("my_nets:poled", {}, "did you mean 'pooled'"),
-        ("no_such_nets:f", {}, "cannot import 'no_such_nets'"),
+        ("no_such_nets:f", {}, "no module named 'no_such_nets'"),
         ("my_nets:nothing", {}, "not nn.Module"),
         ("my_nets:maps", {}, r"\(1, 4, 222, 222\)"),
     ]:

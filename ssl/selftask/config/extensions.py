@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import sys
 import traceback
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from selftask.config.layers import show_path
-from selftask.errors import ConfigError
+from selftask.errors import ConfigError, UserError, nearest
 
 GROUP = "selftask"  # the entry point group: NAME = package.module, imported before names are used
+_LOOKED = "the current folder, the recipe's folder and the installed packages"
 
 
 def import_extensions(modules: Iterable[str], folders: Iterable[Path], place: str) -> None:
@@ -38,28 +41,47 @@ def import_entry_points() -> None:
         raise ConfigError(problems)
 
 
-def _import(name: str, place: str) -> str | None:
+def import_object(address: str, key: str) -> Any:
+    """What is at ``package.module:name``, for the config's ``key``; the current folder counts.
+
+    Raises UserError with the line that failed.
+    """
+    module, _, name = address.partition(":")
+    if not name:
+        raise UserError(f"{key}: {address!r} is no package.module:name")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if problem := _import(module, key, "the current folder and the installed packages"):
+        raise UserError(problem)
+    found = sys.modules[module]
+    if not hasattr(found, name):
+        known = [word for word in vars(found) if not word.startswith("_")]
+        raise UserError(f"{key}: {module} has no {name!r}; {nearest(name, known)}")
+    return getattr(found, name)
+
+
+def _import(name: str, place: str, looked: str = _LOOKED) -> str | None:
     """What went wrong importing ``name``, in one line."""
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            looked = "the current folder, the recipe's folder and the installed packages"
             return f"{place}: no module named {name!r} (looked in {looked})"
-        return _failed(name, place, error)
+        return f"{place}: {name!r} {explain_failure(error)}"
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything
-        return _failed(name, place, error)
+        return f"{place}: {name!r} {explain_failure(error)}"
     return None
 
 
-def _failed(name: str, place: str, error: Exception) -> str:
+def explain_failure(error: Exception) -> str:
+    """``failed at mine.py:7: KeyError: 'x'``: the line of the user's, or a library's, that did."""
     reason = " ".join(str(error).split())
     if isinstance(error, SyntaxError):
-        where = f"{show_path(Path(error.filename or name))}:{error.lineno}"
-        return f"{place}: {name!r} failed at {where}: {type(error).__name__}: {error.msg}"
+        where = f" at {show_path(Path(error.filename))}:{error.lineno}" if error.filename else ""
+        return f"failed{where}: {type(error).__name__}: {error.msg}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_theirs(f.filename)]
     where = f" at {show_path(Path(frames[-1].filename))}:{frames[-1].lineno}" if frames else ""
-    return f"{place}: {name!r} failed{where}: {type(error).__name__}: {reason}"
+    return f"failed{where}: {type(error).__name__}: {reason}"
 
 
 def _is_theirs(filename: str) -> bool:

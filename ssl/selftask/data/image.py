@@ -150,7 +150,10 @@ def as_picture(image: Any, channels: int = 3) -> np.ndarray:
     if isinstance(image, Image.Image):
         pixels = to_rgb(image) if channels == 3 else from_array(np.asarray(image), channels)
         return upright(pixels, orientation(image))
-    return from_array(np.asarray(image), channels)
+    array = np.asarray(image)
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"a {type(image).__name__} is no image")
+    return from_array(array, channels)
 
 
 def _of_channels(array: np.ndarray, channels: int) -> np.ndarray:

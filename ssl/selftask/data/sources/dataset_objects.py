@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from selftask.config.extensions import explain_failure, import_object
 from selftask.data.image import as_picture
 from selftask.data.reading import BadImage, now_reading
 from selftask.data.source import NO_LABEL, Source
@@ -43,6 +42,10 @@ class DatasetSource(Source):
             item = self.dataset[index]
         except OSError as error:  # what image libraries raise for a damaged file
             raise BadImage(self.path(index), str(error) or type(error).__name__) from error
+        except (MemoryError, UserError):
+            raise
+        except Exception as error:  # decoders raise anything on damaged data
+            raise BadImage(self.path(index), explain_failure(error)) from error
         image, label = (item[0], item[1]) if isinstance(item, tuple | list) else (item, NO_LABEL)
         try:
             return as_picture(image, self.channels), _as_label(label)
@@ -87,12 +90,19 @@ class Custom(DatasetSource):
         channels: int = field(default=3, metadata={"min": 1})  # other than 3: of every image
 
     def __init__(self, config: Config) -> None:
-        factory = _import_object(config.dataset)
+        factory = import_object(config.dataset, "data.dataset")
         try:
             inspect.signature(factory).bind(**config.args)
         except TypeError as error:
             raise UserError(f"data.args: {config.dataset}: {error}") from error
-        super().__init__(factory(**config.args), config.dataset, config.channels)
+        try:
+            dataset = factory(**config.args)
+        except UserError:
+            raise
+        except Exception as error:  # what is theirs may raise anything
+            told = f"data.dataset: {config.dataset!r} {explain_failure(error)}"
+            raise UserError(told) from error
+        super().__init__(dataset, config.dataset, config.channels)
 
 
 def _open_torchvision(config: Torchvision.Config, root: str) -> Any:
@@ -118,27 +128,6 @@ def _open_torchvision(config: Torchvision.Config, root: str) -> Any:
             f"data: torchvision's {config.dataset} (split {config.split}) cannot be opened under "
             f"{root}: {error} (selftask downloads nothing)"
         ) from error
-
-
-def _import_object(address: str) -> Any:
-    module_name, _, name = address.partition(":")
-    if not name:
-        raise UserError(f"data.dataset: {address!r} is not of the form package.module:Dataset")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there; something that it imports is not
-        raise UserError(
-            f"data.dataset: no module named {error.name!r} (searched the current folder and "
-            "everything installed)"
-        ) from error
-    if not hasattr(module, name):
-        hint = nearest(name, [known for known in vars(module) if not known.startswith("_")])
-        raise UserError(f"data.dataset: {module_name} has no {name!r}; {hint}")
-    return getattr(module, name)
 
 
 def _known_labels(dataset: Any) -> np.ndarray | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from selftask.config.extensions import import_object
 from selftask.errors import UserError, nearest
 from selftask.registry import register_backbone
 
@@ -104,23 +104,10 @@ class Custom:
         """
         from torch import nn
 
-        module_name, _, name = self.model.partition(":")
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            raise UserError(
-                f"backbone.model: cannot import {module_name!r} for {self.model!r}: {error}; "
-                f"is its folder on PYTHONPATH or the current one?"
-            ) from error
-        if not hasattr(module, name):
-            raise UserError(
-                f"backbone.model: {module_name} ({module.__file__}) has no {name!r}; "
-                f"{nearest(name, [n for n in vars(module) if not n.startswith('_')])}"
-            )
-        factory, args = getattr(module, name), dict(self.args)
+        factory, args = import_object(self.model, "backbone.model"), dict(self.args)
         if channels != 3 and "channels" in inspect.signature(factory).parameters:
             args.setdefault("channels", channels)
-        model = _call(partial(factory, **args), module_name, self)
+        model = _call(partial(factory, **args), self.model.partition(":")[0], self)
         if not isinstance(model, nn.Module):
             raise UserError(f"backbone.model: {self.model} returned {type(model)}, not nn.Module")
         return model
