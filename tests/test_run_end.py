@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
 import tiny
+from selftask import environment
 from selftask.cli.main import main
 from selftask.logs import MetricsFile, read_metrics
 
 EXTENSION = '''
+import errno
 from dataclasses import dataclass
 import torch
 from selftask.hooks.base import Hook
@@ -33,6 +40,9 @@ class Trouble(Hook):
     def on_step(self, task):
         if task.iteration == self.step and self.kind == "raise":
             raise ZeroDivisionError("trouble on purpose")
+        if task.iteration == self.step and self.kind == "full":
+            (task.out / "errors").write_text("no folder: nothing can be written into it")
+            raise OSError(errno.ENOSPC, "No space left on device")
 '''
 
 
@@ -85,6 +95,79 @@ def test_interrupted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = tiny.status(folder / "run")
     assert (status["state"], status["step"]) == ("interrupted", 3)
     assert status["by"] == "train.stop_at=3"
+
+
+def test_a_signal_before_the_first_step(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the ranks look for one another, the hook that saves on a signal is not there yet."""
+    monkeypatch.setattr(
+        environment, "join_world", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    assert train(folder) == 128 + signal.SIGTERM
+    assert last_line(capsys).startswith("RUN interrupted by SIGTERM at step 0; left at once; ")
+    assert tiny.status(folder / "run")["state"] == "interrupted"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_full_disk_is_told_where_it_cannot_be_written_down(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(folder, "import=[trouble]", "hooks.trouble={kind: full}") == 1
+    assert re.fullmatch(
+        "RUN FAILED at step 2 on rank 0: OSError: .* No space left on device; make room and start "
+        "the same command again: it goes on",
+        last_line(capsys),
+    )
+
+
+HOLDER = """
+import fcntl, sys
+lock = open(sys.argv[1], "a+")
+fcntl.lockf(lock, fcntl.LOCK_EX)
+lock.truncate(0)
+print("process 7 on node3", file=lock, flush=True)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_runs_in_one_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(folder, "train.stop_at=1") == 75
+    before = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
+    command = [sys.executable, "-c", HOLDER, folder / "run" / ".lock"]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        assert train(folder) == 2
+        other.communicate()
+    expected = (
+        "run: process 7 on node3 is training there; wait for it, stop it, or use another out="
+    )
+    assert expected in capsys.readouterr().err
+    before.pop(folder / "run" / ".lock")
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert train(folder, "train.stop_at=2") == 75  # the lock ended with its process
+
+
+@pytest.mark.parametrize(
+    ("out", "message"), [("a_file", "cannot be written to"), ("", "out is empty; give the folder")]
+)
+def test_no_folder_to_run_in(
+    folder: Path, capsys: pytest.CaptureFixture[str], out: str, message: str
+) -> None:
+    (folder / "a_file").write_text("")
+    assert main(["train", "simclr/digits", *tiny.overrides("simclr", folder), f"out={out}"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_a_power_cut_emptied(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(folder, "train.stop_at=2") == 75
+    (folder / "run" / "status.json").write_text("")
+    assert train(folder, "train.stop_at=3") == 75
+    (folder / "run" / "config.yaml").write_text("")
+    assert train(folder) == 2
+    assert "config.yaml: is damaged" in capsys.readouterr().err
 
 
 def test_a_bug_is_told_in_full(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,6 +236,11 @@ def test_too_many_bad_files(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert tiny.status(folder / "run")["state"] == "failed"
     assert main([*command, "data.max_bad=1"]) == 0
     assert len((folder / "run/bad_files.txt").read_text().splitlines()) == 1
+    (photos / "07.png").write_bytes((photos / "08.png").read_bytes())
+    (photos / "09.png").write_bytes(b"no image")
+    assert main([*command, "data.max_bad=1", "resume=never"]) == 0
+    (line,) = (folder / "run/bad_files.txt").read_text().splitlines()
+    assert "09.png" in line, "a run that starts anew starts its list anew"
 
 
 @pytest.mark.parametrize("without", ["data", "data.val"])

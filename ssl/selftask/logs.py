@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def start_log(folder: Path, rank: int) -> None:
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False
     name = "log.txt" if rank == 0 else f"log_rank{rank}.txt"
-    file = logging.FileHandler(folder / name, encoding="utf-8")
+    file = _LogFile(folder / name, encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s", _TIME))
     LOGGER.addHandler(file)
     if rank == 0:
@@ -37,13 +38,21 @@ def stop_log() -> None:
     """Flush and close what ``start_log`` opened."""
     for handler in list(LOGGER.handlers):
         LOGGER.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):  # what a full disk has no room for was told when it was written
+            handler.close()
 
 
 def add_line(folder: Path, line: str) -> None:
     """One more line of ``log.txt``, by a process that speaks for a rank 0 which no longer can."""
     with (folder / "log.txt").open("a", encoding="utf-8") as log:
         log.write(f"{time.strftime(_TIME)} {line}\n")
+
+
+class _LogFile(logging.FileHandler):
+    """A file whose lines are on the console, too: a full disk is told in one line, not a stack."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        print(f"{self.baseFilename}: {sys.exc_info()[1]}", file=sys.stderr, flush=True)
 
 
 class _Console(logging.Handler):
@@ -119,16 +128,23 @@ def format_row(row: dict[str, Any]) -> str:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a small JSON file so that a reader sees the old one or the new one, never half."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What ``write_json`` wrote; nothing where it has not."""
+    """What ``write_json`` wrote; nothing where it has not, or where a power cut has emptied it."""
     if not path.exists():
         return {}
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _plain(value: Any) -> Any:

@@ -32,14 +32,26 @@ def check_same_run(config: Config, out: Path) -> None:
     saved = out / "config.yaml"
     if config.resume != "auto" or not saved.exists() or not checkpoints(out / "checkpoints"):
         return
-    before, now = yaml.safe_load(saved.read_text(encoding="utf-8")), config.to_dict()
-    changes = list(_changes(_fixed(before), _fixed(now), ""))
+    changes = list(_changes(_fixed(_read(saved)), _fixed(config.to_dict()), ""))
     if changes:
         listed = "\n".join(f"  {change}" for change in changes[:8])
         raise UserError(
             f"out={out} holds another run than the one asked for; use another out=, resume=never "
             f"to start anew there, or resume=CHECKPOINT to go on from it all the same\n{listed}"
         )
+
+
+def _read(saved: Path) -> dict[str, Any]:
+    try:
+        before = yaml.safe_load(saved.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        before = None
+    if not isinstance(before, dict):
+        raise UserError(
+            f"{saved}: is damaged, so nothing says whether this is the same run; if it is, remove "
+            "that file and start the same command again"
+        )
+    return before
 
 
 def _fixed(config: dict[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -42,8 +45,8 @@ class Ending:
         return self._interrupted(by, f"checkpoint saved in {self.task.out / 'checkpoints'}")
 
     def left_at_once(self, by: str) -> int:
-        """Asked twice: nothing was saved."""
-        return self._interrupted(by, "asked twice, so nothing was saved after the last checkpoint")
+        """Asked twice, or before the first step: there was no time to save."""
+        return self._interrupted(by, "left at once; nothing was saved after the last checkpoint")
 
     def _interrupted(self, by: str, how: str) -> int:
         leaving = slurm.depart(by, self.task.config.launch, first=self.first)
@@ -70,14 +73,17 @@ class Ending:
         line = f"RUN FAILED at step {self.step} on rank {failure.rank}: {first}"
         for_rank0 = isinstance(failure, Rank0IsGone) and self.status.read().get("state") != "failed"
         if self.first or for_rank0:
-            self.status.write("failed", step=self.step, rank=failure.rank, error=failure.message)
+            with _written_or_said():
+                told = {"step": self.step, "rank": failure.rank, "error": failure.message}
+                self.status.write("failed", **told)
             self._write_error_for(failure)
         for text in (failure.details, *rest):
             if text:
                 LOGGER.error("%s", text)
         LOGGER.error("%s", line)
         if for_rank0:
-            add_line(self.task.out, line)
+            with _written_or_said():
+                add_line(self.task.out, line)
             print(line, file=sys.stderr, flush=True)
 
     def _write_error_for(self, failure: Failure) -> None:
@@ -87,12 +93,22 @@ class Ending:
             self._write_error(failure.rank, f"{failure.message}\n{failure.details}")
 
     def _write_error(self, rank: int, text: str) -> None:
-        path = self._errors_of(rank)
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        with _written_or_said():
+            path = self._errors_of(rank)
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
 
     def _errors_of(self, rank: int) -> Path:
         return self.task.out / "errors" / f"rank{rank}.txt"
+
+
+@contextmanager
+def _written_or_said() -> Iterator[None]:
+    """Context in which a file is written to tell of an end, which a full disk must not replace."""
+    try:
+        yield
+    except OSError as error:
+        LOGGER.error("the end of the run could not be written down: %s", error)
 
 
 def explain(error: BaseException) -> str:
@@ -105,6 +121,8 @@ def explain(error: BaseException) -> str:
             "the GPU's memory is full; try a smaller train.batch_size, train.precision=bfloat16 or "
             f"parallel.activation_checkpointing=blocks\n{message}"
         )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{message}; make room and start the same command again: it goes on"
     if isinstance(error, MemoryError):
         return f"the machine's memory is full; try fewer data.num_workers\n{message}"
     return message

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import torch
 
 from selftask import environment
+from selftask.checkpoint import write_durably
 from selftask.collectives import barrier
 from selftask.config.derive import cores
 from selftask.config.load import to_yaml
@@ -15,12 +21,13 @@ from selftask.data.dataset import Sources, copy_data
 from selftask.evaluate.online import evaluate_task
 from selftask.launch.continuity import check_same_run
 from selftask.launch.ending import Ending
+from selftask.launch.run_folder import held
 from selftask.launch.status import Status
 from selftask.launch.watch import Watch
 from selftask.logs import LOGGER, start_log, stop_log, write_json
 from selftask.task import Task
 from selftask.trainer import Interrupted, Trainer
-from selftask.world import read_world
+from selftask.world import STOP_SIGNALS, read_world
 
 
 def run(config: Config, sources: Sources) -> int:
@@ -37,14 +44,14 @@ def run(config: Config, sources: Sources) -> int:
         return 0
     world = read_world()
     torch.set_num_threads(num_threads(config, world.local_size))
-    out.mkdir(parents=True, exist_ok=True)
-    start_log(out, world.rank)
-    try:
-        LOGGER.info("data: %s", sources.train.describe())
-        return _run(config, copy_data(sources, config.data.copy_to), status)
-    finally:
-        stop_log()
-        environment.leave_world()
+    with held(config.out, first=world.rank == 0), _signals_told():
+        start_log(out, world.rank)
+        try:
+            LOGGER.info("data: %s", sources.train.describe())
+            return _run(config, copy_data(sources, config.data.copy_to), status)
+        finally:
+            stop_log()
+            environment.leave_world()
 
 
 def _run(config: Config, sources: Sources, status: Status) -> int:
@@ -56,7 +63,7 @@ def _run(config: Config, sources: Sources, status: Status) -> int:
     watch: Watch | None = None
     try:
         if world.rank == 0:
-            (task.out / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+            write_durably(task.out / "config.yaml", to_yaml(config))
             write_json(task.out / "environment.json", environment.describe())
             status.write("running", world_size=world.size)
         # The watch explains what hangs; the collectives' own limit is for when it cannot.
@@ -70,6 +77,28 @@ def _run(config: Config, sources: Sources, status: Status) -> int:
         return ending.left_at_once(str(stop) or "SIGINT")
     except BaseException as error:  # noqa: BLE001 - told in full, and turned into the exit code
         return ending.failed(error, watch)
+
+
+@contextmanager
+def _signals_told() -> Iterator[None]:
+    """Context in which a signal that would end the process in silence is a KeyboardInterrupt.
+
+    One may come before the hook ``preemption`` is there. A second one ends the process as ever.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    silent = [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in silent if main else ():
+            signal.signal(number, _leave)
+        yield
+    finally:
+        for number in silent if main else ():
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _train(task: Task) -> str | None:
