@@ -145,7 +145,11 @@ def resume(task: Task) -> bool:
             task.load_state_dict(found[0])
         except (RuntimeError, ValueError, KeyError) as error:
             raise UserError(f"{found[1]} does not fit; use another out=\n{error}") from error
+    elif is_primary():
+        task.feed.remove_lists()
     barrier()  # all ranks have read
+    if found is None:
+        task.feed.batches.bad_files.reasons.clear()  # read from such a list, perhaps
     if task.rows is not None:  # drop what comes after the checkpoint, or all without one
         checkpoint.set_aside(folder, task.iteration if found else -1)
         task.rows.cut(found[0]["metrics_bytes"] if found else 0)

@@ -143,6 +143,12 @@ class Feed:
     def _eval_batch_size(self) -> int:
         return max(1, self.config.train.batch_size // self.world.size)
 
+    def remove_lists(self) -> None:
+        """Remove the lists of bad files that another run in this folder has left."""
+        for path in (self.batches.bad_files.path, self._bad_val_list):
+            if path is not None:
+                path.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Stop the workers."""
         self.batches.close()
