@@ -14,7 +14,7 @@ from selftask.data import kernel
 from selftask.data.batch import Places
 from selftask.data.dataset import Dataset, EvalDataset, ViewDataset
 from selftask.data.views import Views, build_pipeline
-from selftask.data.workers import Reader
+from selftask.data.workers import BatchReader
 
 JITTER = Component(name="color_jitter", args={"brightness": 0.5, "hue": 0.1})
 NOISE = Component(name="gaussian_noise", args={"p": 1.0})
@@ -60,7 +60,7 @@ def test_batches_are_what_copies_make(workers: int, source: Any, evaluates: bool
     data: Dataset = ViewDataset(source, Views(group, source.channels), 0)
     if evaluates:
         data = EvalDataset(source, build_pipeline([CROP], channels=source.channels))
-    reader = Reader(data, KEYS, workers, torch.device("cpu"))
+    reader = BatchReader(data, KEYS, workers, torch.device("cpu"))
     batches = [[view.numpy().copy() for view in batch.views] for batch in reader]
     reader.close()
     assert len(batches) == len(KEYS)

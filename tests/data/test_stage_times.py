@@ -20,13 +20,12 @@ from selftask.config.schema import Config
 from selftask.data.dataset import Sources, open_data
 from selftask.data.reading import BadImage
 from selftask.data.source import Source
+from selftask.data.stage_report import advice, table
 from selftask.data.stage_times import (
     StageTimes,
-    advice,
     decodes_per_sample,
     loader_rate,
     measure,
-    table,
     transform_shares,
 )
 from selftask.data.waiting import Cores, WaitWatch, wait_advice, workers_advice
@@ -116,7 +115,7 @@ def test_workers_share_the_waiting(tmp_path: Path) -> None:
 def test_views_made_on_the_device(cache: str, tmp_path: Path) -> None:
     config = config_for(tmp_path, "data.num_workers=0", "data.engine=device", f"data.cache={cache}")
     times = measure(config, Sources(Slow(24, 0.005), None), CPU, seconds=0.3)
-    assert list(times.stages) == ["read+decode", "draw", "collate", "views there"]
+    assert list(times.stages) == ["read+decode", "draw", "collate", "device views"]
     assert all(seconds > 0 for seconds in times.stages.values())
     assert times.views == [(96, 96)] * 2
     assert times.decodes_per_sample == 1

@@ -43,7 +43,8 @@ def main(argv: list[str]) -> int:
     config = load_config(words[1], words[2:])
     sources = copy_data(open_data(replace(config.data, val=None)), config.data.copy_to)
 
-    from selftask.data.stage_times import advice, measure, table
+    from selftask.data.stage_report import advice, as_json, table
+    from selftask.data.stage_times import measure
     from selftask.environment import keep_freed_memory, pick_device
     from selftask.launch.run import num_threads
     from selftask.world import World
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> int:
     threads = num_threads(config, config.launch.processes)
     found = measure(config, sources, device, seconds, threads)
     if options.get("--json"):
-        print(json.dumps({"recipe": words[1], **found.to_dict()}))
+        print(json.dumps({"recipe": words[1], **as_json(found)}))
         return 0
     print(f"{words[1]}: {len(sources.train):,} images")
     for line in table(found):

@@ -64,7 +64,7 @@ class Sample:
 class Dataset(ABC):
     """What the loader makes batches of: samples by key, and how they become a batch."""
 
-    makes_views_there = False  # whether the device does, so that one batch ahead is worth its room
+    makes_views_on_device = False  # one batch ahead is then worth its room
 
     @abstractmethod
     def __len__(self) -> int:

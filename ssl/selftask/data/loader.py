@@ -12,7 +12,7 @@ from selftask.data.dataset import BadFiles, Dataset, ViewDataset
 from selftask.data.device.ahead import Ahead
 from selftask.data.sampler import BatchSampler, Pool, Sampler
 from selftask.data.samplers.shuffled import Shuffled
-from selftask.data.workers import Reader
+from selftask.data.workers import BatchReader
 from selftask.errors import UserError
 
 
@@ -67,12 +67,12 @@ class Batches:
         self.close()
         self.step = self.sampler.start = step
         self._reader = self._open_reader()
-        if self.device.type == "cuda" and self.dataset.makes_views_there:
+        if self.device.type == "cuda" and self.dataset.makes_views_on_device:
             self._ahead = Ahead(self._make, self.device)
 
     def _open_reader(self) -> Any:
         """What gives the batches from ``sampler.start`` on, and can be closed."""
-        return Reader(self.dataset, self.sampler, self.num_workers, self.device)
+        return BatchReader(self.dataset, self.sampler, self.num_workers, self.device)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self
@@ -141,7 +141,7 @@ class EvalBatches:
             yield [(0, index) for index in self.indices[first : first + self.batch_size]]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in Reader(self.dataset, self._keys(), self.num_workers, self.device):
+        for batch in BatchReader(self.dataset, self._keys(), self.num_workers, self.device):
             self.bad_files.add(batch.bad)
             if batch.views:
                 sample = batch.to_sample(self.device, self.dataset.to_float)

@@ -150,7 +150,7 @@ def _read(path: str) -> bytes:
         os.close(handle)
 
 
-class _Reader:
+class _ReadingThread:
     """A thread that does one thing after the other for whoever waits."""
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class _Reader:
                 self.answers.put((None, error))
 
 
-_IDLE: list[_Reader] = []
+_IDLE: list[_ReadingThread] = []
 _STUCK: list[threading.Thread] = []
 
 
@@ -184,7 +184,7 @@ def in_time(function: Callable[[str], T], path: str, timeout_s: float) -> T:
     try:
         reader = _IDLE.pop()
     except IndexError:
-        reader = _new_reader()
+        reader = _new_thread()
     reader.jobs.put((function, path))
     try:
         answer, error = reader.answers.get(timeout=timeout_s)
@@ -201,11 +201,11 @@ def in_time(function: Callable[[str], T], path: str, timeout_s: float) -> T:
     return answer
 
 
-def _new_reader() -> _Reader:
+def _new_thread() -> _ReadingThread:
     _STUCK[:] = [thread for thread in _STUCK if thread.is_alive()]
     if len(_STUCK) >= MAX_STUCK:
         raise OSError(errno.EDEADLK, f"{len(_STUCK)} reads of other files have not come back yet")
-    return _Reader()
+    return _ReadingThread()
 
 
 def _end_idle_threads() -> None:

@@ -1,4 +1,4 @@
-"""Where the time of making a batch goes, stage by stage, and what would change it."""
+"""Where the time of making a batch goes, stage by stage; ``stage_report`` tells of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from selftask.data.reading import BadImage, read_bytes
 from selftask.data.source import Source, Wrapped
 from selftask.data.survey.check import has_own_files
 from selftask.data.train_dataset import train_dataset
-from selftask.data.waiting import Cores, workers_advice
 from selftask.errors import UserError
 from selftask.registry import TRANSFORMS
 from selftask.world import World
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 MAX_PER_BATCH = 64  # images; larger batches take as long per image, and longer to measure
 MAX_IMAGES = 256  # measured in each stage
 MAX_BYTES = 256 << 20  # of decoded images that are kept for the next stage
-FILLS_CACHE = ("read", "decode", "read+decode")  # stages met once with data.cache=ram or disk
-DOMINANT = 0.5  # share of one stage that is worth a sentence
 T = TypeVar("T")
 
 
@@ -45,7 +42,7 @@ class StageTimes:
     decode_s: float
     augment_s: float  # with data.engine=device: to shrink the image and to draw for its views
     collate_s: float
-    to_device_s: float  # with data.engine=device: and to make the views there
+    to_device_s: float  # with data.engine=device: and to make the views on it
     loader_images_per_s: float  # with the configured workers
     decodes_per_sample: float
     num_images: int  # that the stages were measured on
@@ -68,7 +65,7 @@ class StageTimes:
             "decode" if self.read_s is not None else "read+decode": self.decode_s,
             "augment" if self.engine == "cpu" else "draw": self.augment_s,
             "collate": self.collate_s,
-            "to device" if self.engine == "cpu" else "views there": self.to_device_s,
+            "to device" if self.engine == "cpu" else "device views": self.to_device_s,
         }
         return {name: seconds for name, seconds in named.items() if seconds is not None}
 
@@ -76,26 +73,6 @@ class StageTimes:
     def worker_s(self) -> float:
         """Of one image in a worker: all but the way to the device."""
         return sum(self.stages.values()) - self.to_device_s
-
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {
-            "ms_per_image": {name: 1e3 * seconds for name, seconds in self.stages.items()},
-            "one_process_images_per_s": 1 / self.worker_s,
-            "loader_images_per_s": self.loader_images_per_s,
-            "decodes_per_sample": self.decodes_per_sample,
-            "images": self.num_images,
-            "batch_size": self.batch_size,
-            "workers": self.num_workers,
-            "processes": self.processes,
-            "cores": self.num_cores,
-            "device": self.device,
-            "engine": self.engine,
-            "cache": self.cache,
-            "views": [list(size) for size in self.views],
-            "transforms": self.transforms,
-            "advice": advice(self),
-        }
 
 
 def measure(
@@ -288,85 +265,3 @@ def decodes_per_sample(config: Config, source: Source) -> float:
         return counted.asked / len(sample["index"])
     finally:
         feed.close()
-
-
-def advice(found: StageTimes) -> list[str]:
-    """At most two sentences: what to change first."""
-    return list(_advice(found))[:2]
-
-
-def _advice(found: StageTimes) -> Iterator[str]:
-    if found.cache == "device":
-        return  # no worker is met after the start
-    if found.engine == "device" and found.to_device_s > found.worker_s / max(found.num_workers, 1):
-        yield (
-            f"{found.device} takes {1e3 * found.to_device_s:.1f} ms to make the views of an image, "
-            "longer than the workers take for the rest; try data.engine=cpu"
-        )
-    machine = Cores(found.num_cores, found.processes)
-    about_workers = workers_advice(found.num_workers, machine)
-    if about_workers:
-        yield about_workers
-    if found.decodes_per_sample > 1.5:
-        yield f"an image is decoded {found.decodes_per_sample:.2f} times for its views"
-    *in_worker, _ = found.stages
-    again = [name for name in in_worker if found.cache == "none" or name not in FILLS_CACHE]
-    seconds = sum(found.stages[name] for name in again)
-    stages = {name: found.stages[name] / seconds for name in again}
-    name = max(stages, key=lambda stage: stages[stage])
-    if stages[name] < DOMINANT:
-        return
-    largest = max((width * height for width, height in found.views), default=1)
-    if name == "read":
-        yield (
-            f"{name} takes {stages[name]:.0%}: data.copy_to=FOLDER_ON_A_LOCAL_DISK, or "
-            "few large files instead of many small ones, would help"
-        )
-    elif "decode" in name and found.image_pixels > 4 * largest:
-        yield (
-            f"{name} takes {stages[name]:.0%}, of images with {found.image_pixels / largest:.0f} "
-            "times the pixels of the largest view: a copy of them at about twice its sides decodes "
-            "in a fraction of the time"
-        )
-    elif "decode" in name:
-        yield f"{name} takes {stages[name]:.0%}: only more workers or decoded copies would help"
-    elif name == "augment":
-        costliest = next(iter(found.transforms.items()), None)
-        most = f", {costliest[0]} {costliest[1]:.0%} of that" if costliest else ""
-        yield (
-            f"making {len(found.views)} views takes {stages[name]:.0%}{most}: fewer or smaller "
-            "views, or transforms that are drawn less often, would help"
-        )
-    elif name == "collate":
-        yield f"putting batches together takes {stages[name]:.0%}: views of fewer pixels would help"
-
-
-def table(found: StageTimes) -> Iterator[str]:
-    """The report for people, without advice."""
-    views = ", ".join(f"{w}x{h}" for w, h in dict.fromkeys(found.views))
-    yield (
-        f"{len(found.views)} views of {views}, from images of {found.image_pixels / 1e3:,.0f} "
-        f"thousand pixels (median of {found.num_images})"
-    )
-    yield f"{'stage':<12}{'ms/image':>10}{'images/s':>10}{'share':>8}   in one process"
-    total = sum(found.stages.values())
-    for name, seconds in found.stages.items():
-        rate = 1 / max(seconds, 1e-9)
-        yield f"{name:<12}{1e3 * seconds:>10.3f}{rate:>10,.0f}{seconds / total:>8.0%}"
-    yield f"{'all':<12}{1e3 * total:>10.3f}{1 / total:>10,.0f}"
-    if found.cache != "none":
-        what = (
-            "what comes before the last stage" if found.cache == "device" else "reading, decoding"
-        )
-        yield f"data.cache={found.cache}: {what} is done once, at the start"
-    if found.transforms and found.engine == "cpu":
-        shares = (f"{name} {share:.0%}" for name, share in found.transforms.items())
-        yield f"augment one by one: {', '.join(shares)}"
-    yield f"decodes per sample {found.decodes_per_sample:.2f}"
-    workers = f"{found.num_workers} worker" + ("" if found.num_workers == 1 else "s")
-    alone_s = found.worker_s if found.engine == "cpu" else total
-    times = found.loader_images_per_s * alone_s
-    yield (
-        f"loader with {workers}, batches of {found.batch_size}, {found.num_cores} cores, to "
-        f"{found.device}: {found.loader_images_per_s:,.0f} images/s, {times:.2f} times one process"
-    )

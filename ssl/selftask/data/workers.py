@@ -66,7 +66,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-class Reader:
+class BatchReader:
     """One DataLoader over a sequence of batches of keys, with errors a user can read."""
 
     def __init__(
@@ -99,7 +99,7 @@ class Reader:
         atexit.unregister(_close_all)
         atexit.register(_close_all)  # so that it runs before torch's own, which waits for workers
 
-    def __iter__(self) -> Reader:
+    def __iter__(self) -> BatchReader:
         return self
 
     def __next__(self) -> Batch:
@@ -126,7 +126,7 @@ class Reader:
 
 
 # Every reader that was not closed, if it still exists, and its workers, which exist anyway.
-_OPEN: list[tuple[weakref.ref[Reader], list[BaseProcess]]] = []
+_OPEN: list[tuple[weakref.ref[BatchReader], list[BaseProcess]]] = []
 
 
 def _close_all() -> None:

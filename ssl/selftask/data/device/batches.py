@@ -54,7 +54,7 @@ class DeviceBatch(Batch):
 class DeviceDataset(ViewDataset):
     """Training samples whose views are made on the device: a picture and what was drawn for it."""
 
-    makes_views_there = True
+    makes_views_on_device = True
 
     def __init__(
         self, source: Source, views: Views, seed: int, engine: Engine, shrink: int | None = None
