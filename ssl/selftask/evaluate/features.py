@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from selftask.errors import UserError
+from selftask.models.modes import in_eval_mode
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def extract_features(
     which a DataLoader draws one as it starts. Raises UserError for features that are not finite.
     """
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    with torch.no_grad(), _in_eval_mode(backbone), _keeping_random_state(device):
+    with torch.no_grad(), in_eval_mode(backbone), _keeping_random_state(device):
         for batch in batches:
             images = batch["views"][0].to(device, non_blocking=True)  # (B, C, H, W)
             features = backbone(images).float().cpu()  # (B, E)
@@ -72,18 +73,6 @@ def extract_features(
             f"the weights are damaged or training has diverged"
         )
     return Features(features, targets, indices)
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode for all sub-modules; each then gets back the mode it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @contextmanager

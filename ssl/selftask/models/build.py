@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from selftask.config.checks import other_sizes
 from selftask.errors import ConfigError, UserError
+from selftask.models.modes import in_eval_mode
 from selftask.registry import BACKBONES
 
 if TYPE_CHECKING:
@@ -65,28 +66,21 @@ def embed_dim(backbone: nn.Module) -> int:
 @torch.no_grad()
 def _count_features(model: nn.Module, name: str, channels: int) -> int:
     """Pass one blank image through the model and look; its state and mode stay what they were."""
-    training = [module.training for module in model.modules()]
-    model.eval()
     errors = []
-    try:
-        for size in _sizes(model):
-            try:
+    for size in _sizes(model):
+        try:
+            with in_eval_mode(model):
                 features = model(torch.zeros(1, channels, size, size))
-            except (RuntimeError, AssertionError, ValueError) as error:
-                errors.append(f"{size} x {size} pixels: {error}")
-                continue
-            if isinstance(features, Tensor) and features.ndim == 2:
-                return features.shape[1]
-            shape = (
-                tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
-            )
-            raise UserError(
-                f"backbone {name!r} must map images (B, {channels}, H, W) to features (B, E), but "
-                f"returns {shape} for one image; pool its output to one vector an image"
-            )
-    finally:
-        for module, mode in zip(model.modules(), training, strict=True):
-            module.training = mode
+        except (RuntimeError, AssertionError, ValueError) as error:
+            errors.append(f"{size} x {size} pixels: {error}")
+            continue
+        if isinstance(features, Tensor) and features.ndim == 2:
+            return features.shape[1]
+        shape = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+        raise UserError(
+            f"backbone {name!r} must map images (B, {channels}, H, W) to features (B, E), but "
+            f"returns {shape} for one image; pool its output to one vector an image"
+        )
     raise UserError(
         f"backbone {name!r} has no integer attribute embed_dim and fails on a blank image "
         f"({'; '.join(errors)}); give it an embed_dim"
