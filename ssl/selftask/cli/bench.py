@@ -24,7 +24,7 @@ BENCHMARKS = ("data",)
 
 def main(argv: list[str]) -> int:
     """Measure and print."""
-    if not argv or any(word in ("-h", "--help") for word in argv):
+    if not argv:
         print(USAGE)
         return 0
     words, options = take_options(argv, OPTIONS)

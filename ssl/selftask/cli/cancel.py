@@ -17,9 +17,9 @@ checkpoint where it is; `selftask submit` with the same words goes on from there
 
 def main(argv: list[str]) -> int:
     """Cancel, and say what."""
-    if not argv or any(word in ("-h", "--help") for word in argv):
+    if not argv:
         print(USAGE)
-        return 0 if argv else 2
+        return 2
     for word in argv:
         if re.fullmatch(r"\d+(_\d+)?", word) and not Path(word).exists():
             ids = [word]

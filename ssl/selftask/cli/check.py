@@ -32,7 +32,7 @@ OPTIONS = {"--ranks": str, "--steps": int, "--all": bool}
 
 def main(argv: list[str]) -> int:
     """Check one method or all; 1 if one of them depends on the number of ranks."""
-    if not argv or any(word in ("-h", "--help") for word in argv):
+    if not argv:
         print(USAGE)
         return 0
     words, options = take_options(argv, OPTIONS)

@@ -6,6 +6,7 @@ import importlib
 import signal
 import sys
 
+from selftask.cli.options import HELP, asks_for_help
 from selftask.errors import RunError, UserError, nearest
 
 COMMANDS = {
@@ -25,14 +26,14 @@ SOURCE is what data= takes: a folder, list.txt, x.npz, torchvision:CIFAR10, pack
 
 def main(argv: list[str]) -> int:
     """Run one of the commands on data."""
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in HELP:
         print(USAGE)
         return 0
     if argv[0] not in COMMANDS:
         hint = nearest(argv[0], COMMANDS)
         raise UserError(f"there is no command `data {argv[0]}`; {hint}\n{USAGE}")
     command = importlib.import_module(COMMANDS[argv[0]][0])
-    if any(word in ("-h", "--help") for word in argv[1:]):
+    if asks_for_help(argv):
         print(command.USAGE)
         return 0
     try:

@@ -30,9 +30,6 @@ OPTIONAL = {
 
 def main(argv: list[str]) -> int:
     """Print the report."""
-    if any(word in ("-h", "--help") for word in argv):
-        print(USAGE)
-        return 0
     if argv:
         raise UserError(f"env takes no arguments, got {' '.join(argv)!r}\n{USAGE}")
     for topic, value in report():

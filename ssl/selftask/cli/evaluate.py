@@ -26,7 +26,7 @@ Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. Prints one J
 
 def main(argv: list[str]) -> int:
     """Evaluate; the numbers are printed, and kept in the folder of a run."""
-    if not argv or any(word in ("-h", "--help") for word in argv):
+    if not argv:
         print(USAGE)
         return 0
     if len(argv) < 2 or "=" in argv[1]:

@@ -26,7 +26,7 @@ FORMATS = ("torchvision", "timm", "safetensors", "checkpoint")
 
 def main(argv: list[str]) -> int:
     """Export; prints the folder."""
-    if not argv or any(word in ("-h", "--help") for word in argv):
+    if not argv:
         print(USAGE)
         return 0
     words, options = take_options(argv, OPTIONS)

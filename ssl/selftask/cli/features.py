@@ -29,7 +29,7 @@ FEATURES, IMAGES, FACTS = "features.npy", "images.csv", "features.json"
 
 def main(argv: list[str]) -> int:
     """Compute and write; prints the folder."""
-    if not argv or any(word in ("-h", "--help") for word in argv):
+    if not argv:
         print(USAGE)
         return 0
     address, overrides = argv[0], argv[1:]

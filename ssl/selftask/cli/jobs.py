@@ -15,9 +15,6 @@ lie in runs/."""
 
 def main(argv: list[str]) -> int:
     """Print a table, one run a line."""
-    if any(word in ("-h", "--help") for word in argv):
-        print(USAGE)
-        return 0
     runs = stand(find([Path(word) for word in argv]))
     if not runs:
         print("no submitted runs in runs/; selftask jobs OUT looks elsewhere")

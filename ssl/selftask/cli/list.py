@@ -8,26 +8,23 @@ from collections.abc import Iterable
 from selftask.errors import UserError, nearest
 from selftask.registry import REGISTRIES, Registry
 
-USAGE = """\
+KINDS = ["recipes", *REGISTRIES]
+USAGE = f"""\
 usage: selftask list [KIND ...]
 
-KIND is one of: {kinds}
+KIND is one of: {", ".join(KINDS)}
 Names of Classy Vision's hooks, meters, optimizers and schedules work too, written classy:NAME."""
 
 
 def main(argv: list[str]) -> int:
     """Print name, summary and file:line of all kinds, or of those asked for."""
-    kinds = ["recipes", *REGISTRIES]
-    if any(word in ("-h", "--help") for word in argv):
-        print(USAGE.format(kinds=", ".join(kinds)))
-        return 0
     for kind in argv:
-        if kind not in kinds:
-            raise UserError(f"there is no kind {kind!r}; {nearest(kind, kinds)}")
+        if kind not in KINDS:
+            raise UserError(f"there is no kind {kind!r}; {nearest(kind, KINDS)}")
     from selftask.config.extensions import import_entry_points
 
     import_entry_points()
-    for kind in argv or kinds:
+    for kind in argv or KINDS:
         rows = _recipes() if kind == "recipes" else _names(REGISTRIES[kind])
         print(f"{kind}:")
         _print_rows(rows)

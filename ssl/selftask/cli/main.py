@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from selftask.cli.options import HELP, asks_for_help
 from selftask.errors import ConfigError, UserError, nearest
 
 COMMANDS = {
@@ -26,7 +27,7 @@ COMMANDS = {
     "config": ("selftask.cli.show", "RECIPE [key=value ...]", "every value and its origin"),
     "list": ("selftask.cli.list", "[methods|hooks|recipes|...]", "the names a config may use"),
     "env": ("selftask.cli.env", "", "versions, devices, what is supported"),
-}  # name -> module with main(argv) -> exit code, arguments, one line
+}  # name -> module with USAGE and main(argv) -> exit code, arguments, one line
 
 ABOUT = """\
 RECIPE is a method (simclr), a shipped recipe (simclr/digits) or a yaml file.
@@ -37,7 +38,7 @@ key=value sets anything in it: train.epochs=10, optimizer=sgd, data=FOLDER_OF_IM
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code, 2 for what the user has to put right."""
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("-h", "--help", "help"):
+    if not argv or argv[0] in (*HELP, "help"):
         print(usage())
         return 0
     if argv[0] in ("-V", "--version"):
@@ -73,5 +74,8 @@ def usage() -> str:
 def _run(name: str, argv: list[str]) -> int:
     if name not in COMMANDS:
         raise UserError(f"there is no command {name!r}; {nearest(name, COMMANDS)}")
-    code = importlib.import_module(COMMANDS[name][0]).main(argv)
-    return int(code or 0)
+    command = importlib.import_module(COMMANDS[name][0])
+    if asks_for_help(argv) and not hasattr(command, "COMMANDS"):  # those tell of themselves
+        print(command.USAGE)
+        return 0
+    return int(command.main(argv) or 0)

@@ -7,6 +7,13 @@ from typing import Any
 
 from selftask.errors import UserError, nearest
 
+HELP = ("-h", "--help")
+
+
+def asks_for_help(argv: list[str]) -> bool:
+    """Whether one of the words is an option for the USAGE of the command."""
+    return any(word in HELP for word in argv)
+
 
 def take_options(argv: list[str], known: Mapping[str, type]) -> tuple[list[str], dict[str, Any]]:
     """The other words, and the options with their values: ``--workers 4`` or ``--workers=4``.

@@ -13,9 +13,6 @@ The output is itself a recipe: selftask config simclr > mine.yaml; selftask trai
 
 def main(argv: list[str]) -> int:
     """Print the explained config of a recipe with overrides."""
-    if any(word in ("-h", "--help") for word in argv):
-        print(USAGE)
-        return 0
     if not argv or "=" in argv[0]:
         raise UserError(f"config needs a RECIPE before any key=value\n{USAGE}")
     from selftask.config.explain import explain

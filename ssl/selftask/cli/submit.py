@@ -20,9 +20,6 @@ OPTIONS = {"--dry-run": bool}
 
 def main(argv: list[str]) -> int:
     """Check, show, submit."""
-    if any(word in ("-h", "--help") for word in argv):
-        print(USAGE)
-        return 0
     words, options = take_options(argv, OPTIONS)
     if not words or "=" in words[0]:
         raise UserError(f"submit needs a RECIPE before any key=value\n{USAGE}")

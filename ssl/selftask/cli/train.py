@@ -13,9 +13,6 @@ The run's folder is out=DIR; `selftask config RECIPE` shows every key and its va
 
 def main(argv: list[str]) -> int:
     """Check all that can be checked without torch, then train."""
-    if any(word in ("-h", "--help") for word in argv):
-        print(USAGE)
-        return 0
     if not argv or "=" in argv[0]:
         raise UserError(f"train needs a RECIPE before any key=value\n{USAGE}")
     from selftask.config.load import load_config
