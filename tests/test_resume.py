@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 import tiny
 from selftask import checkpoint
+from selftask.config.load import to_yaml
 from selftask.errors import UserError
+from selftask.launch.continuity import check_same_run
 from selftask.registry import METHODS
 
 LABELLED = ("meters.accuracy={topk: [1]}", "eval.evaluations={knn: {}}", "eval.every='1 epoch'")
@@ -103,6 +106,34 @@ def test_from_a_file(folder: Path) -> None:
     third.write_bytes(third.read_bytes()[:100])
     with pytest.raises(UserError, match=r"cannot be read \(100 of \d+ bytes\)"):
         tiny.train("simclr", folder, "third", f"resume={third}")
+
+
+def test_what_is_no_checkpoint_says_what_to_name(folder: Path) -> None:
+    run = tiny.train("simclr", folder, "named", "train.max_steps=2").out
+    newest = run / "checkpoints/step_000000002.pt"
+    for resume, hint in (
+        (run, f"such as {newest}"),
+        (run / "checkpoints", f"such as {newest}"),
+        (run / "export", "there is none in it"),
+        (run / "export/backbone.pt", f"init.backbone={run / 'export/backbone.pt'}"),
+    ):
+        with pytest.raises(UserError, match=re.escape(hint)):
+            tiny.train("simclr", folder, "not_named", f"resume={resume}")
+
+
+def test_a_file_from_elsewhere_does_not_make_another_run_the_same(folder: Path) -> None:
+    """Once a run has checkpoints it goes on with those, so the config must be theirs."""
+    start = tiny.train("simclr", folder, "start", "train.max_steps=1").out
+    resume = f"resume={start / 'checkpoints/step_000000001.pt'}"
+    own = tiny.train("simclr", folder, "own", resume, "train.stop_at=2").out
+    own_file = f"resume={own / 'checkpoints/step_000000002.pt'}"
+    (own / "config.yaml").write_text(to_yaml(tiny.config("simclr", folder, "own", resume)))
+    check_same_run(tiny.config("simclr", folder, "own", resume, "train.epochs=9"), own)
+    for more in ("resume=auto", resume):
+        with pytest.raises(UserError, match=r"train\.seed: 0 there, 1 now"):
+            check_same_run(tiny.config("simclr", folder, "own", more, "train.seed=1"), own)
+    for more in ("resume=never", own_file):
+        check_same_run(tiny.config("simclr", folder, "own", more, "train.seed=1"), own)
 
 
 def test_damaged_newest_falls_back(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

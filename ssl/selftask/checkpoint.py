@@ -139,10 +139,25 @@ def find(resume: str, folder: Path, read: Read | None = None) -> tuple[dict[str,
     path = Path(resume).expanduser()
     if resume == "auto" or (checkpoints(folder) and path.resolve().parent != folder.resolve()):
         return load_newest(folder, read)
+    if path.is_dir() and not (path / SEAL).exists():
+        raise UserError(f"resume={resume}: {_instead_of_folder(path)}")
     try:
-        return (read or load)(path), path
+        state = (read or load)(path)
     except (DamagedCheckpoint, OSError) as error:
         raise UserError(f"resume={resume}: cannot be read ({error})") from error
+    if "clock" not in state:
+        raise UserError(
+            f"resume={resume}: is not a checkpoint of selftask; if it holds weights to start from, "
+            f"init.backbone={resume}"
+        )
+    return state, path
+
+
+def _instead_of_folder(path: Path) -> str:
+    """What was meant by a folder that is no sharded checkpoint: of a run, one that lies in it."""
+    there = checkpoints(path) or checkpoints(path / "checkpoints")
+    hint = f"name one of its checkpoints, such as {there[0]}" if there else "there is none in it"
+    return f"is a folder and not a checkpoint; {hint}"
 
 
 def set_aside(folder: Path, step: int) -> None:
@@ -192,7 +207,7 @@ def load(path: Path) -> dict[str, Any]:
 
         return sharded.load(path)
     seal_path = path.with_suffix(".json")
-    if seal_path.exists():  # killed between the two renames, a whole file has no seal yet
+    if _NAME.fullmatch(path.name) and seal_path.exists():  # a kill before the last rename: none yet
         verify(path, read_seal(seal_path))
     return read_file(path)
 

@@ -144,7 +144,10 @@ def resume(task: Task) -> bool:
         try:
             task.load_state_dict(found[0])
         except (RuntimeError, ValueError, KeyError) as error:
-            raise UserError(f"{found[1]} does not fit; use another out=\n{error}") from error
+            raise UserError(
+                f"{found[1]} does not fit: it is of another method, network or optimizer than the "
+                f"config; use another out=, or another resume=\n{error}"
+            ) from error
     elif is_primary():
         task.feed.remove_lists()
     barrier()  # all ranks have read

@@ -30,7 +30,8 @@ def check_same_run(config: Config, out: Path) -> None:
     logging, checkpoints, hooks, evaluations, device, workers.
     """
     saved = out / "config.yaml"
-    if config.resume != "auto" or not saved.exists() or not checkpoints(out / "checkpoints"):
+    folder = out / "checkpoints"
+    if not saved.exists() or not checkpoints(folder) or not _goes_on_with_newest(config, folder):
         return
     changes = list(_changes(_fixed(_read(saved)), _fixed(config.to_dict()), ""))
     if changes:
@@ -39,6 +40,12 @@ def check_same_run(config: Config, out: Path) -> None:
             f"out={out} holds another run than the one asked for; use another out=, resume=never "
             f"to start anew there, or resume=CHECKPOINT to go on from it all the same\n{listed}"
         )
+
+
+def _goes_on_with_newest(config: Config, folder: Path) -> bool:
+    """As ``checkpoint.find`` does: with one from elsewhere, too, once the run has its own."""
+    own = Path(config.resume).expanduser().resolve().parent == folder.resolve()
+    return config.resume != "never" and (config.resume == "auto" or not own)
 
 
 def _read(saved: Path) -> dict[str, Any]:
