@@ -176,6 +176,6 @@ def _download(library: str, name: str) -> dict[str, Tensor]:
     except Exception as error:  # each library and its client have kinds of their own
         raise UserError(
             f"{library}:{name}: cannot fetch its trained weights "
-            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); give a file "
-            f"with weights=FILE, or weights=none for random ones"
+            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); start from a "
+            f"file, init.backbone=FILE; eval takes weights=FILE, or weights=none for random ones"
         ) from error

@@ -220,7 +220,9 @@ def _read_torch(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         return _refuse_pickle(path, error)
-    except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # what reads pickles raises anything on a file that is none
         raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
 
 
