@@ -13,7 +13,7 @@ from selftask.config import recipes
 from selftask.config.load import load_config, to_yaml
 from selftask.config.schema import DEFAULT_HOOKS, Config, DataConfig, OptimizerConfig
 from selftask.errors import ConfigError
-from selftask.registry import OPTIMIZERS, REGISTRIES, SOURCES
+from selftask.registry import METHODS, OPTIMIZERS, REGISTRIES, SOURCES
 
 
 def load(*overrides: str) -> Config:
@@ -230,6 +230,14 @@ def test_fields_read_from_source_are_those_of_the_imported_class(kind: str) -> N
         assert (read is None) == (real is None), name
         if read is not None and real is not None:
             assert _names(read) == _names(real), name
+
+
+def test_every_momentum_of_a_method_is_a_share() -> None:
+    configs = [config for name in METHODS if (config := METHODS.config_class(name))]
+    every = [field for config in configs for field in dataclasses.fields(config)]
+    shares = [field for field in every if field.name.endswith("momentum")]
+    assert len(shares) >= 8
+    assert all((field.metadata["min"], field.metadata["max"]) == (0, 1) for field in shares)
 
 
 def _names(config: type) -> list[str]:

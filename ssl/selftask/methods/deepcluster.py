@@ -52,7 +52,7 @@ class DeepCluster(Method):
         norm: bool = True  # BatchNorm in the head
         num_prototypes: list[int] = field(default_factory=lambda: [3000, 3000, 3000])  # K_h
         temperature: float = 0.1  # of the softmax over prototypes
-        kmeans_iterations: int = 10
+        kmeans_iterations: int = field(default=10, metadata={"min": 0})
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             num_views = sum(group["count"] for group in config["views"].values())
@@ -65,8 +65,6 @@ class DeepCluster(Method):
                 )
             if self.temperature <= 0:
                 yield f"temperature: {self.temperature}; must be above 0"
-            if self.kmeans_iterations < 0:
-                yield f"kmeans_iterations: {self.kmeans_iterations}; 0 or more is expected"
 
     prototypes: Tensor
     memory: Tensor

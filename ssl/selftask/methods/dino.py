@@ -52,18 +52,18 @@ class DINO(Method):
         teacher_temperature_warmup: int | str = field(
             default="30 epochs", metadata={"duration": True}
         )
-        center_momentum: float = 0.9  # m in eq. 4
-        momentum: float = 0.996  # lambda of the teacher at first; larger for smaller batches
-        end_momentum: float = 1.0  # along half a cosine
+        center_momentum: float = field(default=0.9, metadata={"min": 0, "max": 1})  # m in eq. 4
+        # lambda of the teacher at first; larger for smaller batches
+        momentum: float = field(default=0.996, metadata={"min": 0, "max": 1})
+        end_momentum: float = field(
+            default=1.0, metadata={"min": 0, "max": 1}
+        )  # along half a cosine
         freeze_last_layer: int | str = field(default="1 epoch", metadata={"duration": True})
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             num_views = sum(group["count"] for group in config["views"].values())
             if num_views < 2:
                 yield f"views: dino needs two global views, local ones may follow; got {num_views}"
-            for key in ("center_momentum", "momentum", "end_momentum"):
-                if not 0 <= getattr(self, key) <= 1:
-                    yield f"{key}: {getattr(self, key)}; 0 to 1 is expected"
             for key in ("temperature", "teacher_temperature", "start_teacher_temperature"):
                 if getattr(self, key) <= 0:
                     yield f"{key}: {getattr(self, key)}; must be above 0"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +58,7 @@ class IJEPA(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_targets: int = 4  # M
+        num_targets: int = field(default=4, metadata={"min": 1})  # M
         target_scale: tuple[float, float] = (0.15, 0.2)  # of the image's area
         target_ratio: tuple[float, float] = (0.75, 1.5)  # height / width, relative to the image's
         context_scale: tuple[float, float] = (0.85, 1.0)  # before the targets are cut out
@@ -67,7 +67,8 @@ class IJEPA(Method):
         predictor_dim: int = 384  # width
         predictor_depth: int = 6  # blocks; 12 for ViT-L and larger
         predictor_heads: int = 12
-        momentum: float = 0.996  # of the teacher; grows linearly to 1
+        # of the teacher; grows linearly to 1
+        momentum: float = field(default=0.996, metadata={"min": 0, "max": 1})
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             num_views = sum(group["count"] for group in config["views"].values())
@@ -89,15 +90,11 @@ class IJEPA(Method):
                 yield f"target_ratio: [{low}, {high}]; 0 < least <= largest is expected"
             elif self.target_scale[1] * max(high, 1 / low) > 1:
                 yield f"target_ratio: [{low}, {high}] makes blocks longer than the image; less is"
-            if self.num_targets < 1:
-                yield f"num_targets: {self.num_targets}; at least 1"
             if self.predictor_dim % 4 or self.predictor_dim % self.predictor_heads:
                 yield (
                     f"predictor_dim: {self.predictor_dim} must be divisible by 4 (its positions) "
                     f"and by predictor_heads={self.predictor_heads}"
                 )
-            if not 0 <= self.momentum <= 1:
-                yield f"momentum: {self.momentum}; a share between 0 and 1 is expected"
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

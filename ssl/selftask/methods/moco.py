@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,8 +43,9 @@ class MoCo(Method):
         hidden: int | None = None  # width of the head's hidden layer; None: the backbone's
         queue_size: int = 65_536  # K
         temperature: float = 0.2  # tau in eq. 1; v1 has 0.07
-        momentum: float = 0.999  # m in eq. 2
-        end_momentum: float | None = None  # m at the end, along a cosine; None: constant
+        momentum: float = field(default=0.999, metadata={"min": 0, "max": 1})  # m in eq. 2
+        # m at the end, along a cosine; None: constant
+        end_momentum: float | None = field(default=None, metadata={"min": 0, "max": 1})
         symmetric: bool = False  # both views are queries, each with a queue of its own (v2+)
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -53,9 +54,6 @@ class MoCo(Method):
                 yield f"views: moco compares two views, got {num_views}"
             if self.temperature <= 0:
                 yield f"temperature: {self.temperature}; above 0 is expected, such as 0.2"
-            for key, value in (("momentum", self.momentum), ("end_momentum", self.end_momentum)):
-                if value is not None and not 0 <= value <= 1:
-                    yield f"{key}: {value}; 0 to 1 is expected, such as 0.999"
             train = config["train"]
             keys = train["batch_size"] * train["accumulate"]
             if self.queue_size < keys:

@@ -46,7 +46,7 @@ class SwAV(Method):
         num_prototypes: int = 3000  # K
         temperature: float = 0.1  # tau in eq. 2
         epsilon: float = 0.05  # weight of the entropy in eq. 3
-        sinkhorn_iterations: int = 3
+        sinkhorn_iterations: int = field(default=3, metadata={"min": 1})
         queue_size: int = 0  # L, images; 3840 in the paper for batches of 256, 0: no queue
         queue_start: int | str = field(default="15 epochs", metadata={"duration": True})
         freeze_prototypes: int | str = field(default="1 epoch", metadata={"duration": True})
@@ -61,8 +61,6 @@ class SwAV(Method):
                     f"queue_size: {self.queue_size} images are fewer than the {batch_size} of a "
                     "batch; give several batches, or 0 for no queue"
                 )
-            if self.sinkhorn_iterations < 1:
-                yield f"sinkhorn_iterations: {self.sinkhorn_iterations}; at least 1 is needed"
             for key in ("temperature", "epsilon"):
                 if getattr(self, key) <= 0:
                     yield f"{key}: {getattr(self, key)}; must be above 0"
