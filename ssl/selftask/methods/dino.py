@@ -55,9 +55,8 @@ class DINO(Method):
         center_momentum: float = field(default=0.9, metadata={"min": 0, "max": 1})  # m in eq. 4
         # lambda of the teacher at first; larger for smaller batches
         momentum: float = field(default=0.996, metadata={"min": 0, "max": 1})
-        end_momentum: float = field(
-            default=1.0, metadata={"min": 0, "max": 1}
-        )  # along half a cosine
+        # at the end, along half a cosine
+        end_momentum: float = field(default=1.0, metadata={"min": 0, "max": 1})
         freeze_last_layer: int | str = field(default="1 epoch", metadata={"duration": True})
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
