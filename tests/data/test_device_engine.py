@@ -25,9 +25,9 @@ from selftask.config.schema import Component, ViewConfig
 from selftask.data.device.engine import Engine
 from selftask.data.device.resampling import filter_matrix, resample
 from selftask.data.device.streams import Streams, uniforms
-from selftask.data.draws import draw_rng
 from selftask.data.transforms.geometry import HorizontalFlip
 from selftask.data.transforms.transform import Transform
+from selftask.data.view_draws import draw_rng
 from selftask.data.views import Views
 from selftask.errors import ConfigError, UserError
 from selftask.registry import TRANSFORMS

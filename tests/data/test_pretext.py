@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from selftask.config.schema import Component, ViewConfig
-from selftask.data.draws import draw_rng
 from selftask.data.transforms.pretext import drawn_permutation, drawn_rotation, permutations
+from selftask.data.view_draws import draw_rng
 from selftask.data.views import Views
 from selftask.errors import UserError
 from selftask.registry import TRANSFORMS

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from selftask.data.draws import draw_rng
+from selftask.data.view_draws import draw_rng
 from selftask.data.views import Pipeline
 from selftask.registry import TRANSFORMS, Registry
 

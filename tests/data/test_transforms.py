@@ -18,7 +18,7 @@ from PIL import Image
 
 from selftask.config.load import load_config
 from selftask.data import kernel
-from selftask.data.draws import ViewDraws
+from selftask.data.view_draws import ViewDraws
 from selftask.data.views import Pipeline
 from selftask.errors import ConfigError
 from selftask.registry import TRANSFORMS

@@ -12,8 +12,8 @@ import torchvision.transforms.functional as F
 
 from selftask.config.schema import Component, ViewConfig
 from selftask.data import views as views_module
-from selftask.data.draws import ViewDraws, draw_rng
 from selftask.data.transforms.normalize import STATISTICS
+from selftask.data.view_draws import ViewDraws, draw_rng
 from selftask.data.views import ToFloat, Views, build_pipeline
 from selftask.errors import ConfigError
 

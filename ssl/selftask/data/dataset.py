@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from selftask.config.checks import pipelines
-from selftask.data.draws import draw_rng
 from selftask.data.order import hash_words
 from selftask.data.reading import BadImage, set_policy
 from selftask.data.sampler import Sampler, build_sampler, epoch_of, steps_per_epoch
@@ -23,6 +22,7 @@ from selftask.data.sources.labels import number_alike
 from selftask.data.sources.local_copy import copied
 from selftask.data.sources.subset import subset_of
 from selftask.data.transforms.channels import list_problems
+from selftask.data.view_draws import draw_rng
 from selftask.errors import ConfigError, UserError
 from selftask.registry import SOURCES
 

@@ -15,12 +15,12 @@ import torch
 from selftask.config.derive import cores
 from selftask.data.batch import Places
 from selftask.data.dataset import Sample, Sources
-from selftask.data.draws import draw_rng
 from selftask.data.feed import Feed
 from selftask.data.reading import BadImage, read_bytes
 from selftask.data.source import Source, Wrapped
 from selftask.data.survey.check import has_own_files
 from selftask.data.train_dataset import train_dataset
+from selftask.data.view_draws import draw_rng
 from selftask.errors import UserError
 from selftask.registry import TRANSFORMS
 from selftask.world import World

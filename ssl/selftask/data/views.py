@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from selftask.data import kernel
-from selftask.data.draws import ViewDraws
 from selftask.data.transforms.channels import RGB, for_channels, list_problems
 from selftask.data.transforms.normalize import Normalize
 from selftask.data.transforms.transform import Transform
+from selftask.data.view_draws import ViewDraws
 from selftask.errors import ConfigError
 from selftask.registry import TRANSFORMS
 

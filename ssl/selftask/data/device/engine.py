@@ -14,7 +14,7 @@ from selftask.data.device.chain import Chain, differ, listed
 from selftask.data.device.operation import Images, find_form
 from selftask.data.device.packing import Packed, Steps, pack
 from selftask.data.device.streams import Streams
-from selftask.data.draws import ViewDraws
+from selftask.data.view_draws import ViewDraws
 from selftask.data.views import Views
 from selftask.errors import ConfigError, UserError
 

@@ -1,4 +1,4 @@
-"""The streams of ``draws.ViewDraws`` for many samples at once.
+"""The streams of ``view_draws.ViewDraws`` for many samples at once.
 
 Philox is counter-based: the k-th block of four words is a function of (key, counter + k) alone,
 so that the draws of a whole batch are a few hundred numpy operations, whatever its size.
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.draws import MASK, STREAM
+from selftask.data.view_draws import MASK, STREAM
 
 ROUNDS = 10
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)

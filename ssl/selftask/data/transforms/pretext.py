@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import cv2
 import numpy as np
 
-from selftask.data.draws import draw_rng
 from selftask.data.transforms.channels import by_groups, needs_rgb
 from selftask.data.transforms.transform import Certain, Transform
+from selftask.data.view_draws import draw_rng
 from selftask.errors import UserError
 from selftask.registry import register_transform
 
