@@ -81,6 +81,15 @@ def test_finished_and_again(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [row["step"] for row in tiny.rows(folder / "run")] == [1, 2, 3, 4]
 
 
+def test_export_to_what_is_no_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(folder, "train.stop_at=1") == 75
+    (folder / "a_file").write_text("")
+    assert main(["export", "run", "--out", "a_file"]) == 2
+    assert re.search("error: export: .*a_file.*--out DIR", capsys.readouterr().err)
+    assert main(["export", "run", "--out", "mine"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "mine/backbone.pt"
+
+
 def test_own_config_starts_the_same_run(folder: Path) -> None:
     assert train(folder, "train.max_steps=2") == 0
     config = folder / "run/config.yaml"

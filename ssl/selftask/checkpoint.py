@@ -82,7 +82,7 @@ def clear(folder: Path) -> None:
 def rotate(newest: Path, keep: int) -> None:
     """Remove all but the newest ``keep``, and one of the other kind of the same step."""
     for path in checkpoints(newest.parent):
-        if path != newest and _step(path) == _step(newest):
+        if path != newest and step_of(path) == step_of(newest):
             discard(path)
     for path in checkpoints(newest.parent)[keep:]:
         discard(path)
@@ -116,10 +116,11 @@ def write_checked(state: dict[str, Any], path: Path) -> dict[str, int]:
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a folder, newest first: files, and the folders of sharded ones."""
     found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=_step, reverse=True)
+    return sorted(found, key=step_of, reverse=True)
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """The step after which a checkpoint was saved."""
     return int(path.stem.removeprefix("step_"))
 
 
@@ -165,7 +166,7 @@ def set_aside(folder: Path, step: int) -> None:
 
     Left in place, they would be taken for its newest ones by ``keep`` and by the next resume.
     """
-    newer = [path for path in checkpoints(folder) if _step(path) > step]
+    newer = [path for path in checkpoints(folder) if step_of(path) > step]
     if not newer:
         return
     aside = folder / f"replaced_{sum(1 for _ in folder.glob('replaced_*')) + 1}"

@@ -150,6 +150,48 @@ def test_what_features_refuses(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["knn", "k=[]"], "k: []; numbers of neighbours are expected, each at least 1"),
+        (["knn", "k=[5, 0]"], "k: [5, 0]; numbers of neighbours"),
+        (["knn", "temperature=0"], "temperature: 0.0; must be above 0"),
+        (
+            ["knn", "temprature=1"],
+            "there is no 'temprature'; did you mean 'temperature'?",
+        ),
+        (["knn", "weight=none"], "eval knn: there is no 'weight'; did you mean 'weights'?"),
+        (["knn", "weights=none"], "weights=none: is for timm:NAME and torchvision:NAME"),
+        (["linear", "few_labels=[0]"], "few_labels: [0]; each must be at least 1"),
+        (["linear", "weight_decay=[]"], "weight_decay: []; one or more are expected"),
+        (["linear", "repeats=0"], "repeats=0: must be at least 1"),
+    ],
+)
+def test_what_eval_refuses(
+    words: list[str],
+    message: str,
+    exported: Path,
+    images: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["eval", words[0], str(exported), f"data={images}", *words[1:]]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_to_costs_the_copy_and_not_the_numbers(
+    exported: Path, images: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (exported.parent / "evaluations.jsonl").mkdir()
+    words = ["knn", str(exported.parent), f"data={images}", "data.max_bad=1", "train.device=cpu"]
+    try:
+        assert main(["eval", *words]) == 0
+    finally:
+        (exported.parent / "evaluations.jsonl").rmdir()
+    told = capsys.readouterr()
+    assert "knn_top1" in json.loads(told.out.splitlines()[-1])
+    assert "printed only, not kept: " in told.err
+
+
 def test_eval_of_an_exported_file(
     exported: Path, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

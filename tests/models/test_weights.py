@@ -14,6 +14,7 @@ import torchvision
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from selftask import checkpoint
 from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.address import open_model, read_weights
@@ -227,9 +228,24 @@ def test_addresses_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "backbone.json").write_text(json.dumps({"a": 1}))
     with pytest.raises(UserError, match="not what selftask writes"):
         open_model(str(path))
+    (tmp_path / "backbone.json").write_text(json.dumps({"step": 1, "bytes": 2, "crc32": 3}))
+    with pytest.raises(UserError, match="is a checkpoint; give the folder of its run"):
+        open_model(str(path))
     (tmp_path / "backbone.json").unlink()
     with pytest.raises(UserError, match="nothing says which architecture"):
         open_model(str(path))
+
+
+def test_the_export_of_an_earlier_end_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that was made longer has it until it ends again."""
+    meta = {"architecture": {"name": "resnet18", "args": {}}, "step": 10}
+    save_backbone(build_backbone(RESNET), tmp_path / "export", meta)
+    for step, told in ((10, False), (15, True)):
+        checkpoint.save({"step": step}, tmp_path / "checkpoints", step, keep=3)
+        open_model(str(tmp_path))
+        assert ("is of step 10, and the newest checkpoint of step 15" in caplog.text) is told
 
 
 def test_no_network_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

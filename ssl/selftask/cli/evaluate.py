@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from selftask.cli.frozen import MODEL, WEIGHTS, open_frozen
-from selftask.errors import UserError
+from selftask.config.schema import Config
+from selftask.errors import UserError, nearest
 from selftask.registry import EVALUATIONS
-
-if TYPE_CHECKING:
-    from selftask.config.schema import Config
 
 USAGE = f"""\
 usage: selftask eval knn|linear RUN_OR_MODEL [key=value ...]
@@ -42,9 +42,17 @@ def main(argv: list[str]) -> int:
     row = evaluate_backbone(frozen.backbone, config, frozen.sources, device=frozen.device)
     print(json.dumps(row))
     if Path(address).is_dir():
-        with (Path(address) / "evaluations.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"evaluation": name, "overrides": overrides, **row}) + "\n")
+        _keep(Path(address), {"evaluation": name, "overrides": overrides, **row})
     return 0
+
+
+def _keep(run: Path, row: dict[str, Any]) -> None:
+    """Append to the run's ``evaluations.jsonl``; that of somebody else may be read-only."""
+    try:
+        with (run / "evaluations.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        print(f"printed only, not kept: {error}", file=sys.stderr)
 
 
 def _only(config: Config, name: str) -> Config:
@@ -54,8 +62,13 @@ def _only(config: Config, name: str) -> Config:
 
 
 def _spelt_out(name: str, overrides: list[str]) -> list[str]:
-    """``k=5`` means ``eval.evaluations.knn.k=5``."""
+    """``k=[5]`` means ``eval.evaluations.knn.k=[5]``; raises UserError for a misspelt field."""
     config = EVALUATIONS.config_class(name)
     own = {field.name for field in fields(config)} if config is not None else set()
     prefix = f"eval.evaluations.{name}."
+    short = own | {"weights"}
+    sections = {"import", *(field.name for field in fields(Config))}
+    for key in {text.partition("=")[0] for text in overrides} - short - sections:
+        if get_close_matches(key, short, n=1):  # else the config says what its own keys are
+            raise UserError(f"eval {name}: there is no {key!r}; {nearest(key, short)}")
     return [prefix + text if text.partition("=")[0] in own else text for text in overrides]

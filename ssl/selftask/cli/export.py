@@ -38,7 +38,11 @@ def main(argv: list[str]) -> int:
     run = Path(words[0])
     if not (run / "config.yaml").exists():
         raise UserError(f"{run}: not a run of selftask: it has no config.yaml")
-    print(export_run(run, Path(options.get("--out", run / "export")), to=to))
+    out = Path(options.get("--out", run / "export"))
+    try:
+        print(export_run(run, out, to=to))
+    except OSError as error:
+        raise UserError(f"export: {error}; --out DIR writes to another folder") from error
     return 0
 
 

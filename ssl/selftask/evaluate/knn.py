@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,12 @@ class KNN:
 
     k: list[int] = field(default_factory=lambda: [20])  # neighbours that vote; all in one pass
     temperature: float = 0.07  # smaller: the nearest counts more
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if not self.k or min(self.k) < 1:
+            yield f"k: {self.k}; numbers of neighbours are expected, each at least 1"
+        if not self.temperature > 0:
+            yield f"temperature: {self.temperature}; must be above 0"
 
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
         """Fractions of test images. With ``test is train`` no image is its own neighbour."""

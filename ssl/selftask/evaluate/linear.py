@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +27,20 @@ class Linear:
     """Top-1 of a linear probe: linear_top1 with all labels, linear_10_labels_top1 with few."""
 
     few_labels: list[int] = field(default_factory=list)  # labels a class; each is one more figure
-    repeats: int = 5  # draws of the few labels, whose mean is given
+    repeats: int = field(default=5, metadata={"min": 1})  # draws of few labels; their mean counts
     weight_decay: list[float] = field(
         default_factory=lambda: [0.00001, 0.0001, 0.001, 0.01, 0.1]
     )  # L2, against the mean cross-entropy: scikit-learn's 1 / (C * n)
-    iterations: int = 200  # passes over the features
-    held_out: float = 0.2  # share of the training labels that picks the weight decay
+    iterations: int = field(default=200, metadata={"min": 1})  # passes over the features
+    held_out: float = field(default=0.2, metadata={"min": 0, "max": 1})  # share of the training
+    # labels that picks the weight decay
     seed: int = 0
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if self.few_labels and min(self.few_labels) < 1:
+            yield f"few_labels: {self.few_labels}; each must be at least 1 label a class"
+        if not self.weight_decay or min(self.weight_decay) < 0:
+            yield f"weight_decay: {self.weight_decay}; one or more are expected, each at least 0"
 
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
         """Fractions of test images; the weight decay is picked without looking at them."""

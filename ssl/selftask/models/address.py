@@ -10,11 +10,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from selftask.checkpoint import checkpoints, step_of
 from selftask.config.schema import Component
 from selftask.errors import UserError
+from selftask.logs import get_logger
 from selftask.models.build import build_backbone, embed_dim
 from selftask.models.export import META, WEIGHTS
 from selftask.models.weights import load_weights, read_state, refuse_sharded
+
+log = get_logger(__name__)
 
 PRETRAINED = "pretrained"
 NONE = "none"
@@ -45,6 +49,10 @@ def open_model(address: str, *, weights: str = PRETRAINED) -> tuple[nn.Module, d
     if library:
         backbone, facts = _open_library(library, name, weights)
     else:
+        if weights != PRETRAINED:
+            raise UserError(
+                f"weights={weights}: is for timm:NAME and torchvision:NAME; {address} has its own"
+            )
         place = _place(address)
         facts = _read_facts(place)
         backbone = build_backbone(Component(**facts["architecture"]), facts.get("channels", 3))
@@ -79,11 +87,27 @@ def _place(address: str) -> _Place:
     refuse_sharded(path)
     for folder in (path / "export", path):
         if (folder / WEIGHTS).is_file():
-            return _Place(folder / WEIGHTS, folder / META)
+            place = _Place(folder / WEIGHTS, folder / META)
+            _warn_of_newer(path, place)
+            return place
     raise UserError(
         f"{path}: holds no {WEIGHTS}, nor does {path / 'export'}: has the run ended, or is it one? "
         f"`selftask export {path}` makes one of its newest checkpoint"
     )
+
+
+def _warn_of_newer(run: Path, place: _Place) -> None:
+    """A run that was made longer, or started anew, has the export of its earlier end meanwhile."""
+    newest = next(iter(checkpoints(run / "checkpoints")), None)
+    if newest is None or not place.meta.is_file():
+        return
+    there, exported = step_of(newest), _read_facts(place).get("step")
+    if exported is not None and exported != there:
+        log.warning(
+            "%s is of step %d, and the newest checkpoint of step %d; `selftask export %s` writes "
+            "that of the newest",
+            *(place.weights, exported, there, run),
+        )
 
 
 def _read_facts(place: _Place) -> dict[str, Any]:
@@ -99,8 +123,13 @@ def _read_facts(place: _Place) -> dict[str, Any]:
         )
     try:
         facts = json.loads(place.meta.read_text(encoding="utf-8"))
+        if facts.keys() >= {"bytes", "crc32"}:  # the seal of a checkpoint
+            raise UserError(
+                f"{place.weights}: is a checkpoint; give the folder of its run, whose backbone "
+                "`selftask export` takes out of the newest one"
+            )
         Component(**facts["architecture"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{place.meta}: is not what selftask writes ({error!r})") from error
     return dict(facts)
 
