@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import tiny
+from selftask import classy
+from selftask.errors import UserError
 from selftask.trainer import Trainer
 
 THEIRS = '''
@@ -120,6 +122,15 @@ def test_their_schedule(tmp_path: Path) -> None:
     tiny.train("simclr", tmp_path, "run", sgd, f"optimizer.lr={lr}", "train.epochs=3")
     rates = [row["lr"] for row in tiny.rows(tmp_path / "run")]
     assert rates == pytest.approx([0.1] * 5 + [0.01] * 5 + [0.001] * 5)
+
+
+def test_what_they_cannot_be_made_of_is_told() -> None:
+    with pytest.raises(UserError, match=r"schedule 'multistep' cannot be made of .*: ValueError: "):
+        classy.build("schedule", "multistep", {"values": [0.1, 0.01], "milestones": []})
+    with pytest.raises(
+        UserError, match=r"meter 'accuracy' cannot be made of \{\}: KeyError: 'topk'"
+    ):
+        classy.build("meter", "classy:accuracy", {})
 
 
 def test_their_loss(tmp_path: Path) -> None:

@@ -301,3 +301,15 @@ def test_meters_of_class_scores_need_a_method_that_gives_them(
     data = f"data.val={tiny.digits_file(folder)}"
     assert train(folder, "meters={accuracy: {}}", data) == 2
     assert "method.name=simclr gives none" in last_line(capsys)
+
+
+def test_more_guesses_than_classes_are_told_before_the_first_epoch(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = f"data.val={tiny.digits_file(folder)}"
+    words = tiny.overrides("supervised", folder, "run", "meters.accuracy.topk=[1,11]", data)
+    assert main(["train", "supervised/digits", *words]) == 2
+    expected = (
+        "RUN FAILED at step 0 on rank 0: meters.accuracy.topk=[1, 11]: there are only 10 classes"
+    )
+    assert last_line(capsys) == expected

@@ -169,7 +169,13 @@ def build(kind: str, name: str, args: dict[str, Any]) -> Any:
     known = _registry(kind)
     if bare not in known:
         raise UserError(f"Classy Vision has no {kind} named {bare!r}; {nearest(bare, known)}")
-    return known[bare].from_config({**args, "name": bare} if kind != "hook" else dict(args))
+    try:
+        return known[bare].from_config({**args, "name": bare} if kind != "hook" else dict(args))
+    except (AssertionError, KeyError, TypeError, ValueError) as error:  # how Classy checks its own
+        raise UserError(
+            f"Classy Vision's {kind} {bare!r} cannot be made of {args}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _registry(kind: str) -> dict[str, Any]:

@@ -160,9 +160,13 @@ class Task(ClassyTaskNames):
         self.meters = [_build(METERS, c) for c in self.config.meters.values()]
         if self.meters and not self.loss.gives_scores:
             raise UserError(
-                f"meters: {', '.join(self.config.meters)} look at class scores, and "
+                f"meters ({', '.join(self.config.meters)}) look at class scores, and "
                 f"method.name={self.config.method.name} gives none; see eval.evaluations"
             )
+        classes = getattr(self.loss, "num_classes", None)
+        for key, meter in zip(self.config.meters, self.meters, strict=True):
+            if classes and self.has_test_phases and self.config.meters[key].name in METERS:
+                meter.validate((1, classes), (1,))  # now, not at the end of the first epoch
         ranked = sorted(self.named_hooks.values(), key=lambda hook: getattr(hook, "priority", 50))
         self.hooks = [self.loss, *ranked]
         self._calls = {
