@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from selftask.progress import RunLength
 
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(epochs?|steps?|%)?\s*")
 
@@ -41,3 +44,8 @@ def parse_duration(text: str | int) -> Duration:
     if unit == "step" and value != int(value):
         raise ValueError(f"steps are whole: {value:g} is not")
     return Duration(value, unit)
+
+
+def updates_in(text: str | int, length: RunLength) -> int:
+    """What a key such as ``warmup: 10 epochs`` comes to in a run of this length, in updates."""
+    return parse_duration(text).steps(length.updates_per_epoch, length.total_updates)

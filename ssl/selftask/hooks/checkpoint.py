@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from selftask.config.duration import parse_duration
+from selftask.config.duration import updates_in
 from selftask.hooks.base import Hook
 from selftask.registry import register_hook
 
@@ -25,8 +25,7 @@ class SaveCheckpoints(Hook):
     priority: ClassVar[int] = 90
 
     def on_start(self, task: Task) -> None:
-        every = parse_duration(task.config.train.checkpoint_every)
-        self.every = max(1, every.steps(task.length.updates_per_epoch, task.length.total_updates))
+        self.every = max(1, updates_in(task.config.train.checkpoint_every, task.length))
         self.saved_at = task.iteration
 
     def on_step(self, task: Task) -> None:

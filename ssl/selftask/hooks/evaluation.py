@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from selftask.config.duration import parse_duration
+from selftask.config.duration import updates_in
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
 from selftask.registry import register_hook
@@ -28,11 +28,10 @@ class EvaluateBackbone(Hook):
     priority: ClassVar[int] = 65
 
     def on_start(self, task: Task) -> None:
-        every, length = task.config.eval.every, task.length
+        every = task.config.eval.every
         self.every = 0  # steps; 0: at the start and the end only
         if every is not None:
-            steps = parse_duration(every).steps(length.updates_per_epoch, length.total_updates)
-            self.every = max(1, steps)
+            self.every = max(1, updates_in(every, task.length))
         self._say_what_is_missing(task)
         if task.iteration == 0:
             self._run(task)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.collectives import all_reduce_mean
-from selftask.config.duration import parse_duration
+from selftask.config.duration import updates_in
 from selftask.methods.base import Method
 from selftask.models.assignment import cross_entropy_of_pairs
 from selftask.models.heads import DINOHead
@@ -93,7 +93,7 @@ class DINO(Method):
                 module.drop_prob = 0.0  # type: ignore[assignment]
         self.momentum_at = build_schedule("cosine", config.momentum, config.end_momentum)
         warmup, self.frozen_updates = (
-            parse_duration(text).steps(length.updates_per_epoch, length.total_updates)
+            updates_in(text, length)
             for text in (config.teacher_temperature_warmup, config.freeze_last_layer)
         )
         self.teacher_temperature_at = build_schedule(

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.collectives import all_gather_cat, rank, world_size
-from selftask.config.duration import parse_duration
+from selftask.config.duration import updates_in
 from selftask.methods.base import Method
 from selftask.models.assignment import cross_entropy_of_pairs, sinkhorn_knopp
 from selftask.models.heads import Prototypes, mlp
@@ -80,7 +80,7 @@ class SwAV(Method):
 
     def attach(self, task: Task) -> None:
         self.queue_start, self.frozen_updates = (
-            parse_duration(text).steps(task.length.updates_per_epoch, task.length.total_updates)
+            updates_in(text, task.length)
             for text in (self.config.queue_start, self.config.freeze_prototypes)
         )
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from selftask import classy
 from selftask.classy import ClassyOptimizer, UpdateInterval
-from selftask.config.duration import parse_duration
+from selftask.config.duration import updates_in
 from selftask.config.schema import OptimizerConfig
 from selftask.optim.param_groups import merge_alike, split_decay
 from selftask.optim.schedules import Schedule, build_schedule, classy_schedule
@@ -98,7 +98,7 @@ def lr_schedule(config: OptimizerConfig, length: RunLength, *, batch: int) -> Sc
     if isinstance(config.lr, dict):
         return classy_schedule(config.lr)
     factor = {"none": 1.0, "linear": batch / 256, "sqrt": math.sqrt(batch / 256)}[config.lr_scale]
-    warmup = parse_duration(config.warmup).steps(length.updates_per_epoch, length.total_updates)
+    warmup = updates_in(config.warmup, length)
     return build_schedule(
         config.schedule,
         config.lr * factor,
