@@ -98,6 +98,8 @@ def test_list_errors_name_the_line(tree: Path) -> None:
     (tree / "mixed.txt").write_text("b/2.png\tdog\na/0.webp\n")
     with pytest.raises(UserError, match=r"mixed\.txt:2: some lines have a label"):
         build("list", path=str(tree / "mixed.txt"))
+    (tree / "marked.txt").write_text("b/2.png\na/0.webp\n", encoding="utf-8-sig")
+    assert build("list", path=str(tree / "marked.txt")).path(0) == str(tree / "b/2.png")
     (tree / "gone.txt").write_text("\nb/9.png\n")
     with pytest.raises(UserError, match=r"gone\.txt:2: no such image"):
         build("list", path=str(tree / "gone.txt"))

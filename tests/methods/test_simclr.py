@@ -87,6 +87,8 @@ def _four_updates(rank: int) -> dict[str, Any]:
 
 def test_impossible_configs_are_told() -> None:
     schema: Any = METHODS.config_class("simclr")
-    problems = schema(temperature=-1.0).problems({"views": {"main": {"count": 1}}})
-    assert [problem.partition(":")[0] for problem in problems] == ["views", "temperature"]
-    assert not list(schema().problems({"views": {"a": {"count": 1}, "b": {"count": 1}}}))
+    wrong = {"views": {"main": {"count": 1}}, "train": {"batch_size": 1}}
+    keys = [text.partition(":")[0] for text in schema(temperature=-1.0).problems(wrong)]
+    assert keys == ["views", "temperature", "train.batch_size"]
+    right = {"views": {"a": {"count": 1}, "b": {"count": 1}}, "train": {"batch_size": 2}}
+    assert not list(schema().problems(right))

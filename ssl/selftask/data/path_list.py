@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import BinaryIO
@@ -76,6 +77,8 @@ class _Reading:
         """The whole list."""
         progress, joined = ScanProgress(self._path), bytearray()
         with open(self._path, "rb") as file:
+            if file.read(len(BOM_UTF8)) != BOM_UTF8:  # which editors put before the first path
+                file.seek(0)
             for piece in _pieces(file):
                 paths = self._take_lines(piece) if _NOT_PLAIN.search(piece) else self._take(piece)
                 self._folders |= {path.rpartition(b"/")[0] for path in paths.split(b"\n")[:-1]}

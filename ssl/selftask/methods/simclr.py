@@ -43,6 +43,8 @@ class SimCLR(Method):
                 yield f"views: simclr compares two views, got {num_views}"
             if self.temperature <= 0:
                 yield f"temperature: {self.temperature}; above 0 is expected, such as 0.1"
+            if config["train"]["batch_size"] < 2:
+                yield "train.batch_size: 1; the negatives are other images: at least 2 are needed"
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
