@@ -86,6 +86,18 @@ def test_safetensors_and_our_checkpoint(resnet: nn.Module, tmp_path: Path) -> No
         assert _same(fresh.state_dict(), resnet.state_dict())
 
 
+def test_of_a_checkpoint_what_export_would_take(resnet: nn.Module, tmp_path: Path) -> None:
+    """DINO and I-JEPA keep the teacher: starting from a checkpoint and from an export is one."""
+    student = Network(build_backbone(RESNET), nn.Linear(512, 8))
+    teacher = Teacher(Network(resnet, nn.Linear(512, 8)))
+    places = {"backbone": "method.teacher.network.backbone", "model": student.state_dict()}
+    method = {f"teacher.{key}": value for key, value in teacher.state_dict().items()}
+    torch.save({**places, "method": method}, tmp_path / "step_000000001.pt")
+    fresh = build_backbone(RESNET)
+    load_weights(fresh, read_state(tmp_path / "step_000000001.pt"))
+    assert _same(fresh.state_dict(), resnet.state_dict())
+
+
 def test_coverage_is_logged_by_module(resnet: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("selftask").propagate = True
     with caplog.at_level(logging.INFO, logger="selftask"):

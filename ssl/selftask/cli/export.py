@@ -9,7 +9,7 @@ from selftask.cli.options import take_options
 from selftask.errors import UserError, nearest
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 USAGE = """\
 usage: selftask export RUN [--to torchvision|timm|safetensors|checkpoint] [--out DIR]
@@ -56,7 +56,7 @@ def export_run(run: Path, out: Path, *, to: str = "safetensors") -> Path:
     from selftask.hooks.export import facts
     from selftask.models.build import build_backbone
     from selftask.models.export import save_backbone
-    from selftask.models.weights import load_weights
+    from selftask.models.weights import backbone_state, load_weights
 
     found = checkpoint.load_newest(run / "checkpoints")
     if found is None:
@@ -71,14 +71,6 @@ def export_run(run: Path, out: Path, *, to: str = "safetensors") -> Path:
     if to in ("torchvision", "timm"):
         _check_library(backbone, to)
     return save_backbone(backbone, out, facts(config, int(state["clock"]["iteration"]), channels))
-
-
-def backbone_state(state: dict) -> dict[str, Tensor]:
-    """The weights to keep out of a checkpoint, which says where they lie."""
-    part, _, prefix = state["backbone"].partition(".")
-    weights: dict[str, Tensor] = state[part]
-    prefix += "."
-    return {k.removeprefix(prefix): value for k, value in weights.items() if k.startswith(prefix)}
 
 
 def _check_library(backbone: nn.Module, library: str) -> None:

@@ -81,6 +81,17 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     return state
 
 
+def backbone_state(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights to keep out of a checkpoint of ours, which says where they lie.
+
+    For some methods they are the teacher's, which is not under "model".
+    """
+    part, _, prefix = checkpoint["backbone"].partition(".")
+    weights: dict[str, Tensor] = checkpoint[part]
+    prefix += "."
+    return {k.removeprefix(prefix): value for k, value in weights.items() if k.startswith(prefix)}
+
+
 def refuse_sharded(path: Path) -> None:
     """Raise UserError for a sharded checkpoint, which is a folder: only a run reads it as it is."""
     if (path / SEAL).is_file():
@@ -244,6 +255,8 @@ def _find_state(content: Any) -> dict[str, Tensor]:
     """The flat dict of tensors in what a file held, looking under the known keys."""
     if not isinstance(content, Mapping):
         return {}
+    if isinstance(content.get("backbone"), str):  # a checkpoint of ours
+        return backbone_state(content)
     for key in _WRAPPERS:
         if state := _find_state(content.get(key)):
             return state
