@@ -34,6 +34,11 @@ def describe_exit(code: int | None) -> str:
     return f"ended with code {code}"
 
 
+def plural(noun: str, number: int) -> str:
+    """The noun as it stands after this number: ``1 image``, ``0 images``."""
+    return noun if number == 1 else f"{noun}s"
+
+
 def nearest(name: str, known: Iterable[str], *, show: int = 12) -> str:
     """The hint that follows a wrong name: ``did you mean 'moco'?`` or the known names."""
     known = sorted(known)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from selftask.cli.options import take_options
-from selftask.errors import UserError
+from selftask.errors import UserError, plural
 
 USAGE = """\
 usage: selftask data show RECIPE [--images 8] [--out views.png] [key=value ...]
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     rows = rows_of(config, sources, number)
     draw(rows, view_names(config.views)).save(out)
     sizes = {f"{view.shape[1]}x{view.shape[0]}": None for view in rows[0].views}
-    shown = f"{len(rows)} image" + ("s" if len(rows) > 1 else "")
+    shown = f"{len(rows)} {plural('image', len(rows))}"
     print(
         f"SHOW wrote {out}: {shown} with {len(rows[0].views)} views of {', '.join(sizes)} "
         f"(seed {config.train.seed}, epoch 0){_drawn(rows[0].original.shape[2])}"

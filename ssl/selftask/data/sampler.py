@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from selftask.data.order import BLOCK, EpochOrder
-from selftask.errors import ConfigError
+from selftask.errors import ConfigError, plural
 from selftask.registry import SAMPLERS
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class BatchSampler:
         shown = steps * self.batch_size
         rest = f", {length - shown:,} left over" if length > shown else ""
         return (
-            f"{self.sampler.describe()}; an epoch is {steps:,} step{'s' * (steps != 1)} of "
+            f"{self.sampler.describe()}; an epoch is {steps:,} {plural('step', steps)} of "
             f"{self.batch_size:,} = {shown:,} samples{rest}"
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from selftask.data.stage_times import StageTimes
 from selftask.data.waiting import Cores, workers_advice
+from selftask.errors import plural
 
 FILLS_CACHE = ("read", "decode", "read+decode")  # stages met once with data.cache=ram or disk
 DOMINANT = 0.5  # share of one stage that is worth a sentence
@@ -111,7 +112,7 @@ def table(found: StageTimes) -> Iterator[str]:
         shares = (f"{name} {share:.0%}" for name, share in found.transforms.items())
         yield f"augment one by one: {', '.join(shares)}"
     yield f"decodes per sample {found.decodes_per_sample:.2f}"
-    workers = f"{found.num_workers} worker" + ("" if found.num_workers == 1 else "s")
+    workers = f"{found.num_workers} {plural('worker', found.num_workers)}"
     alone_s = found.worker_s if found.engine == "cpu" else total
     times = found.loader_images_per_s * alone_s
     yield (

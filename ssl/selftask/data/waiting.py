@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from selftask.config.derive import MAX_WORKERS
+from selftask.errors import plural
 
 TOO_MUCH = 0.2  # share of the time
 LONG_ENOUGH = 50  # steps in a row
@@ -53,7 +54,7 @@ class WaitWatch:
 
 def workers_advice(num_workers: int, cores: Cores) -> str | None:
     """What is wrong with ``data.num_workers`` on these cores, or None."""
-    here = f"{cores.number} core" + ("" if cores.number == 1 else "s")
+    here = f"{cores.number} {plural('core', cores.number)}"
     if cores.processes > 1:
         here += f" for {cores.processes} processes"
     better = min(cores.share, max(2 * num_workers, MAX_WORKERS))

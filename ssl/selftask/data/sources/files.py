@@ -15,7 +15,7 @@ from selftask.data.path_list import read_list
 from selftask.data.scan import scan_folder
 from selftask.data.source import PathTable, Source
 from selftask.data.sources.labels import name_top_folders
-from selftask.errors import UserError, nearest_path
+from selftask.errors import UserError, nearest_path, plural
 from selftask.registry import register_source
 
 EXTENSIONS = (
@@ -59,7 +59,8 @@ class FileSource(Source):
         Unreadable are files whose header cannot be read; damage further on shows when the file is
         decoded, and is listed then. Above MAX_HEADERS files the line says that nobody looked.
         """
-        found = f"{_count(len(self), 'image')}, {_count(self.num_folders, 'folder')}"
+        images, folders = plural("image", len(self)), plural("folder", self.num_folders)
+        found = f"{len(self)} {images}, {self.num_folders} {folders}"
         if len(self) > MAX_HEADERS:
             return f"{found}, headers not checked"
         return f"{found}, {self.count_unreadable()} unreadable"
@@ -133,7 +134,3 @@ def _missing(path: str, what: str) -> str:
     if os.path.exists(path):
         return f"{path} is not a {what}"
     return f"no such {what}: {path}; {nearest_path(path)}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

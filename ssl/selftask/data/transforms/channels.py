@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from selftask.errors import plural
 from selftask.registry import TRANSFORMS
 
 if TYPE_CHECKING:
@@ -70,5 +71,7 @@ def needs_rgb(what: str, channels: int, instead: str) -> Iterator[str]:
 def needs_number(what: str, number: int, channels: int, instead: str) -> Iterator[str]:
     """That a list of so many numbers is for another number of channels, if it is."""
     if number != channels:
-        plural = "s" if number != 1 else ""
-        yield f"{what} is for {number} channel{plural}, the data have {channels}; {instead}"
+        yield (
+            f"{what} is for {number} {plural('channel', number)}, the data have {channels}; "
+            f"{instead}"
+        )
