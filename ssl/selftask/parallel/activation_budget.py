@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from selftask.collectives import gather_objects
 from selftask.config.budget import Budget, show_bytes
 from selftask.logs import get_logger
-from selftask.parallel.activation_checkpointing import checkpoint_blocks, keeping_statistics
+from selftask.parallel.activation_checkpointing import (
+    checkpoint_blocks,
+    keeping_statistics,
+    meter_with,
+    recompute,
+)
 
 log = get_logger(__name__)
 
@@ -31,7 +36,7 @@ class ActivationBudget:
         self._is_open = bool(blocks)
         checkpoint_blocks(blocks)
         for number, block in enumerate(blocks):
-            block._meter = _Meter(self, number)  # type: ignore[assignment]
+            meter_with(block, _Meter(self, number))
 
     def settle(self) -> None:
         """After the first backward pass: choose. Every rank calls, at each step."""
@@ -46,8 +51,8 @@ class ActivationBudget:
         limit = self._budget.limit(sum(whole))
         chosen = choose(whole, recomputed, limit)
         for number, block in enumerate(self._blocks):
-            block._meter = None  # type: ignore[assignment]
-            block._is_recomputed = number in chosen  # type: ignore[assignment]
+            meter_with(block, None)
+            recompute(block, number in chosen)
         kept = sum(recomputed[n] if n in chosen else size for n, size in enumerate(whole))
         tell = log.info if kept <= limit else log.warning
         tell(
@@ -69,7 +74,7 @@ class ActivationBudget:
     def close(self) -> None:
         """The backward pass has begun: what comes is the next batch, after these are forgotten."""
         for block in self._blocks:
-            block._meter = None  # type: ignore[assignment]
+            meter_with(block, None)
 
 
 def choose(whole: Sequence[int], recomputed: Sequence[int], limit: int) -> set[int]:

@@ -45,6 +45,16 @@ def _checkpointed(kind: Any) -> Any:
     )
 
 
+def meter_with(block: nn.Module, meter: Any) -> None:
+    """Have a block of ``checkpoint_blocks`` measured at each pass; None: no longer."""
+    block._meter = meter
+
+
+def recompute(block: nn.Module, wanted: bool) -> None:
+    """Whether a block of ``checkpoint_blocks`` recomputes itself from now on."""
+    cast(Any, block)._is_recomputed = wanted
+
+
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Around the first computation, and around the second."""
     return nullcontext(), _recomputing(block)
