@@ -11,7 +11,8 @@ import torch
 import tiny
 from selftask.config.load import load_config
 from selftask.data.dataset import open_data
-from selftask.errors import ConfigError
+from selftask.errors import ConfigError, UserError
+from selftask.registry import METHODS
 from selftask.task import Task
 from selftask.trainer import Trainer
 
@@ -153,3 +154,47 @@ def test_projects_are_listed(tmp_path: Path) -> None:
         if folder.is_dir() and folder.name != "__pycache__":
             assert f"({folder.name})" in readme
             assert (folder / "README.md").exists()
+
+
+PLAIN = '''
+import numpy as np
+from selftask.data.source import Source
+from selftask.methods.base import Method
+from selftask.registry import register_method, register_source
+
+@register_method("plain")
+class Plain(Method):
+    """Has nothing to choose."""
+    reduces = "samples"
+
+@register_method("undecorated")
+class Undecorated(Method):
+    """Has forgotten a line."""
+    reduces = "samples"
+
+    class Config:
+        width: int = 3
+
+@register_source("squares")
+class Squares(Source):
+    """Black ones."""
+    def __len__(self): return 9
+    def __getitem__(self, index): return np.zeros((8, 8, 3), np.uint8), -1
+    def path(self, index): return f"square {index}"
+    def describe(self): return "9 squares"
+'''
+
+
+def test_what_the_least_code_of_ones_own_needs(
+    tmp_path: Path, forget_names: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No Config without anything to configure; a source by its name alone, as any other."""
+    (tmp_path / "plain_things.py").write_text(PLAIN)
+    monkeypatch.chdir(tmp_path)
+    words = ["import=[plain_things]", "data=squares"]
+    config = load_config("simclr/images", [*words, "method=plain"])
+    assert open_data(config.data).train.describe() == "9 squares"
+    method = METHODS["plain"]
+    assert method(method.Config(**config.method.args)).chance is None
+    with pytest.raises(UserError, match=r"undecorated \(.*\) is no dataclass; write @dataclass"):
+        load_config("simclr/images", [*words, "method=undecorated"])

@@ -166,6 +166,10 @@ CASES = {
     "module not there": Broken(
         r"my\.yaml:1: import: no module named 'toi'", edit=("[toy]", "[toi]")
     ),
+    "file for a module": Broken(
+        rf"{CLI}import: '\./toy\.py' is not the name of a module; did you mean 'toy'\?",
+        ["import=[./toy.py]"],
+    ),
     "module that fails": Broken(
         rf"{CLI}import: 'bad' failed at bad\.py:2: ZeroDivisionError: division by zero",
         ["import=[bad]"],

@@ -62,6 +62,9 @@ def import_object(address: str, key: str) -> Any:
 
 def _import(name: str, place: str, looked: str = _LOOKED) -> str | None:
     """What went wrong importing ``name``, in one line."""
+    if not all(word.isidentifier() for word in name.split(".")) or name.endswith(".py"):
+        meant = Path(name).name.removesuffix(".py")
+        return f"{place}: {name!r} is not the name of a module; did you mean {meant!r}?"
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:

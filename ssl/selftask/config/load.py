@@ -31,9 +31,12 @@ def load_config(recipe: str, overrides: list[str]) -> Config:
 
     Raises ConfigError with every problem, each at its ``file:line`` or ``command line: ...``.
     """
-    parsed, problems = parse_overrides(overrides)
     import_entry_points()
-    _import(_given(parsed, ("import",)), [Path.cwd()], "command line")
+    imports, _ = parse_overrides(
+        [text for text in overrides if text.lstrip("+").startswith("import=")]
+    )
+    _import(_given(imports, ("import",)), [Path.cwd()], "command line")
+    parsed, problems = parse_overrides(overrides)  # short forms may name what was registered now
     try:
         path = recipes.locate(recipe, _source_name(parsed))
         merged, layers = compose_recipe(path, recipes.folder())

@@ -33,6 +33,11 @@ class Schema:
         """The schema that a dataclass is; none allows nothing."""
         if config is None:
             return cls({}, {}, owner)
+        if not dataclasses.is_dataclass(config):
+            raise UserError(
+                f"the Config of {owner} is no dataclass; write @dataclass(frozen=True, "
+                "kw_only=True) above it"
+            )
         fields = {f.name: f for f in dataclasses.fields(config) if f.name not in without}
         try:
             return cls(fields, typing.get_type_hints(config), owner)

@@ -7,6 +7,7 @@ a hook, called first at each point. ``task.loss`` is the method: ``forward`` is 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor, nn
@@ -36,7 +37,10 @@ class Method(nn.Module, Hook):
     what it remembers enters its memory in the order of the global batch.
     """
 
-    Config: ClassVar[Any]
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Of a method without anything to choose."""
+
     reduces: ClassVar[Literal["samples", "gathered", "statistics"]]
     gives_scores: ClassVar[bool] = False  # whether the output is (B, C), as meters expect
 
