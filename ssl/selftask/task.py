@@ -163,10 +163,6 @@ class Task(ClassyTaskNames):
                 f"meters ({', '.join(self.config.meters)}) look at class scores, and "
                 f"method.name={self.config.method.name} gives none; see eval.evaluations"
             )
-        classes = getattr(self.loss, "num_classes", None)
-        for meter in self.meters:
-            if classes and self.has_test_phases and isinstance(meter, METERS["accuracy"]):
-                meter.validate((1, classes), (1,))  # now, not at the end of the first epoch
         ranked = sorted(self.named_hooks.values(), key=lambda hook: getattr(hook, "priority", 50))
         self.hooks = [self.loss, *ranked]
         self._calls = {

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from selftask import classy
 from selftask.errors import UserError, nearest
+from selftask.meters.accuracy import Accuracy
 from selftask.methods.base import Method
 from selftask.models.build import embed_dim
 from selftask.models.precision import in_full_precision
@@ -52,6 +53,12 @@ class Supervised(Method):
         self.loss = _build_loss(self.config.loss, self.config.loss_args)
         self._score = in_full_precision(self.loss.forward)  # once, not at every step
         return Classifier(backbone, self.num_classes, frozen=self.config.freeze_backbone)
+
+    def on_start(self, task: Task) -> None:
+        """Raise UserError for a meter of more guesses than classes: it is used an epoch later."""
+        for meter in task.meters if task.has_test_phases else ():
+            if isinstance(meter, Accuracy):
+                meter.validate((1, self.num_classes), (1,))
 
     def prepare(self, sample: dict[str, Any], task: Task) -> None:
         sample["input"] = sample["views"][0]
