@@ -127,6 +127,24 @@ def test_a_signal_stops_all_ranks_at_one_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's death")
+def test_ranks_whose_parent_is_killed_save_and_leave(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [sys.executable, *words(tmp_path, "run", TWO, "train.epochs=4000")]
+    with subprocess.Popen(
+        command, env=tiny.environment(), stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        while "step 2 " not in process.stdout.readline():
+            assert process.poll() is None
+        process.kill()
+        lines = process.stdout.readlines()  # until the ranks, whose output it is, too, have left
+    assert lines[-1].startswith("RUN interrupted by SIGTERM at step ")
+    assert tiny.status(out)["state"] == "interrupted"
+    assert orphans(str(out)) == []
+
+
+@pytest.mark.slow
 def test_every_launcher_gives_the_same_losses(tmp_path: Path) -> None:
     launchers = {
         "python": ((), ()),

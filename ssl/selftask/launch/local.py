@@ -6,12 +6,14 @@ where they no longer could.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
@@ -22,6 +24,7 @@ from selftask.logs import add_line
 from selftask.memory import ADVICE, OutOfMemoryKills
 from selftask.world import STOP_SIGNALS, read_world
 
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 GRACE_S = 20.0  # after the first failure: the ranks tell each other and leave within seconds
 
 
@@ -72,7 +75,9 @@ class Ranks:
         self.previous = previous
         self.processes = [
             subprocess.Popen(
-                command, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                command,
+                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                preexec_fn=_stopped_with(os.getpid()),  # there is no thread here that it could meet
             )
             for rank in range(count)
         ]
@@ -158,6 +163,23 @@ def starts_ranks(config: Config) -> bool:
 def own_command(argv: list[str]) -> list[str]:
     """This command again, as a rank runs it."""
     return [sys.executable, "-m", "selftask", "train", *argv]
+
+
+def _stopped_with(parent: int) -> Callable[[], None] | None:
+    """What a rank does before anything else: have the kernel send it SIGTERM when its parent dies.
+
+    A parent that is killed can hand nothing on, and its ranks would train on, seen by nobody.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl
+
+    def arrange() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return arrange
 
 
 def _free_port() -> int:

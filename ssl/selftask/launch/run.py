@@ -44,7 +44,7 @@ def run(config: Config, sources: Sources) -> int:
         return 0
     world = read_world()
     torch.set_num_threads(num_threads(config, world.local_size))
-    with held(config.out, first=world.rank == 0), _signals_told():
+    with held(config.out, first=world.rank == 0):
         start_log(out, world.rank)
         try:
             LOGGER.info("data: %s", sources.train.describe())
@@ -62,17 +62,18 @@ def _run(config: Config, sources: Sources, status: Status) -> int:
     ending = Ending(task, status)
     watch: Watch | None = None
     try:
-        if world.rank == 0:
-            write_durably(task.out / "config.yaml", to_yaml(config))
-            write_json(task.out / "environment.json", environment.describe())
-            status.write("running", world_size=world.size)
-        # The watch explains what hangs; the collectives' own limit is for when it cannot.
-        environment.join_world(world, task.device, timeout_s=2 * timeout_s + 60)
-        watch = Watch(world.rank, world.size, timeout_s=timeout_s, report=ending.tell)
-        stopped_by = _train(task)
-        barrier()  # a run has ended well when it has on every rank
-        watch.stop()
-        return ending.interrupted(stopped_by) if stopped_by else ending.finished()
+        with _signals_told():
+            if world.rank == 0:
+                write_durably(task.out / "config.yaml", to_yaml(config))
+                write_json(task.out / "environment.json", environment.describe())
+                status.write("running", world_size=world.size)
+            # The watch explains what hangs; the collectives' own limit is for when it cannot.
+            environment.join_world(world, task.device, timeout_s=2 * timeout_s + 60)
+            watch = Watch(world.rank, world.size, timeout_s=timeout_s, report=ending.tell)
+            stopped_by = _train(task)
+            barrier()  # a run has ended well when it has on every rank
+            watch.stop()
+            return ending.interrupted(stopped_by) if stopped_by else ending.finished()
     except KeyboardInterrupt as stop:
         return ending.left_at_once(str(stop) or "SIGINT")
     except BaseException as error:  # noqa: BLE001 - told in full, and turned into the exit code
