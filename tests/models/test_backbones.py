@@ -159,6 +159,17 @@ def test_your_own_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     [
         ("timm", {"model": "vit_tinny_patch16_224"}, "vit_tiny_patch16_224"),
         ("timm", {"model": "resnet18", "args": {"img_sise": 3}}, "img_sise"),
+        (
+            "timm",
+            {"model": "resnet18", "args": {"pretrained": True}},
+            r"pretrained=True: .*: init\.backbone=timm:resnet18",
+        ),
+        (
+            "torchvision",
+            {"model": "resnet18", "args": {"weights": "DEFAULT"}},
+            r"weights='DEFAULT': .*: init\.backbone=torchvision:resnet18",
+        ),
+        ("timm", {"model": "resnet18", "args": {"num_classes": 10}}, "before its classifier"),
         ("torchvision", {"model": "resnet19"}, "did you mean 'resnet1"),
         ("torchvision", {"model": "resnet18", "args": {"widht": 3}}, "widht"),
         ("resnet9", {}, "no backbone named 'resnet9'"),

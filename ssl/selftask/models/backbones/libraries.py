@@ -39,13 +39,14 @@ class Timm:
                 f"backbone.model: timm has no model named {self.model!r}; "
                 f"{nearest(self.model.partition('.')[0], timm.list_models())}"
             )
-        args = {"num_classes": 0, **self.args}
+        _refuse_given(self, "timm", "pretrained")
+        args = {"num_classes": 0, **self.args, "pretrained": False}
         if args.setdefault("in_chans", channels) != channels:
             raise UserError(
                 f"backbone.args.in_chans: {args['in_chans']}, the data have {channels} channels; "
                 "it is taken from them"
             )
-        create = partial(timm.create_model, self.model, pretrained=False, **args)
+        create = partial(timm.create_model, self.model, **args)
         model = _call(create, "timm", self)
         if isinstance(getattr(model, "embed_dim", None), int):
             model.embed_dim = model.head_hidden_size  # not that of a first stage, as in Swin
@@ -75,7 +76,8 @@ class Torchvision:
                 f"backbone.model: torchvision has no model named {self.model!r}; "
                 f"{nearest(self.model, known)}"
             )
-        create = partial(torchvision.models.get_model, self.model, weights=None, **self.args)
+        _refuse_given(self, "torchvision", "weights")
+        create = partial(torchvision.models.get_model, self.model, **{**self.args, "weights": None})
         model = _call(create, "torchvision", self)
         for name in _CLASSIFIERS:
             if hasattr(model, name):
@@ -111,6 +113,20 @@ class Custom:
         if not isinstance(model, nn.Module):
             raise UserError(f"backbone.model: {self.model} returned {type(model)}, not nn.Module")
         return model
+
+
+def _refuse_given(config: Timm | Torchvision, library: str, weights: str) -> None:
+    """Raise UserError for the arguments of a library that are not the user's to choose here."""
+    if config.args.get(weights):
+        raise UserError(
+            f"backbone.args.{weights}={config.args[weights]!r}: a backbone is made with random "
+            f"weights; to start from those of {library}: init.backbone={library}:{config.model}"
+        )
+    if config.args.get("num_classes"):
+        raise UserError(
+            f"backbone.args.num_classes={config.args['num_classes']}: a backbone ends before its "
+            "classifier; leave it out"
+        )
 
 
 def _widen(model: nn.Module, channels: int) -> None:
