@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,30 @@ def test_they_are_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[st
     code, _ = launch(tmp_path / "run", KILLED, "launch.max_restarts=1")
     assert code == 137
     assert "restart 1 of 1" in capsys.readouterr().out
+
+
+SAVES = """
+import os, pathlib, signal, sys
+out = pathlib.Path({out!r})
+with (out / "words").open("a") as file:
+    print(*sys.argv[1:], file=file)
+if {saves}:
+    (out / "checkpoints/step_000000002.pt").touch()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_restart_goes_on_with_what_this_start_has_saved(tmp_path: Path, saves: bool) -> None:
+    """Else resume=never would throw it away, or with nothing saved take up the run before."""
+    (tmp_path / "checkpoints").mkdir()
+    old = tmp_path / "checkpoints/step_000000009.pt"
+    old.touch()
+    os.utime(old, (0, 0))
+    code = SAVES.format(out=str(tmp_path), saves=saves)
+    launch(tmp_path, code, "launch.max_restarts=1", "resume=never")
+    words = sorted((tmp_path / "words").read_text().split("\n"))
+    assert ("resume=auto" in words) is saves
 
 
 @pytest.mark.parametrize("state", ["interrupted", "failed"])

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 from selftask.config.schema import Config
@@ -49,7 +50,15 @@ def start(config: Config, command: list[str]) -> int:
         if code == 2 or attempt == attempts:  # what the user has to put right stays wrong
             break
         print(f"starting again from the newest checkpoint: restart {attempt} of {attempts - 1}")
+        if config.resume != "auto" and _has_saved(config, status.started):
+            command = [*command, "resume=auto"]  # another one was for the first attempt
     return code
+
+
+def _has_saved(config: Config, since: float) -> bool:
+    """Whether there is a checkpoint of this start of the run, and not only of one before."""
+    found = (Path(config.out) / "checkpoints").glob("step_*")
+    return any(path.stat().st_mtime >= since for path in found)
 
 
 _ENDED_WELL = ("finished", "interrupted", "requeued")
