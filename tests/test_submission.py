@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import cloudpickle
@@ -247,6 +249,20 @@ def test_what_the_run_has_told_itself_stays(folder: Path, state: str) -> None:
     write_json(folder.parent / "status.json", {"state": state})
     assert after(1, folder, job()) == 1
     assert told(folder) == (state, "step 3\n")
+
+
+def test_a_run_of_somebody_else_in_the_folder_is_left_alone(folder: Path) -> None:
+    lock = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX)"
+    wait = "print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", f"{lock}; {wait}", folder.parent / ".lock"]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        assert after(2, folder, None) == 2
+        other.communicate()
+    assert told(folder) == ("running", "step 3\n")
+    assert after(2, folder, None) == 2
+    assert told(folder)[0] == "failed", "and nobody's any more"
 
 
 @pytest.mark.parametrize("state", ["finished", "interrupted", "requeued"])

@@ -20,6 +20,7 @@ from typing import Any, Protocol, cast
 from submitit.core import utils as submitit_files
 
 from selftask.config.schema import LaunchConfig
+from selftask.launch.run_folder import is_held
 from selftask.launch.slurm import Job, current_job, job_name, requeue
 from selftask.logs import add_line, write_json
 
@@ -38,8 +39,8 @@ def after(code: int, folder: Path, job: Job | None) -> int:
     delayed = submitit_files.DelayedSubmission.load(paths.submitted_pickle)
     submission = cast(Submitted, delayed.function)
     record = Record(Path(submission.out))
-    if code == 0 or record.state not in _UNTOLD:
-        return code
+    if code == 0 or record.state not in _UNTOLD or is_held(record.out):
+        return code  # of a folder that another run has, this one was told so
     launch = LaunchConfig(**submission.config["launch"])
     if job is not None and job.requeued:
         record.write("requeued", f"RUN interrupted; SLURM has put job {name} back into the queue")

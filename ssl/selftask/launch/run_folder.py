@@ -16,6 +16,7 @@ from selftask.logs import get_logger
 log = get_logger(__name__)
 
 LOCK = ".lock"  # in the folder; the lock is the kernel's and ends with the process, however it ends
+_HELD = (errno.EACCES, errno.EAGAIN)  # by another process
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file systems
 
 
@@ -43,17 +44,31 @@ def held(out: str, *, first: bool) -> Iterator[Path]:
             lock.close()
 
 
-def _take(lock: IO[str], out: str) -> None:
+def is_held(folder: Path) -> bool:
+    """Whether a run of another process has the folder just now; False where there are no locks."""
+    try:
+        with (folder / LOCK).open("r+", encoding="utf-8") as lock:
+            _lock(lock)
+    except OSError as error:
+        return error.errno in _HELD
+    return False
+
+
+def _lock(file: IO[str]) -> None:
     """Of the process, not of the file: a worker that outlives a killed run does not keep it."""
     import fcntl
 
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _take(lock: IO[str], out: str) -> None:
     try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(lock)
     except OSError as error:
         if error.errno in _NO_LOCKS:
             log.info("out=%s: no locks there, so two runs in it are not noticed", out)
             return
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
+        if error.errno not in _HELD:
             raise
         lock.seek(0)
         holder = lock.read().strip() or "another process"
