@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import random
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 
 import selftask
 from selftask.registry import REGISTRIES
-from selftask.world import STOP_SIGNALS
 
 PACKAGE = Path(selftask.__file__).resolve().parent
 TESTS = Path(__file__).resolve().parent
@@ -33,15 +31,6 @@ def _one_thread_and_seeded() -> None:
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _signals_are_handled_as_before() -> Iterator[None]:
-    """A task that was built and never trained leaves its hook's handlers."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -110,6 +110,7 @@ def test_a_signal_before_the_first_step(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the ranks look for one another, the hook that saves on a signal is not there yet."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever a test before has left
     monkeypatch.setattr(
         environment, "join_world", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
     )
