@@ -80,6 +80,8 @@ def test_a_folder_of_ones_own_trains(mine: Path) -> None:
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
     assert "good morning Pull" in lines
+    assert lines[2] == "run: my.yaml, out=runs/my, seed 0"
+    assert lines[3].startswith("model: pull on small_resnet of ")
     assert [line for line in lines if line.startswith("step ") and len(line) < 8] == [
         "step 1",
         "step 2",

@@ -30,6 +30,7 @@ from selftask.hooks.base import POINTS, defines
 from selftask.logs import MetricsFile, format_row, get_logger
 from selftask.models.address import read_weights
 from selftask.models.build import build_backbone, check_sizes
+from selftask.models.summary import opening_lines
 from selftask.models.teacher import Teacher
 from selftask.models.weights import load_weights
 from selftask.optim.build import build_optimizer
@@ -105,6 +106,8 @@ class Task(ClassyTaskNames):
         self._build_model()
         self._build_optimizer()
         self._build_hooks()
+        for line in opening_lines(self.config, self.base_model, self.loss):
+            log.info("%s", line)
         environment.seed_all(train.seed, self.world.rank)
         self.rows = MetricsFile(self.out / "metrics.jsonl") if is_primary() else None
         self.resumed = snapshot.resume(self)

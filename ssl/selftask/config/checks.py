@@ -116,7 +116,7 @@ def other_sizes(
     None for one that will be ``built`` for whatever size they all have. ``size`` is the field at
     ``key`` that says it; ``dynamic`` whether ``dynamic_img_size`` there allows for all.
     """
-    sides = {name: _side(group.transforms) for name, group in config.views.items()}
+    sides = {name: output_side(group.transforms) for name, group in config.views.items()}
     known = {side for side in sides.values() if side is not None}
     taken = min(known, default=None) if built is None else built
     name = f"backbone={config.backbone.name!r}"
@@ -133,14 +133,14 @@ def other_sizes(
         )
         yield (*key, field), text
         return
-    side = _side(config.eval.transforms)
+    side = output_side(config.eval.transforms)
     if config.data.val is not None and config.eval.evaluations and len({side, taken, None}) > 2:
         text = f"eval.transforms: pictures of {side} pixels, and {name} takes those of {taken} only"
         yield ("eval", "transforms"), text
 
 
-def _side(transforms: list[Component]) -> int | None:
-    """Of the square pictures that come out, in pixels; None where that is not sure."""
+def output_side(transforms: list[Component]) -> int | None:
+    """Return the side of the square images that a pipeline gives, in pixels; None if it varies."""
     for transform in reversed(transforms):
         if transform.name in _SQUARES:
             side: int = transform.args["size"]
