@@ -22,8 +22,10 @@ log = get_logger(__name__)
 def take(task: Task, *, whole: bool = True) -> dict[str, Any]:
     """The state of every part, as plain python and tensors; every rank calls.
 
-    The tensors are ``whole``, on the first rank, or those that are sharded stay so on every rank.
+    All ranks take the buffers of rank 0, as a resume gives them to each. The tensors are
+    ``whole``, on the first rank, or those that are sharded stay so on every rank.
     """
+    task.sync_buffers()
     optimizer = task.reduction.rearrange(task.optimizer.get_classy_state())
     tensors = {
         "model": task.base_model.state_dict(),

@@ -136,7 +136,8 @@ class Task(ClassyTaskNames):
         config = self.config
         self.reduction = build_reduction(config.parallel, self._low_precision)
         teachers = [part.network for part in self.loss.modules() if isinstance(part, Teacher)]
-        self.reduction.shard([self.base_model, *teachers])
+        self.networks = [self.base_model, *teachers]
+        self.reduction.shard(self.networks)
         called: Any = torch.compile(self.base_model) if config.train.compile else self.base_model
         self.model = self.reduction.wrap(called)
 
@@ -209,9 +210,19 @@ class Task(ClassyTaskNames):
     def export_backbone(self) -> nn.Module:
         """The backbone to keep, as one rank alone can use it; every rank calls."""
         backbone = self.loss.export_backbone(self.base_model)
+        broadcast_buffers(backbone)
         return self.reduction.plain(
             backbone, lambda: build_backbone(self.config.backbone, self.feed.channels)
         )
+
+    def sync_buffers(self) -> None:
+        """Copy the buffers of rank 0 to every rank, in the network and its teachers.
+
+        BatchNorm's running statistics drift apart while ranks train; rank 0's are the ones that
+        are evaluated, exported and saved. Every rank calls.
+        """
+        for network in self.networks:
+            broadcast_buffers(network)
 
     def advance(self, batches: int = 1) -> None:
         """Count one finished update made of that many batches."""
@@ -265,7 +276,7 @@ class Task(ClassyTaskNames):
         self.base_model.train(self.train)
         self.loss.train(self.train)
         if not self.train:
-            broadcast_buffers(self.base_model)
+            self.sync_buffers()
         for meter in self.meters:
             meter.reset()
         if self.train and hasattr(self.optimizer, "on_epoch"):

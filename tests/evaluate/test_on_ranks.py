@@ -1,0 +1,83 @@
+"""Evaluations of a run on two ranks: the same in the run, after a resume and of its export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from ranks import run_ranks
+from selftask.collectives import rank, world_size
+from selftask.data.dataset import open_data
+from selftask.evaluate.offline import evaluate_backbone
+from selftask.evaluate.online import evaluate_task
+from selftask.models.address import open_model
+from selftask.task import Task
+from selftask.trainer import Interrupted, Trainer
+from selftask.world import World
+
+METHODS = ("simclr", "byol", "dino", "moco")
+
+
+def words(folder: Path) -> list[str]:
+    val = f"data.val={tiny.digits_file(folder, 'val.npz', 400, 520)}"
+    return [val, "eval.evaluations={knn: {k: [3]}}", "eval.every='3 steps'", "train.max_steps=8"]
+
+
+def train(method: str, folder: Path, out: str, *more: str) -> Task:
+    torch.set_num_threads(1)
+    config = tiny.config(method, folder, out, *words(folder), *more)
+    task = Task(config, sources=open_data(config.data))
+    task.world = World(rank(), world_size(), rank(), world_size())
+    task.evaluate = evaluate_task
+    try:
+        Trainer().train(task)
+    except Interrupted:
+        assert config.train.stop_at is not None
+    return task
+
+
+def on_ranks(_: int, folder: Path) -> list[bool]:
+    """For each method, whether this rank ends with the statistics that rank 0 has saved."""
+    alike = []
+    for method in METHODS:
+        task = train(method, folder, f"{method}_whole")
+        saved = tiny.last_state(task.out)["model"]
+        mine = task.base_model.state_dict()
+        alike.append(all(torch.equal(saved[key], mine[key]) for key in saved))
+        train(method, folder, f"{method}_parts", "train.stop_at=5")
+        train(method, folder, f"{method}_parts")
+    return alike
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[bool]]]:
+    """The folder of all runs, and what each rank returned."""
+    folder = tmp_path_factory.mktemp("on_ranks")
+    tiny.digits_file(folder)
+    words(folder)
+    return folder, run_ranks(on_ranks, 2, folder)
+
+
+def test_after_a_save_every_rank_has_what_was_saved(runs: tuple[Path, list[list[bool]]]) -> None:
+    assert runs[1] == [[True] * len(METHODS)] * 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_figures_are_those_of_the_export_and_survive_a_resume(
+    method: str, runs: tuple[Path, list[list[bool]]]
+) -> None:
+    folder = runs[0]
+    whole, parts = folder / f"{method}_whole", folder / f"{method}_parts"
+    assert tiny.rows(whole) == tiny.rows(parts)
+    assert tiny.differences(tiny.last_state(whole), tiny.last_state(parts)) == []
+
+    in_the_run = [row["knn_top1"] for row in tiny.rows(whole) if "knn_top1" in row]
+    assert len(in_the_run) == 4  # after 0, 3, 6 and 8 steps
+    config = tiny.config(method, folder, "unused", *words(folder))
+    backbone, _ = open_model(str(whole / "export/backbone.pt"))
+    sources = open_data(config.data)
+    got = evaluate_backbone(backbone, config, sources, device=torch.device("cpu"))
+    assert got["knn_top1"] == pytest.approx(in_the_run[-1], abs=1e-8)
