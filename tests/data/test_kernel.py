@@ -208,6 +208,17 @@ def test_contrast(factor: float, size: tuple[int, int], variant: str) -> None:
     assert levels(got, exact)[0] <= 0.6
 
 
+def test_contrast_of_a_bright_image_too_large_for_sums_of_32_bits(variant: str) -> None:
+    """69 megapixels; the rows of the input are one row in memory, and the output is 4 pixels."""
+    side = 8320
+    row = np.random.default_rng(0).integers(250, 256, (1, side, 3), dtype=np.uint8)
+    image = np.broadcast_to(row, (side, side, 3))
+    mean = np.floor((row.astype(np.float64) @ np.array(LUMA)).mean() + 0.5)
+    exact = np.clip(row[:, :4] * 1.5 - 0.5 * mean, 0, 255)
+    program = [Op.CONTRAST, 1.5, Op.CROP_RESIZE, 0, side - 1, 4, 1, 1, 4, Filter.BILINEAR]
+    assert levels(apply(image, program, (1, 4), variant), exact)[0] <= 0.6
+
+
 def test_gray(variant: str) -> None:
     image = photo(64, 65)
     exact = np.repeat((image @ np.array(LUMA))[..., None], 3, 2)

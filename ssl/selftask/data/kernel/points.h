@@ -117,10 +117,15 @@ static inline lanes ones_up_to(int count) {
     return load16(ones);
 }
 
+/* So many of the widest rows are 2^24 pixels; each of at least 8 partial sums of 32 bits then stays
+ * below 2^21 * 255, a quarter of its range. */
+#define ROWS_PER_SUM 256
+
 static void change_points(picture *on, const point *steps, int count, int64_t *sums) {
     const int last = on->pitch - 32;
     const lanes full = splat(1), part = ones_up_to(on->width - last);
     sums32 red = sums_zero(), green = sums_zero(), blue = sums_zero();
+    if (sums) sums[0] = sums[1] = sums[2] = 0;
     for (int y = 0; y < on->height; y++) {
         uint8_t *at = on->pixels + (size_t)y * 3 * on->pitch;
         for (int x = 0; x <= last; x += 32, at += 32) {
@@ -138,11 +143,12 @@ static void change_points(picture *on, const point *steps, int count, int64_t *s
                 blue = sums_add(blue, p.b, ones);
             }
         }
-    }
-    if (sums) {
-        sums[0] = sums_total(red);
-        sums[1] = sums_total(green);
-        sums[2] = sums_total(blue);
+        if (sums && (y % ROWS_PER_SUM == ROWS_PER_SUM - 1 || y == on->height - 1)) {
+            sums[0] += sums_total(red);
+            sums[1] += sums_total(green);
+            sums[2] += sums_total(blue);
+            red = green = blue = sums_zero();
+        }
     }
 }
 
