@@ -236,11 +236,12 @@ def test_too_many_bad_files(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     words = tiny.overrides("simclr", folder, "run", "train.max_steps=2")
     words = [word for word in words if not word.startswith("data=")]
     command = ["train", "simclr/digits", f"data={photos}", *words]
-    assert main(command) == 2
+    assert main([*command, "data.max_bad=0.001"]) == 2
     out = capsys.readouterr().out
     last = out.splitlines()[-1]
-    assert last.startswith("RUN FAILED at step ")
+    assert last.startswith("RUN FAILED at step 0 ")
     assert "1 of 64 images (1.56%) cannot be read, more than data.max_bad=0.001" in last
+    assert last.endswith(f"; all of them: {folder}/run/bad_files.txt")
     assert "Traceback" not in out
     assert "07.png" in (folder / "run/bad_files.txt").read_text()
     assert tiny.status(folder / "run")["state"] == "failed"

@@ -130,14 +130,28 @@ def test_check_says_whether_a_run_would_stop(
     (tmp_path / "bomb.jpg").write_bytes(bomb())
     _, lines = run_check(capfd, str(tmp_path))
     assert lines[-1] == (
-        "CHECK found problems: 1 of 10 images (10.00%) cannot be read, more than "
-        "data.max_bad=0.001: a run would stop"
+        "CHECK found problems: 1 of 10 images (10.00%) cannot be read, no more than "
+        "the default of data.max_bad (0.1%, at least 3 images) allows: a run replaces them"
     )
-    _, lines = run_check(capfd, str(tmp_path), "data.max_bad=0.1")
-    assert lines[-1].endswith("within data.max_bad=0.1: a run replaces them")
+    _, lines = run_check(capfd, str(tmp_path), "data.max_bad=0.05")
+    assert lines[-1].endswith("more than data.max_bad=0.05 (5.00%) allows: a run would stop")
     code, lines = run_check(capfd, str(tmp_path), f"data.max_pixels={24 * 20 - 1}")
     assert code == 1
     assert lines[-1].startswith("CHECK found problems: 10 of 10")
+
+
+def test_check_counts_image_like_files_that_are_passed_over(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_photographs(tmp_path, 3)
+    for name in ("a.HEIC", "b.heic", "c.dng", "d.tar.gz", "e.txt", ".f.heic"):
+        (tmp_path / name).touch()
+    code, lines = run_check(capfd, str(tmp_path))
+    assert code == 0
+    passed_over = "2 .heic, 1 .dng, 1 .tar.gz passed over"
+    assert f"others     {passed_over} (convert images to JPEG or PNG, unpack archives)" in lines
+    _, lines = run_check(capfd, str(tmp_path), "--json")
+    assert json.loads(lines[0])["passed_over"] == {".heic": 2, ".dng": 1, ".tar.gz": 1}
 
 
 def test_check_takes_any_source(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

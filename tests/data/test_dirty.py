@@ -30,6 +30,9 @@ from selftask.trainer import Trainer
 from selftask.world import World
 
 
+CPU = torch.device("cpu")
+
+
 @pytest.fixture(autouse=True)
 def _usual_patience() -> Iterator[None]:
     yield
@@ -56,7 +59,7 @@ def config_for(folder: Path, out: Path, *more: str) -> Config:
 
 def one_epoch(config: Config) -> list[int]:
     """Read one epoch as training does; the indices of the images shown."""
-    feed = Feed(config, open_data(config.data), World(), torch.device("cpu"))
+    feed = Feed(config, open_data(config.data), World(), CPU)
     samples = feed.train_samples(0)
     try:
         shown = [next(samples)["index"] for _ in range(feed.batches.steps_per_epoch)]
@@ -108,6 +111,24 @@ def test_one_per_cent_truncated_copies(tmp_path: Path) -> None:
     too_strict = config_for(folder, tmp_path / "out2", "data.max_bad=0.009", "data.num_workers=2")
     with pytest.raises(UserError, match=r"3 of 300 images \(1.00%\) cannot be read"):
         one_epoch(too_strict)
+
+
+def test_what_the_headers_say_stops_a_run_before_its_first_batch(tmp_path: Path) -> None:
+    """Four of 100: more than the three that are allowed by default."""
+    folder, out = tmp_path / "images", tmp_path / "out"
+    make_photographs(folder, 96)
+    texts = [folder / f"text_{number}.jpg" for number in range(4)]
+    for path in texts[:3]:
+        path.write_bytes(b"no image")
+    make_photographs(folder / "more", 1)
+    Feed(config_for(folder, out), open_data(config_for(folder, out).data), World(), CPU).close()
+    assert not (out / "bad_files.txt").exists(), "listed when they are asked for"
+    texts[3].write_bytes(b"no image")
+    for more in ([], ["data.subset={count: 99}", "data.max_bad=0.02"], ["data.on_error=fail"]):
+        config = config_for(folder, out, *more)
+        with pytest.raises(UserError, match="cannot (be )?read"):
+            Feed(config, open_data(config.data), World(), CPU)
+    assert sorted(listed(out)) == sorted(map(str, texts))
 
 
 def test_training_on_dirty_data_finishes(tmp_path: Path) -> None:

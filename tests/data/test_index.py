@@ -149,6 +149,18 @@ def test_a_change_in_the_tick_of_the_scan_is_seen(root: Path, looked_into: list[
     assert paths_of(scan_folder(str(root), ENDINGS)) == paths_below(root)
 
 
+def test_files_that_are_passed_over_are_remembered(root: Path, looked_into: list[str]) -> None:
+    for name in ("a/7.heic", "a/x/8.heic", "b/9.zip"):
+        touch(root / name)
+    settle(root)
+    assert scan_folder(str(root), ENDINGS).passed_over == {".heic": 2, ".zip": 1}
+    looked_into.clear()
+    assert scan_folder(str(root), ENDINGS).passed_over == {".heic": 2, ".zip": 1}
+    assert looked_into == []
+    (root / "a/x/8.heic").unlink()
+    assert scan_folder(str(root), ENDINGS).passed_over == {".heic": 1, ".zip": 1}
+
+
 def test_removed_folders_are_gone(root: Path) -> None:
     scan_folder(str(root), ENDINGS)
     for path in sorted((root / "a").rglob("*"), reverse=True):

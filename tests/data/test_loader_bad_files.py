@@ -64,6 +64,27 @@ def test_too_many_bad_files_stop_the_run(tmp_path: Path) -> None:
     assert str(tmp_path / "bad_files.txt") in message
 
 
+@pytest.mark.parametrize(
+    ("num_images", "max_bad", "allowed"),
+    [(10, None, 3), (3000, None, 3), (5000, None, 5), (64, 0.001, 0), (1000, 0.001, 1), (9, 0, 0)],
+)
+def test_how_many_may_be_unreadable(num_images: int, max_bad: float | None, allowed: int) -> None:
+    bad = [BadImage(f"{number}.jpg", "broken") for number in range(allowed + 1)]
+    BadFiles(None, num_images, max_bad=max_bad).add(bad[:-1])
+    with pytest.raises(UserError, match=rf"{allowed + 1} of {num_images} images"):
+        BadFiles(None, num_images, max_bad=max_bad).add(bad)
+
+
+def test_the_message_of_too_many_is_one_line_that_ends_with_the_list(tmp_path: Path) -> None:
+    """The last line of a run shows the first line of its error, and nothing else."""
+    bad_files = BadFiles(tmp_path / "bad_files.txt", 100)
+    with pytest.raises(UserError) as caught:
+        bad_files.add(BadImage(f"{number}.jpg", "broken") for number in range(5))
+    (line,) = str(caught.value).splitlines()
+    assert "0.jpg: broken, 1.jpg: broken, 2.jpg: broken; all of them: " in line
+    assert line.endswith("/bad_files.txt")
+
+
 def test_fail_names_the_file_in_the_first_line() -> None:
     bad_files = BadFiles(None, 60, on_error="fail", max_bad=1.0)
     batches = Batches(dataset(Numbers(60, bad=(3,))), batch_size=20, seed=0, bad_files=bad_files)
@@ -141,6 +162,7 @@ def test_odd_images_lists_exactly_the_undecodable(tmp_path: Path) -> None:
     assert {line.partition("\t")[0] for line in lines} == expected
     assert len(lines) == len(expected)
     with pytest.raises(
-        UserError, match=r"of 80 images \(.*%\) cannot be read, more than data\.max_bad"
+        UserError,
+        match=r"of 80 images \(.*%\) cannot be read, more than the default of data\.max_bad",
     ):
         read(Batches(data, batch_size=16, seed=0, bad_files=BadFiles(None, 80)), 5)

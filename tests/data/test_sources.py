@@ -69,6 +69,27 @@ def test_folder_counts_unreadable_headers(tree: Path) -> None:
     assert build("folder", path=str(tree)).describe() == "5 images, 3 folders, 1 unreadable"
 
 
+def test_image_like_files_that_are_passed_over_are_counted(tree: Path) -> None:
+    for name in ("a/1.HEIC", "b/2.heic", "b/3.cr2", "b/4.zip", "b/.5.heic"):
+        (tree / name).touch()
+    found = "2 .heic, 1 .cr2, 1 .zip passed over (convert images to JPEG or PNG, unpack archives)"
+    folder = "4 images, 3 folders, 0 unreadable"
+    assert build("folder", path=str(tree)).describe() == f"{folder}; {found}"
+    assert build("glob", pattern=f"{tree}/**/*").describe() == f"{folder}; {found}"
+    assert build("glob", pattern=f"{tree}/**/*.png").passed_over() == {}
+    frames = build("frames", path=str(tree))
+    assert frames.describe() == f"4 frames of 3 clips, no labels; {found}"
+
+
+def test_archives_are_named_as_such(tmp_path: Path) -> None:
+    for name in ("a.zip", "b.tgz", "c.tar.gz"):
+        (tmp_path / name).touch()
+        with pytest.raises(UserError, match=f"{name} is an archive: unpack it"):
+            build("folder", path=str(tmp_path / name))
+    with pytest.raises(UserError, match=r"1 \.tar\.gz, 1 \.tgz, 1 \.zip passed over \(unpack"):
+        build("folder", path=str(tmp_path))
+
+
 def test_folder_follows_links_once(tree: Path) -> None:
     (tree / "a" / "loop").symlink_to(tree)
     assert len(build("folder", path=str(tree))) == 4

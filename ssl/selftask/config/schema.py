@@ -65,7 +65,8 @@ class DataConfig:
     # memory, in a file below $SELFTASK_CACHE, or (small data sets, engine=device) on the device
     num_workers: int = _setting(0, min=0, also=["workers"])  # processes; yaml `auto`: see derive
     on_error: Literal["skip", "fail"] = "skip"  # what an unreadable file does
-    max_bad: float = _setting(0.001, min=0, max=1)  # share of unreadable files that stops the run
+    max_bad: float | None = _setting(None, min=0, max=1)  # share of images that may be unreadable;
+    # null: 0.1 %, but at least 3 images
     max_pixels: int = _setting(100_000_000, min=1)  # larger images are refused: they are bombs
     subset: float | int | dict[str, Any] | None = None  # of the training images: see docs/data.md
     copy_to: str | None = None  # copy the files to this folder, or to `ram`, before training

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from selftask.data.views import Pipeline, ToFloat, Views
 
 MAX_REPLACEMENTS = 100  # tried for one sample before giving up
+DEFAULT_MAX_BAD, MIN_ALLOWED_BAD = 0.001, 3  # a share and a number of images, unless max_bad is set
 _REPLACEMENT = 0x7265706C  # "repl": keeps the chain of replacements apart from other hashes
 
 
@@ -248,6 +249,27 @@ class EvalDataset(Dataset):
         return Sample([view], target, index, (0, index), [])
 
 
+@dataclass(frozen=True)
+class BadLimit:
+    """How many unreadable images ``data.max_bad`` allows among ``num_images``."""
+
+    num_images: int
+    max_bad: float | None  # share of the images; None: 0.1 %, but at least 3 images
+
+    def allows(self, number: int) -> bool:
+        """Whether a run goes on with so many."""
+        if self.max_bad is None:
+            return number <= max(MIN_ALLOWED_BAD, DEFAULT_MAX_BAD * self.num_images)
+        return number <= self.max_bad * self.num_images
+
+    def __str__(self) -> str:
+        """``data.max_bad=0.01 (1.00%) allows``."""
+        if self.max_bad is None:
+            default = f"{DEFAULT_MAX_BAD:.1%}, at least {MIN_ALLOWED_BAD} images"
+            return f"the default of data.max_bad ({default}) allows"
+        return f"data.max_bad={self.max_bad:g} ({self.max_bad:.2%}) allows"
+
+
 class BadFiles:
     """The images that could not be read, listed in a file; decides when they are too many.
 
@@ -256,12 +278,17 @@ class BadFiles:
     """
 
     def __init__(
-        self, path: Path | None, num_images: int, *, on_error: str = "skip", max_bad: float = 0.001
+        self,
+        path: Path | None,
+        num_images: int,
+        *,
+        on_error: str = "skip",
+        max_bad: float | None = None,
     ) -> None:
         self.path = path
         self.num_images = num_images
         self.on_error = on_error
-        self.max_bad = max_bad
+        self.limit = BadLimit(num_images, max_bad)
         self.reasons: dict[str, str] = {}  # path of the image -> why
         self._read()
 
@@ -272,6 +299,14 @@ class BadFiles:
 
     def __len__(self) -> int:
         return len(self.reasons)
+
+    def refuse(self, known: Collection[BadImage]) -> None:
+        """Raise UserError, before the first step, if images that are known to be bad are too many.
+
+        Else they are recorded when they are asked for, as all others.
+        """
+        if known and (self.on_error == "fail" or not self.limit.allows(len(known))):
+            self.add(known)
 
     def add(self, bad: Iterable[BadImage]) -> None:
         """Record unreadable images; raises UserError as ``data.on_error`` and ``max_bad`` say."""
@@ -287,18 +322,17 @@ class BadFiles:
             raise UserError(
                 f"cannot read {path}: {why}\n(data.on_error=skip replaces unreadable images)"
             )
-        if len(self) > self.max_bad * self.num_images:
+        if not self.limit.allows(len(self)):
             raise UserError(self._too_many())
 
     def _too_many(self) -> str:
         share = len(self) / self.num_images
-        first = [f"  {path}: {why}" for path, why in list(self.reasons.items())[:3]]
-        listed = f"all are listed in {self.path}; " if self.path else ""
-        head = (
+        first = [f"{path}: {why}" for path, why in list(self.reasons.items())[:3]]
+        where = f"; all of them: {self.path}" if self.path else ""
+        return (
             f"{len(self)} of {self.num_images} images ({share:.2%}) cannot be read, more than "
-            f"data.max_bad={self.max_bad:g} ({self.max_bad:.2%}) allows:"
+            f"{self.limit}; fix or remove them, or raise data.max_bad: {', '.join(first)}{where}"
         )
-        return "\n".join([head, *first, f"({listed}mend or remove them, or raise data.max_bad)"])
 
     def _read(self) -> None:
         if self.path is None or not self.path.exists():

@@ -56,6 +56,7 @@ class Feed:
             bad_files=BadFiles.of(self.train_source, config.data, out / "bad_files.txt"),
             sampler=sampler,
         )
+        self.batches.bad_files.refuse(self.train_source.unreadable().values())
         log.info("sampler: %s", self.batches.sampler.describe())
 
     @property

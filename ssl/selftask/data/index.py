@@ -17,6 +17,7 @@ import os
 import secrets
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from selftask.pulse import during
 
 MIN_INDEXED = 20_000  # paths; of fewer, no file is made
 UNSURE = -1  # a time of change that equals no other: what was just changed may change unseen
-MAGIC = b"selftask paths 2"
+MAGIC = b"selftask paths 3"
 _ALIGN = 64  # bytes
 _GRANULE_S = 3.0  # the coarsest clock of a file system, with a margin
 
@@ -63,6 +64,14 @@ class Index:
     def labels(self) -> np.ndarray | None:
         """(N,) int64, -1 for none; None where nothing has a label."""
         return self.arrays.get("labels")
+
+    @property
+    def passed_over(self) -> dict[str, int]:
+        """Number of image-like files that are not read, by extension."""
+        counts: Counter[str] = Counter()
+        for _, extension, number in self.header.get("passed_over", ()):
+            counts[extension] += number
+        return dict(counts)
 
     @property
     def num_folders(self) -> int:

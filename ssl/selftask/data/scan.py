@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ import numpy as np
 from selftask.data import index as store
 from selftask.data.index import Index, settled
 from selftask.data.notices import ScanProgress
+from selftask.data.passed_over import kind_of
 from selftask.data.source import NO_LABEL, join_bytes, split_bytes
 from selftask.errors import UserError
 from selftask.pulse import each
@@ -39,6 +41,7 @@ class Folder:
     count: int = 0
     folders: tuple[bytes, ...] = ()  # paths of those in it
     links: tuple[bytes, ...] = ()  # of links to folders
+    passed_over: tuple[tuple[str, int], ...] = ()  # extension, number of files
     ident: tuple[int, int] = field(default=(0, 0))  # device and inode
 
 
@@ -140,6 +143,7 @@ class _Looker:
         names: list[bytes] = []
         folders: list[bytes] = []
         links: list[bytes] = []
+        passed_over: Counter[str] = Counter()
         with os.scandir(where) as entries:
             for entry in entries:
                 if entry.name.startswith(b"."):
@@ -150,6 +154,8 @@ class _Looker:
                     names.append(entry.name)
                     if len(names) % 10_000 == 0:
                         self._progress.add(10_000)
+                elif kind := kind_of(os.fsdecode(entry.name)):
+                    passed_over[kind] += 1
         self._progress.add(len(names) % 10_000, folders=1)
         return replace(
             folder,
@@ -157,6 +163,7 @@ class _Looker:
             count=len(names),
             folders=tuple(folders),
             links=tuple(links),
+            passed_over=tuple(passed_over.items()),
         )
 
 
@@ -185,7 +192,9 @@ def _assemble(found: list[Folder]) -> Index:
     labels = _top_folder_labels(found)
     if labels is not None:
         arrays["labels"] = np.repeat(labels, counts)
-    return Index({"num_folders": int((counts > 0).sum())}, arrays)
+    passed_over = [(row, *item) for row, folder in enumerate(found) for item in folder.passed_over]
+    header = {"num_folders": int((counts > 0).sum()), "passed_over": passed_over}
+    return Index(header, arrays)
 
 
 def _top_folder_labels(found: list[Folder]) -> np.ndarray | None:
@@ -234,6 +243,9 @@ def _rows(index: Index | None) -> dict[bytes, Folder]:
             inside[path.rpartition(b"/")[0]][kind != _REAL].append(path)
     bounds = np.append(arrays["firsts"], len(index))
     starts = arrays["offsets"][bounds].tolist()
+    passed_over: dict[int, list[tuple[str, int]]] = {}
+    for row, kind, number in index.header["passed_over"]:
+        passed_over.setdefault(row, []).append((kind, number))
     return {
         path: Folder(
             path,
@@ -243,6 +255,7 @@ def _rows(index: Index | None) -> dict[bytes, Folder]:
             count=int(bounds[row + 1] - bounds[row]),
             folders=tuple(inside[path][0]),
             links=tuple(inside[path][1]),
+            passed_over=tuple(passed_over.get(row, ())),
         )
         for row, path in enumerate(paths)
     }

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from selftask.data.image import MAX_PIXELS
+from selftask.data.reading import BadImage
 
 NO_LABEL = -1
 _PIECE = 1 << 24  # bytes looked through at once
@@ -43,6 +44,14 @@ class Source(ABC):
     @abstractmethod
     def describe(self) -> str:
         """One line for the log: what was found."""
+
+    def unreadable(self) -> dict[int, BadImage]:
+        """Images that are known to be unreadable before any is decoded, by index."""
+        return {}
+
+    def passed_over(self) -> dict[str, int]:
+        """Number of image-like files beside the images that are not read, by extension."""
+        return {}
 
     @property
     def num_classes(self) -> int:
@@ -112,6 +121,12 @@ class Wrapped(Source):
 
     def describe(self) -> str:
         return self.source.describe()
+
+    def unreadable(self) -> dict[int, BadImage]:
+        return self.source.unreadable()
+
+    def passed_over(self) -> dict[str, int]:
+        return self.source.passed_over()
 
 
 class PathTable:

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from selftask.data.image import check_header, read_image
+from selftask.data.passed_over import ARCHIVES, describe, kind_of
 from selftask.data.path_list import read_list
+from selftask.data.reading import BadImage
 from selftask.data.scan import scan_folder
 from selftask.data.source import PathTable, Source
 from selftask.data.sources.labels import name_top_folders
@@ -31,6 +33,8 @@ class FileSource(Source):
     root: str
     paths: PathTable  # relative to root, or absolute
     num_folders: int
+    _passed_over: dict[str, int] | None = None
+    _unreadable: dict[int, BadImage] | None = None  # None: nobody has looked yet
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -61,16 +65,22 @@ class FileSource(Source):
         """
         images, folders = plural("image", len(self)), plural("folder", self.num_folders)
         found = f"{len(self)} {images}, {self.num_folders} {folders}"
-        if len(self) > MAX_HEADERS:
-            return f"{found}, headers not checked"
-        return f"{found}, {self.count_unreadable()} unreadable"
+        checked = len(self) <= MAX_HEADERS
+        found += f", {len(self.unreadable())} unreadable" if checked else ", headers not checked"
+        others = self.passed_over()
+        return f"{found}; {describe(others)}" if others else found
 
-    def count_unreadable(self) -> int:
-        """Number of files whose header cannot be read."""
-        with ThreadPoolExecutor(max_workers=8) as pool:
-            paths = map(self.path, range(len(self)))
-            checks = pool.map(lambda path: check_header(path, self.max_pixels), paths)
-            return sum(bad is not None for bad in checks)
+    def unreadable(self) -> dict[int, BadImage]:
+        """Files whose header cannot be read; looked for once, and not above MAX_HEADERS files."""
+        if self._unreadable is None:
+            rows = range(len(self) if len(self) <= MAX_HEADERS else 0)
+            with ThreadPoolExecutor(max_workers=8) as pool:
+                checks = pool.map(lambda row: check_header(self.path(row), self.max_pixels), rows)
+                self._unreadable = {row: bad for row, bad in enumerate(checks) if bad is not None}
+        return self._unreadable
+
+    def passed_over(self) -> dict[str, int]:
+        return self._passed_over or {}
 
 
 @register_source("folder")
@@ -87,9 +97,11 @@ class Folder(FileSource):
         if not os.path.isdir(self.root):
             raise UserError(f"data: {_missing(self.root, 'folder')}")
         found = scan_folder(self.root, EXTENSIONS)
+        self._passed_over = found.passed_over
         if not len(found):
+            others = f"; {describe(self._passed_over)}" if self._passed_over else ""
             raise UserError(
-                f"data: no images (looked for {' '.join(EXTENSIONS)}) under {config.path}"
+                f"data: no images (looked for {' '.join(EXTENSIONS)}) under {config.path}{others}"
             )
         self.paths = found.paths
         self.num_folders = found.num_folders
@@ -131,6 +143,8 @@ class ListFile(FileSource):
 
 def _missing(path: str, what: str) -> str:
     """``no such folder: a/trian; did you mean 'a/train'?``."""
+    if kind_of(path) in ARCHIVES and os.path.exists(path):
+        return f"{path} is an archive: unpack it and name the folder (a plain .tar can be read)"
     if os.path.exists(path):
         return f"{path} is not a {what}"
     return f"no such {what}: {path}; {nearest_path(path)}"

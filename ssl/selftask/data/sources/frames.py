@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from selftask.data.passed_over import describe
 from selftask.data.source import Source
 from selftask.data.sources.files import Folder
 from selftask.data.sources.labels import label_top_folders
@@ -50,10 +51,17 @@ class Frames(Source):
     def path(self, index: int) -> str:
         return self.folder.path(int(self.rows[index]))
 
+    def passed_over(self) -> dict[str, int]:
+        return self.folder.passed_over()
+
     def describe(self) -> str:
         """``12000 frames of 40 clips, 1 in 5 of 60000, no labels``."""
         taken = "" if self.every == 1 else f", 1 in {self.every} of {len(self.folder)}"
-        return f"{len(self)} frames of {self.num_clips} clips{taken}, {self.describe_labels()}"
+        others = self.passed_over()
+        more = f"; {describe(others)}" if others else ""
+        return (
+            f"{len(self)} frames of {self.num_clips} clips{taken}, {self.describe_labels()}{more}"
+        )
 
 
 def _order(folder: Folder, every: int) -> tuple[np.ndarray, np.ndarray]:

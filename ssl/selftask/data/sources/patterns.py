@@ -5,10 +5,12 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from selftask.data.passed_over import describe, kind_of
 from selftask.data.source import PathTable
 from selftask.data.sources.files import EXTENSIONS, FileSource
 from selftask.data.sources.labels import label_top_folders, name_top_folders
@@ -35,9 +37,13 @@ class Glob(FileSource):
         self.root = fixed_folder(pattern)
         if not os.path.isdir(self.root):
             raise UserError(f"data.pattern: {config.pattern}: there is no folder {self.root}")
-        found = [os.path.relpath(path, self.root) for path in _images(pattern)]
+        matches = match_files(pattern)
+        images = _images(pattern, matches)
+        found = [os.path.relpath(path, self.root) for path in images]
+        self._passed_over = Counter(filter(None, map(kind_of, set(matches).difference(images))))
         if not found:
-            raise UserError(f"data.pattern: no image matches {config.pattern}")
+            others = f"; {describe(self._passed_over)}" if self._passed_over else ""
+            raise UserError(f"data.pattern: no image matches {config.pattern}{others}")
         self.paths = PathTable(found)
         self.num_folders = len({os.path.dirname(path) for path in found})
         self.labels = label_top_folders(found) if config.labels else None
@@ -110,13 +116,12 @@ def _options(inside: str, text: str) -> list[str]:
     return [str(number).zfill(len(span[1])) for number in range(first, last + 1)]
 
 
-def _images(pattern: str) -> list[str]:
-    """What matches, without what is no image; a pattern that names the extension decides itself."""
+def _images(pattern: str, matches: list[str]) -> list[str]:
+    """The images among the matches; if the pattern names an extension, all files."""
     names_extension = not _MAGIC.search(os.path.splitext(pattern)[1] or "*")
-    found = match_files(pattern)
     if names_extension:
-        return [path for path in found if _is_file(path)]
-    return [path for path in found if path.lower().endswith(EXTENSIONS)]
+        return [path for path in matches if _is_file(path)]
+    return [path for path in matches if path.lower().endswith(EXTENSIONS)]
 
 
 def _is_file(path: str) -> bool:

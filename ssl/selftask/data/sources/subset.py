@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from selftask.data.order import hash_words, mix
+from selftask.data.reading import BadImage
 from selftask.data.source import Source, Wrapped
 from selftask.errors import UserError, nearest
 
@@ -58,6 +59,10 @@ class Subset(Wrapped):
 
     def path(self, index: int) -> str:
         return self.source.path(int(self.rows[index]))
+
+    def unreadable(self) -> dict[int, BadImage]:
+        known = self.source.unreadable()
+        return {i: known[row] for i, row in enumerate(self.rows.tolist()) if row in known}
 
     def describe(self) -> str:
         """``500 of 1108 images, 20 folders, 0 unreadable (subset: 25 of each class, seed 0)``."""

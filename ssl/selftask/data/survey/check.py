@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from selftask.data.dataset import BadLimit
+from selftask.data.passed_over import describe
 from selftask.data.reading import BadImage, now_reading, read_bytes
 from selftask.data.source import Source
 from selftask.data.sources.files import FileSource
@@ -58,6 +60,7 @@ class Report:
     largest: tuple[str, int, int] | None = None
     unreadable: list[Bad] = field(default_factory=list)  # in the order of the source
     duplicates: list[list[str]] = field(default_factory=list)  # paths with the same content
+    passed_over: dict[str, int] = field(default_factory=dict)  # image-like files, by extension
 
     @property
     def num_copies(self) -> int:
@@ -80,6 +83,7 @@ class Report:
             "largest": self.largest and _named_size(self.largest),
             "bytes": self.num_bytes,
             "duplicates": self.duplicates,
+            "passed_over": self.passed_over,
             "seconds": round(self.seconds, 3),
             "images_per_s": round(self.images_per_s, 1),
             "workers": self.num_workers,
@@ -99,7 +103,7 @@ def check(
     cannot be read. An image takes about 50 bytes of memory here.
     """
     started = time.perf_counter()
-    report = Report(len(source), num_workers)
+    report = Report(len(source), num_workers, passed_over=source.passed_over())
     table = _Table(len(source))
 
     def look(index: int) -> Facts:
@@ -251,6 +255,8 @@ def lines_of(report: Report) -> list[str]:
         rows.append(("duplicates", f"{groups}, such as {_examples(report.duplicates)}"))
     else:
         rows.append(("duplicates", "none"))
+    if report.passed_over:
+        rows.append(("others", describe(report.passed_over)))
     lines = [f"{name:<11}{text}" for name, text in rows]
     if report.unreadable:
         lines.append(f"{'unreadable':<11}{len(report.unreadable)}")
@@ -258,17 +264,18 @@ def lines_of(report: Report) -> list[str]:
     return lines
 
 
-def verdict(report: Report, max_bad: float) -> str:
+def verdict(report: Report, max_bad: float | None) -> str:
     """The last line: whether all can be read, and whether a run would go on."""
     bad, all_ = len(report.unreadable), report.num_images
     if not bad:
         return f"CHECK ok: all {all_:,} images can be read"
-    allowed = bad <= max_bad * all_
+    limit = BadLimit(all_, max_bad)
+    allowed = limit.allows(bad)
     outcome = "a run replaces them" if allowed else "a run would stop"
-    comparison = "within" if allowed else "more than"
+    comparison = "no more than" if allowed else "more than"
     return (
         f"CHECK found problems: {bad:,} of {all_:,} images ({bad / all_:.2%}) cannot be read, "
-        f"{comparison} data.max_bad={max_bad:g}: {outcome}"
+        f"{comparison} {limit}: {outcome}"
     )
 
 

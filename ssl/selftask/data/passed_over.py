@@ -1,0 +1,36 @@
+"""Files in a folder of images that are not read although they hold images: HEIC, raw, archives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+IMAGE_LIKE = frozenset(
+    {".heic", ".heif", ".hif", ".jxl", ".jfif", ".jpe", ".j2k", ".jpx", ".psd", ".svg", ".tga"}
+    | {".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".pef", ".srw", ".raw"}
+    | {".dcm", ".exr", ".hdr"}
+)
+ARCHIVES = frozenset(
+    {".zip", ".7z", ".rar", ".tar", ".tgz", ".tbz2", ".txz"}
+    | {".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst"}
+)
+
+
+def kind_of(name: str) -> str | None:
+    """The extension of a file that is passed over, such as ``.heic``; None for any other file."""
+    start, extension = os.path.splitext(name.lower())
+    if start.endswith(".tar"):
+        extension = f".tar{extension}"
+    return extension if extension in IMAGE_LIKE or extension in ARCHIVES else None
+
+
+def describe(counts: Mapping[str, int]) -> str:
+    """``12 .heic, 3 .zip passed over (convert images to JPEG or PNG, unpack archives)``."""
+    most_first = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    listed = ", ".join(f"{number} {extension}" for extension, number in most_first)
+    advice = []
+    if IMAGE_LIKE & counts.keys():
+        advice.append("convert images to JPEG or PNG")
+    if ARCHIVES & counts.keys():
+        advice.append("unpack archives")
+    return f"{listed} passed over ({', '.join(advice)})"
