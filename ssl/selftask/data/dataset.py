@@ -306,31 +306,41 @@ class BadFiles:
         Else they are recorded when they are asked for, as all others.
         """
         if known and (self.on_error == "fail" or not self.limit.allows(len(known))):
-            self.add(known)
+            found = self._record(known)
+            self._judge(found, found)  # the list may hold images that were fixed since
 
     def add(self, bad: Iterable[BadImage]) -> None:
         """Record unreadable images; raises UserError as ``data.on_error`` and ``max_bad`` say."""
+        known = len(self)
+        found = self._record(bad)
+        if len(self) > known:
+            self._judge(found, self.reasons)
+
+    def _record(self, bad: Iterable[BadImage]) -> dict[str, str]:
+        """Add those that are new to the list; all of them, path -> reason."""
         found = {_one_line(error.path): error.reason for error in bad}
         new = {path: why for path, why in found.items() if path not in self.reasons}
-        if not new:
-            return
-        self._read()
-        self._write({path: why for path, why in new.items() if path not in self.reasons})
-        self.reasons |= new
+        if new:
+            self._read()
+            self._write({path: why for path, why in new.items() if path not in self.reasons})
+            self.reasons |= new
+        return found
+
+    def _judge(self, found: dict[str, str], counted: dict[str, str]) -> None:
         if self.on_error == "fail":
-            path, why = next(iter(new.items()))
+            path, why = next(iter(found.items()))
             raise UserError(
                 f"cannot read {path}: {why}\n(data.on_error=skip replaces unreadable images)"
             )
-        if not self.limit.allows(len(self)):
-            raise UserError(self._too_many())
+        if not self.limit.allows(len(counted)):
+            raise UserError(self._too_many(counted))
 
-    def _too_many(self) -> str:
-        share = len(self) / self.num_images
-        first = [f"{path}: {why}" for path, why in list(self.reasons.items())[:3]]
+    def _too_many(self, counted: dict[str, str]) -> str:
+        share = len(counted) / self.num_images
+        first = [f"{path}: {why}" for path, why in list(counted.items())[:3]]
         where = f"; all of them: {self.path}" if self.path else ""
         return (
-            f"{len(self)} of {self.num_images} images ({share:.2%}) cannot be read, more than "
+            f"{len(counted)} of {self.num_images} images ({share:.2%}) cannot be read, more than "
             f"{self.limit}; fix or remove them, or raise data.max_bad: {', '.join(first)}{where}"
         )
 
