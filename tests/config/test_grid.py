@@ -11,8 +11,10 @@ import pytest
 
 import tiny
 from selftask.config.load import load_config
-from selftask.errors import ConfigError
-from selftask.models.build import build_backbone, check_sizes, embed_dim
+from selftask.data.dataset import open_data
+from selftask.errors import ConfigError, UserError
+from selftask.launch.run import run
+from selftask.models.build import build_backbone, check_backbone, check_sizes, embed_dim
 
 CROP = "{name: random_resized_crop, size: 32}"
 SURELY = f"{{name: random_apply, p: 1.0, transforms: [{CROP}]}}"
@@ -77,11 +79,11 @@ TWO_SIZES = ["views.main.count=1", f"views.a.transforms=[{CROP},normalize]"]
         ),
         (
             ["backbone=timm:vit_tiny_patch16_224", "views.main.transforms.0.size=224"],
-            "eval.transforms: pictures of 96 pixels, and backbone='timm' takes those of 224 only",
+            "of 96 pixels, and backbone 'timm:vit_tiny_patch16_224' takes those of 224 only; image",
         ),
         (
             ["backbone=vit_tiny", "backbone.img_size=224", "views.main.transforms.0.size=224"],
-            "eval.transforms: pictures of 96 pixels, and backbone='vit_tiny' takes those of 224",
+            "eval.transforms: images of 96 pixels, and backbone 'vit_tiny' takes those of 224",
         ),
     ],
 )
@@ -94,6 +96,59 @@ def test_a_library_s_size_is_compared_when_it_is_built(words: list[str], told: s
 
     with pytest.raises(ConfigError, match=told):
         check()
+
+
+DYNAMIC = ["backbone=vit_tiny", "backbone.dynamic_img_size=true"]
+DYNAMIC_TIMM = ["backbone=timm:vit_tiny_patch16_224", "backbone.args.dynamic_img_size=true"]
+
+
+@pytest.mark.parametrize("backbone", [DYNAMIC, DYNAMIC_TIMM])
+def test_sizes_that_are_no_whole_patches(backbone: list[str]) -> None:
+    """Once an AssertionError of timm's in the first step, with a traceback."""
+    words = [*backbone, "views.main.transforms.0.size=90", "data.val=digits"]
+    words += ["eval.transforms=[{name: center_crop, size: 100},normalize]"]
+    with pytest.raises(ConfigError) as error:
+        load_config("simclr/images", ["data=digits", *words])
+    title = "vit_tiny" if backbone is DYNAMIC else "timm:vit_tiny_patch16_224"
+    told = f"cannot be divided into the patches of 16 pixels of backbone '{title}'; try"
+    views, evaluation = error.value.problems
+    assert f"views.main.transforms: images of 90 pixels {told} 80 or 96" in views
+    assert f"eval.transforms: images of 100 pixels {told} 96 or 112" in evaluation
+
+
+@pytest.mark.parametrize(
+    ("method", "backbone", "told"),
+    [
+        ("simclr", "timm:vit_tinny_patch16_224", "timm has no model named 'vit_tinny"),
+        ("mae", "timm:resnet18", "mae hides patches .* not a ResNet; take backbone=vit_small"),
+        ("mae", "torchvision:vit_b_32", "mae hides patches .* not a VisionTransformer"),
+        ("ijepa", "timm:vit_tiny_patch16_224", "ijepa trains patches, .* use global_pool: avg"),
+        ("simclr", "timm:deit_tiny_patch16_224", r"\(views.main: 96\); set .*args.img_size=96"),
+        ("simclr", "torchvision:resnet19", "did you mean 'resnet1"),
+    ],
+)
+def test_a_library_s_model_is_checked_before_the_run_has_a_folder(
+    method: str, backbone: str, told: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    words = ["data=digits", f"backbone={backbone}", f"out={out}", "train.device=cpu"]
+    if method != "simclr" and "vit" in backbone:
+        words += ["image_size=96"]
+    config = load_config(f"{method}/images", words)
+    with pytest.raises(UserError, match=told):
+        run(config, open_data(config.data))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("backbone", ["timm:resnet18", "torchvision:regnet_y_400mf"])
+def test_what_can_be_trained_passes_the_check(backbone: str) -> None:
+    """regnet draws its first weights by their values, which the meta device has not."""
+    check_backbone(load_config("simclr/images", ["data=digits", f"backbone={backbone}"]), 3)
+
+
+def test_masked_methods_need_one_grid() -> None:
+    with pytest.raises(ConfigError, match="dynamic_img_size: mae needs a fixed grid"):
+        load_config("mae/images", ["data=digits", "backbone.dynamic_img_size=true"])
 
 
 def test_a_library_s_model_for_the_views_passes() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from selftask.config import sbatch
+from selftask.config import grid, sbatch
 from selftask.config.budget import parse_budget
 from selftask.config.layers import Key
 from selftask.config.read import classy_has, inner_components
@@ -15,9 +15,6 @@ from selftask.registry import BATCHED_FORMS, SCHEDULES, TRAIN_STEPS, TRANSFORMS,
 
 Problem = tuple[Key, str]
 
-_SQUARES = ("center_crop", "random_crop", "random_resized_crop")  # of args["size"] pixels
-_OTHER_SIZES = (*_SQUARES, "resize", "jigsaw")  # all of ours that change an image's size
-
 
 def contradictions(config: Config) -> Iterator[Problem]:
     """The key meant and what is wrong, for each contradiction in a config whose types are right."""
@@ -26,7 +23,7 @@ def contradictions(config: Config) -> Iterator[Problem]:
     yield from _batch(config)
     yield from _precision(config)
     yield from _views(config)
-    yield from _grid(config)
+    yield from grid.problems(config)
     yield from _engine(config)
     yield from _weights(config)
     yield from _slurm(config)
@@ -95,66 +92,6 @@ def _views(config: Config) -> Iterator[Problem]:
             if name == "normalize":
                 where = (*key, str(index))
                 yield where, f"{'.'.join(where)}: 'normalize' must come last, once"
-
-
-def _grid(config: Config) -> Iterator[Problem]:
-    """Views of a size that a vision transformer with a fixed grid of patches cannot take."""
-    key: Key = ("backbone",)
-    own = config.backbone.args
-    if config.backbone.name == "timm" and own["model"].startswith("vit_"):
-        key = ("backbone", "args")
-        own = {"dynamic_img_size": False, **own["args"]}
-    if not own.get("dynamic_img_size", True):  # not there: no vision transformer, or no fixed grid
-        yield from other_sizes(config, key, own.get("img_size"))
-
-
-def other_sizes(
-    config: Config, key: Key, built: int | None, *, size: str = "img_size", dynamic: bool = True
-) -> Iterator[Problem]:
-    """What is wrong with views for a backbone that takes those of ``built`` pixels alone.
-
-    None for one that will be ``built`` for whatever size they all have. ``size`` is the field at
-    ``key`` that says it; ``dynamic`` whether ``dynamic_img_size`` there allows for all.
-    """
-    sides = {name: output_side(group.transforms) for name, group in config.views.items()}
-    known = {side for side in sides.values() if side is not None}
-    taken = min(known, default=None) if built is None else built
-    name = f"backbone={config.backbone.name!r}"
-    if len(known | {taken}) > 1:
-        one = len(set(sides.values())) == 1
-        field = size if one or not dynamic else "dynamic_img_size"
-        value = "true" if field == "dynamic_img_size" else max(known)
-        shown = [f"views.{name}: {side}" for name, side in sides.items() if side is not None]
-        fixed = "" if built is None else f" for pictures of {built} pixels"
-        others = "" if one or dynamic else ", and all views to that size"
-        text = (
-            f"{name} has one grid of patches{fixed}, and the views are of other sizes "
-            f"({', '.join(shown)}); set {'.'.join(key)}.{field}={value}{others}"
-        )
-        yield (*key, field), text
-        return
-    side = output_side(config.eval.transforms)
-    if config.data.val is not None and config.eval.evaluations and len({side, taken, None}) > 2:
-        text = f"eval.transforms: pictures of {side} pixels, and {name} takes those of {taken} only"
-        yield ("eval", "transforms"), text
-
-
-def output_side(transforms: list[Component]) -> int | None:
-    """Return the side of the square images that a pipeline gives, in pixels; None if it varies."""
-    for transform in reversed(transforms):
-        if transform.name in _SQUARES:
-            side: int = transform.args["size"]
-            return side
-        if not _keeps_size(transform):
-            break
-    return None
-
-
-def _keeps_size(transform: Component) -> bool:
-    name = transform.name
-    ours = name in TRANSFORMS and TRANSFORMS.address(name).module.startswith("selftask.")
-    inner = inner_components(transform, TRANSFORMS, ())
-    return ours and name not in _OTHER_SIZES and all(_keeps_size(part) for part, *_ in inner)
 
 
 def _engine(config: Config) -> Iterator[Problem]:

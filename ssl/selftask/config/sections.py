@@ -9,8 +9,16 @@ from typing import Any, TypeVar
 
 from selftask.config import derive
 from selftask.config.checks import pipelines
+from selftask.config.image_size import with_image_size
 from selftask.config.layers import Key
-from selftask.config.read import Reader, Schema, has_default, hint_for, iter_problems
+from selftask.config.read import (
+    Reader,
+    Schema,
+    check_limits,
+    has_default,
+    hint_for,
+    iter_problems,
+)
 from selftask.config.schema import (
     DEFAULT_HOOKS,
     Component,
@@ -24,6 +32,7 @@ from selftask.config.schema import (
     TrainConfig,
     ViewConfig,
 )
+from selftask.config.typed import Mismatch, convert
 from selftask.registry import (
     BACKBONES,
     EVALUATIONS,
@@ -45,6 +54,7 @@ OPTIMIZER = Schema.of(OptimizerConfig, without=["name", "args"])
 SECTIONS: dict[str, type | None] = {
     "recipe": None,
     "import": None,
+    "image_size": None,
     "data": DataConfig,
     "views": None,
     "backbone": None,
@@ -86,9 +96,10 @@ def read_config(reader: Reader, values: dict[str, Any], recipe: str) -> Config |
     resume = _text(reader, values, "resume", "auto")
     out = _text(reader, values, "out", default_out(name))
     imports = _module_names(reader, values.get("import"))
+    size = _image_size(reader, values.get("image_size"))
     if not (data and backbone and method and train and optimizer and init and parallel and launch):
         return None
-    return Config(
+    config = Config(
         recipe=name,
         data=data,
         views=views,
@@ -107,6 +118,18 @@ def read_config(reader: Reader, values: dict[str, Any], recipe: str) -> Config |
         imports=imports,
         places=reader.places,
     )
+    return config if size is None else with_image_size(config, size, reader)
+
+
+def _image_size(reader: Reader, value: Any) -> int | None:
+    """Pixels, or None for the sizes of the recipe."""
+    try:
+        size: int | None = convert(value, int | None)
+        check_limits(size, {"min": 1})
+    except (Mismatch, ValueError) as error:
+        reader.problem(("image_size",), f"image_size={value!r}: {error}")
+        return None
+    return size
 
 
 def _with_default_hooks(given: Any) -> Any:

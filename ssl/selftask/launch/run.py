@@ -18,6 +18,7 @@ from selftask.config.derive import cores
 from selftask.config.load import to_yaml
 from selftask.config.schema import Config
 from selftask.data.dataset import Sources, copy_data
+from selftask.data.source import channels_of
 from selftask.evaluate.online import evaluate_task
 from selftask.launch.continuity import check_same_run
 from selftask.launch.ending import Ending
@@ -25,6 +26,7 @@ from selftask.launch.run_folder import held
 from selftask.launch.status import Status
 from selftask.launch.watch import Watch
 from selftask.logs import LOGGER, start_log, stop_log, write_json
+from selftask.models.build import check_backbone
 from selftask.task import Task
 from selftask.trainer import Interrupted, Trainer
 from selftask.world import STOP_SIGNALS, read_world
@@ -42,6 +44,7 @@ def run(config: Config, sources: Sources) -> int:
     if status.says_finished():
         print(f"RUN finished already: {out} is complete; another out= or resume=never starts anew")
         return 0
+    check_backbone(config, channels_of(sources.train))
     world = read_world()
     torch.set_num_threads(num_threads(config, world.local_size))
     with held(config.out, first=world.rank == 0):

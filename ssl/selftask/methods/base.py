@@ -49,6 +49,10 @@ class Method(nn.Module, Hook):
         self.config = config
         self.terms: dict[str, Tensor] = {}  # detached parts of the loss, for the log
 
+    @staticmethod
+    def check_backbone(backbone: nn.Module) -> None:
+        """Raise UserError for a backbone that the method cannot train; before a run starts."""
+
     def build_head(self, embed_dim: int) -> nn.Module:
         """What is trained on top of the backbone and thrown away."""
         return nn.Identity()

@@ -77,6 +77,8 @@ class IJEPA(Method):
             backbone = config["backbone"]
             if "patch_size" not in backbone and "model" not in backbone:  # timm's are seen later
                 yield f"backbone: ijepa needs a vision transformer, not {backbone['name']}"
+            if backbone.get("dynamic_img_size"):
+                yield "backbone.dynamic_img_size: ijepa needs a fixed grid; set it to false"
             if backbone.get("pool") == "token":
                 yield "backbone.pool: ijepa trains patches, not the class token; use pool: avg"
             if not 0 < self.max_context <= 1:
@@ -100,14 +102,18 @@ class IJEPA(Method):
         super().__init__(config)
         self.momentum = build_schedule("linear", config.momentum, 1.0)
 
-    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Positions are fixed and weights drawn as published, unless they were loaded."""
-        config = self.config
-        vit = as_vit(backbone, method="ijepa")
-        if vit.global_pool == "token":
+    @staticmethod
+    def check_backbone(backbone: nn.Module) -> None:
+        if as_vit(backbone, method="ijepa").global_pool == "token":
             raise UserError(
                 "backbone.args: ijepa trains patches, not the class token; use global_pool: avg"
             )
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        """Positions are fixed and weights drawn as published, unless they were loaded."""
+        config = self.config
+        self.check_backbone(backbone)
+        vit = as_vit(backbone, method="ijepa")
         self.blocks = Blocks(config, grid_size(vit))
         predictor = PatchPredictor(
             vit,

@@ -60,6 +60,8 @@ class MAE(Method):
             backbone = config["backbone"]
             if "patch_size" not in backbone and "model" not in backbone:  # timm's are seen later
                 yield f"backbone: mae needs a vision transformer, not {backbone['name']}"
+            if backbone.get("dynamic_img_size"):
+                yield "backbone.dynamic_img_size: mae needs a fixed grid; set it to false"
             if not 0 < self.mask_ratio < 1:
                 yield f"mask_ratio: {self.mask_ratio}; a share between 0 and 1 is expected"
             if self.decoder_dim % 4 or self.decoder_dim % self.decoder_heads:
@@ -67,6 +69,10 @@ class MAE(Method):
                     f"decoder_dim: {self.decoder_dim} must be divisible by 4 (its positions) and "
                     f"by decoder_heads={self.decoder_heads}"
                 )
+
+    @staticmethod
+    def check_backbone(backbone: nn.Module) -> None:
+        as_vit(backbone, method="mae")
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Positions are fixed and weights drawn as in the paper, unless they were loaded."""

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from selftask.config.checks import other_sizes
+from selftask.config import grid
 from selftask.errors import ConfigError, UserError
 from selftask.models.modes import in_eval_mode
-from selftask.registry import BACKBONES
+from selftask.registry import BACKBONES, METHODS
 
 if TYPE_CHECKING:
     from selftask.config.schema import Component, Config
 
+LIBRARIES = ("timm", "torchvision")  # backbones of these are known by the names there
 _TRIED_SIZES = (224, 32)  # pixels
 
 
@@ -37,6 +38,23 @@ def build_backbone(component: Component, channels: int = 3) -> nn.Module:
     return model
 
 
+def check_backbone(config: Config, channels: int) -> None:
+    """Raise UserError for a model of timm or torchvision that ``config`` cannot train.
+
+    Its name, arguments and sizes are only known by building it, which on the meta device takes
+    neither memory nor time: so a run that cannot start says so before its folder is made.
+    """
+    if config.backbone.name not in LIBRARIES:
+        return
+    try:
+        with torch.device("meta"):
+            backbone = build_backbone(config.backbone, channels)
+    except (NotImplementedError, RuntimeError):  # its first weights need data: built for real later
+        return
+    check_sizes(backbone, config)
+    METHODS[config.method.name].check_backbone(backbone)
+
+
 def check_sizes(backbone: nn.Module, config: Config) -> None:
     """Raise ConfigError for views that a library's transformer, built, turns out not to take.
 
@@ -47,9 +65,11 @@ def check_sizes(backbone: nn.Module, config: Config) -> None:
     image_size: Any = getattr(backbone, "image_size", None)
     if library == "timm" and getattr(patches, "strict_img_size", False):
         dynamic = "dynamic_img_size" in inspect.signature(type(backbone)).parameters
-        problems = other_sizes(config, key, patches.img_size[0], dynamic=dynamic)
+        problems = grid.other_sizes(config, key, patches.img_size[0], dynamic=dynamic)
+    elif library == "timm" and getattr(patches, "dynamic_img_pad", None) is False:
+        problems = grid.undivided_sizes(config, patches.patch_size[0])
     elif library == "torchvision" and image_size is not None:
-        problems = other_sizes(config, key, image_size, size="image_size", dynamic=False)
+        problems = grid.other_sizes(config, key, image_size, size="image_size", dynamic=False)
     else:
         return
     if texts := [text for _, text in problems]:

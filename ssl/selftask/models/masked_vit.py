@@ -24,7 +24,7 @@ def as_vit(backbone: nn.Module, *, method: str) -> VisionTransformer:
 
     if not isinstance(backbone, VisionTransformer):
         raise UserError(
-            f"backbone: {method} hides patches and so needs a vision transformer of timm, not "
+            f"backbone: {method} hides patches and so needs timm's VisionTransformer, not a "
             f"{type(backbone).__name__}; take backbone=vit_small, vit_tiny or timm:vit_..."
         )
     if backbone.dynamic_img_size:
