@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ class SimSiam(Method):
     """Each view predicts the other's projection, which does not move towards it."""
 
     reduces = "samples"
+    per_view = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -47,7 +49,7 @@ class SimSiam(Method):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """Eq. 2; ``output`` (2, B, D)."""
-        prediction = self.predictor(output.flatten(0, 1)).unflatten(0, (2, -1))  # (2, B, D)
+        prediction = torch.stack([self.predictor(view) for view in output])  # (2, B, D)
         loss = negative_cosine(prediction, output.detach().flip(0))
         self.terms = {"alignment": -loss.detach()}
         return loss

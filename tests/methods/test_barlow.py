@@ -81,6 +81,25 @@ def test_a_dead_feature_costs_its_invariance_and_gives_finite_gradients() -> Non
     assert cross_correlation(output[0], output[1])[2].abs().max() < 1e-9
 
 
+def test_batch_norm_of_the_projector_sees_one_view_at_a_time() -> None:
+    """The published code passes each view by itself: eq. 2 of projections made so."""
+    task = MiniTask("barlow", SMALL)
+    task.views = [view + place for place, view in enumerate(task.views)]
+    network, projections = task.base_model, []
+    for view in task.views:
+        x = network.backbone(view[:8])
+        for layer in network.head:
+            if isinstance(layer, nn.BatchNorm1d):
+                x = (x - x.mean(dim=0)) / (x.var(dim=0, correction=0) + 1e-5).sqrt()
+            else:
+                x = layer(x)
+        projections.append((x - x.mean(dim=0)) / (x.var(dim=0, correction=0) + 1e-5).sqrt())
+    correlation = projections[0].T @ projections[1] / 8
+    invariance = (correlation.diagonal() - 1).square().sum()
+    others = correlation.square().sum() - correlation.diagonal().square().sum()
+    assert task.run(1).losses == pytest.approx([float(invariance + 0.02 * others)], rel=1e-9)
+
+
 def test_chance_is_the_loss_of_no_correlation() -> None:
     """Two views whose features all point along different directions of the batch."""
     basis = torch.linalg.qr(torch.cat([torch.ones(16, 1).double(), _random(16, 10)], 1))[0]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitask import MiniTask, largest_difference
@@ -72,6 +73,33 @@ def test_each_view_predicts_the_teacher_of_the_other() -> None:
     projection = torch.stack([task.loss.teacher([v])[0] for v in reversed(views)])
     expected = regression_loss(prediction, projection)
     assert task.run(1).losses == pytest.approx([expected.item()])
+
+
+def _batch_normalized(x: Tensor) -> Tensor:
+    return (x - x.mean(dim=0)) / (x.var(dim=0, correction=0) + 1e-5).sqrt()
+
+
+def _mlp(layers: nn.Module, x: Tensor) -> Tensor:
+    """The projector or predictor by its formula: BatchNorm over the rows given."""
+    first, _, _, last = layers
+    hidden = _batch_normalized(x @ first.weight.T + first.bias).clamp(min=0)
+    return hidden @ last.weight.T
+
+
+def test_batch_norm_sees_one_view_at_a_time() -> None:
+    """The published code passes each view by itself through all three networks."""
+    task = MiniTask("byol", SMALL)
+    network, loss = task.base_model, 0.0
+    views = [view[:8] + place for place, view in enumerate(task.views)]
+    task.views = [view + place for place, view in enumerate(task.views)]
+    project = [_mlp(network.head, network.backbone(view)) for view in views]
+    for place in range(2):
+        prediction = _mlp(task.loss.predictor, project[place])
+        pairs = zip(prediction, project[1 - place], strict=True)  # the teacher is a copy yet
+        loss += sum(
+            (F.normalize(q, dim=0) - F.normalize(z, dim=0)).square().sum() for q, z in pairs
+        )
+    assert task.run(1).losses == pytest.approx([loss.item() / 8], rel=1e-9)
 
 
 def test_predictor_is_trained_and_the_teacher_only_follows() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -99,11 +100,31 @@ def test_kmeans_is_a_fixed_point_of_lloyd() -> None:
         assert torch.allclose(F.normalize(mean, dim=0).float(), centroids[k], atol=1e-5)
 
 
-def test_kmeans_reseeds_empty_clusters() -> None:
+def _lloyd(x: np.ndarray, centroids: np.ndarray, iterations: int) -> tuple[np.ndarray, np.ndarray]:
+    """DeepCluster v2's k-means as loops: a cluster without rows keeps its centroid."""
+    centroids = centroids.copy()
+    for _ in range(iterations):
+        cluster = (x @ centroids.T).argmax(axis=1)
+        for k in range(len(centroids)):
+            if (cluster == k).any():
+                mean = x[cluster == k].mean(axis=0)
+                centroids[k] = mean / np.linalg.norm(mean)
+    return centroids, (x @ centroids.T).argmax(axis=1)
+
+
+def test_kmeans_keeps_the_centroid_of_a_cluster_without_rows() -> None:
     x = torch.eye(4, 8).repeat_interleave(25, dim=0)  # four places, but equal rows drawn at first
+    num_clusters = set()
     for seed in range(10):
-        _, cluster = spherical_kmeans(x, 4, generator=torch.Generator().manual_seed(seed))
-        assert len(cluster.unique()) == 4
+        first = torch.randperm(100, generator=torch.Generator().manual_seed(seed))[:4]
+        centroids, cluster = spherical_kmeans(
+            x, 4, iterations=3, generator=torch.Generator().manual_seed(seed)
+        )
+        expected, labels = _lloyd(x.numpy(), x[first].numpy(), 3)
+        assert np.allclose(centroids.numpy(), expected, atol=1e-6)
+        assert np.array_equal(cluster.numpy(), labels)
+        num_clusters.add(len(cluster.unique()))
+    assert min(num_clusters) < 4
 
 
 def test_kmeans_wants_a_row_for_each_cluster() -> None:

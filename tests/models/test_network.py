@@ -40,6 +40,28 @@ def test_views_of_one_size_share_a_pass_and_keep_their_order(sizes: list[int]) -
     assert torch.allclose(output, torch.stack([v.mean(dim=(2, 3)) for v in views]))
 
 
+def _normalized(x: torch.Tensor) -> torch.Tensor:
+    """BatchNorm by its formula, with the statistics of these rows."""
+    x = x.detach().double()
+    return (x - x.mean(dim=0)) / (x.var(dim=0, correction=0) + 1e-5).sqrt()
+
+
+@pytest.mark.parametrize("per_view", [True, False])
+def test_batch_norm_sees_one_view_or_all(per_view: bool) -> None:
+    """Outputs, and the running mean of the last view or of all, by the formula."""
+    views = [torch.randn(5, 3, size, size) + place for place, size in enumerate((8, 8, 4))]
+    backbone, norm = _MeanColour(), nn.BatchNorm1d(3)
+    network = Network(backbone, norm, per_view=per_view)
+    output = network(views)
+    means = [view.mean(dim=(2, 3)) for view in views]
+    together = _normalized(torch.cat(means)).view(3, 5, 3)
+    expected = torch.stack([_normalized(mean) for mean in means]) if per_view else together
+    assert torch.allclose(output.double(), expected, atol=1e-5)
+    assert torch.equal(network.embedding, torch.cat(means))
+    assert backbone.passes == (3 if per_view else 2)
+    assert int(norm.num_batches_tracked) == (3 if per_view else 1)
+
+
 def test_embedding_is_a_detached_reference_in_row_order_and_never_state() -> None:
     head = nn.Linear(3, 2)
     network = Network(nn.Sequential(_MeanColour(), nn.Linear(3, 3)), head)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from selftask.config.schema import OptimizerConfig
-from selftask.optim.build import build_optimizer
+from selftask.optim.build import build_optimizer, lr_schedule
 from selftask.optim.param_groups import merge_alike, split_decay
 from selftask.progress import RunLength
 
@@ -58,3 +58,28 @@ def test_step_sets_what_classys_own_step_sets() -> None:
         ClassyOptimizer.step(theirs, where=where)
         for a, b in zip(ours.param_groups, theirs.param_groups, strict=True):
             assert (a["lr"], a["weight_decay"]) == (b["lr"], b["weight_decay"])
+
+
+def test_tokens_and_positions_decay_if_asked() -> None:
+    """Of a ViT with a decoder: all that is not one-dimensional, and the decoder's mask token."""
+    network = nn.Module()
+    network.cls_token = nn.Parameter(torch.zeros(1, 1, 4))
+    network.pos_embed = nn.Parameter(torch.zeros(1, 5, 4))
+    network.mask_token = nn.Parameter(torch.zeros(4))
+    network.norm = nn.LayerNorm(4)
+    network.linear = nn.Linear(4, 4)
+    for tokens, num_decayed in ((False, 1), (True, 4)):
+        decayed, plain = split_decay([("network", network)], decay_all=False, decay_tokens=tokens)
+        assert len(decayed["params"]) == num_decayed
+        assert len(plain["params"]) == 7 - num_decayed
+
+
+def test_warmup_starts_at_start_lr() -> None:
+    """0.3 to 4.8 over the first half, as a line; scaled by 2 with the batch."""
+    config = OptimizerConfig(
+        name="sgd", lr=2.4, start_lr=0.15, lr_scale="linear", warmup="50%", schedule="constant"
+    )
+    lr = lr_schedule(config, LENGTH, batch=512)
+    for step in range(10):
+        assert lr(step / 20) == pytest.approx(0.3 + 4.5 * step / 10)
+    assert lr(0.75) == pytest.approx(4.8)

@@ -8,12 +8,15 @@ import logging
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from selftask.collectives import rank, world_size
 from selftask.config.budget import Budget
 from selftask.errors import RunError
+from selftask.hooks.clip_gradients import clip
+from selftask.optim.larc import LARC
 from selftask.optim.lars import LARS
 from selftask.parallel.activation_budget import ActivationBudget
 from selftask.parallel.activation_checkpointing import checkpoint_blocks
@@ -364,26 +367,33 @@ def test_nothing_on_one_rank() -> None:
         assert sharing.whole(state) is state
 
 
-def lars(rank: int) -> list[Tensor]:
-    """Norms of sharded parameters are those of whole ones."""
-    weights = []
-    for way in ("manual", "fsdp"):
-        torch.manual_seed(0)
-        student = Student().double()
-        sharing = reduction(way)
-        sharing.shard([student])
-        named = [(n, p) for n, p in student.named_parameters() if p.requires_grad]
-        sharing.watch(named)
-        optimizer = LARS(sharing.arrange([{"params": [p for _, p in named]}]), lr=1.0, trust=0.1)
-        sharing.wrap(student)(list(data()[0])).square().mean().backward()
-        sharing.reduce()
-        optimizer.step()
-        weights.append(torch.cat([whole(p).flatten() for _, p in named]))
-    return weights
+def lars(rank: int) -> dict[str, list[Tensor]]:
+    """Norms of sharded parameters are those of whole ones, in clipping and in LARS."""
+    return {kind.__name__: [_one_update(kind, way) for way in ("manual", "fsdp")] for kind in KINDS}
 
 
-def test_lars_of_sharded_parameters(told: list[dict[str, Any]]) -> None:
-    for manual, fsdp in (of_rank["lars"] for of_rank in told):
+KINDS = (LARS, LARC)
+
+
+def _one_update(kind: type[LARS], way: str) -> Tensor:
+    torch.manual_seed(0)
+    student = Student().double()
+    sharing = reduction(way)
+    sharing.shard([student])
+    named = [(n, p) for n, p in student.named_parameters() if p.requires_grad]
+    sharing.watch(named)
+    groups = sharing.arrange([{"params": [p for _, p in named]}])
+    optimizer = kind(groups, lr=1.0, trust=0.1, weight_decay=0.1)
+    sharing.wrap(student)(list(data()[0])).square().mean().backward()
+    sharing.reduce()
+    clip([p for _, p in named], 0.05, per_parameter=True)
+    optimizer.step()
+    return torch.cat([whole(p).flatten() for _, p in named])
+
+
+@pytest.mark.parametrize("kind", [kind.__name__ for kind in KINDS])
+def test_lars_of_sharded_parameters(kind: str, told: list[dict[str, Any]]) -> None:
+    for manual, fsdp in (of_rank["lars"][kind] for of_rank in told):
         torch.testing.assert_close(manual, fsdp, rtol=1e-9, atol=1e-12)
 
 

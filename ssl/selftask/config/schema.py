@@ -139,10 +139,12 @@ class OptimizerConfig:
     lr_scale: Literal["none", "linear", "sqrt"] = "none"  # lr times batch_size/256, or its root
     schedule: str = _setting("cosine", also=["scheduler", "lr_schedule", "lr_scheduler"])
     warmup: int | str = _setting(0, duration=True, also=["warmup_epochs", "warmup_steps"])
+    start_lr: float = _setting(0.0, min=0, also=["warmup_lr", "start_warmup"])  # of the warm-up
     end_lr: float = _setting(0.0, min=0, also=["min_lr", "final_lr"])  # at the end of training
     weight_decay: float = _setting(0.0, min=0, also=["wd"])
     end_weight_decay: float | None = _setting(None, min=0)  # none: constant
     decay_norm_and_bias: bool = False  # whether one-dimensional parameters decay too
+    decay_tokens: bool = False  # whether a transformer's tokens and learned positions do
 
     def to_dict(self) -> dict[str, Any]:
         """As in the yaml: the optimizer's fields flat beside ours."""

@@ -19,35 +19,42 @@ if TYPE_CHECKING:
 @register_hook("clip_gradients")
 @dataclass(eq=False, kw_only=True)
 class ClipGradients(Hook):
-    """Scales the reduced, unscaled gradient down to a global norm of at most ``max_norm``."""
+    """Scales the reduced, unscaled gradient down to a norm of at most ``max_norm``.
+
+    The norm is that of all parameters together, or with ``per_parameter`` of each by itself, as in
+    DINO's published code. Logged is the norm of all together before clipping.
+    """
 
     priority: ClassVar[int] = 20
     max_norm: float = 3.0
+    per_parameter: bool = False
 
     def on_backward(self, task: Task) -> None:
         parameters = [p for group in task.optimizer.param_groups for p in group["params"]]
-        task.log("grad_norm", clip(parameters, self.max_norm))
+        norm = clip(parameters, self.max_norm, per_parameter=self.per_parameter)
+        task.log("grad_norm", norm)
 
 
 @torch.no_grad()
-def clip(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients so that their norm together is at most that; the norm before.
+def clip(parameters: list[nn.Parameter], max_norm: float, *, per_parameter: bool = False) -> Tensor:
+    """Scale gradients to a norm of at most that, of all or of each; the norm of all before.
 
     Of sharded parameters (FSDP) each rank scales its own part by the norm of all parts.
     """
     grads: list[Any] = [p.grad for p in parameters if p.grad is not None]
-    parts = [grad.to_local() for grad in grads if hasattr(grad, "to_local")]
-    if not parts:
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
-    whole = [grad for grad in grads if not hasattr(grad, "to_local")]
-    squares = all_reduce_sum(_square(parts)) + _square(whole)
-    norm = squares.sqrt()
-    torch._foreach_mul_([*parts, *whole], (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
-
-
-def _square(tensors: list[Tensor]) -> Tensor:
-    """The squared norm of all of them together."""
-    if not tensors:
+    if not grads:
         return torch.zeros(())
-    return torch.stack(torch._foreach_norm(tensors)).square().sum()
+    is_sharded = [hasattr(grad, "to_local") for grad in grads]
+    parts = [g.to_local() if part else g for g, part in zip(grads, is_sharded, strict=True)]
+    norms = torch.stack(torch._foreach_norm(parts))  # (parameters,)
+    if any(is_sharded):
+        of_part = torch.tensor(is_sharded, device=norms.device)
+        whole = all_reduce_sum(norms.square() * of_part).sqrt()
+        norms = torch.where(of_part, whole, norms)
+    norm = norms.norm()
+    scale = (max_norm / ((norms if per_parameter else norm) + 1e-6)).clamp(max=1.0)
+    if per_parameter:
+        torch._foreach_mul_(parts, list(scale.unbind()))
+    else:
+        torch._foreach_mul_(parts, scale)
+    return norm

@@ -27,6 +27,7 @@ class BarlowTwins(Method):
     """The cross-correlation of two views over the global batch becomes the identity; no state."""
 
     reduces = "statistics"  # the correlation
+    per_view = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

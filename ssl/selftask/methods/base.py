@@ -43,6 +43,7 @@ class Method(nn.Module, Hook):
 
     reduces: ClassVar[Literal["samples", "gathered", "statistics"]]
     gives_scores: ClassVar[bool] = False  # whether the output is (B, C), as meters expect
+    per_view: ClassVar[bool] = False  # whether BatchNorm statistics are those of one view, not all
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -59,7 +60,8 @@ class Method(nn.Module, Hook):
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """The trained network around ``backbone``, (B, C, H, W) -> (B, E); it keeps that name."""
-        return Network(backbone, self.build_head(embed_dim(backbone)))
+        head = self.build_head(embed_dim(backbone))
+        return Network(backbone, head, per_view=self.per_view)
 
     def attach(self, task: Task) -> None:
         """Build what depends on network or data (teacher, memory), before anything is loaded."""

@@ -32,6 +32,7 @@ class BYOL(Method):
     """Network and predictor are trained, the teacher follows ever more slowly."""
 
     reduces = "samples"
+    per_view = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -64,7 +65,7 @@ class BYOL(Method):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """Eq. 2 in both directions, summed; ``output`` (2, B, D)."""
-        prediction = self.predictor(output.flatten(0, 1)).unflatten(0, (2, -1))  # (2, B, D)
+        prediction = torch.stack([self.predictor(view) for view in output])  # (2, B, D)
         return regression_loss(prediction, self.projection.flip(0))
 
     @torch.no_grad()

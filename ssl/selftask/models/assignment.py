@@ -61,7 +61,7 @@ def spherical_kmeans(
 
     As in DeepCluster v2 (arXiv:2006.09882, appendix): the first centroids are K different rows,
     drawn with the (CPU) ``generator``; nothing else is random. A cluster that lost all its rows
-    starts anew from the row that its own centroid fits least. Every rank is to call it with the
+    keeps its centroid. Every rank is to call it with the
     same memory and generator, and then has the same result. ``chunk`` rows at a time are compared.
     """
     if len(x) < num_clusters:
@@ -70,19 +70,16 @@ def spherical_kmeans(
     first = torch.randperm(len(x), generator=generator)[:num_clusters]
     centroids = x[first.to(x.device)]  # (K, D)
     for _ in each("k-means", range(iterations)):
-        similarity, cluster = _nearest(x, centroids, chunk)
+        cluster = _nearest(x, centroids, chunk)
         sums = _sum_by_cluster(x, cluster, num_clusters, chunk)
-        empty = cluster.bincount(minlength=num_clusters) == 0
-        worst = similarity.argsort(stable=True)[: int(empty.sum())]  # as many as are empty
-        sums[empty] = x[worst]
-        centroids = F.normalize(sums, dim=1)
-    return centroids, _nearest(x, centroids, chunk)[1]
+        is_empty = cluster.bincount(minlength=num_clusters) == 0
+        centroids = torch.where(is_empty[:, None], centroids, F.normalize(sums, dim=1))
+    return centroids, _nearest(x, centroids, chunk)
 
 
-def _nearest(x: Tensor, centroids: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Cosine of each row with its nearest centroid and which that is, (N,) and (N,)."""
-    best = [(rows @ centroids.T).max(dim=1) for rows in torch.split(x, chunk)]
-    return torch.cat([b.values for b in best]), torch.cat([b.indices for b in best])
+def _nearest(x: Tensor, centroids: Tensor, chunk: int) -> Tensor:
+    """The centroid with the largest cosine for each row, (N,)."""
+    return torch.cat([(rows @ centroids.T).argmax(dim=1) for rows in torch.split(x, chunk)])
 
 
 def _sum_by_cluster(x: Tensor, cluster: Tensor, num_clusters: int, chunk: int) -> Tensor:

@@ -13,24 +13,36 @@ from torch import Tensor, nn
 
 
 class Network(nn.Module):
-    """``head(backbone(views))`` with one backbone pass for all views of one size."""
+    """``head(backbone(views))``, in one pass for all views of one size or in one for each view.
+
+    Args:
+        backbone: Images (B, C, H, W) -> features (B, E).
+        head: Features -> outputs (B, D).
+        per_view: Pass one view at a time, so that BatchNorm statistics are those of a view. By
+            default views of one size share a pass of the backbone, and all views one of the head.
+    """
 
     embedding: Tensor | None
     """The backbone's last features, (V*B, E), detached: a reference for the log, never state."""
 
-    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
+    def __init__(self, backbone: nn.Module, head: nn.Module, *, per_view: bool = False) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
+        self.per_view = per_view
         self.embedding = None
 
     def forward(self, views: Sequence[Tensor]) -> Tensor:
         """V tensors (B, C, H, W), of any mixture of sizes -> (V, B, D) in the order of the views.
 
-        The head sees all views together, as one batch (V*B, E): its BatchNorm statistics are over
+        Together, the head sees all views as one batch (V*B, E): its BatchNorm statistics are over
         all of them, as in SwAV's and DINO's multi-crop; those of the backbone are over the views
         of one size.
         """
+        if self.per_view:
+            parts = [self.backbone(view) for view in views]  # V tensors (B, E)
+            self.embedding = torch.cat(parts).detach()
+            return torch.stack([self.head(part) for part in parts])
         features = forward_by_size(self.backbone, views)  # (V*B, E)
         self.embedding = features.detach()
         output: Tensor = self.head(features)  # (V*B, D)

@@ -73,7 +73,9 @@ def build_optimizer(
 
     Ours by name, or any registered with Classy Vision as ``classy:NAME``.
     """
-    groups = split_decay(modules, decay_all=config.decay_norm_and_bias)
+    groups = split_decay(
+        modules, decay_all=config.decay_norm_and_bias, decay_tokens=config.decay_tokens
+    )
     decay = weight_decay_schedule(config)
     for group in groups:
         group["weight_decay"] = decay if group.pop("decay") else 0.0
@@ -104,6 +106,7 @@ def lr_schedule(config: OptimizerConfig, length: RunLength, *, batch: int) -> Sc
         config.lr * factor,
         config.end_lr * factor,
         warmup=warmup / length.total_updates,
+        warmup_start=config.start_lr * factor,
     )
 
 

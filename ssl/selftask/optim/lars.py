@@ -22,9 +22,16 @@ class LARSConfig:
     sgd_momentum: float = 0.9
     trust: float = 1e-3  # eta in the paper; SimCLR and BYOL use 1e-3, solo-learn's CIFAR 2e-2
     clip_lr: bool = False  # never exceed the global lr (LARC's clip mode)
+    classic_momentum: bool = False  # lr inside the velocity: the paper and SimCLR; BYOL: outside
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return LARS(groups, momentum=self.sgd_momentum, trust=self.trust, clip_lr=self.clip_lr)
+        return LARS(
+            groups,
+            momentum=self.sgd_momentum,
+            trust=self.trust,
+            clip_lr=self.clip_lr,
+            classic_momentum=self.classic_momentum,
+        )
 
 
 class LARS(torch.optim.Optimizer):
@@ -35,8 +42,9 @@ class LARS(torch.optim.Optimizer):
         v <- momentum * v + rate * g
         w <- w - lr * v
 
-    ``|g|`` is the norm with decay included, which SimCLR's and BYOL's code use; with ``clip_lr``
-    the rate is at most lr: min(rate / lr, 1).
+    With ``classic_momentum`` lr multiplies g, not v, which differs while lr changes. ``|g|`` is
+    the norm with decay included, which SimCLR's and BYOL's code use; with ``clip_lr`` the rate is
+    at most lr: min(rate / lr, 1).
     """
 
     def __init__(
@@ -47,6 +55,7 @@ class LARS(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         trust: float = 1e-3,
         clip_lr: bool = False,
+        classic_momentum: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -56,6 +65,7 @@ class LARS(torch.optim.Optimizer):
             "clip_lr": clip_lr,
             "adapt": True,
         }
+        self.classic_momentum = classic_momentum
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -69,14 +79,18 @@ class LARS(torch.optim.Optimizer):
         return loss
 
     def _update(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        grad = grad.add(weight, alpha=group["weight_decay"])
-        if group["adapt"]:
-            grad = grad * self._rate(weight, grad, group)
+        grad = self._adapt(weight, grad, group)
+        inside, outside = (group["lr"], 1.0) if self.classic_momentum else (1.0, group["lr"])
         state = self.state[weight]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(weight)
-        velocity = state["momentum"].mul_(group["momentum"]).add_(grad)
-        weight.add_(velocity, alpha=-group["lr"])
+        velocity = state["momentum"].mul_(group["momentum"]).add_(grad, alpha=inside)
+        weight.add_(velocity, alpha=-outside)
+
+    def _adapt(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        """The gradient with weight decay, scaled by the layer's rate."""
+        grad = grad.add(weight, alpha=group["weight_decay"])
+        return grad * self._rate(weight, grad, group) if group["adapt"] else grad
 
     def _rate(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         weight_norm, grad_norm = weight.norm(), grad.norm()

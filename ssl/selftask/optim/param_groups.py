@@ -1,4 +1,4 @@
-"""Which parameters decay: weights do; biases, norms, tokens and positions do not."""
+"""Which parameters decay: weights do; biases and norms do not; tokens and positions may."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any
 
 from torch import nn
 
-_POSITIONS = ("cls_token", "pos_embed", "mask_token", "reg_token", "dist_token")
+_TOKENS = ("cls_token", "pos_embed", "mask_token", "reg_token", "dist_token")
 
 
 def split_decay(
-    modules: Iterable[tuple[str, nn.Module]], *, decay_all: bool
+    modules: Iterable[tuple[str, nn.Module]], *, decay_all: bool, decay_tokens: bool = False
 ) -> list[dict[str, Any]]:
     """Two groups of the trainable parameters of named modules, ``decay: True`` and ``False``.
 
-    A parameter shared by two modules is counted once. ``adapt`` marks those that LARS scales
-    layer by layer: the same ones that decay (You et al., section 4).
+    A parameter shared by two modules is counted once. With ``decay_tokens`` the learned tokens
+    and positions of a transformer decay, too. ``adapt`` marks those that LARS scales layer by
+    layer: the same ones that decay (You et al., section 4).
     """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
@@ -26,8 +27,9 @@ def split_decay(
             if not parameter.requires_grad or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            small = parameter.ndim <= 1 or name.rpartition(".")[2] in _POSITIONS
-            (plain if small else decayed).append(parameter)
+            is_token = name.rpartition(".")[2] in _TOKENS
+            decays = decay_tokens if is_token else parameter.ndim > 1
+            (decayed if decays else plain).append(parameter)
     groups = [
         {"params": decayed, "decay": True, "adapt": True},
         {"params": plain, "decay": decay_all, "adapt": False},

@@ -1,0 +1,51 @@
+"""LARC, apex's form of LARS, which adapts and decays norms and biases, too.
+
+You et al., Large Batch Training of Convolutional Networks, arXiv:1708.03888, equation 6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selftask.optim.lars import LARS
+from selftask.registry import register_optimizer
+
+_EPS = 1e-8  # apex's
+
+
+@register_optimizer("larc")
+@dataclass(frozen=True, kw_only=True)
+class LARCConfig:
+    """LARC without clipping: every parameter is adapted; SwAV and DeepCluster v2 train with it.
+
+    They decay every parameter as well: ``decay_norm_and_bias: true``.
+    """
+
+    sgd_momentum: float = 0.9
+    trust: float = 1e-3  # eta in the paper
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return LARC(groups, momentum=self.sgd_momentum, trust=self.trust)
+
+
+class LARC(LARS):
+    """One update of a parameter w with gradient g, as in apex's LARC around SGD::
+
+        rate <- trust * |w| / (|g| + weight_decay * |w| + eps)
+        g <- rate * (g + weight_decay * w)
+        v <- momentum * v + g
+        w <- w - lr * v
+
+    A parameter that is zero, or whose gradient is, is neither adapted nor decayed.
+    """
+
+    def _adapt(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        weight_norm, grad_norm, decay = weight.norm(), grad.norm(), group["weight_decay"]
+        rate = group["trust"] * weight_norm / (grad_norm + decay * weight_norm + _EPS)
+        alive = (weight_norm > 0) & (grad_norm > 0)
+        rate = torch.where(alive, rate, torch.ones_like(rate))
+        return (grad + weight * (decay * alive.to(weight.dtype))) * rate

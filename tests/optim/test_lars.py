@@ -1,0 +1,117 @@
+"""LARS and LARC against their definitions, number by number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from selftask.config.schema import OptimizerConfig
+from selftask.optim.build import build_optimizer
+from selftask.optim.larc import LARC
+from selftask.optim.lars import LARS
+from selftask.progress import RunLength
+
+STEPS = 6
+MOMENTUM, DECAY, TRUST = 0.9, 0.1, 0.02
+
+
+def norm(row: list[float]) -> float:
+    return math.sqrt(sum(x * x for x in row))
+
+
+def lr_at(step: int) -> float:
+    return 0.5 * (step + 1)
+
+
+def gradient(weight: list[float], step: int) -> list[float]:
+    return [math.sin(1 + w + step) for w in weight]
+
+
+def train(
+    rule: Callable[..., tuple[list[float], list[float]]], weight: list[float]
+) -> list[list[float]]:
+    """The weights after each step of ``rule``."""
+    velocity, path = [0.0] * len(weight), []
+    for step in range(STEPS):
+        grad = gradient(weight, step)
+        weight, velocity = rule(weight, grad, velocity, lr_at(step))
+        path.append(weight)
+    return path
+
+
+def larc(w: list[float], g: list[float], v: list[float], lr: float) -> Any:
+    """apex.parallel.LARC(SGD, trust_coefficient=TRUST, clip=False), as it is documented."""
+    if norm(w) != 0 and norm(g) != 0:
+        local_lr = TRUST * norm(w) / (norm(g) + norm(w) * DECAY + 1e-8)
+        g = [local_lr * (a + DECAY * b) for a, b in zip(g, w, strict=True)]
+    v = [MOMENTUM * a + b for a, b in zip(v, g, strict=True)]
+    return [a - lr * b for a, b in zip(w, v, strict=True)], v
+
+
+def lars(w: list[float], g: list[float], v: list[float], lr: float, *, classic: bool) -> Any:
+    """SimCLR's (classic momentum) and BYOL's (lr outside) rule for a weight that is adapted."""
+    g = [a + DECAY * b for a, b in zip(g, w, strict=True)]
+    ratio = TRUST * norm(w) / norm(g) if norm(w) > 0 and norm(g) > 0 else 1.0
+    if classic:
+        v = [MOMENTUM * a + lr * ratio * b for a, b in zip(v, g, strict=True)]
+        return [a - b for a, b in zip(w, v, strict=True)], v
+    v = [MOMENTUM * a + ratio * b for a, b in zip(v, g, strict=True)]
+    return [a - lr * b for a, b in zip(w, v, strict=True)], v
+
+
+def path(optimizer_type: type[LARS], weight: list[float], **args: Any) -> list[list[float]]:
+    parameter = torch.nn.Parameter(torch.tensor(weight, dtype=torch.float64))
+    optimizer = optimizer_type(
+        [parameter], lr=0.0, momentum=MOMENTUM, weight_decay=DECAY, trust=TRUST, **args
+    )
+    found = []
+    for step in range(STEPS):
+        parameter.grad = torch.tensor(gradient(parameter.tolist(), step), dtype=torch.float64)
+        optimizer.param_groups[0]["lr"] = lr_at(step)
+        optimizer.step()
+        found.append(parameter.tolist())
+    return found
+
+
+@pytest.mark.parametrize("weight", [[0.3, -1.2, 0.7], [0.0, 0.0]])
+def test_larc_is_apexs(weight: list[float]) -> None:
+    """A weight of zero, such as a shift of BatchNorm at first, is not adapted."""
+    for one, other in zip(path(LARC, weight), train(larc, weight), strict=True):
+        assert one == pytest.approx(other, rel=1e-13)
+
+
+@pytest.mark.parametrize("classic", [False, True])
+def test_lars_with_the_lr_outside_and_inside_of_the_velocity(classic: bool) -> None:
+    weight = [0.3, -1.2, 0.7]
+    expected = train(lambda *state: lars(*state, classic=classic), weight)
+    for one, other in zip(path(LARS, weight, classic_momentum=classic), expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-13)
+
+
+def test_a_gradient_of_zero_does_not_decay_under_larc() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.zeros(3)
+    LARC([parameter], lr=1.0, weight_decay=0.5).step()
+    assert torch.equal(parameter.detach(), torch.ones(3))
+
+
+def test_larc_by_name_adapts_and_decays_norms_and_biases() -> None:
+    """One step of the registered optimizer on a BatchNorm, as in SwAV's and DeepCluster's code."""
+    config = OptimizerConfig(
+        name="larc",
+        args={"sgd_momentum": MOMENTUM, "trust": TRUST},
+        lr=1.0,
+        weight_decay=DECAY,
+        decay_norm_and_bias=True,
+    )
+    norm_layer = torch.nn.BatchNorm1d(3).double()
+    length = RunLength(num_samples=80, batch_size=8, epochs=2)
+    optimizer = build_optimizer(config, [("network", norm_layer)], length, batch=8)
+    norm_layer.weight.grad = torch.tensor([1.0, 2.0, 3.0]).double()
+    expected, _ = larc([1.0] * 3, [1.0, 2.0, 3.0], [0.0] * 3, 1.0)
+    optimizer.step(where=0.0)
+    assert norm_layer.weight.tolist() == pytest.approx(expected, rel=1e-13)
