@@ -191,6 +191,7 @@ def test_weights_start_as_in_the_paper() -> None:
         assert not layer.bias.any()
     patches = network.backbone.patch_embed.proj.weight  # like a linear layer of 12 -> 12
     assert 0.9 < float(patches.detach().abs().max()) / math.sqrt(6 / 24) <= 1
+    assert network.backbone.patch_embed.proj.bias.all()  # torch's own, as in the code
 
 
 def test_backbone_is_exported_under_timms_names() -> None:

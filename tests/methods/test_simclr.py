@@ -67,9 +67,19 @@ def test_the_loss_is_not_rounded_under_autocast() -> None:
 def test_head_is_that_of_the_papers_code_or_bare() -> None:
     kinds = [type(layer) for layer in SimCLR(SimCLR.Config()).build_head(6)]
     assert kinds == [nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Linear, nn.BatchNorm1d]
+    head = SimCLR(SimCLR.Config()).build_head(6)
+    assert not head[-1].bias.any() and not head[-1].bias.requires_grad  # center=False there
     bare = SimCLR(SimCLR.Config(norm=False, hidden=7, dim=3)).build_head(6)
     assert [type(layer) for layer in bare] == [nn.Linear, nn.ReLU, nn.Linear]
     assert [tuple(p.shape) for p in bare.parameters()] == [(7, 6), (7,), (3, 7), (3,)]
+
+
+def test_scale_multiplies_the_loss_and_its_chance() -> None:
+    """2 is the sum of both directions: tf2/objective.py adds loss_a and loss_b."""
+    one, two = SimCLR(SimCLR.Config()), SimCLR(SimCLR.Config(scale=2.0))
+    output = _random(2, 8, 5)
+    assert two(output, torch.empty(8)).item() == 2 * one(output, torch.empty(8)).item()
+    assert two.chance == 2 * one.chance
 
 
 def test_world_size_is_invisible() -> None:

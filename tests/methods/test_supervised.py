@@ -67,6 +67,16 @@ def test_a_frozen_backbone_changes_nothing_but_the_classifier() -> None:
     assert [p.shape for p in probe.parameters() if p.requires_grad] == [(3, 6), (3,)]
 
 
+def test_the_probes_classifier_starts_as_in_mocos_code() -> None:
+    """main_lincls.py: normal weights of deviation 0.01, no bias; training from scratch: torch's."""
+    backbone = TinyBackbone()
+    backbone.embed_dim = 6
+    probe = Classifier(backbone, 1000, frozen=True).head
+    assert probe.weight.std().item() == pytest.approx(0.01, rel=0.05)
+    assert not probe.bias.any()
+    assert Classifier(backbone, 1000, frozen=False).head.bias.any()
+
+
 @pytest.mark.parametrize(
     ("train", "val", "config", "message"),
     [

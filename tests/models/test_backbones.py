@@ -128,6 +128,12 @@ def test_zero_init_residual_makes_blocks_identities() -> None:
     assert float(backbone.layer1[0].bn2.weight.detach().abs().max()) == 0
 
 
+def test_class_token_starts_as_in_deit_and_dino() -> None:
+    """Normal of deviation 0.02; timm's own is 1e-6."""
+    token = _build("vit_small").cls_token.detach()
+    assert token.std().item() == pytest.approx(0.02, rel=0.15)
+
+
 def test_your_own_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_nets.py").write_text(
         "import torch\n"

@@ -146,11 +146,14 @@ def normalize(patches: Tensor) -> Tensor:
 
 @torch.no_grad()
 def initialize(module: nn.Module) -> None:
-    """Xavier's uniform weights for linear layers and patches, no biases: appendix A.1."""
+    """Xavier's uniform weights for linear layers and patches (appendix A.1), as in the code.
+
+    Biases are zero, but for that of the patches, which stays as it was drawn.
+    """
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Conv2d):
             nn.init.xavier_uniform_(part.weight.view(len(part.weight), -1))
-            if part.bias is not None:
+            if isinstance(part, nn.Linear) and part.bias is not None:
                 nn.init.zeros_(part.bias)
     token = getattr(module, "cls_token", None)
     if token is not None:

@@ -36,6 +36,7 @@ class SimCLR(Method):
         hidden: int | None = None  # width of the head's hidden layer; None: the backbone's
         norm: bool = True  # BatchNorm after both layers of the head, as in the paper's code
         temperature: float = 0.1  # tau in eq. 1; 0.5 for CIFAR-10 in the paper, 0.2 in solo-learn
+        scale: float = 1.0  # of the whole loss; 2 in the paper's code, which sums both directions
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             num_views = sum(group["count"] for group in config["views"].values())
@@ -51,11 +52,11 @@ class SimCLR(Method):
         self.num_rows = 0  # 2BW, once a batch was seen
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """g in section 2.1; the last BatchNorm, unlike the paper's, has a shift, too."""
+        """g in section 2.1; the last BatchNorm has no shift, as in the paper's code."""
         norm = self.config.norm
         hidden = self.config.hidden or embed_dim
         bias = not norm
-        return mlp(
+        head = mlp(
             embed_dim,
             hidden,
             self.config.dim,
@@ -64,16 +65,20 @@ class SimCLR(Method):
             bias=bias,
             last_bias=bias,
         )
+        if norm:
+            head[-1].bias.requires_grad_(False)  # stays 0
+        return head
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """Eq. 1 averaged over both views; ``output`` (2, B, D)."""
         self.num_rows = 2 * output.shape[1] * world_size()
-        return info_nce(output[0], output[1], temperature=self.config.temperature)
+        loss = info_nce(output[0], output[1], temperature=self.config.temperature)
+        return self.config.scale * loss
 
     @property
     def chance(self) -> float | None:
         """All similarities equal: the positive is one of the 2BW - 1 other views."""
-        return math.log(self.num_rows - 1) if self.num_rows > 2 else None
+        return self.config.scale * math.log(self.num_rows - 1) if self.num_rows > 2 else None
 
 
 @in_full_precision

@@ -82,6 +82,9 @@ class Classifier(nn.Module):
         self.frozen = frozen
         self.backbone = backbone.requires_grad_(not frozen)
         self.head = nn.Linear(embed_dim(backbone), num_classes)
+        if frozen:  # as in MoCo's linear probe
+            nn.init.normal_(self.head.weight, std=0.01)
+            nn.init.zeros_(self.head.bias)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images -> scores (B, C)."""

@@ -36,10 +36,11 @@ class _ViT:
             yield "backbone.pool: 'token' needs class_token: true; use 'avg' without"
 
     def build(self, channels: int = 3) -> nn.Module:
-        """timm's model; random weights."""
+        """timm's model; random weights, the class token's as in DeiT, DINO and MAE."""
         from timm.models import VisionTransformer  # costs seconds, hence only when used
+        from torch import nn
 
-        model: nn.Module = VisionTransformer(
+        model = VisionTransformer(
             img_size=self.img_size,
             patch_size=self.patch_size,
             in_chans=channels,
@@ -53,6 +54,8 @@ class _ViT:
             dynamic_img_size=self.dynamic_img_size,
             num_classes=0,
         )
+        if self.class_token:
+            nn.init.trunc_normal_(model.cls_token, std=0.02)  # timm: 1e-6
         return model
 
 

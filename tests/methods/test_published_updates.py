@@ -1,0 +1,204 @@
+"""Every ImageNet recipe's updates beside those of its paper's published code, number by number.
+
+A small version of the shipped recipe trains for some steps in double precision; from the gradients
+of each step the update is computed once more, by a rule written down here from that code: who
+decays, who is adapted, which lr. (Gradients and losses have tests of their own.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from selftask.cli.check import load
+from selftask.launch.miniature import EPS, miniature
+from selftask.launch.recording import RecordedTask
+
+STEPS, EPOCHS, WARMUP, BATCH = 6, 3, 2, 8
+Rule = Callable[..., tuple[np.ndarray, dict[str, Any]]]
+
+
+def sgd(w: np.ndarray, g: np.ndarray, state: dict, lr: float, decay: float) -> tuple:
+    """torch.optim.SGD with momentum 0.9."""
+    v = 0.9 * state.get("v", 0.0) + g + decay * w
+    return w - lr * v, {"v": v}
+
+
+def larc(w: np.ndarray, g: np.ndarray, state: dict, lr: float, decay: float) -> tuple:
+    """apex' LARC(SGD, trust_coefficient=0.001, clip=False): main_swav.py, main_deepclusterv2.py."""
+    norm_w, norm_g = np.sqrt((w * w).sum()), np.sqrt((g * g).sum())
+    if norm_w and norm_g:
+        g = 0.001 * norm_w / (norm_g + decay * norm_w + 1e-8) * (g + decay * w)
+    return sgd(w, g, state, lr, 0.0)
+
+
+def lars(classic: bool) -> Rule:
+    """SimCLR's lars_optimizer.py (classic), BYOL's optimizers.py and Barlow's main.py (not)."""
+
+    def rule(w: np.ndarray, g: np.ndarray, state: dict, lr: float, decay: float) -> tuple:
+        if w.ndim > 1:  # neither decay nor adaptation of biases and norms
+            g = g + decay * w
+            norm_w, norm_g = np.sqrt((w * w).sum()), np.sqrt((g * g).sum())
+            g = g * (0.001 * norm_w / norm_g if norm_w and norm_g else 1.0)
+        v = 0.9 * state.get("v", 0.0) + (lr if classic else 1.0) * g
+        return w - (1.0 if classic else lr) * v, {"v": v}
+
+    return rule
+
+
+def adamw(beta: float) -> Rule:
+    """torch.optim.AdamW, which counts the steps of each parameter; with the small version's eps."""
+
+    def rule(w: np.ndarray, g: np.ndarray, state: dict, lr: float, decay: float) -> tuple:
+        t = state.get("t", 0) + 1
+        m = 0.9 * state.get("m", 0.0) + 0.1 * g
+        v = beta * state.get("v", 0.0) + (1 - beta) * g * g
+        step = m / (1 - 0.9**t) / (np.sqrt(v / (1 - beta**t)) + EPS)
+        return w - lr * (decay * w + step), {"m": m, "v": v, "t": t}
+
+    return rule
+
+
+def everything(name: str, shape: tuple[int, ...]) -> bool:
+    return True
+
+
+def weights(name: str, shape: tuple[int, ...]) -> bool:
+    """All but biases and what has one dimension; the mask token is (1, 1, D) in that code."""
+    return len(shape) > 1 or name.endswith("mask_token")
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the code does to a parameter; lr for the full batch as its scripts give it."""
+
+    rule: Rule
+    decays: Callable[[str, tuple[int, ...]], bool]
+    lr: float  # peak, at the batch of the small version
+    end_lr: float = 0.0
+    start_lr: float = 0.0
+    warmup: int = WARMUP
+    decay: float = 0.0
+    end_decay: float | None = None
+    by_epoch: bool = False
+
+    def lr_at(self, step: int) -> float:
+        if self.by_epoch:
+            step = step // (STEPS // EPOCHS) * (STEPS // EPOCHS)
+        if step < self.warmup:
+            return self.start_lr + (self.lr - self.start_lr) * step / self.warmup
+        angle = math.pi * (step - self.warmup) / (STEPS - self.warmup)
+        return self.end_lr + (self.lr - self.end_lr) * 0.5 * (1 + math.cos(angle))
+
+    def decay_at(self, step: int) -> float:
+        if self.end_decay is None:
+            return self.decay
+        half = 0.5 * (1 + math.cos(math.pi * step / STEPS))
+        return self.end_decay + (self.decay - self.end_decay) * half
+
+
+SHARE = BATCH / 256  # of an lr that is scaled with the batch
+CODE = {
+    "simclr/resnet50_imagenet": Published(lars(True), weights, 0.3 * SHARE, decay=1e-6),
+    "byol/resnet50_imagenet": Published(lars(False), weights, 0.2 * SHARE, decay=1.5e-6),
+    "barlow/resnet50_imagenet": Published(
+        lars(False), weights, 0.2 * SHARE, 0.0002 * SHARE, decay=1e-6
+    ),
+    "swav/resnet50_imagenet": Published(larc, everything, 4.8, 0.0048, 0.3, decay=1e-6),
+    "swav/resnet50_imagenet_batch256": Published(
+        larc, everything, 0.6, 0.0006, warmup=0, decay=1e-6
+    ),
+    "deepcluster/resnet50_imagenet": Published(larc, everything, 4.8, 0.0048, 0.3, decay=1e-6),
+    "moco/resnet50_imagenet": Published(sgd, everything, 0.03, warmup=0, decay=1e-4, by_epoch=True),
+    "supervised/resnet50_imagenet": Published(sgd, everything, 0.1 * SHARE, warmup=0, decay=1e-4),
+    "dino/vit_small_imagenet": Published(
+        adamw(0.999), weights, 0.0005 * SHARE, 5e-7 * SHARE, decay=0.04, end_decay=0.4
+    ),
+    "mae/vit_base_imagenet": Published(adamw(0.95), weights, 1.5e-4 * SHARE, decay=0.05),
+    "ijepa/vit_base_imagenet": Published(
+        adamw(0.999), weights, 1e-3, 1e-6, 2e-4, decay=0.04, end_decay=0.4
+    ),
+}
+
+
+class Watched(RecordedTask):
+    """Keeps every parameter as it was before each update and as the optimizer left it."""
+
+    def run_hooks(self, point: str) -> None:
+        if point == "on_start":
+            self.states: list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]] = []
+        if point == "on_update":
+            self.states.append((self.before, self._weights()))
+        super().run_hooks(point)
+        if point == "on_backward":
+            self.before = self._weights()
+
+    def _weights(self) -> dict[str, np.ndarray]:
+        return {n: p.detach().numpy().copy() for n, p in self.trained_parameters.items()}
+
+
+@pytest.fixture(autouse=True)
+def double_precision() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("recipe", CODE)
+def test_updates_are_those_of_the_published_code(recipe: str, tmp_path: Path) -> None:
+    code = CODE[recipe]
+    settings = [f"out={tmp_path}", *([f"optimizer.warmup={WARMUP}"] if code.warmup else [])]
+    task = Watched(miniature(load(recipe, settings), batch_size=BATCH, steps=STEPS))
+    task.prepare()
+    try:
+        task.train_until(STEPS)
+    finally:
+        task.close()
+    assert len(task.states) == STEPS
+    states: dict[str, dict[str, np.ndarray]] = {name: {} for name in task.trained_parameters}
+    moved = 0
+    for step, (before, after) in enumerate(task.states):
+        for name, grad in task.gradients[step].items():
+            decay = code.decay_at(step) if code.decays(name, grad.shape) else 0.0
+            expected, states[name] = code.rule(
+                before[name], grad.numpy(), states[name], code.lr_at(step), decay
+            )
+            np.testing.assert_allclose(after[name], expected, rtol=1e-12, atol=1e-15, err_msg=name)
+            moved += not np.array_equal(before[name], after[name])
+    assert moved > STEPS * len(states) / 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sync", "zero_init"),
+    [
+        ("simclr/resnet50_imagenet", "all", True),  # run.py:209; tf2/resnet.py:366,467
+        ("byol/resnet50_imagenet", "all", True),  # configs/byol.py:53; haiku's nets/resnet.py:104
+        ("barlow/resnet50_imagenet", "all", True),  # main.py:89,179
+        ("swav/resnet50_imagenet", "node", False),  # --sync_bn apex, groups of 8
+        ("swav/resnet50_imagenet_batch256", "all", False),  # --sync_bn pytorch
+        ("deepcluster/resnet50_imagenet", "node", False),
+        ("moco/resnet50_imagenet", "none", False),  # shuffled instead
+    ],
+)
+def test_batch_norm_is_that_of_the_published_run(recipe: str, sync: str, zero_init: bool) -> None:
+    config = load(recipe, [])
+    assert config.parallel.sync_batch_norm == sync
+    assert config.backbone.args["zero_init_residual"] == zero_init
+
+
+def test_every_imagenet_recipe_is_here() -> None:
+    """But the linear probe, which trains one layer by torch's SGD."""
+    folder = Path(__file__).parents[2] / "configs"
+    names = {f"{path.parent.name}/{path.stem}" for path in folder.glob("*/*imagenet*.yaml")}
+    shared = {name for name in names if name.startswith("base/")}
+    assert names - shared - {"supervised/linear_resnet50_imagenet"} == set(CODE)
