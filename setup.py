@@ -34,8 +34,8 @@ setup(
     package_data={"selftask.configs": ["**/*.yaml"], "selftask": ["py.typed", "**/*.pyi"]},
     ext_modules=[AUGMENT],
     install_requires=[
-        "torch>=2.5",
-        "torchvision>=0.20",
+        "torch>=2.6",  # before, torch.load(weights_only=True) could run code: CVE-2025-32434
+        "torchvision>=0.21",
         "classy-vision>=0.7.0",
         "fvcore>=0.1.5.post20221221",
         "iopath>=0.1.9",
@@ -53,7 +53,7 @@ setup(
         "pyyaml>=6",
     ],
     extras_require={
-        "data": ["pyarrow>=14", "h5py>=3.9", "lmdb>=1.4", "fsspec>=2023.6", "tifffile>=2023.7"],
+        "data": ["pyarrow>=14.0.1", "h5py>=3.9", "lmdb>=1.4", "fsspec>=2023.6", "tifffile>=2023.7"],
         "datasets": ["datasets>=2.14"],  # Hugging Face's
         "test": [
             *(
@@ -64,7 +64,7 @@ setup(
                 "lightning>=2.2",
                 "tensorboard>=2.15",
             ),
-            *("pyarrow>=14", "h5py>=3.9", "lmdb>=1.4", "fsspec>=2023.6", "tifffile>=2023.7"),
+            *("pyarrow>=14.0.1", "h5py>=3.9", "lmdb>=1.4", "fsspec>=2023.6", "tifffile>=2023.7"),
         ],
         "dev": ["ruff>=0.12", "mypy>=1.14", "types-PyYAML"],
         "onnx": ["onnx>=1.16", "onnxscript>=0.1"],

@@ -22,7 +22,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     {"errors", "registry", "classy", "environment", "collectives", "logs", "progress"}
     | {"memory", "pulse", "world"}
-    | {"checkpoint", "checkpoint_writer", "sharded", "draws"},
+    | {"checkpoint", "checkpoint_writer", "sharded", "draws", "restricted_pickle"},
     {"config"},
     {"data", "models", "optim", "meters", "parallel"},
     {"hooks"},

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from selftask.cli.options import take_options
 from selftask.cli.surveys import CountDone, open_for_survey
+from selftask.config.trust import TRUST
 from selftask.errors import UserError
 
 if TYPE_CHECKING:
     from selftask.data.survey.check import Bad
 
-USAGE = """\
+USAGE = f"""\
 usage: selftask data check SOURCE [--workers N] [--out FILE] [--json] [key=value ...]
 
 Reads every image of SOURCE (what data= takes) in N processes (default: one for each core), as
@@ -23,6 +24,7 @@ training would, and reports formats, modes, sizes, duplicates by content and wha
 --out FILE   writes what cannot be read, one `path<TAB>reason` a line
 --json       prints the report as one line of JSON instead
 data.max_pixels=N, data.read_timeout_s=S, ... are set as for training.
+{TRUST}
 Exit code 0: all can be read; 1: some cannot. The last line begins with CHECK."""
 
 OPTIONS = {"--workers": int, "--out": str, "--json": bool}

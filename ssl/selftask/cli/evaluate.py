@@ -66,7 +66,7 @@ def _spelt_out(name: str, overrides: list[str]) -> list[str]:
     config = EVALUATIONS.config_class(name)
     own = {field.name for field in fields(config)} if config is not None else set()
     prefix = f"eval.evaluations.{name}."
-    short = own | {"weights"}
+    short = own | {"weights", "trust"}
     sections = {"import", *(field.name for field in fields(Config))}
     for key in {text.partition("=")[0] for text in overrides} - short - sections:
         if get_close_matches(key, short, n=1):  # else the config says what its own keys are

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from selftask.config.trust import TRUST, take_trust
 from selftask.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 SHIPPED = "base/evaluate.yaml"  # the recipe for models that no run made
 MODEL = """\
 RUN_OR_MODEL  a run's folder, an exported backbone.pt, timm:NAME or torchvision:NAME"""
-WEIGHTS = """\
+WEIGHTS = f"""\
 weights=FILE  for timm: and torchvision: the weights instead of the pretrained ones, or `none`
-eval.transforms=[...]  how images are shown; default: as in the run, or as the library does"""
+eval.transforms=[...]  how images are shown; default: as in the run, or as the library does
+{TRUST}"""
 
 
 @dataclass(frozen=True)
@@ -40,17 +42,19 @@ def open_frozen(address: str, overrides: list[str]) -> Frozen:
     """The model at ``address`` and the images of its run, or of ``overrides``.
 
     Images are shown as the run's config says; without a run, as the model's own facts say. Settings
-    in ``overrides`` count more than both. Raises UserError for whatever is not there or does not
-    fit, mistakes in ``overrides`` before anything is loaded.
+    in ``overrides`` count more than both. ``trust=true`` among them allows code that the run or
+    file names. Raises UserError for whatever is not there or does not fit, mistakes in
+    ``overrides`` before anything is loaded.
     """
     from selftask.config import recipes
     from selftask.config.load import load_config
 
+    overrides, trust = take_trust(overrides)
     weights = [text.partition("=")[2] for text in overrides if text.startswith("weights=")]
     overrides = [text for text in overrides if not text.startswith("weights=")]
     own = Path(address) / "config.yaml"
     recipe = str(own if own.exists() else recipes.folder() / SHIPPED)
-    config = load_config(recipe, overrides)
+    config = load_config(recipe, overrides, trust=trust)
 
     from selftask.data.dataset import copy_data, open_data
     from selftask.data.source import channels_of
@@ -58,11 +62,15 @@ def open_frozen(address: str, overrides: list[str]) -> Frozen:
     from selftask.models.address import PRETRAINED, open_model
     from selftask.world import World
 
-    sources = copy_data(open_data(config.data), config.data.copy_to)
-    backbone, facts = open_model(address, weights=weights[-1] if weights else PRETRAINED)
+    asked = config.place("data.copy_to").startswith("command line")
+    copy_to = config.data.copy_to if trust or asked else None  # a received run writes nowhere
+    sources = copy_data(open_data(config.data), copy_to)
+    chosen = weights[-1] if weights else PRETRAINED
+    backbone, facts = open_model(address, weights=chosen, trust=trust)
     if not own.exists() and facts.get("transforms"):
         shown = yaml.safe_dump(facts["transforms"], default_flow_style=True, width=float("inf"))
-        config = load_config(recipe, [f"eval.transforms={shown.strip()}", *overrides])
+        shown = f"eval.transforms={shown.strip()}"
+        config = load_config(recipe, [shown, *overrides], trust=trust)
     taken, there = facts.get("channels", 3), channels_of(sources.train)
     if taken != there:
         raise UserError(f"data: its images have {there} channels, and {address} takes {taken}")

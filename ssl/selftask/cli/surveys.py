@@ -7,6 +7,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
+from selftask.config.trust import take_trust
 from selftask.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,8 +29,10 @@ class Survey(NamedTuple):
 def open_for_survey(command: str, words: list[str], num_workers: int | None, usage: str) -> Survey:
     """Open the SOURCE among the words of a command line; the rest is ``key=value``.
 
-    Raises UserError as ``selftask train data=SOURCE key=value`` would.
+    Raises UserError as ``selftask train data=SOURCE key=value`` would, and for code that only a
+    catalog names, without ``trust=true``.
     """
+    words, trust = take_trust(words)
     if not words or not is_source(words[0]):
         raise UserError(f"data {command} needs a SOURCE before any key=value\n{usage}")
     if num_workers == 0:
@@ -41,7 +44,7 @@ def open_for_survey(command: str, words: list[str], num_workers: int | None, usa
     from selftask.data.dataset import open_data
 
     recipe = str(recipes.folder() / BLANK)
-    data = load_config(recipe, [f"data={words[0]}", *words[1:]]).data
+    data = load_config(recipe, [f"data={words[0]}", *words[1:]], trust=trust).data
     return Survey(words[0], open_data(data).train, data, num_workers or cores())
 
 

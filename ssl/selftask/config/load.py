@@ -23,13 +23,15 @@ from selftask.config.read import Reader
 from selftask.config.schema import Config
 from selftask.config.sections import OURS, own_problems, read_config
 from selftask.config.shorthand import expand
+from selftask.config.trust import code_in, refuse_code
 from selftask.errors import ConfigError
 
 
-def load_config(recipe: str, overrides: list[str]) -> Config:
+def load_config(recipe: str, overrides: list[str], *, trust: bool = True) -> Config:
     """The validated config of a method, shipped recipe or yaml file with ``key=value`` on top.
 
     Raises ConfigError with every problem, each at its ``file:line`` or ``command line: ...``.
+    Without ``trust``, raises UserError before it imports anything that only a file names.
     """
     import_entry_points()
     imports, _ = parse_overrides(
@@ -46,7 +48,10 @@ def load_config(recipe: str, overrides: list[str]) -> Config:
     values = _plain(merged, resolve=False)
     layers.forget_renamed(values, OURS)
     values = _resolve(values, layers, problems)
-    _import(values.get("import"), [Path.cwd(), path.parent], layers.place(("import",)) or "import")
+    if not trust:
+        refuse_code(code_in(values), recipe, overrides)
+    folders = [Path.cwd(), path.parent] if trust else [Path.cwd()]
+    _import(values.get("import"), folders, layers.place(("import",)) or "import")
 
     reader = Reader(layers)
     config = read_config(reader, values, recipe)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from selftask.checkpoint import checkpoints, step_of
 from selftask.config.schema import Component
+from selftask.config.trust import code_in, refuse_code
 from selftask.errors import UserError
 from selftask.logs import get_logger
 from selftask.models.build import build_backbone, embed_dim
@@ -35,14 +36,16 @@ class _Place:
     meta: Path
 
 
-def open_model(address: str, *, weights: str = PRETRAINED) -> tuple[nn.Module, dict[str, Any]]:
+def open_model(
+    address: str, *, weights: str = PRETRAINED, trust: bool = False
+) -> tuple[nn.Module, dict[str, Any]]:
     """The backbone at an address, in eval mode on the CPU, and the facts about it.
 
     ``address`` is a run's folder, an exported ``backbone.pt`` with its ``backbone.json`` beside it,
     ``timm:NAME`` or ``torchvision:NAME``. ``weights`` is for the last two: ``pretrained`` for the
     library's own, ``none`` for random ones, else a file. The facts are those of ``backbone.json``:
     architecture, channels, embed_dim, normalization, input_size, transforms (how images are shown
-    to it), and for runs method and step.
+    to it), and for runs method and step. ``trust`` allows an architecture of the user's own code.
     Raises UserError for whatever is not there or does not fit.
     """
     library, name = _split(address)
@@ -55,7 +58,14 @@ def open_model(address: str, *, weights: str = PRETRAINED) -> tuple[nn.Module, d
             )
         place = _place(address)
         facts = _read_facts(place)
-        backbone = build_backbone(Component(**facts["architecture"]), facts.get("channels", 3))
+        architecture = Component(**facts["architecture"])
+        if not trust:
+            named = {**architecture.args, "name": architecture.name}
+            refuse_code(code_in(named, ("architecture",)), str(place.meta))
+        try:
+            backbone = build_backbone(architecture, facts.get("channels", 3))
+        except TypeError as error:
+            raise UserError(f"{place.meta}: architecture: cannot be built: {error}") from error
         load_weights(backbone, read_state(place.weights), what=str(place.weights))
     return backbone.eval(), facts
 
@@ -128,7 +138,7 @@ def _read_facts(place: _Place) -> dict[str, Any]:
                 f"{place.weights}: is a checkpoint; give the folder of its run, whose backbone "
                 "`selftask export` takes out of the newest one"
             )
-        Component(**facts["architecture"])
+        {**Component(**facts["architecture"]).args}  # a mapping, or a TypeError
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{place.meta}: is not what selftask writes ({error!r})") from error
     return dict(facts)

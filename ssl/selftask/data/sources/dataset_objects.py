@@ -108,6 +108,11 @@ class Custom(DatasetSource):
 def _open_torchvision(config: Torchvision.Config, root: str) -> Any:
     import torchvision
 
+    if config.dataset in ("LSUN", "LSUNClass"):
+        raise UserError(
+            f"data.dataset: torchvision's {config.dataset} unpickles whatever `_cache_*` is in the "
+            "current folder; data=NAME_lmdb reads a folder of it"
+        )
     classes = [name for name in torchvision.datasets.__all__ if name != "VisionDataset"]
     if config.dataset not in classes:
         hint = nearest(config.dataset, classes)

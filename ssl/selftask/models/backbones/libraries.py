@@ -39,7 +39,7 @@ class Timm:
                 f"backbone.model: timm has no model named {self.model!r}; "
                 f"{nearest(self.model.partition('.')[0], timm.list_models())}"
             )
-        _refuse_given(self, "timm", "pretrained")
+        _refuse_given(self, "timm", "pretrained", "checkpoint_path")
         args = {"num_classes": 0, **self.args, "pretrained": False}
         if args.setdefault("in_chans", channels) != channels:
             raise UserError(
@@ -115,11 +115,14 @@ class Custom:
         return model
 
 
-def _refuse_given(config: Timm | Torchvision, library: str, weights: str) -> None:
-    """Raise UserError for the arguments of a library that are not the user's to choose here."""
-    if config.args.get(weights):
+def _refuse_given(config: Timm | Torchvision, library: str, *weights: str) -> None:
+    """Raise UserError for the arguments of a library that are not the user's to choose here.
+
+    Files of weights among them: a library may unpickle those.
+    """
+    if given := [name for name in weights if config.args.get(name)]:
         raise UserError(
-            f"backbone.args.{weights}={config.args[weights]!r}: a backbone is made with random "
+            f"backbone.args.{given[0]}={config.args[given[0]]!r}: a backbone is made with random "
             f"weights; to start from those of {library}: init.backbone={library}:{config.model}"
         )
     if config.args.get("num_classes"):

@@ -1,0 +1,340 @@
+"""Reading what others made runs none of their code: each way in is tried with a file that would.
+
+Every payload creates ``pwned``; a test first shows that the payload works if it is let in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+import tiny
+from selftask import checkpoint, sharded
+from selftask.cli.main import main
+from selftask.config import trust
+from selftask.config.load import load_config, to_yaml
+from selftask.hooks.export import facts
+from selftask.models.build import build_backbone
+from selftask.models.export import save_backbone
+
+PACKAGE = tiny.ROOT / "ssl" / "selftask"
+
+
+class Payload:
+    """Unpickled, creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture
+def pwned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What every payload creates; the test runs in its own folder, with sys.path as it was."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "evil", raising=False)
+    (tmp_path / "photos").mkdir()
+    tiny.digits_file(tmp_path)
+    return tmp_path / "pwned"
+
+
+@pytest.fixture
+def received(pwned: Path) -> Callable[[dict[str, Any]], Path]:
+    """Makes a run that somebody sent, with changes to its config."""
+
+    def make(changes: dict[str, Any]) -> Path:
+        folder = pwned.parent
+        run = folder / "received"
+        config = tiny.config("simclr", folder)
+        backbone = build_backbone(config.backbone)
+        weights = {f"backbone.{key}": value for key, value in backbone.state_dict().items()}
+        state = {"backbone": "model.backbone", "model": weights, "clock": {"iteration": 1}}
+        checkpoint.save(state, run / "checkpoints", 1, keep=1)
+        save_backbone(backbone, run / "export", facts(config, 1, 3))
+        values = yaml.safe_load(to_yaml(config)) | changes
+        if "defaults" in changes:
+            del values["import"]  # which would replace that of the other file
+        (run / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+        (run / "evil.py").write_text(f"import os\nos.mkdir({str(pwned)!r})\n")
+        return run
+
+    return make
+
+
+IN_CONFIG = {
+    "import": {"import": ["evil"]},
+    "import by another file": {"defaults": ["more"]},
+    "backbone": {"backbone": {"name": "custom", "model": "os:mkdir", "args": {"path": "pwned"}}},
+    "data": {"data": {"name": "custom", "dataset": "os:mkdir", "args": {"path": "pwned"}}},
+    "data.val": {
+        "data": {
+            "name": "array",
+            "path": "digits.npz",
+            "val": {"name": "custom", "dataset": "os:mkdir", "args": {"path": "pwned"}},
+        }
+    },
+}
+
+
+def words_of(command: str, run: Path) -> list[str]:
+    """A command line that reads the run."""
+    if command == "export":
+        return ["export", str(run), "--out", "exported"]
+    if command == "features":
+        return ["features", str(run), "out=features"]
+    return ["eval", "knn", str(run)]
+
+
+@pytest.mark.parametrize(
+    ("way", "command"),
+    [(way, "eval") for way in IN_CONFIG]
+    + [("import", "features"), ("data", "features"), ("import", "export"), ("backbone", "export")],
+)
+def test_the_config_of_a_run(
+    way: str,
+    command: str,
+    pwned: Path,
+    received: Callable[[dict[str, Any]], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = received(IN_CONFIG[way])
+    (run / "more.yaml").write_text("import: [evil]\n")
+    assert main(words_of(command, run)) == 2
+    assert not pwned.exists()
+    (error,) = capsys.readouterr().err.splitlines()
+    named = "import: evil" if "import" in way else f"{way}."
+    assert named in error
+    assert "os:mkdir" in error or "import" in way
+    assert "trust=true" in error
+
+
+@pytest.mark.parametrize("way", ["import", "data", "backbone"])
+def test_trust_lets_it_in(
+    way: str, pwned: Path, received: Callable[[dict[str, Any]], Path]
+) -> None:
+    """The payloads are real, and the key does what it says."""
+    command = "export" if way == "backbone" else "eval"
+    main([*words_of(command, received(IN_CONFIG[way])), "trust=true"])
+    assert pwned.exists()
+
+
+def test_a_run_that_names_no_code_needs_no_trust(
+    pwned: Path, received: Callable[[dict[str, Any]], Path]
+) -> None:
+    run = received({})
+    assert main([*words_of("eval", run), "trust=false"]) == 0
+    assert main(words_of("features", run)) == 0
+    assert main(words_of("export", run)) == 0
+
+
+def test_what_the_user_typed_is_the_users(
+    pwned: Path, received: Callable[[dict[str, Any]], Path]
+) -> None:
+    """An own data set for a received run; the run's folder stays out of python's path."""
+    run = received({})
+    (run / "timm").mkdir()
+    (run / "timm/__init__.py").write_text((run / "evil.py").read_text())
+    (pwned.parent / "mine.py").write_text(
+        "import numpy as np\n"
+        "class Set:\n"
+        "    def __len__(self): return 20\n"
+        "    def __getitem__(self, i): return np.zeros((8, 8, 3), 'uint8'), i % 2\n"
+    )
+    assert main([*words_of("eval", run), "import=[mine]", "data=mine:Set"]) == 0
+    assert str(run) not in sys.path
+    assert not pwned.exists()
+
+
+def test_the_facts_beside_exported_weights(
+    pwned: Path, received: Callable[[dict[str, Any]], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    export = received({}) / "export"
+    meta = json.loads((export / "backbone.json").read_text())
+    meta["architecture"] = {
+        "name": "custom",
+        "args": {"model": "os:mkdir", "args": {"path": "pwned"}},
+    }
+    (export / "backbone.json").write_text(json.dumps(meta))
+    words = ["eval", "knn", str(export / "backbone.pt"), f"data={pwned.parent / 'digits.npz'}"]
+    assert main(words) == 2
+    assert not pwned.exists()
+    error = capsys.readouterr().err
+    assert "backbone.json: names code of its own" in error
+    assert "architecture.model: os:mkdir" in error
+    main([*words, "trust=true"])
+    assert pwned.exists()
+
+
+@pytest.mark.parametrize("args", [{"checkpoint_path": "weights.pt"}, {"pretrained": True}])
+def test_the_library_opens_no_file_of_weights(
+    args: dict[str, Any],
+    pwned: Path,
+    received: Callable[[dict[str, Any]], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    torch.save({"state_dict": Payload(pwned)}, "weights.pt")
+    timm = {"name": "timm", "model": "resnet18", "args": args}
+    assert main(words_of("export", received({"backbone": timm}))) == 2
+    assert "init.backbone" in capsys.readouterr().err
+    assert not pwned.exists()
+
+
+def test_a_received_run_chooses_no_folder_to_write_to(
+    pwned: Path, received: Callable[[dict[str, Any]], Path]
+) -> None:
+    run = received({})
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    values["data"]["copy_to"] = str(pwned)
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    assert main(words_of("eval", run)) == 0
+    assert not pwned.exists()
+    assert main([*words_of("eval", run), f"data.copy_to={pwned}"]) == 0
+    assert pwned.exists()
+
+
+@pytest.mark.parametrize("words", ["eval", "init.backbone"])
+def test_pickled_weights(words: str, pwned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"state_dict": {"conv1.weight": torch.zeros(1)}, "more": Payload(pwned)}, "w.pt")
+    if words == "eval":
+        argv = ["eval", "knn", "torchvision:resnet18", "weights=w.pt", "data=digits.npz"]
+    else:
+        argv = ["train", "simclr/digits", *tiny.overrides("simclr", pwned.parent)]
+        argv.append("init.backbone=w.pt")
+    assert main(argv) == 2
+    assert not pwned.exists()
+    told = capsys.readouterr()
+    assert "python objects (posix.mkdir)" in told.out + told.err
+    torch.load("w.pt", weights_only=False)
+    assert pwned.exists()
+
+
+def test_a_run_to_start_from(pwned: Path, received: Callable[[dict[str, Any]], Path]) -> None:
+    """``init.backbone=RUN`` reads tensors alone, whatever config and facts say."""
+    run = received(IN_CONFIG["import"] | IN_CONFIG["backbone"])
+    meta = json.loads((run / "export/backbone.json").read_text())
+    meta["architecture"] = {"name": "custom", "args": {"model": "evil:run"}}
+    (run / "export/backbone.json").write_text(json.dumps(meta))
+    words = tiny.overrides("simclr", pwned.parent, "run", "train.max_steps=1")
+    assert main(["train", "simclr/digits", *words, f"init.backbone={run}"]) == 0
+    assert not pwned.exists()
+
+
+def sharded_checkpoint(
+    folder: Path, *, metadata: Callable[[Any], Any] = lambda table: table
+) -> None:
+    """As two ranks would have written it, with seals that fit."""
+    folder.mkdir(parents=True)
+    dcp.save(
+        {"model.weight": torch.arange(6.0)}, storage_writer=FileSystemWriter(folder), no_dist=True
+    )
+    file = folder / ".metadata"
+    file.write_bytes(pickle.dumps(metadata(pickle.loads(file.read_bytes()))))
+    rest = {"state": {"model": {"weight": None}}, "places": {"model.weight": ["model", "weight"]}}
+    torch.save(rest, folder / sharded.REST)
+    files = {path.name: path for path in folder.iterdir()}
+    seals = {
+        name: {"bytes": path.stat().st_size, "crc32": checkpoint.crc32(path)}
+        for name, path in files.items()
+    }
+    (folder / checkpoint.SEAL).write_text(json.dumps({"step": 1, "files": seals}))
+
+
+def test_the_metadata_of_sharded_checkpoints(
+    pwned: Path, received: Callable[[dict[str, Any]], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = pwned.parent / "good" / "step_000000001"
+    sharded_checkpoint(good)
+    assert torch.equal(checkpoint.load(good)["model"]["weight"], torch.arange(6.0))
+
+    run = received({})
+    checkpoint.discard(checkpoint.checkpoints(run / "checkpoints")[0])
+    evil = run / "checkpoints" / "step_000000002"
+
+    def plant(table: Any) -> Any:
+        table.planner_data = Payload(pwned)
+        return table
+
+    sharded_checkpoint(evil, metadata=plant)
+    assert main(words_of("export", run)) == 2
+    assert not pwned.exists()
+    with pytest.raises(checkpoint.DamagedCheckpoint, match=r"names (posix|nt)\.mkdir"):
+        checkpoint.load(evil)
+    pickle.loads((evil / ".metadata").read_bytes())
+    assert pwned.exists()
+
+
+@pytest.mark.parametrize("command", ["check", "stats"])
+def test_a_catalog_in_the_folder(
+    command: str, pwned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``cd received; selftask data check flowers``: the catalog there would name the code."""
+    section = {"name": "custom", "dataset": "os:mkdir", "args": {"path": "pwned"}}
+    Path("catalog.yaml").write_text(yaml.safe_dump({"flowers": section}))
+    assert main(["data", command, "flowers"]) == 2
+    assert not pwned.exists()
+    assert "data.dataset: os:mkdir" in capsys.readouterr().err
+    main(["data", command, "flowers", "trust=true"])
+    assert pwned.exists()
+
+
+def test_pickled_arrays(pwned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pickled = np.empty(2, dtype=object)
+    pickled[:] = [Payload(pwned), 1]
+    np.save("images.npy", pickled, allow_pickle=True)
+    np.savez("images.npz", images=pickled, labels=[0, 1])
+    for name in ("images.npy", "images.npz"):
+        assert main(["data", "check", name]) == 2
+    assert not pwned.exists()
+    np.load("images.npy", allow_pickle=True)
+    assert pwned.exists()
+
+
+def test_a_cache_that_torchvision_unpickles(
+    pwned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lmdb = pytest.importorskip("lmdb")
+    lmdb.open("lsun").close()
+    Path("_cache_lsun").write_bytes(pickle.dumps(Payload(pwned)))
+    source = "{name: torchvision, dataset: LSUNClass, root: lsun}"
+    assert main(["data", "check", source]) == 2
+    assert "unpickles" in capsys.readouterr().err
+    assert not pwned.exists()
+    import torchvision
+
+    torchvision.datasets.LSUNClass("lsun")
+    assert pwned.exists()
+
+
+def test_whoever_calls_by_address_is_known_to_trust() -> None:
+    """A new registered thing that imports what a config names has to be called ``custom``."""
+    callers = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if "import import_object" in (text := path.read_text()) or ", import_object" in text
+    }
+    assert callers == {"models/backbones/libraries.py", "data/sources/dataset_objects.py"}
+    for values in (IN_CONFIG["backbone"], IN_CONFIG["data"], IN_CONFIG["data.val"]):
+        assert [address for _, address in trust.code_in(values)] == ["os:mkdir"]
+
+
+def test_a_word_in_passing_is_not_typed(pwned: Path) -> None:
+    """The module ``data`` of a file does not become the user's by ``data=DIR``."""
+    Path("r.yaml").write_text("defaults: [/simclr/digits, _self_]\nimport: [data]\n")
+    for words in (["data=digits"], ["out=import=data"]):
+        with pytest.raises(trust.UserError, match="import: data"):
+            load_config("r.yaml", words, trust=False)
