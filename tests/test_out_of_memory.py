@@ -91,7 +91,7 @@ def _remove(group: Path) -> None:
     ("victim", "more", "code"),
     [
         ("rank 0 is gone", ["hooks.greedy={}", "launch.processes=2"], 137),
-        ("data: worker process", ["data=greedy:Images", "data.num_workers=1"], 2),
+        ("data: worker process", ["data=greedy:Images", "data.num_workers=1"], 1),
     ],
 )
 def test_a_real_kill_is_told(

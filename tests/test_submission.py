@@ -183,8 +183,11 @@ def folder(submission: Submission, in_job: None) -> Path:
     )
     JobPaths(folder, "12").stderr.write_text(log)
     (out / "log.txt").write_text("step 3\n")
-    write_json(out / "status.json", {"state": "running", "step": 3})
+    write_json(out / "status.json", {"state": "running", "step": 3, "attempt": ATTEMPT})
     return folder
+
+
+ATTEMPT = "slurm:12:1"
 
 
 def job(state: str = "RUNNING", restarts: int = 1) -> slurm.Job:
@@ -196,28 +199,76 @@ def told(folder: Path) -> tuple[str, str]:
     return tiny.status(folder.parent)["state"], (folder.parent / "log.txt").read_text()
 
 
-def test_killed_ranks_start_again_as_often_as_allowed(
+def test_failed_ranks_start_again_as_often_as_allowed(
     folder: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake("scontrol", "echo $* >> requeued")
     monkeypatch.chdir(folder)
+    crash = "attempt 2 of job 12\nsrun: error: n1: task 0: Segmentation fault\n"
+    JobPaths(folder, "12").stderr.write_text(crash)
     stale = JobPaths(folder, "12", 1).result_pickle
-    for left, state in ((1, "running"), (0, "failed")):  # failed: so says a rank that is left
-        write_json(folder.parent / "status.json", {"state": state})
+    for left in (1, 0):
+        write_json(folder.parent / "status.json", {"state": "running", "attempt": ATTEMPT})
         stale.write_bytes(cloudpickle.dumps(("error", "rank 1 has lost rank 0")))
         assert after(137, folder, job()) == 0
         state, log = told(folder)
         assert state == "requeued"
-        assert f"rank 0 on n1 was killed (SIGKILL); job 12 is back in the queue; {left} of 2" in log
+        cause = "rank 0 on n1 crashed (Segmentation fault)"
+        assert f"{cause}; job 12 is back in the queue; {left} of 2 restarts left" in log
         assert not stale.exists()
     assert (folder / "requeued").read_text() == "requeue 12\n" * 2
-    write_json(folder.parent / "status.json", {"state": "running"})
+    write_json(folder.parent / "status.json", {"state": "running", "attempt": ATTEMPT})
     assert after(137, folder, job()) == 137
     state, log = told(folder)
     assert state == "failed"
-    assert log.endswith("RUN FAILED: rank 0 on n1 was killed (SIGKILL)\n")
-    with pytest.raises(FailedJobError, match=r"rank 0 on n1 was killed"):
+    assert log.endswith("RUN FAILED: rank 0 on n1 crashed (Segmentation fault)\n")
+    with pytest.raises(FailedJobError, match=r"rank 0 on n1 crashed"):
         SlurmJob(folder, "12", tasks=[0]).results()
+
+
+@pytest.mark.parametrize(
+    ("status", "stderr", "lost"),
+    [
+        ({"state": "running"}, "srun: error: n1: task 0: Killed\n", True),
+        ({"state": "running"}, "srun: error: Node failure on n2\n", True),
+        ({"state": "failed", "error": "rank 1 is dead", "lost": True}, "", True),
+        ({"state": "failed", "error": "rank 1 raised", "lost": False}, "", False),
+        (
+            {"state": "running"},
+            "slurmstepd: error: Detected 1 oom_kill event\nsrun: error: n1: task 0: Killed\n",
+            False,
+        ),
+        (
+            {"state": "running"},
+            "srun: error: n2: task 1: Exited with exit code 1\nsrun: error: n1: task 0: Killed\n",
+            False,
+        ),
+    ],
+)
+def test_a_lost_rank_costs_a_requeue_and_a_failure_a_restart(
+    submission: Submission, folder: Path, fake: Fake, status: Any, stderr: str, lost: bool
+) -> None:
+    """With no restarts allowed: whoever was killed from outside comes back all the same."""
+    submission.config["launch"].update(max_restarts=0, max_requeues=3)
+    DelayedSubmission(submission).dump(JobPaths(folder, "12").submitted_pickle)
+    fake("scontrol", "exit 0")
+    JobPaths(folder, "12").stderr.write_text(f"selftask: attempt 2 of job 12\n{stderr}")
+    write_json(folder.parent / "status.json", {**status, "attempt": ATTEMPT})
+    assert after(137, folder, job()) == (0 if lost else 137)
+    state, log = told(folder)
+    assert state == ("requeued" if lost else "failed")
+    assert ("1 of 3 requeues left" in log) is lost
+
+
+def test_an_error_before_the_ranks_met_is_the_cause(folder: Path, fake: Fake) -> None:
+    """srun tells of rank 0, which it has ended because rank 1 failed."""
+    errors = folder.parent / "errors"
+    errors.mkdir()
+    early = {"attempt": ATTEMPT, "message": "data: no such folder: /scratch (on n2)"}
+    write_json(errors / "early_rank1.json", early)
+    write_json(errors / "early_rank2.json", {"attempt": "slurm:12:0", "message": "of yesterday"})
+    assert after(143, folder, job()) == 143
+    assert told(folder)[1].endswith("RUN FAILED: rank 1: data: no such folder: /scratch (on n2)\n")
 
 
 def test_what_the_user_has_to_mend_does_not_start_again(folder: Path, fake: Fake) -> None:
@@ -246,7 +297,7 @@ def test_nothing_is_requeued_twice(
 
 @pytest.mark.parametrize("state", ["finished", "interrupted", "requeued"])
 def test_what_the_run_has_told_itself_stays(folder: Path, state: str) -> None:
-    write_json(folder.parent / "status.json", {"state": state})
+    write_json(folder.parent / "status.json", {"state": state, "attempt": ATTEMPT})
     assert after(1, folder, job()) == 1
     assert told(folder) == (state, "step 3\n")
 
@@ -266,12 +317,9 @@ def test_a_run_of_somebody_else_in_the_folder_is_left_alone(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("state", ["finished", "interrupted", "requeued"])
-def test_what_an_attempt_before_has_told_is_past(
-    folder: Path, state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_attempt_before_has_told_is_past(folder: Path, state: str) -> None:
     """This attempt died so early that it has not even said that it runs."""
-    write_json(folder.parent / "status.json", {"state": state, "updated": 999.0})
-    monkeypatch.setenv("SELFTASK_ATTEMPT_STARTED", "1000")
+    write_json(folder.parent / "status.json", {"state": state, "attempt": "slurm:12:0"})
     assert after(137, folder, None) == 137
     assert told(folder)[0] == "failed"
 

@@ -8,7 +8,8 @@ import math
 import os
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,53 @@ def add_line(folder: Path, line: str) -> None:
     """One more line of ``log.txt``, by a process that speaks for a rank 0 which no longer can."""
     with (folder / "log.txt").open("a", encoding="utf-8") as log:
         log.write(f"{time.strftime(_TIME)} {line}\n")
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Context in which a standard stream that can no longer be written to does not end the run.
+
+    The reader of a pipe may leave, a terminal close, a disk be full: the log has a file of its own.
+    """
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_Lasting(stream) for stream in before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+class _Lasting:
+    """A text stream that goes to /dev/null from the first failed write on, and logs it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return int(self._tried(self._stream.write, text) or 0)
+
+    def flush(self) -> None:
+        self._tried(self._stream.flush)
+
+    def _tried(self, do: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return do(*args)
+        except (OSError, ValueError) as error:  # ValueError: closed
+            self._redirect()
+            LOGGER.warning("%s is lost (%s); the run goes on", self._stream.name, error)
+            return None
+
+    def _redirect(self) -> None:
+        """By its descriptor: else what is buffered fails again at the exit of python."""
+        with suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
+            return
+        self._stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the run
 
 
 class _LogFile(logging.FileHandler):

@@ -25,6 +25,7 @@ from selftask.config.load import to_yaml
 from selftask.config.schema import Component, Config
 from selftask.data.dataset import Sources, open_data
 from selftask.data.feed import Feed
+from selftask.data.identity import check_same_on_all_ranks
 from selftask.errors import UserError
 from selftask.hooks.base import POINTS, defines
 from selftask.logs import MetricsFile, format_row, get_logger
@@ -100,6 +101,8 @@ class Task(ClassyTaskNames):
         environment.seed_all(train.seed, rank=0)  # the same first weights on every rank
         self.out.mkdir(parents=True, exist_ok=True)
         sources = self.sources or open_data(self.config.data)
+        check_same_on_all_ranks(sources.train, "data")
+        check_same_on_all_ranks(sources.val, "data.val")
         self.feed = Feed(self.config, sources, self.world, self.device)
         self.length = RunLength.of(train, self.feed.num_samples)
         self.clock = Clock(self.length)

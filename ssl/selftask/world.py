@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from selftask.errors import UserError
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)  # by which a run is asked to stop
+# By which a run is asked to stop; SIGHUP is a closed terminal.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000  # below the ports that Linux gives away by itself
 
@@ -27,6 +28,7 @@ class World:
     local_size: int = 1
     launcher: str = "python"  # or torchrun, slurm, selftask
     master: tuple[str, int] | None = None  # host and port of rank 0; None: the environment says it
+    attempt: str = ""  # the same on all ranks, another one when they are started again
 
 
 def read_world() -> World:
@@ -38,7 +40,7 @@ def read_world() -> World:
         return _from_variables()
     if _number("SLURM_STEP_NUM_TASKS", 1) > 1:  # not in a batch script or salloc's shell
         return _from_slurm()
-    return World()
+    return World(attempt=slurm_attempt() if "SLURM_JOB_ID" in os.environ else "")
 
 
 def _from_variables() -> World:
@@ -67,7 +69,9 @@ def _from_variables() -> World:
             if name not in os.environ:
                 raise UserError(f"the environment sets WORLD_SIZE={size} but not {name}")
     local_size = _number("LOCAL_WORLD_SIZE", size)
-    return World(rank, size, local_rank, local_size, started or "torchrun")
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    attempt = ":".join(os.environ.get(name, "") for name in names)
+    return World(rank, size, local_rank, local_size, started or "torchrun", attempt=attempt)
 
 
 def _from_slurm() -> World:
@@ -87,7 +91,18 @@ def _from_slurm() -> World:
         local_size=local_sizes[min(_number("SLURM_NODEID", 0), len(local_sizes) - 1)],
         launcher="slurm",
         master=(host, port),
+        attempt=slurm_attempt(),
     )
+
+
+def slurm_attempt() -> str:
+    """The same in the batch script and in the tasks of its step, until the job starts again."""
+    return f"slurm:{os.environ['SLURM_JOB_ID']}:{_number('SLURM_RESTART_COUNT', 0)}"
+
+
+def is_ignored(number: int) -> bool:
+    """Whether this process was started to ignore that signal, as by nohup."""
+    return signal.getsignal(number) is signal.SIG_IGN
 
 
 def _number(name: str, default: int | None = None) -> int:

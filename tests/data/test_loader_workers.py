@@ -14,7 +14,8 @@ from numbered import Numbers, dataset, read
 
 import selftask
 from selftask.data.loader import Batches
-from selftask.errors import UserError
+from selftask.errors import RunError
+from selftask.world import STOP_SIGNALS
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(selftask.__file__).parents[1])}
 START_WORKERS = """
@@ -31,7 +32,7 @@ print(*(worker.pid for worker in batches._reader._workers), flush=True)
 
 def test_a_killed_worker_is_named() -> None:
     batches = Batches(dataset(Numbers(20, dies_at=7)), batch_size=10, seed=0, num_workers=1)
-    with pytest.raises(UserError, match=r"worker process \d+ was killed by SIGKILL; out of memory"):
+    with pytest.raises(RunError, match=r"worker process \d+ was killed by SIGKILL; out of memory"):
         read(batches, 4)
 
 
@@ -40,7 +41,7 @@ def test_workers_leave_signals_to_the_main_process() -> None:
     batches.start(0)
     next(batches)
     for worker in batches._reader._workers:  # type: ignore[union-attr]
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+        for number in STOP_SIGNALS:
             os.kill(worker.pid, number)  # type: ignore[arg-type]
     assert [next(batches)["step"] for _ in range(20)] == list(range(1, 21))
     batches.close()

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 
 from selftask.cli.options import HELP, asks_for_help
-from selftask.errors import ConfigError, UserError, nearest
+from selftask.errors import ConfigError, RunError, UserError, nearest
 
 COMMANDS = {
     "train": ("selftask.cli.train", "RECIPE [key=value ...]", "pretrain; again: resume"),
@@ -38,6 +38,7 @@ key=value sets anything in it: train.epochs=10, optimizer=sgd, data=FOLDER_OF_IM
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code, 2 for what the user has to put right."""
+    _open_missing_streams()
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in (*HELP, "help"):
         print(usage())
@@ -59,12 +60,30 @@ def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
         for problem in problems:
             print(f"error: {problem}", file=sys.stderr)
         return error.exit_code
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:  # Ctrl-C where no run has begun that could tell of it
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:  # `selftask list | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _open_missing_streams() -> None:
+    """Open /dev/null where stdin, stdout or stderr was closed: else the next file takes its place.
+
+    A file that is opened takes the lowest free number, and gets what is printed.
+    """
+    if None not in (sys.stdin, sys.stdout, sys.stderr):
+        return
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(number)
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def usage() -> str:

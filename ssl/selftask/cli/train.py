@@ -17,15 +17,17 @@ def main(argv: list[str]) -> int:
         raise UserError(f"train needs a RECIPE before any key=value\n{USAGE}")
     from selftask.config.load import load_config
     from selftask.data.dataset import check_data, open_data
+    from selftask.launch.early import early_errors_told
     from selftask.launch.local import own_command, start, starts_ranks
 
     config = load_config(argv[0], argv[1:])
-    sources = open_data(config.data)
-    check_data(config, sources.train)
+    with early_errors_told(config.out):
+        sources = open_data(config.data)
+        check_data(config, sources.train)
 
-    if starts_ranks(config):
-        return start(config, own_command(argv))
+        if starts_ranks(config):
+            return start(config, own_command(argv))
 
-    from selftask.launch.run import run  # imports torch: not before the config is known to be right
+        from selftask.launch.run import run  # imports torch: not before the config is right
 
-    return run(config, sources)
+        return run(config, sources)

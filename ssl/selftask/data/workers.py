@@ -24,7 +24,7 @@ from selftask.data.batch import Batch, New, Places, broken
 from selftask.data.dataset import Dataset
 from selftask.data.handover import Memory, Outbox, Parcel
 from selftask.data.reading import last_file
-from selftask.errors import UserError, describe_exit
+from selftask.errors import RunError, UserError, describe_exit
 from selftask.memory import OutOfMemoryKills
 from selftask.pulse import during
 from selftask.world import STOP_SIGNALS
@@ -110,7 +110,7 @@ class BatchReader:
             death = _describe_death(self._workers, self._kills)
             if death is None:
                 raise
-            raise UserError(death) from error
+            raise RunError(death) from error
         batch = received.open() if isinstance(received, Parcel) else received
         if batch.problem:
             raise UserError(batch.problem)

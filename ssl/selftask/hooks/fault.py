@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
+
 
 class InjectedFault(Exception):
     """What ``hooks.fault`` was asked to raise."""
@@ -36,7 +38,7 @@ class Fault(Hook):
 
     at: int  # the step (1 is the first) in which it happens, after the forward pass
     rank: int = 0
-    kind: Literal["raise", "kill", "sleep", "terminate"] = "raise"
+    kind: Literal["raise", "kill", "sleep", "stop", "terminate"] = "raise"
     seconds: float = 3600.0  # of sleep
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -52,5 +54,4 @@ class Fault(Hook):
         if self.kind == "sleep":
             time.sleep(self.seconds)
         else:
-            number = signal.SIGKILL if self.kind == "kill" else signal.SIGTERM
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), _SIGNALS[self.kind])

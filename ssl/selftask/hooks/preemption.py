@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from selftask.collectives import AnyRank
+from selftask.collectives import AnyRank, is_primary
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
 from selftask.registry import register_hook
-from selftask.world import STOP_SIGNALS
+from selftask.world import STOP_SIGNALS, is_ignored
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -22,12 +24,13 @@ log = get_logger(__name__)
 @register_hook("preemption")
 @dataclass(eq=False, kw_only=True)
 class StopOnSignal(Hook):
-    """SIGTERM, SIGINT and SIGUSR2 save at the next step; a second one leaves at once.
+    """SIGTERM, SIGINT, SIGUSR2 and SIGHUP save at the next step; a second one leaves at once.
 
-    The handler only sets a flag. With several ranks each step asks whether any of them has been
-    told to stop, and reads the answer one step later, when it has long been there: nobody waits,
-    and all stop after the same step. The handler is there from the moment the hook is built, so
-    that a signal during the first evaluation is not lost.
+    A second SIGHUP does not: a closed terminal sends several. One that the process was started to
+    ignore (nohup) stays ignored. The handler acknowledges and sets a flag. With several ranks each
+    step asks whether any of them has been told to stop, and reads the answer one step later, when
+    it has long been there: nobody waits, and all stop after the same step. The handler is there
+    from the moment the hook is built, so that a signal during the first evaluation is not lost.
     """
 
     priority: ClassVar[int] = 95
@@ -36,6 +39,8 @@ class StopOnSignal(Hook):
         self.received: str | None = None
         self.previous: dict[int, Any] = {}
         for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and is_ignored(number):
+                continue
             try:
                 self.previous[number] = signal.signal(number, self._receive)
             except ValueError:  # not the main thread: somebody else owns the signals
@@ -47,10 +52,13 @@ class StopOnSignal(Hook):
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if self.received is not None:
+        if self.received is None:
+            self.received = name
+            _say(f"{name}: stopping after this step; a second one leaves at once, unsaved")
+        elif number != signal.SIGHUP:
             self._restore()
+            _say(f"{name} again: leaving at once")
             raise KeyboardInterrupt(name)
-        self.received = name
 
     def on_step(self, task: Task) -> None:
         stop_at = task.config.train.stop_at
@@ -71,3 +79,10 @@ class StopOnSignal(Hook):
     def _restore(self) -> None:
         while self.previous:
             signal.signal(*self.previous.popitem())
+
+
+def _say(text: str) -> None:
+    """On stderr, past its buffer: the signal may have come while that was written to."""
+    if is_primary():
+        with suppress(OSError):
+            os.write(2, f"\n{text}\n".encode())

@@ -1,14 +1,14 @@
 """``python -m selftask.launch.after CODE FOLDER``: what a batch script does once srun is over.
 
 Ranks that were killed cannot tell, rank 0 perhaps among them; the batch script outlives them all.
-It makes ``status.json`` and the last line true, and puts the job back into the queue where
-``launch.max_restarts`` allows it. Free of torch.
+It makes ``status.json`` and the last line true, and puts the job back into the queue: after the
+loss of a rank (killed from outside, or its node gone) ``launch.max_requeues`` times, after another
+failure ``launch.max_restarts`` times. Free of torch.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import sys
@@ -20,13 +20,15 @@ from typing import Any, Protocol, cast
 from submitit.core import utils as submitit_files
 
 from selftask.config.schema import LaunchConfig
+from selftask.launch.early import find_early_error
 from selftask.launch.run_folder import is_held
 from selftask.launch.slurm import Job, current_job, job_name, requeue
 from selftask.logs import add_line, write_json
+from selftask.world import slurm_attempt
 
-STARTED = "SELFTASK_ATTEMPT_STARTED"  # set by the batch script, in seconds since 1970
 MARK = "selftask: attempt "  # the batch script writes it to the log before each srun
-_KILLED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (Killed|Out Of Memory|.*fault.*)")
+_ENDED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
+_NODE = re.compile(r"srun: error: (Node failure on \S+)")
 _UNTOLD = ("running", "failed", None)  # states that may not be the whole truth
 ENDED = "the run ended with code "  # what the error of a rank says, and then the code
 USER_ERROR, USR2 = 2, 128 + 12
@@ -50,12 +52,11 @@ def after(code: int, folder: Path, job: Job | None) -> int:
         text = f"RUN interrupted by scancel; job {name} was cancelled: the same command goes on"
         record.write("interrupted", text, by="scancel")
         return code
-    cause = _cause(code, paths.stderr)
-    again = job is not None and _may_try_again(code, job, launch, record, paths)
+    cause, lost = _cause(code, paths.stderr, record)
+    again = _next_attempt(code, lost, job, launch, record, paths)
     problem = requeue(job) if again and job is not None else ""
     if again and not problem:
-        left = launch.max_restarts - record.failures(name)
-        text = f"job {name} is back in the queue; {left} of {launch.max_restarts} restarts left"
+        text = f"job {name} is back in the queue; {again}"
         record.write("requeued", f"RUN interrupted: {cause}; {text}", by=cause)
         _forget_results(paths)
         return 0
@@ -66,16 +67,28 @@ def after(code: int, folder: Path, job: Job | None) -> int:
     return code
 
 
-def _may_try_again(
-    code: int, job: Job, launch: LaunchConfig, record: Record, paths: submitit_files.JobPaths
-) -> bool:
-    """Count the failure, and say whether another attempt is allowed after it."""
-    if code == USR2:  # the warning came before python could heed it: no failure of ours
-        return job.attempt < launch.max_requeues
-    if record.failures(job.id) >= launch.max_restarts or _is_the_users_to_mend(paths):
-        return False
-    record.count_failure(job.id)
-    return True
+def _next_attempt(
+    code: int,
+    lost: bool,
+    job: Job | None,
+    launch: LaunchConfig,
+    record: Record,
+    paths: submitit_files.JobPaths,
+) -> str:
+    """Count the failure; how many attempts are left after the next one, empty if there is none."""
+    if job is None:
+        return ""
+    early = code == USR2  # the warning came before python could heed it
+    if not early and _is_the_users_to_mend(paths):
+        return ""
+    if lost or early:
+        left, of = launch.max_requeues - job.attempt, f"{launch.max_requeues} requeues"
+    else:
+        left = launch.max_restarts - record.failures(job.id)
+        of = f"{launch.max_restarts} restarts"
+        if left > 0:
+            record.count_failure(job.id)
+    return f"{left - 1} of {of} left" if left > 0 else ""
 
 
 def _is_the_users_to_mend(paths: submitit_files.JobPaths) -> bool:
@@ -97,8 +110,8 @@ class Record:
     def __init__(self, out: Path) -> None:
         self.out = out
         self.content: dict[str, Any] = _read(out / "status.json")
-        started = float(os.environ.get(STARTED, 0))
-        fresh = self.content.get("updated", started) >= started
+        self.attempt = slurm_attempt()
+        fresh = self.content.get("attempt") == self.attempt
         self.state = self.content.get("state") if fresh else None  # else of an attempt before
 
     def write(self, state: str, line: str, **more: Any) -> None:
@@ -130,15 +143,28 @@ class Record:
         return self.out / "errors" / "restarts.json"
 
 
-def _cause(code: int, log: Path) -> str:
-    """Which ranks were killed in the newest attempt, by srun's own words; else the exit code."""
+def _cause(code: int, log: Path, record: Record) -> tuple[str, bool]:
+    """What ended the newest attempt, and whether a rank was lost: the run is not to blame.
+
+    By the run's own words if it had any; else by srun's, of what ended first.
+    """
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    killed = _KILLED.findall(text.rpartition(MARK)[2])
-    if not killed:
-        return f"srun left with code {code}; see {log}"
-    host, ranks, how = killed[0]
+    text = text.rpartition(MARK)[2]
+    no_memory = "oom" in text.lower() or "Out Of Memory" in text
+    if record.state == "failed":
+        return str(record.content.get("error")), bool(record.content.get("lost")) and not no_memory
+    early = find_early_error(record.out, record.attempt)
+    if early is not None:
+        return f"rank {early.rank}: {early.message}", False
+    if found := _NODE.search(text):
+        return found[1].lower(), True
+    if not (ended := _ENDED.search(text)):
+        return f"srun left with code {code}; see {log}", False
+    host, ranks, how = ended.groups()
     words = {"Killed": "was killed (SIGKILL)", "Out Of Memory": "was killed: out of memory"}
-    return f"rank {ranks} on {host} {words.get(how, f'crashed ({how})')}"
+    crash = f"crashed ({how})" if "fault" in how else f"ended ({how})"
+    cause = f"rank {ranks} on {host} {words.get(how, crash)}"
+    return cause, how == "Killed" and not no_memory
 
 
 def _forget_results(paths: submitit_files.JobPaths) -> None:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from selftask.errors import RunError, UserError
 from selftask.launch import slurm
+from selftask.launch.failure import Failure
 from selftask.launch.status import Status
-from selftask.launch.watch import Failure, Rank0IsGone, Watch
+from selftask.launch.watch import Watch
 from selftask.logs import LOGGER, add_line
 from selftask.task import Task
 
@@ -36,7 +37,7 @@ class Ending:
         """All steps are done; 0."""
         if self.first:
             self.status.write("finished", step=self.step)
-        seconds = time.time() - self.status.started
+        seconds = time.monotonic() - self.status.started_clock
         LOGGER.info("RUN finished: %d steps in %.0f s, %s", self.step, seconds, self.task.out)
         return 0
 
@@ -62,7 +63,9 @@ class Ending:
         self._write_error(self.task.world.rank, trace)
         known = isinstance(error, UserError | RunError)
         failure = Failure(self.task.world.rank, explain(error), "" if known else trace.rstrip())
-        if watch is not None:
+        if watch is None:  # the ranks have not met
+            failure.rank0_hears = self.first
+        else:
             failure = watch.cause(failure, of_connection=_is_of_connection(error))
         self.tell(failure)
         return error.exit_code if isinstance(error, UserError) else 1
@@ -71,10 +74,11 @@ class Ending:
         """The last lines of a failed run; whoever is left speaks when rank 0 is gone."""
         first, *rest = failure.message.splitlines() or [""]
         line = f"RUN FAILED at step {self.step} on rank {failure.rank}: {first}"
-        for_rank0 = isinstance(failure, Rank0IsGone) and self.status.read().get("state") != "failed"
+        for_rank0 = not failure.rank0_hears and self.status.read().get("state") != "failed"
         if self.first or for_rank0:
             with _written_or_said():
                 told = {"step": self.step, "rank": failure.rank, "error": failure.message}
+                told["lost"] = failure.lost
                 self.status.write("failed", **told)
             self._write_error_for(failure)
         for text in (failure.details, *rest):

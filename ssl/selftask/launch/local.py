@@ -20,10 +20,11 @@ from types import FrameType
 
 from selftask.config.schema import Config
 from selftask.errors import UserError, describe_exit
+from selftask.launch.run_folder import check_free
 from selftask.launch.status import Status
 from selftask.logs import add_line
 from selftask.memory import ADVICE, OutOfMemoryKills
-from selftask.world import STOP_SIGNALS, read_world
+from selftask.world import STOP_SIGNALS, is_ignored, read_world
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 GRACE_S = 20.0  # after the first failure: the ranks tell each other and leave within seconds
@@ -34,6 +35,7 @@ def start(config: Config, command: list[str]) -> int:
 
     Returns the exit code of the first rank that failed, or of rank 0.
     """
+    check_free(config.out)
     status = Status(config)
     attempts = config.launch.max_restarts + 1
     for attempt in range(1, attempts + 1):
@@ -80,8 +82,8 @@ class Ranks:
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             # else torch shows the C++ stack of each connection that a dying rank breaks
         }
-        previous = {number: signal.signal(number, self._hand_on) for number in STOP_SIGNALS}
-        self.previous = previous
+        heeded = [n for n in STOP_SIGNALS if n != signal.SIGHUP or not is_ignored(n)]
+        self.previous = {number: signal.signal(number, self._hand_on) for number in heeded}
         self.processes = [
             subprocess.Popen(
                 command,
@@ -148,13 +150,14 @@ def _tell_what_ranks_could_not(status: Status, ranks: Ranks) -> None:
 
 
 def starts_ranks(config: Config) -> bool:
-    """Whether this process is to start the ranks, and not to be one.
+    """Whether this process is to start the ranks, and not to be one; also for one that may fail.
 
     Raises UserError if the launcher around this process has started another number of ranks than
     the config asks for.
     """
     world, asked = read_world(), config.launch.world_size
-    if world.launcher != "python" or asked == 1:
+    alone = asked == 1 and not config.launch.max_restarts
+    if world.launcher != "python" or alone:
         if asked not in (1, world.size):
             raise UserError(
                 f"launch.nodes x launch.processes is {asked}, but {world.launcher} has started "
@@ -170,7 +173,13 @@ def starts_ranks(config: Config) -> bool:
 
 
 def own_command(argv: list[str]) -> list[str]:
-    """This command again, as a rank runs it."""
+    """This command again, as a rank runs it: started as this process was.
+
+    ``-m`` would look for every module in the current folder first, which the installed script
+    does not.
+    """
+    if sys.argv[1:] == ["train", *argv]:
+        return [sys.executable, *sys.orig_argv[1:]]
     return [sys.executable, "-m", "selftask", "train", *argv]
 
 

@@ -21,11 +21,12 @@ from selftask.data.dataset import Sources, copy_data
 from selftask.data.source import channels_of
 from selftask.evaluate.online import evaluate_task
 from selftask.launch.continuity import check_same_run
+from selftask.launch.early import watch_others
 from selftask.launch.ending import Ending
 from selftask.launch.run_folder import held
 from selftask.launch.status import Status
 from selftask.launch.watch import Watch
-from selftask.logs import LOGGER, start_log, stop_log, write_json
+from selftask.logs import LOGGER, lasting_output, start_log, stop_log, write_json
 from selftask.models.build import check_backbone
 from selftask.task import Task
 from selftask.trainer import Interrupted, Trainer
@@ -47,7 +48,7 @@ def run(config: Config, sources: Sources) -> int:
     check_backbone(config, channels_of(sources.train))
     world = read_world()
     torch.set_num_threads(num_threads(config, world.local_size))
-    with held(config.out, first=world.rank == 0):
+    with lasting_output(), held(config.out, first=world.rank == 0):
         start_log(out, world.rank)
         try:
             LOGGER.info("data: %s", sources.train.describe())
@@ -71,7 +72,8 @@ def _run(config: Config, sources: Sources, status: Status) -> int:
                 write_json(task.out / "environment.json", environment.describe())
                 status.write("running", world_size=world.size)
             # The watch explains what hangs; the collectives' own limit is for when it cannot.
-            environment.join_world(world, task.device, timeout_s=2 * timeout_s + 60)
+            with watch_others(task.out, world, ending.tell):
+                environment.join_world(world, task.device, timeout_s=2 * timeout_s + 60)
             watch = Watch(world.rank, world.size, timeout_s=timeout_s, report=ending.tell)
             stopped_by = _train(task)
             barrier()  # a run has ended well when it has on every rank
@@ -101,7 +103,8 @@ def _signals_told() -> Iterator[None]:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)
+    # A closed terminal sends more than one SIGHUP.
+    signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 

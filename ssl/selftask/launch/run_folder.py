@@ -5,18 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from selftask.errors import UserError
-from selftask.logs import get_logger
-
-log = get_logger(__name__)
 
 LOCK = ".lock"  # in the folder; the lock is the kernel's and ends with the process, however it ends
 _HELD = (errno.EACCES, errno.EAGAIN)  # by another process
+TOUCH_S = 5.0  # how often a run touches its lock
+TAKE_OVER_S = 180.0  # a lock without a touch for so long is of a dead node; NFS caches for 60 s
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file systems
 
 
@@ -35,13 +36,23 @@ def held(out: str, *, first: bool) -> Iterator[Path]:
         lock = (folder / LOCK).open("a+", encoding="utf-8") if first else None
     except OSError as error:
         raise UserError(f"out={out}: cannot be written to ({error.strerror})") from error
+    over = threading.Event()
     try:
         if lock is not None:
             _take(lock, out)
+            threading.Thread(target=_touch, args=(folder / LOCK, over), daemon=True).start()
         yield folder
     finally:
+        over.set()
         if lock is not None:
             lock.close()
+
+
+def check_free(out: str) -> None:
+    """Raise UserError if a run of another process has the folder."""
+    lock = Path(out) / LOCK
+    if out.strip() and is_held(lock.parent):
+        raise _refusal(out, _holder(lock)[0])
 
 
 def is_held(folder: Path) -> bool:
@@ -62,22 +73,55 @@ def _lock(file: IO[str]) -> None:
 
 
 def _take(lock: IO[str], out: str) -> None:
+    """Lock the folder; wait for an earlier attempt of this job, which SLURM has started again."""
+    path = Path(out) / LOCK
+    touched, since = path.stat().st_mtime_ns, time.monotonic()
+    while not _try(lock, out):
+        holder, job = _holder(path)
+        restarted = int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
+        if not restarted or job != os.environ.get("SLURM_JOB_ID"):
+            raise _refusal(out, holder)
+        if path.stat().st_mtime_ns != touched:  # it lives: perhaps it saves
+            touched, since = path.stat().st_mtime_ns, time.monotonic()
+        elif time.monotonic() - since > TAKE_OVER_S:
+            if holder.endswith(f" on {socket.gethostname()}"):  # of this kernel: no mistake
+                raise _refusal(out, holder)
+            # A node that died may leave its lock with the file server.
+            print(f"out={out}: taken over; silent for {TAKE_OVER_S:.0f} s: {holder}", flush=True)
+            break
+        time.sleep(min(1.0, TAKE_OVER_S / 4))
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.write(f"job {os.environ.get('SLURM_JOB_ID', 'none')}\n")
+    lock.flush()
+
+
+def _try(lock: IO[str], out: str) -> bool:
+    """Whether the lock is taken, or there are no locks."""
     try:
         _lock(lock)
     except OSError as error:
-        if error.errno in _NO_LOCKS:
-            log.info("out=%s: no locks there, so two runs in it are not noticed", out)
-            return
-        if error.errno not in _HELD:
+        if error.errno in _HELD:
+            return False
+        if error.errno not in _NO_LOCKS:
             raise
-        lock.seek(0)
-        holder = lock.read().strip() or "another process"
-        if int(os.environ.get("SLURM_RESTART_COUNT", 0)):
-            log.info("out=%s: taken over from %s, whose job SLURM has started again", out, holder)
-            return  # a node that died may leave its lock with the file server for a while
-        raise UserError(
-            f"out={out}: {holder} is training there; wait for it, stop it, or use another out="
-        ) from error
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
+        print(f"out={out}: no locks there, so two runs in it are not noticed", flush=True)
+    return True
+
+
+def _holder(lock: Path) -> tuple[str, str]:
+    """Who has it, in words, and the SLURM job of theirs."""
+    first, _, second = lock.read_text(encoding="utf-8").strip().partition("\n")
+    return first or "another process", second.removeprefix("job ")
+
+
+def _refusal(out: str, holder: str) -> UserError:
+    return UserError(
+        f"out={out}: {holder} is training there; wait for it, stop it, or use another out="
+    )
+
+
+def _touch(path: Path, over: threading.Event) -> None:
+    while not over.wait(TOUCH_S):
+        with suppress(OSError):
+            os.utime(path)

@@ -10,6 +10,7 @@ from typing import Any
 
 from selftask.config.schema import Config
 from selftask.logs import read_json, write_json
+from selftask.world import read_world
 
 
 class Status:
@@ -18,7 +19,7 @@ class Status:
     def __init__(self, config: Config) -> None:
         self.path = Path(config.out) / "status.json"
         self.config = config
-        self.started = time.time()
+        self.started, self.started_clock = time.time(), time.monotonic()
 
     def read(self) -> dict[str, Any]:
         """What it says; nothing where there is none."""
@@ -42,6 +43,7 @@ class Status:
             "length": self._length,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "attempt": read_world().attempt,
             "started": self.started,
             "updated": time.time(),
             **more,

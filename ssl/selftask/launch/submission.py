@@ -23,7 +23,7 @@ import selftask
 from selftask.config.sbatch import DEFAULT_MINUTES, SUBMITIT, minutes, option
 from selftask.config.schema import Config, LaunchConfig
 from selftask.errors import RunError, UserError
-from selftask.launch.after import ENDED, MARK, STARTED
+from selftask.launch.after import ENDED, MARK
 
 
 def signal_delay_s(limit: int) -> int:
@@ -52,12 +52,14 @@ class Submission:
         os.chdir(self.folder)
         sys.path[:0] = [path for path in self.modules if path not in sys.path]
         from selftask.data.dataset import check_data, open_data
+        from selftask.launch.early import early_errors_told
         from selftask.launch.run import run
 
-        config = self.read_config()
-        sources = open_data(config.data)
-        check_data(config, sources.train)
-        code = run(config, sources)
+        with early_errors_told(self.out):
+            config = self.read_config()
+            sources = open_data(config.data)
+            check_data(config, sources.train)
+            code = run(config, sources)
         state = json.loads(Path(self.out, "status.json").read_text(encoding="utf-8"))
         if code == 0 and state.get("state") == "requeued":
             sys.exit(0)
@@ -134,11 +136,11 @@ def _before() -> list[str]:
     root = str(Path(selftask.__file__).resolve().parents[1])
     if root not in site.getsitepackages():
         lines.append(f"export PYTHONPATH={shlex.quote(root)}${{PYTHONPATH:+:$PYTHONPATH}}")
+    lines.append("export PYTHONSAFEPATH=1  # modules of the current folder shadow no others")
     # Else torch shows the C++ stack of each connection that a dying rank breaks.
     lines.append("export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}")
     # srun no longer takes this over from sbatch (since 22.05)
     lines.append("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK")
-    lines.append(f"export {STARTED}=$(date +%s)")
     lines.append(f'echo "{MARK}$((${{SLURM_RESTART_COUNT:-0}} + 1)) of job $SLURM_JOB_ID" >&2')
     lines.append("trap : TERM  # ranks get it, too, and save; this shell waits for them")
     return lines

@@ -18,12 +18,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
-
+from selftask.launch.board import Board, BoardLost
+from selftask.launch.failure import Failure
 from selftask.logs import LOGGER
 from selftask.memory import ADVICE, OutOfMemoryKills
 from selftask.pulse import PULSE
@@ -35,22 +33,21 @@ LEAVE_S = 5.0  # how long the others get to hear of a failure
 Sign = dict[str, Any]  # what a rank writes: host, pid, count, doing, collectives, waits, step
 
 
-class Failure(Exception):
-    """What ended the run, as the rank it happened on tells it."""
+class AwakeClock:
+    """Seconds in which this process ran: stands still while it is stopped, as by a suspension.
 
-    def __init__(self, rank: int, message: str, details: str = "") -> None:
-        super().__init__(message)
-        self.rank, self.message, self.details = rank, message, details
+    Somebody has to ask every MAX_GAP_S at least.
+    """
 
-    def to_json(self) -> str:
-        return json.dumps({"rank": self.rank, "message": self.message, "details": self.details})
+    MAX_GAP_S = 5.0
 
+    def __init__(self) -> None:
+        self._seconds, self._asked = 0.0, time.monotonic()
 
-class Rank0IsGone(Failure):
-    """The board cannot be reached any more: rank 0 died without a word, and others must speak."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(0, f"rank 0 is gone: {why}; the others cannot go on")
+    def __call__(self) -> float:
+        before, self._asked = self._asked, time.monotonic()
+        self._seconds += min(self._asked - before, self.MAX_GAP_S)
+        return self._seconds
 
 
 class Watch:
@@ -60,10 +57,10 @@ class Watch:
         self, rank: int, size: int, *, timeout_s: float, report: Callable[[Failure], None]
     ) -> None:
         self.rank, self.size, self.timeout_s, self.report = rank, size, timeout_s, report
-        self.board: Any = None
-        self._host_of_rank0 = ""
-        if size > 1:
-            self.board, self._host_of_rank0 = _open_board(rank, size)
+        self.board = Board(rank) if size > 1 else None
+        if self.board is not None:
+            self.board.limit_s = timeout_s if self.board.is_here else min(timeout_s, SILENT_S)
+        self._now = AwakeClock()
         self._main = threading.main_thread().ident
         self._over = threading.Event()
         self._kills = OutOfMemoryKills()
@@ -75,14 +72,20 @@ class Watch:
 
     def stop(self) -> None:
         """The run is over on this rank: nobody is to miss it. Rank 0, with the board, goes last."""
-        self._over.set()
-        self._thread.join()
-        board = self.board
+        board = self._leave_watch()
         if board is None:
             return
         _quietly(lambda: board.set(f"left/{self.rank}", "1"))
         if self.rank == 0:
-            self._await(lambda rank: board.check([f"left/{rank}"]), range(1, self.size))
+            self._await(lambda rank: board.has(f"left/{rank}"), range(1, self.size))
+
+    def _leave_watch(self) -> Board | None:
+        """End the thread; the board, which from now on has to answer quickly."""
+        self._over.set()
+        if self.board is not None:
+            self.board.limit_s = LEAVE_S
+        self._thread.join(timeout=LEAVE_S)
+        return self.board
 
     def _await(self, done: Callable[[int], Any], ranks: Iterable[int]) -> None:
         """Until that is so of all ranks, a few seconds at most."""
@@ -101,13 +104,11 @@ class Watch:
         """
         if not self._reporting.acquire(blocking=False):
             time.sleep(4 * LEAVE_S)  # the watch is at it, and ends the process
-        self._over.set()
-        self._thread.join(timeout=LEAVE_S)
-        if self.board is None:
+        if self._leave_watch() is None:
             return error
         if of_connection:
             error = self._word_of_others() or error
-        first: Failure = _quietly(lambda: self._announce(error)) or error
+        first = self._announce(error)
         self._let_others_leave()
         return first
 
@@ -117,8 +118,8 @@ class Watch:
             try:
                 told = self._told()
                 gone = self._gone(silent_s=LEAVE_S / 2) if self.rank == 0 else None
-            except dist.DistError:
-                return self._rank0_is_gone()
+            except BoardLost as lost:
+                return self._rank0_is_gone(lost)
             if told or gone:
                 return told or gone
             time.sleep(0.2)
@@ -127,13 +128,15 @@ class Watch:
     def _announce(self, failure: Failure) -> Failure:
         """Put it on the board unless one is there; the one that is there."""
         assert self.board is not None
-        return _failure(self.board.compare_set("failed", "", failure.to_json()).decode())
+        try:
+            return Failure.from_json(self.board.set_once("failed", failure.to_json()))
+        except BoardLost:
+            failure.rank0_hears = False
+            return failure
 
     def _told(self) -> Failure | None:
         assert self.board is not None
-        if not self.board.check(["failed"]):
-            return None
-        return _failure(self.board.get("failed").decode())
+        return Failure.from_json(self.board.get("failed")) if self.board.has("failed") else None
 
     def _let_others_leave(self) -> None:
         """Rank 0 keeps the board, so it goes last; the others wait until rank 0 has read."""
@@ -141,7 +144,7 @@ class Watch:
         assert board is not None
         _quietly(lambda: board.set(f"knows/{self.rank}", "1"))
         awaited = range(1, self.size) if self.rank == 0 else [0]
-        self._await(lambda rank: self._is_dead(rank) or board.check([f"knows/{rank}"]), awaited)
+        self._await(lambda rank: self._is_dead(rank) or board.has(f"knows/{rank}"), awaited)
 
     def _is_dead(self, rank: int) -> bool:
         return _dead_here(self._heard.get(rank, ({}, 0.0))[0])
@@ -153,19 +156,21 @@ class Watch:
         while not self._over.wait(every_s):
             try:
                 failure = self._look()
-            except dist.DistError:
-                failure = self._rank0_is_gone()
+            except BoardLost as lost:
+                failure = self._rank0_is_gone(lost)
             except Exception:  # noqa: BLE001 - a bug of the watch must not cost the run
                 LOGGER.exception("the watch over the run has ended; the run goes on without it")
                 return
-            if failure is not None and self._reporting.acquire(blocking=False):
+            if failure is None or self._over.is_set():
+                continue
+            if self._reporting.acquire(blocking=False):
                 self._end(failure)
 
     def _end(self, failure: Failure) -> None:
         """Report, let the others know, leave: the main thread may never come back."""
         try:
             if self.board is not None:
-                failure = _quietly(lambda: self._announce(failure)) or failure
+                failure = self._announce(failure)
             self.report(failure)
             if self.board is not None:
                 self._let_others_leave()
@@ -184,17 +189,17 @@ class Watch:
         if told is not None:
             return told
         self.board.set(f"sign/{self.rank}", json.dumps(mine))
-        if self.board.check(["stacks"]) and not self.board.check([f"stack/{self.rank}"]):
+        if self.board.has("stacks") and not self.board.has(f"stack/{self.rank}"):
             self.board.set(f"stack/{self.rank}", self._stack())
         if self.rank:
             return None
         for rank in range(self.size):
-            if self.board.check([f"sign/{rank}"]):
+            if self.board.has(f"sign/{rank}"):
                 self._note(rank, json.loads(self.board.get(f"sign/{rank}")))
         return self._gone(silent_s=SILENT_S) or self._stuck()
 
     def _note(self, rank: int, sign: Sign) -> None:
-        now = time.monotonic()
+        now = self._now()
         if self._heard.get(rank, ({}, 0.0))[0] != sign:
             self._heard[rank] = (sign, now)
         count = sign.get("count", -1)
@@ -204,29 +209,39 @@ class Watch:
     def _gone(self, *, silent_s: float) -> Failure | None:
         """A rank that has died without a word: its process is not here, or nobody hears of it."""
         for rank, (sign, heard) in self._heard.items():
-            silent = time.monotonic() - heard
+            silent = self._now() - heard
             if rank == self.rank or self._has_left(rank):
                 continue
             if _dead_here(sign):
-                return Failure(rank, f"{_who(rank, sign)} is dead: {self._why()}")
+                why, lost = self._why()
+                return Failure(rank, f"{_who(rank, sign)} is dead: {why}", lost=lost)
             if not _is_here(sign) and silent > silent_s:
-                return Failure(rank, f"{_who(rank, sign)} has given no sign for {silent:.0f} s")
+                message = f"{_who(rank, sign)} has given no sign for {silent:.0f} s"
+                return Failure(rank, message, lost=True)
         return None
 
-    def _rank0_is_gone(self) -> Rank0IsGone:
-        here = self._host_of_rank0 == socket.gethostname()
-        return Rank0IsGone(self._why() if here else "killed, or out of memory")
+    def _rank0_is_gone(self, gone: BoardLost) -> Failure:
+        assert self.board is not None
+        host, pid, here = self.board.host, self.board.pid, self.board.is_here
+        if gone.silent_s is not None:
+            who = f"rank 0 (pid {pid} on {host})"
+            message = f"{who} has not answered for {gone.silent_s:.0f} s: stopped, or cut off"
+            stack = f"stack of rank {self.rank}:\n{self._stack()}"
+            return Failure(0, message, stack, lost=not here)
+        why, lost = self._why() if here else ("killed, or out of memory", True)
+        return Failure(0, f"rank 0 is gone: {why}; the others cannot go on", lost=lost)
 
-    def _why(self) -> str:
+    def _why(self) -> tuple[str, bool]:
+        """Why a process of this machine is dead, and whether it was not for want of memory."""
         memory = self._kills.explain()
-        return f"{memory}; {ADVICE}" if memory else "killed from outside"
+        return (f"{memory}; {ADVICE}", False) if memory else ("killed from outside", True)
 
     def _stuck(self) -> Failure | None:
         """No rank has moved for too long. Who does not wait for the others keeps them waiting."""
         present = {r: s for r, (s, _) in self._heard.items() if not self._has_left(r)}
         if not present:
             return None
-        still = time.monotonic() - max(self._moved[rank][1] for rank in present)
+        still = self._now() - max(self._moved[rank][1] for rank in present)
         if still < self.timeout_s:
             return None
         waiting = [rank for rank, sign in present.items() if sign["waits"]]
@@ -242,7 +257,7 @@ class Watch:
         return Failure(guilty, message, self._table(present))
 
     def _has_left(self, rank: int) -> bool:
-        return bool(self.board is not None and self.board.check([f"left/{rank}"]))
+        return bool(self.board is not None and self.board.has(f"left/{rank}"))
 
     def _table(self, signs: dict[int, Sign]) -> str:
         """One line and the stack of each rank."""
@@ -265,8 +280,8 @@ class Watch:
         deadline = time.monotonic() + 3 * EVERY_S
         while len(stacks) < self.size and time.monotonic() < deadline:
             for rank in range(self.size):
-                if rank not in stacks and self.board.check([f"stack/{rank}"]):
-                    stacks[rank] = self.board.get(f"stack/{rank}").decode()
+                if rank not in stacks and self.board.has(f"stack/{rank}"):
+                    stacks[rank] = self.board.get(f"stack/{rank}")
             time.sleep(0.1)
         return stacks
 
@@ -274,19 +289,6 @@ class Watch:
         """Where the main thread is."""
         frame = sys._current_frames().get(self._main or 0)
         return "".join(traceback.format_stack(frame)[-8:]).rstrip() if frame else "  (gone)"
-
-
-def _open_board(rank: int, size: int) -> tuple[Any, str]:
-    """A store of our own, and its host: the process group's serves one at a time, and blocks."""
-    kept = TCPStore("0.0.0.0", 0, None, True, wait_for_workers=False) if rank == 0 else None
-    place: list[Any] = [None if kept is None else (socket.gethostname(), kept.port)]
-    dist.broadcast_object_list(place, src=0)
-    host, port = place[0]
-    if kept is not None:
-        return kept, host
-    address = os.environ.get("MASTER_ADDR", host)
-    board = TCPStore(address, port, None, False, timedelta(seconds=30), wait_for_workers=False)
-    return board, host
 
 
 def _sign() -> Sign:
@@ -300,11 +302,6 @@ def _sign() -> Sign:
         "step": PULSE.step,
         "time": time.time(),  # makes two signs differ as long as somebody writes them
     }
-
-
-def _failure(text: str) -> Failure:
-    told = json.loads(text)
-    return Failure(told["rank"], told["message"], told["details"])
 
 
 def _who(rank: int, sign: Sign) -> str:
@@ -330,5 +327,5 @@ def _quietly(ask: Callable[[], Any], default: Any = None) -> Any:
     """What the board answers, ``default`` where it is gone with rank 0: the run ends anyway."""
     try:
         return ask()
-    except dist.DistError:
+    except BoardLost:
         return default

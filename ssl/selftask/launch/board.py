@@ -1,0 +1,95 @@
+"""The key-value store through which ranks watch each other; rank 0 keeps it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+
+class BoardLost(Exception):
+    """The board cannot be reached: rank 0 has ended, or does not answer in time."""
+
+    def __init__(self, silent_s: float | None = None) -> None:
+        super().__init__("rank 0 has ended" if silent_s is None else "rank 0 does not answer")
+        self.silent_s = silent_s  # None: the connection is closed
+
+
+class Board:
+    """A store of our own (the process group's blocks), with a time limit for every operation.
+
+    torch's has none for most of them: a client waits forever for a rank 0 that is stopped. A
+    thread of its own asks; whoever waits for the answer gives up after ``limit_s``.
+    """
+
+    def __init__(self, rank: int) -> None:
+        kept = TCPStore("0.0.0.0", 0, None, True, wait_for_workers=False) if rank == 0 else None
+        place: list[Any] = [None]
+        if kept is not None:
+            place = [(socket.gethostname(), os.getpid(), kept.port)]
+        dist.broadcast_object_list(place, src=0)
+        self.host, self.pid, port = place[0]  # of rank 0
+        self.limit_s = 30.0
+        self._store = kept or TCPStore(
+            os.environ.get("MASTER_ADDR", self.host),
+            port,
+            None,
+            False,
+            timedelta(seconds=30),
+            wait_for_workers=False,
+        )
+        self._lost: BoardLost | None = None
+        self._asked: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]]
+        self._asked = SimpleQueue()
+        threading.Thread(target=self._serve, name="selftask board", daemon=True).start()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether rank 0 is on this machine."""
+        return bool(self.host == socket.gethostname())
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(self._store.set, key, value)
+
+    def get(self, key: str) -> str:
+        """The value of a key that is there."""
+        return str(self._ask(self._store.get, key).decode())
+
+    def has(self, key: str) -> bool:
+        return bool(self._ask(self._store.check, [key]))
+
+    def set_once(self, key: str, value: str) -> str:
+        """Set a key that is not there yet; its value, by whomever."""
+        return str(self._ask(self._store.compare_set, key, "", value).decode())
+
+    def _ask(self, operation: Callable[..., Any], *args: Any) -> Any:
+        """The answer. Raises BoardLost without one, from then on at once."""
+        if self._lost is not None:
+            raise self._lost
+        answer: Future[Any] = Future()
+        self._asked.put((answer, operation, args))
+        # By seconds in which this process ran: it may have been suspended along with rank 0.
+        if not any(wait([answer], timeout=1.0).done for _ in range(max(1, round(self.limit_s)))):
+            self._lost = BoardLost(self.limit_s)
+            raise self._lost
+        try:
+            return answer.result()
+        except dist.DistError as error:
+            self._lost = BoardLost()
+            raise self._lost from error
+
+    def _serve(self) -> None:
+        while True:
+            answer, operation, args = self._asked.get()
+            try:
+                answer.set_result(operation(*args))
+            except BaseException as error:  # noqa: BLE001 - raised where it was asked
+                answer.set_exception(error)
