@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from odd_files import encoded, make_bad, make_odd_but_sound, make_photographs
+from odd_files import encoded, make_bad, make_odd_but_sound, make_photographs, picture
 from PIL import Image
 
 from selftask.config.load import load_config
@@ -35,7 +36,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _usual_patience() -> Iterator[None]:
     yield
-    reading.set_policy(Policy().timeout_s, Policy().retries)
+    reading.set_policy(Policy())
 
 
 def config_for(folder: Path, out: Path, *more: str) -> Config:
@@ -56,9 +57,9 @@ def config_for(folder: Path, out: Path, *more: str) -> Config:
     )
 
 
-def one_epoch(config: Config) -> list[int]:
+def one_epoch(config: Config, sources: Sources | None = None) -> list[int]:
     """Read one epoch as training does; the indices of the images shown."""
-    feed = Feed(config, open_data(config.data), World(), CPU)
+    feed = Feed(config, sources or open_data(config.data), World(), CPU)
     samples = feed.train_samples(0)
     try:
         shown = [next(samples)["index"] for _ in range(feed.batches.steps_per_epoch)]
@@ -185,6 +186,62 @@ def test_a_read_that_never_ends_is_given_up(
         with open(stuck, "wb", buffering=0) as writer:
             writer.write(b"x")
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("loop", "num_workers"), [("train", 0), ("train", 2), ("evaluate", 0)])
+def test_a_dead_disk_ends_a_run_at_once_and_is_named(
+    loop: str, num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its images are not bad: none is replaced a hundred times, and none is listed."""
+    folder, out = tmp_path / "images", tmp_path / "out"
+    make_photographs(folder, 40)
+    real_open, failed = os.open, []
+
+    def fail(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if str(path).startswith(str(folder)):
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real_open(path, flags, *more, **named)
+
+    config = config_for(folder, out, "data.max_bad=1", f"data.num_workers={num_workers}")
+    feed = Feed(config, open_data(config.data), World(), CPU)
+    monkeypatch.setattr(os, "open", fail)
+    monkeypatch.setattr(reading, "FIRST_PAUSE_S", 0.001)
+    reason = r"last 5 reads failed.*\.jpg: input/output error \(tried 3 times\)$"
+    with pytest.raises(UserError, match=reason):
+        next(feed.train_samples(0) if loop == "train" else feed.labelled_samples())
+    feed.close()
+    assert len(failed) == (15 if num_workers == 0 else 0)
+    assert not (out / "bad_files.txt").exists()
+
+
+def test_a_disk_that_does_not_answer_the_scan_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_photographs(tmp_path / "images", 20)
+    config = config_for(tmp_path / "images", tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", _raise_stale)
+        sources = open_data(config.data)
+        assert len(sources.train.unreadable()) == 20
+    assert len(one_epoch(config, sources)) == 20
+
+
+def _raise_stale(*_: Any, **__: Any) -> int:
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+def test_limits_on_encoded_images_are_set_by_the_config(tmp_path: Path) -> None:
+    make_photographs(tmp_path, 10)
+    size = (tmp_path / "0000.jpg").stat().st_size
+    config = config_for(tmp_path, tmp_path / "out", f"data.max_bytes={size - 1}")
+    with pytest.raises(BadImage, match=f"{size} bytes, more than data.max_bytes={size - 1}"):
+        open_data(config.data).train[0]
+    picture(1).save(tmp_path / "0001.jpg", progressive=True)
+    config = config_for(tmp_path, tmp_path / "out", "data.max_scans=3")
+    with pytest.raises(BadImage, match=r"scans, more than data\.max_scans=3"):
+        open_data(config.data).train[1]
+    assert open_data(config.data).train[0][0].shape == (20, 24, 3)
 
 
 def test_patience_is_set_by_the_config(tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from selftask.data.image import as_picture, check_header, from_array, read_image, to_rgb
+from selftask.data.image import (
+    as_picture,
+    check_header,
+    decode_image,
+    from_array,
+    read_image,
+    to_rgb,
+)
 from selftask.data.reading import BadImage
 
 ODD_IMAGES = Path(__file__).parents[3] / "shared" / "data" / "odd_images"
@@ -176,3 +183,26 @@ def test_odd_images() -> None:
         else:
             with pytest.raises(BadImage):
                 read_image(path)
+
+
+def progressive(num_scans: int) -> bytes:
+    """A progressive JPEG whose last scan is repeated; what is behind its end is no scan."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 48), (9, 99, 200)).save(buffer, "JPEG", progressive=True)
+    content = buffer.getvalue()
+    last, end = content.rindex(b"\xff\xda"), content.rindex(b"\xff\xd9")
+    more = content[last:end] * (num_scans - content.count(b"\xff\xda"))
+    return content[:end] + more + content[end:] + b"\xff\xda" * 200
+
+
+@pytest.mark.parametrize("comment", [b"", b"\xff\xda\xff\xd9" * 200])
+def test_a_jpeg_of_too_many_scans_is_refused_before_it_is_decoded(comment: bytes) -> None:
+    segment = b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment
+    for number in (100, 101):
+        content = progressive(number)
+        content = content[:2] + segment + content[2:]
+        if number == 100:
+            assert decode_image(content, "x").shape == (48, 64, 3)
+        else:
+            with pytest.raises(BadImage, match=r"^x: 101 scans, more than data\.max_scans=100"):
+                decode_image(content, "x")

@@ -68,6 +68,9 @@ class DataConfig:
     max_bad: float | None = _setting(None, min=0, max=1)  # share of images that may be unreadable;
     # null: 0.1 %, but at least 3 images
     max_pixels: int = _setting(100_000_000, min=1)  # larger images are refused: they are bombs
+    max_bytes: int = _setting(1 << 30, min=1)  # of an encoded image; larger ones are not read
+    max_scans: int = _setting(100, min=1)  # of a JPEG, each of which takes a pass over the image;
+    # most have 1, progressive ones about 10
     subset: float | int | dict[str, Any] | None = None  # of the training images: see docs/data.md
     copy_to: str | None = None  # copy the files to this folder, or to `ram`, before training
     read_timeout_s: float = _setting(60.0, min=0)  # of a file, when its disk is silent; 0: none

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from selftask.config.checks import pipelines
 from selftask.data.order import hash_words
-from selftask.data.reading import BadImage, set_policy
+from selftask.data.reading import BadImage, Policy, set_policy
 from selftask.data.sampler import Sampler, build_sampler, epoch_of, steps_per_epoch
 from selftask.data.source import Source, channels_of
 from selftask.data.sources.labels import number_alike
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from selftask.data.views import Pipeline, ToFloat, Views
 
 MAX_REPLACEMENTS = 100  # tried for one sample before giving up
+MAX_FAILED_READS = 5  # in a row; with their retries, 0.5 s each on a disk that answers with EIO
 DEFAULT_MAX_BAD, MIN_ALLOWED_BAD = 0.001, 3  # a share and a number of images, unless max_bad is set
 _REPLACEMENT = 0x7265706C  # "repl": keeps the chain of replacements apart from other hashes
 
@@ -112,7 +113,7 @@ def open_data(data: DataConfig) -> Sources:
 
     From then on this process, and those it forks, are as patient with files as ``data`` says.
     """
-    set_policy(data.read_timeout_s, data.read_retries)
+    set_policy(Policy(data.read_timeout_s, data.read_retries, data.max_bytes, data.max_scans))
     train = subset_of(open_source(data.source, data.max_pixels), data.subset)
     val = None if data.val is None else open_source(data.val, data.max_pixels)
     if val is not None:
@@ -166,8 +167,17 @@ def replacement(seed: int, epoch: int, index: int, attempt: int, num_images: int
 
 
 def read(source: Source, index: int) -> tuple[np.ndarray, int]:
-    """An image and its label; raises BadImage, and UserError for a source that breaks its word."""
-    image, target = source[index]
+    """An image and its label.
+
+    Raises BadImage, and UserError for a source that violates the Source contract or for storage
+    that has failed MAX_FAILED_READS times in a row: replacing images would not end.
+    """
+    try:
+        image, target = source[index]
+    except BadImage as error:
+        _check_storage(error)
+        raise
+    _FAILED.clear()
     channels = channels_of(source)
     if image.shape[2:] != (channels,):
         raise UserError(
@@ -175,6 +185,22 @@ def read(source: Source, index: int) -> tuple[np.ndarray, int]:
             f"is expected of {type(source).__name__}, by its attribute `channels`"
         )
     return image, target
+
+
+_FAILED: list[BadImage] = []  # reads of this process in a row, because of their storage
+
+
+def _check_storage(error: BadImage) -> None:
+    if not error.storage_failed:
+        _FAILED.clear()
+        return
+    _FAILED.append(error)
+    if len(_FAILED) == MAX_FAILED_READS:
+        _FAILED.clear()
+        raise UserError(
+            f"data: the last {MAX_FAILED_READS} reads failed; check the disk or the file system "
+            f"of {error}"
+        )
 
 
 class ViewDataset(Dataset):
@@ -300,11 +326,13 @@ class BadFiles:
     def __len__(self) -> int:
         return len(self.reasons)
 
-    def refuse(self, known: Collection[BadImage]) -> None:
+    def refuse(self, known: Iterable[BadImage]) -> None:
         """Raise UserError, before the first step, if images that are known to be bad are too many.
 
-        Else they are recorded when they are asked for, as all others.
+        Else they are recorded when they are asked for, as all others. So are those whose storage
+        failed: the next try may succeed.
         """
+        known = [bad for bad in known if not bad.storage_failed]
         if known and (self.on_error == "fail" or not self.limit.allows(len(known))):
             found = self._record(known)
             self._judge(found, found)  # the list may hold images that were fixed since

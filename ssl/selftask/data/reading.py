@@ -26,7 +26,6 @@ from selftask.errors import UserError
 
 T = TypeVar("T")
 
-MAX_BYTES = 4 << 30  # a larger file is no image, and would only fill the memory
 MAX_STUCK = 16  # threads left behind in one process before nothing more is tried
 FIRST_PAUSE_S = 0.1  # before the first retry; each further one waits four times as long
 
@@ -45,11 +44,15 @@ _KINDS = {
 
 
 class BadImage(Exception):
-    """An image that cannot be read: its path (or name) and the reason, on one line."""
+    """An image that cannot be read: its path (or name) and the reason, on one line.
 
-    def __init__(self, path: str, reason: str) -> None:
+    ``storage_failed``: its file system did not answer, so that nothing is known about the image.
+    """
+
+    def __init__(self, path: str, reason: str, *, storage_failed: bool = False) -> None:
         self.path = path
         self.reason = " ".join(reason.split())
+        self.storage_failed = storage_failed
         super().__init__(path, self.reason)
 
     def __str__(self) -> str:
@@ -58,18 +61,20 @@ class BadImage(Exception):
 
 @dataclass
 class Policy:
-    """How patient this process and the workers it forks are: ``data.read_timeout_s``, ..."""
+    """How this process and the workers it forks read: ``data.read_timeout_s``, ..."""
 
     timeout_s: float = 60.0  # 0: for ever
     retries: int = 2
+    max_bytes: int = 1 << 30  # of one image, encoded
+    max_scans: int = 100  # of one JPEG
 
 
 POLICY = Policy()
 
 
-def set_policy(timeout_s: float, retries: int) -> None:
-    """What ``read_bytes`` does from now on where it is not told otherwise."""
-    POLICY.timeout_s, POLICY.retries = timeout_s, retries
+def set_policy(policy: Policy) -> None:
+    """Read by this policy from now on, unless a call says otherwise."""
+    vars(POLICY).update(vars(policy))
 
 
 def read_bytes(path: str, timeout_s: float | None = None, retries: int | None = None) -> bytes:
@@ -110,7 +115,8 @@ def patiently(
                 break
     reason = getattr(problem, "strerror", None) or str(problem) or type(problem).__name__
     tried = f" (tried {attempt + 1} times)" if attempt else ""
-    raise BadImage(name, f"{reason.lower()}{tried}") from problem
+    failed = may_pass(problem) or getattr(problem, "errno", None) == errno.EDEADLK
+    raise BadImage(name, f"{reason.lower()}{tried}", storage_failed=failed) from problem
 
 
 def is_transient(error: Exception) -> bool:
@@ -131,9 +137,16 @@ def _open(path: str) -> tuple[int, int]:
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise OSError(errno.EINVAL, f"{kind}, not a file")
-    if status.st_size > MAX_BYTES:
-        raise OSError(errno.EFBIG, f"{status.st_size} bytes: too large for an image")
+    check_size(status.st_size)
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), status.st_size
+
+
+def check_size(num_bytes: int) -> None:
+    """Raise OSError for more bytes than ``data.max_bytes`` allows for one image."""
+    if num_bytes > POLICY.max_bytes:
+        raise OSError(
+            errno.EFBIG, f"{num_bytes} bytes, more than data.max_bytes={POLICY.max_bytes}"
+        )
 
 
 def _read(path: str) -> bytes:
@@ -143,8 +156,9 @@ def _read(path: str) -> bytes:
         if len(content) == size:
             return content
         parts = [content]  # it shrank, grew, or came in pieces
-        while parts[-1] and sum(map(len, parts)) <= MAX_BYTES:
+        while parts[-1]:
             parts.append(os.read(handle, 1 << 20))
+            check_size(sum(map(len, parts)))
         return b"".join(parts)
     finally:
         os.close(handle)

@@ -8,7 +8,7 @@ import stat
 from collections import OrderedDict
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from selftask.data.reading import BadImage, is_transient, now_reading, patiently
+from selftask.data.reading import BadImage, check_size, is_transient, now_reading, patiently
 from selftask.data.sources.packages import require
 from selftask.data.sources.patterns import expand_braces, is_pattern, match_files, no_match
 from selftask.errors import UserError, nearest_path
@@ -57,6 +57,11 @@ def open_file(path: str) -> BinaryIO:
 def read_part(path: str, offset: int, size: int, name: str) -> bytes:
     """``size`` bytes of a file from ``offset`` on; raises BadImage, about ``name``."""
     now_reading(name)
+
+    try:
+        check_size(size)
+    except OSError as error:
+        raise BadImage(name, str(error.strerror)) from error
 
     def read(path: str) -> bytes:
         if is_remote(path):
