@@ -190,6 +190,7 @@ def test_a_large_recipe_becomes_small() -> None:
     config = small("dino/vit_small_imagenet")
     assert config.backbone.name == "vit_micro"
     assert config.backbone.args["dynamic_img_size"], "what multi-crop needs stays"
+    assert config.backbone.args["drop_path"] == 0.1
     assert (config.train.batch_size, config.train.epochs, config.train.max_steps) == (8, 2, None)
     assert config.train.precision == "float32"
     sizes = {
@@ -313,6 +314,14 @@ def test_two_shipped_methods(method: str, capsys: pytest.CaptureFixture[str]) ->
     resumed = dict.fromkeys(["samples", "network", "method", "optimizer"], "ok")
     assert rows_of(output, "2 > 1 > 2") == resumed
     assert f"SAME: {method} on 2 ranks" in output
+
+
+def test_stochastic_depth(capsys: pytest.CaptureFixture[str]) -> None:
+    """MoCo's teacher has it too, on images that other ranks have drawn for."""
+    vit = "backbone={name: vit_micro, depth: 2, drop_path: 0.5}"
+    code, output = check(capsys, "moco", vit, "--ranks=1,2", "--steps=2")
+    assert code == 0, output
+    assert "'drop_path': 0.5" in output
 
 
 def test_a_broken_method_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:

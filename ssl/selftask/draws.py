@@ -8,10 +8,14 @@ waits for the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 _METHOD = 0x6D6574686F64  # "method": keeps these draws apart from other uses of the same seed
+_LAYERS = 0x6C6179657273  # "layers": the same for those of dropout and stochastic depth
 _GOLDEN = 0x9E3779B97F4A7C15  # the odd number nearest to 2**64 / golden ratio
 _BITS = 24  # of a draw: what a float32 below 1 can hold exactly
 
@@ -25,11 +29,97 @@ def uniform(seed: int, key: Tensor, n: int) -> Tensor:
     number of the stream that ``seed`` starts itself starts a stream, whose index-th number starts
     the one read here.
     """
-    epoch, index = key.unbind(dim=1)  # (B,) each
-    start = torch.full_like(epoch, _signed(seed ^ _METHOD))
-    start = splitmix64(splitmix64(start, epoch), index)
+    start = _streams(seed ^ _METHOD, key)
     bits = splitmix64(start[:, None], torch.arange(n, device=key.device))  # (B, n)
     return _shift_right(bits, 64 - _BITS).float() * 2.0**-_BITS
+
+
+class LayerDraws:
+    """What dropout layers draw from: a function of (seed, epoch, sample, view, layer).
+
+    One for a process. A layer reads its row of ``words``; whoever passes several views through a
+    network calls ``enter`` before each pass. Without such layers nothing is computed.
+
+    Shape:
+        words: int64 (L, N), for L layers and the N rows of the batch that is passed; None outside
+        of training and without layers. Rows are samples, view after view.
+    """
+
+    def __init__(self) -> None:
+        self.words: Tensor | None = None
+        self._samples: Tensor | None = None  # (B,), the stream of each sample of the batch
+        self.num_layers = 0
+        self._seed = 0
+
+    def reset(self, seed: int, num_layers: int) -> None:
+        """Begin a run whose layers are numbered from 0."""
+        self._seed, self.num_layers = seed, num_layers
+        self.stop()
+
+    def start(self, key: Tensor, device: torch.device) -> None:
+        """Begin a batch of the samples ``key`` (B, 2), as given by the loader: one view of each."""
+        self._samples = _streams(self._seed ^ _LAYERS, key.to(device, non_blocking=True))
+        self.enter((0,))
+
+    def stop(self) -> None:
+        """End the batch: layers draw from torch's generator again."""
+        self.words = self._samples = None
+
+    def enter(self, views: Sequence[int]) -> None:
+        """Begin a pass of the batch's samples through the network, in these views."""
+        if self._samples is None:
+            return
+        device = self._samples.device
+        numbers = torch.tensor(list(views), device=device)
+        rows = splitmix64(self._samples, numbers[:, None]).flatten()  # (N,)
+        layers = torch.arange(self.num_layers, device=device)
+        self.words = splitmix64(rows, layers[:, None])  # (L, N)
+
+    @contextmanager
+    def exchanged(self, exchange: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Context in which this rank has other samples, those that ``exchange`` gives it."""
+        before = self._samples, self.words
+        if self._samples is not None:
+            self._samples = exchange(self._samples)
+            self.enter((0,))
+        try:
+            yield
+        finally:
+            self._samples, self.words = before
+
+    @contextmanager
+    def again(self, words: Tensor | None) -> Iterator[None]:
+        """Context of a pass that is computed a second time, with the ``words`` of the first."""
+        before, self.words = self.words, words
+        try:
+            yield
+        finally:
+            self.words = before
+
+
+LAYER_DRAWS = LayerDraws()
+
+
+def keep_mask(words: Tensor, count: int, keep: float) -> Tensor:
+    """Bool (N, ``count``), each true with probability ``keep``, to a multiple of 2**-16.
+
+    Args:
+        words: int64 (N,), the word of each row, from which the row is drawn.
+        count: numbers a row; four are read from a word.
+        keep: probability, from 0 to 1.
+    """
+    bits = words[:, None]
+    if count > 4:
+        bits = splitmix64(bits, torch.arange(-(-count // 4), device=words.device))
+    threshold = min(round(keep * 2**16), 2**16 - 1) - 2**15
+    return bits.contiguous().view(torch.int16)[:, :count] < threshold
+
+
+def _streams(seed: int, key: Tensor) -> Tensor:
+    """The stream that begins at each ``key`` (B, 2): int64 (B,)."""
+    epoch, index = key.unbind(dim=1)
+    start = torch.full_like(epoch, _signed(seed))
+    return splitmix64(splitmix64(start, epoch), index)
 
 
 def splitmix64(start: Tensor, place: Tensor) -> Tensor:

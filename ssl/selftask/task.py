@@ -26,11 +26,13 @@ from selftask.config.schema import Component, Config
 from selftask.data.dataset import Sources, open_data
 from selftask.data.feed import Feed
 from selftask.data.identity import check_same_on_all_ranks
+from selftask.draws import LAYER_DRAWS
 from selftask.errors import UserError
 from selftask.hooks.base import POINTS, defines
 from selftask.logs import MetricsFile, format_row, get_logger
 from selftask.models.address import read_weights
 from selftask.models.build import build_backbone, check_sizes
+from selftask.models.dropout import draw_per_sample
 from selftask.models.summary import opening_lines
 from selftask.models.teacher import Teacher
 from selftask.models.weights import load_weights
@@ -129,6 +131,12 @@ class Task(ClassyTaskNames):
         synchronize(config.parallel, [self.base_model, self.loss])
         self.loss.attach(self)
         self.loss.to(self.device)
+        own_draws = draw_per_sample([self.base_model, self.loss], config.train.seed)
+        if own_draws and self.world.size > 1:
+            log.warning(
+                "%s: draws from each rank's own generator; results depend on the number of ranks",
+                ", ".join(own_draws),
+            )
         for module in (self.base_model, self.loss):
             broadcast_module(module)
         self.activations = save_activations(config.parallel, self.base_model)
@@ -352,7 +360,10 @@ class Task(ClassyTaskNames):
         prepare = self.loss.prepare
         for sample in samples:
             prepare(sample, self)
+            if self.train and LAYER_DRAWS.num_layers:
+                LAYER_DRAWS.start(sample["key"], self.device)
             yield sample
+        LAYER_DRAWS.stop()
 
     @property
     def batches_left(self) -> int:

@@ -23,7 +23,7 @@ UPDATES_PER_EPOCH = 2  # so that a few steps see the end of an epoch
 EPS = 1e-3  # of Adam: with its own 1e-8 a zero gradient's rounding becomes an update of its own
 _KINDS = 4  # of images: what supervised training has to tell apart
 _VIT = {"img_size": IMAGE_SIZE, "patch_size": 4, "depth": 2}
-_VIT_CHOICES = ("pool", "class_token", "dynamic_img_size")  # which stay as they are
+_VIT_CHOICES = ("pool", "class_token", "drop_path", "dynamic_img_size")  # which stay as they are
 _NETS = ("small_resnet", "resnet", "torchvision", "timm")
 _SMALL = {
     "dim": 16,
@@ -125,6 +125,8 @@ def _small_backbone(config: Config) -> Component:
     given = {key: value for key, value in args.items() if _given(config, f"backbone.{key}")}
     if name.startswith("vit_") or "vit" in str(args.get("model", "")):
         kept = {key: args[key] for key in _VIT_CHOICES if key in args}
+        if "drop_path_rate" in args.get("args", {}):  # timm's word for it
+            kept["drop_path"] = args["args"]["drop_path_rate"]
         small = Component(name="vit_micro", args={**_VIT, **kept, **given})
     elif name.startswith(_NETS):
         small = Component(name="small_resnet", args={"width": 8, **given})

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.collectives import all_gather_cat, rank, world_size
+from selftask.draws import LAYER_DRAWS
 from selftask.methods.base import Method
 from selftask.models.heads import mlp
 from selftask.models.precision import full_precision, in_full_precision
@@ -91,7 +92,8 @@ class MoCo(Method):
     def on_forward(self, task: Task) -> None:
         """The keys of the batch on all ranks; they join the queue after the update."""
         views = [deal(view) for view in task.last_batch.sample["teacher_input"]]
-        keys = F.normalize(full_precision(self.teacher(views)), dim=2)  # (V, B, D)
+        with LAYER_DRAWS.exchanged(deal):
+            keys = F.normalize(full_precision(self.teacher(views)), dim=2)  # (V, B, D)
         self.keys.append(torch.stack([undeal(key) for key in keys]))  # (V, B * W, D)
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selftask.draws import LAYER_DRAWS
+
 
 class Network(nn.Module):
     """``head(backbone(views))``, in one pass for all views of one size or in one for each view.
@@ -45,6 +47,7 @@ class Network(nn.Module):
             return torch.stack([self.head(part) for part in parts])
         features = forward_by_size(self.backbone, views)  # (V*B, E)
         self.embedding = features.detach()
+        LAYER_DRAWS.enter(range(len(views)))
         output: Tensor = self.head(features)  # (V*B, D)
         return output.view(len(views), -1, *output.shape[1:])
 
@@ -70,6 +73,7 @@ def forward_by_size(backbone: nn.Module, views: Sequence[Tensor]) -> Tensor:
     for same_size in places.values():
         images = [views[place] for place in same_size]
         together = images[0] if len(images) == 1 else torch.cat(images)  # (views * B, C, H, W)
+        LAYER_DRAWS.enter(same_size)
         output: Tensor = backbone(together)
         if len(places) == 1:
             return output  # in view order already: no copy

@@ -13,9 +13,11 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
+
+from selftask.draws import LAYER_DRAWS
 
 
 def checkpoint_blocks(blocks: Iterable[nn.Module]) -> None:
@@ -34,7 +36,8 @@ def _checkpointed(kind: Any) -> Any:
             return kind.forward(self, *args, **kwargs)
         more: dict[str, Any] = {}
         inner, meter = partial(kind.forward, self), cast(Any, self._meter)
-        if _statistics(self) or meter is not None:
+        draws = LAYER_DRAWS.words is not None and not torch.compiler.is_compiling()
+        if _statistics(self) or meter is not None or draws:  # a compiled pass has the draws in it
             more["context_fn"] = partial(_contexts, self)
         if meter is not None:
             meter.measure(self, partial(inner, *args, **kwargs), (*args, *kwargs.values()))
@@ -57,15 +60,15 @@ def recompute(block: nn.Module, wanted: bool) -> None:
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Around the first computation, and around the second."""
-    return nullcontext(), _recomputing(block)
+    return nullcontext(), _recomputing(block, LAYER_DRAWS.words)
 
 
 @contextmanager
-def _recomputing(block: nn.Module) -> Iterator[None]:
+def _recomputing(block: nn.Module, words: Tensor | None) -> Iterator[None]:
     meter: Any = block._meter
     if meter is not None:
         meter.close()
-    with keeping_statistics(block):
+    with keeping_statistics(block), LAYER_DRAWS.again(words):
         yield
 
 

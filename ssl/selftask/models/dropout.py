@@ -1,0 +1,120 @@
+"""Dropout and stochastic depth that draw per sample, so that W ranks draw what one rank does.
+
+The libraries' layers draw from torch's generator, whose numbers depend on the size of the rank's
+batch. ``draw_per_sample`` makes the layers of a network read ``draws.LAYER_DRAWS`` instead.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from selftask.draws import LAYER_DRAWS, keep_mask
+from selftask.logs import get_logger
+
+log = get_logger(__name__)
+
+
+class _Kind(NamedTuple):
+    """A library's layer: the attribute that holds its rate, and how many axes it draws for."""
+
+    rate: str
+    axes: int  # after the first; what lies behind them is dropped together
+
+
+_ALL_AXES = 99
+_KINDS = {
+    "torch.nn.modules.dropout.Dropout": _Kind("p", _ALL_AXES),
+    "torch.nn.modules.dropout.Dropout1d": _Kind("p", 1),
+    "torch.nn.modules.dropout.Dropout2d": _Kind("p", 1),
+    "torch.nn.modules.dropout.Dropout3d": _Kind("p", 1),
+    "timm.layers.drop.DropPath": _Kind("drop_prob", 0),
+    "torchvision.ops.stochastic_depth.StochasticDepth": _Kind("p", 0),
+}
+_OTHER_RATES = ("drop_prob", "dropout", "p", "prob")
+_OTHERS = ("drop", "attention", "stochasticdepth", "rnn", "lstm", "gru")  # names of classes
+
+
+def draw_per_sample(modules: Iterable[nn.Module], seed: int) -> list[str]:
+    """Make the dropout layers of ``modules`` draw per sample, and reset ``LAYER_DRAWS`` to them.
+
+    Only the class of a layer changes: neither names nor state do. Layers with a rate of 0 stay as
+    they are.
+
+    Returns:
+        The names of layers that draw, and go on drawing from torch's generator: the class is not
+        one of timm's, torchvision's or torch's dropouts.
+    """
+    number, others, seen = 0, [], set()
+    for module in modules:
+        for name, layer in module.named_modules():
+            if layer in seen:
+                continue
+            seen.add(layer)
+            library: Any = type(layer)
+            kind = _KINDS.get(f"{library.__module__}.{library.__qualname__}")
+            if kind is not None and getattr(layer, kind.rate) and _in_rows(layer):
+                layer.__class__ = _per_sample(library, kind)
+                layer._draw_number = -1  # type: ignore[assignment]
+            if hasattr(layer, "_draw_number"):
+                layer._draw_number = number
+                number += 1
+            elif _may_draw(layer):
+                others.append(f"{name} ({type(layer).__name__})")
+            _unfuse(layer)
+    LAYER_DRAWS.reset(seed, number)
+    return others
+
+
+@functools.cache
+def _per_sample(library: Any, kind: _Kind) -> Any:
+    """The ``library``'s class, drawing per sample while a batch of the run is at hand."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        rate = getattr(self, kind.rate)
+        if not self.training or not rate or LAYER_DRAWS.words is None:
+            return library.forward(self, x)
+        words = LAYER_DRAWS.words[self._draw_number]  # (N,)
+        if len(x) % len(words):
+            _refuse_recomputation()
+            return library.forward(self, x)
+        shape = x.shape[: 1 + kind.axes]
+        mask = keep_mask(words, shape.numel() // len(words), 1 - rate)
+        scale = 1 / (1 - rate) if rate < 1 and getattr(self, "scale_by_keep", True) else 1.0
+        return x * (mask.to(x.dtype) * scale).view(*shape, *[1] * (x.ndim - len(shape)))
+
+    return type(library.__name__, (library,), {"forward": forward})
+
+
+def _in_rows(layer: nn.Module) -> bool:
+    """False for torchvision's StochasticDepth that drops a whole batch."""
+    return getattr(layer, "mode", "row") == "row"
+
+
+def _may_draw(layer: nn.Module) -> bool:
+    """Whether a class that is not known looks like one that draws, at a rate above 0."""
+    rates = [getattr(layer, name, 0) for name in _OTHER_RATES]
+    is_named_so = any(word in type(layer).__name__.lower() for word in _OTHERS)
+    return is_named_so and any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def _unfuse(layer: Any) -> None:
+    """Have timm's attention call its dropout layer: torch's fused one draws by itself."""
+    if getattr(layer, "fused_attn", False) and getattr(getattr(layer, "attn_drop", None), "p", 0):
+        layer.fused_attn = False
+
+
+def _refuse_recomputation() -> None:
+    """Raise RuntimeError in a backward pass.
+
+    There a backbone's own checkpointing computes a pass again, and its draws are no longer known.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "dropout in a block that the backbone itself computes again in the backward pass: use "
+            "parallel.activation_checkpointing=blocks instead of the backbone's own"
+        )

@@ -1,0 +1,254 @@
+"""Dropout that draws per sample: what ranks, batches, passes and recomputation must not change."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from timm.layers import DropPath
+from timm.layers.attention import Attention
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from selftask.draws import LAYER_DRAWS, keep_mask, splitmix64
+from selftask.models.dropout import draw_per_sample
+from selftask.models.network import Network
+from selftask.parallel.activation_checkpointing import checkpoint_blocks
+from selftask.parallel.blocks import find_blocks
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_layers_afterwards() -> Iterator[None]:
+    yield
+    LAYER_DRAWS.reset(0, 0)
+
+
+def keys(index: Tensor, epoch: int = 2) -> Tensor:
+    return torch.stack([torch.full_like(index, epoch), index], dim=1)
+
+
+INDEX = torch.arange(100, 112)
+LAYERS = {
+    "dropout": lambda: nn.Dropout(0.3),
+    "dropout1d": lambda: nn.Dropout1d(0.3),
+    "drop_path": lambda: DropPath(0.3),
+    "drop_path_unscaled": lambda: DropPath(0.3, scale_by_keep=False),
+    "stochastic_depth": lambda: torchvision.ops.StochasticDepth(0.3, "row"),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_rank_draws_its_part_of_the_whole_batch(name: str) -> None:
+    """Two views, one after the other, on one rank and on three; torch's generator stays."""
+    layer = LAYERS[name]()
+    assert draw_per_sample([layer], seed=7) == []
+    x = torch.ones(2, 12, 5, 4)
+
+    def run(index: Tensor, part: Tensor) -> Tensor:
+        LAYER_DRAWS.start(keys(index), CPU)
+        LAYER_DRAWS.enter((0, 1))
+        y: Tensor = layer(part.flatten(0, 1))
+        return y.view_as(part)
+
+    before = torch.get_rng_state()
+    whole = run(INDEX, x)
+    parts = [run(INDEX[n : n + 4], x[:, n : n + 4]) for n in (0, 4, 8)]
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(whole[0], whole[1]), "views draw for themselves"
+    kept = 1.0 if name == "drop_path_unscaled" else 1 / 0.7
+    assert sorted(set(whole.flatten().tolist())) == pytest.approx([0.0, kept])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_is_dropped_together_is_that_of_the_library(name: str) -> None:
+    library, layer = LAYERS[name](), LAYERS[name]()
+    draw_per_sample([layer], seed=0)
+    x = torch.ones(400, 6, 5)
+    LAYER_DRAWS.start(keys(torch.arange(400)), CPU)
+    for drops in (library(x) == 0, layer(x) == 0):
+        share = drops.float().mean().item()
+        assert share == pytest.approx(0.3, abs=0.1)
+        same_in_row = bool((drops == drops[:, :, :1]).all())
+        same_in_sample = bool((drops == drops[:, :1, :1]).all())
+        assert same_in_row == (name != "dropout")
+        assert same_in_sample == (name not in ("dropout", "dropout1d"))
+
+
+def test_layers_seeds_epochs_and_copies_draw_for_themselves() -> None:
+    first, second = nn.Dropout(0.5), nn.Dropout(0.5)
+    teacher = copy.deepcopy(second)
+    x = torch.ones(12, 50)
+    seen = []
+    for seed, epoch in ((0, 0), (1, 0), (0, 1)):
+        draw_per_sample([nn.ModuleList([copy.deepcopy(first)])], seed=seed)
+        layers = nn.ModuleList([nn.Dropout(0.5), nn.Dropout(0.5)])
+        draw_per_sample([layers, teacher], seed=seed)
+        LAYER_DRAWS.start(keys(INDEX, epoch), CPU)
+        seen += [layer(x) for layer in (*layers, teacher)]
+    assert all(not torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
+    again = layers[0](x)
+    assert torch.equal(again, seen[6]), "a second pass, as in SAM, draws the same"
+
+
+def test_words_that_are_read_are_random() -> None:
+    """Against binomials: the share of each place and of each row, and pairs of places."""
+    words = splitmix64(torch.arange(4000), torch.tensor(0))
+    for keep in (0.1, 0.5, 0.9):
+        mask = keep_mask(words, 37, keep).double()
+        assert mask.shape == (4000, 37)
+        sigma = (keep * (1 - keep) / mask.numel()) ** 0.5
+        assert abs(mask.mean().item() - keep) < 4 * sigma
+        place = (mask.mean(dim=0) - keep).abs().max().item()
+        assert place < 5 * (keep * (1 - keep) / 4000) ** 0.5
+        correlation = torch.corrcoef(mask.T) - torch.eye(37)
+        assert correlation.abs().max().item() < 5 / 4000**0.5
+    assert keep_mask(words, 8, 0.0).sum() == 0
+
+
+def test_nothing_is_drawn_in_evaluation_outside_of_training_or_at_rate_0() -> None:
+    network = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.0))
+    kinds = [type(layer) for layer in network]
+    draw_per_sample([network], seed=0)
+    assert [type(layer) is kind for layer, kind in zip(network, kinds, strict=True)] == [
+        False,
+        True,
+    ]
+    x = torch.ones(12, 8)
+    LAYER_DRAWS.start(keys(INDEX), CPU)
+    assert torch.equal(network.eval()(x), x)
+    LAYER_DRAWS.stop()
+    torch.manual_seed(0)
+    got = network.train()(x)
+    torch.manual_seed(0)
+    assert torch.equal(got, nn.Dropout(0.5)(x)), "as ever: the library's own"
+
+
+def test_rows_of_other_lengths() -> None:
+    """Windows of an image follow its draws; rows that are no samples fall back on the library."""
+    layer = nn.Dropout(0.5)
+    draw_per_sample([layer], seed=0)
+    LAYER_DRAWS.start(keys(INDEX), CPU)
+    windows = layer(torch.ones(12 * 4, 9))
+    LAYER_DRAWS.start(keys(INDEX[3:6]), CPU)
+    assert torch.equal(layer(torch.ones(3 * 4, 9)), windows[12:24])
+    assert layer(torch.ones(7, 9)).shape == (7, 9)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop_path = nn.Linear(5, 5), DropPath(0.4)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.drop_path(self.dropout(self.linear(x).tanh()))
+        return y
+
+
+class PooledBlocks(nn.Module):
+    """Images (B, 5, H, W) -> (B, 5)."""
+
+    embed_dim = 5
+
+    def __init__(self, own_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Residual() for _ in range(3)))
+        self.own_checkpointing = own_checkpointing
+
+    def forward(self, images: Tensor) -> Any:
+        x = images.mean(dim=(2, 3))
+        if self.own_checkpointing:
+            return checkpoint(self.blocks, x, use_reentrant=False)
+        return self.blocks(x)
+
+
+def multi_crop(own_checkpointing: bool = False) -> tuple[Network, list[Tensor]]:
+    torch.manual_seed(0)
+    network = Network(PooledBlocks(own_checkpointing), nn.Sequential(nn.Dropout(0.2))).double()
+    draw_per_sample([network], seed=3)
+    sizes = (4, 4, 2, 2, 2)
+    return network, [torch.randn(12, 5, size, size).double() for size in sizes]
+
+
+def gradients(network: Any, views: list[Tensor]) -> list[Tensor]:
+    LAYER_DRAWS.start(keys(INDEX), CPU)
+    output = network(views)
+    weights = torch.linspace(1, 2, output.numel(), dtype=output.dtype).view_as(output)
+    return list(torch.autograd.grad((output * weights).sum(), [*network.parameters()]))
+
+
+def test_recomputation_draws_what_the_first_pass_drew() -> None:
+    """Multi-crop: when the first pass is computed again, the draws of the second are in place."""
+    network, views = multi_crop()
+    plain = gradients(network, views)
+    checkpoint_blocks(find_blocks(network))
+    for a, b in zip(plain, gradients(network, views), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_backbones_own_recomputation_is_refused_where_it_would_be_wrong() -> None:
+    network, views = multi_crop(own_checkpointing=True)
+    with pytest.raises(RuntimeError, match="activation_checkpointing=blocks"):
+        gradients(network, views)
+
+
+def test_views_of_two_sizes_are_cut_among_ranks() -> None:
+    network, views = multi_crop()
+
+    def run(part: slice) -> Tensor:
+        LAYER_DRAWS.start(keys(INDEX[part]), CPU)
+        output: Tensor = network([view[part] for view in views])
+        return output
+
+    whole, parts = run(slice(None)), [run(slice(0, 6)), run(slice(6, 12))]
+    assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-14)
+
+
+def test_timms_attention_drops_through_its_layer() -> None:
+    attention = Attention(16, num_heads=2, attn_drop=0.5)
+    without = Attention(16, num_heads=2)
+    draw_per_sample([attention, without], seed=0)
+    assert not attention.fused_attn
+    assert without.fused_attn == Attention(16).fused_attn
+    x = torch.randn(4, 6, 16)
+    results = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        LAYER_DRAWS.start(keys(INDEX[:4]), CPU)
+        results.append(attention(x))
+    assert torch.equal(*results)
+
+
+def test_layers_that_draw_by_themselves_are_named() -> None:
+    network = nn.Sequential(nn.MultiheadAttention(8, 2, dropout=0.1), nn.AlphaDropout(0.2))
+    batch = torchvision.ops.StochasticDepth(0.3, "batch")
+    assert draw_per_sample([network, batch], seed=0) == [
+        "0 (MultiheadAttention)",
+        "1 (AlphaDropout)",
+        " (StochasticDepth)",
+    ]
+    assert draw_per_sample([nn.MultiheadAttention(8, 2)], seed=0) == []
+
+
+def test_compiled_is_as_it_is() -> None:
+    """One graph, which is used again for the next batch."""
+    network, views = multi_crop()
+    views = [view.float() for view in views[:2]]
+    network.float()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(network, backend=counter, fullgraph=True)
+    for epoch in range(3):
+        results = []
+        for called in (network, compiled):
+            LAYER_DRAWS.start(keys(INDEX, epoch), CPU)
+            results.append(called(views))
+        assert torch.allclose(*results, atol=1e-6)
+    assert counter.frame_count == 1
