@@ -131,12 +131,7 @@ class Task(ClassyTaskNames):
         synchronize(config.parallel, [self.base_model, self.loss])
         self.loss.attach(self)
         self.loss.to(self.device)
-        own_draws = draw_per_sample([self.base_model, self.loss], config.train.seed)
-        if own_draws and self.world.size > 1:
-            log.warning(
-                "%s: draws from each rank's own generator; results depend on the number of ranks",
-                ", ".join(own_draws),
-            )
+        draw_per_sample([self.base_model, self.loss], config.train.seed)
         for module in (self.base_model, self.loss):
             broadcast_module(module)
         self.activations = save_activations(config.parallel, self.base_model)

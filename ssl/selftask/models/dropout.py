@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from selftask.collectives import world_size
 from selftask.draws import LAYER_DRAWS, keep_mask
 from selftask.logs import get_logger
 
@@ -46,8 +47,8 @@ def draw_per_sample(modules: Iterable[nn.Module], seed: int) -> list[str]:
     they are.
 
     Returns:
-        The names of layers that draw, and go on drawing from torch's generator: the class is not
-        one of timm's, torchvision's or torch's dropouts.
+        The names of layers of other classes, which go on drawing from torch's generator. On several
+        ranks a warning names them.
     """
     number, others, seen = 0, [], set()
     for module in modules:
@@ -67,6 +68,11 @@ def draw_per_sample(modules: Iterable[nn.Module], seed: int) -> list[str]:
                 others.append(f"{name} ({type(layer).__name__})")
             _unfuse(layer)
     LAYER_DRAWS.reset(seed, number)
+    if others and world_size() > 1:
+        log.warning(
+            "%s: draws from each rank's own generator; results depend on the number of ranks",
+            ", ".join(others),
+        )
     return others
 
 
