@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from selftask.errors import UserError
+from selftask.file_system import expand_user
 from selftask.logs import get_logger
 
 log = get_logger(__name__)
@@ -137,7 +138,7 @@ def find(resume: str, folder: Path, read: Read | None = None) -> tuple[dict[str,
     """
     if resume == "never":
         return None
-    path = Path(resume).expanduser()
+    path = expand_user(resume)
     if resume == "auto" or (checkpoints(folder) and path.resolve().parent != folder.resolve()):
         return load_newest(folder, read)
     if path.is_dir() and not (path / SEAL).exists():

@@ -39,6 +39,13 @@ def plural(noun: str, number: int) -> str:
     return noun if number == 1 else f"{noun}s"
 
 
+def shorten(text: str, most: int = 200) -> str:
+    """A text that is quoted in a message, without its middle if it is long."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]}...{text[-most // 4 :]} ({len(text)} characters)"
+
+
 def nearest(name: str, known: Iterable[str], *, show: int = 12) -> str:
     """The hint that follows a wrong name: ``did you mean 'moco'?`` or the known names."""
     known = sorted(known)
@@ -52,7 +59,10 @@ def nearest(name: str, known: Iterable[str], *, show: int = 12) -> str:
 def nearest_path(path: str | Path) -> str:
     """The same for a path that is not there, from the deepest of its folders that is."""
     missing = Path(path)
-    while not missing.parent.is_dir():
+    while not os.path.isdir(missing.parent):
         missing = missing.parent
-    beside = [str(missing.parent / name) for name in os.listdir(missing.parent)]
+    try:
+        beside = [str(missing.parent / name) for name in os.listdir(missing.parent)]
+    except OSError:  # a hint must not become an error of its own
+        beside = []
     return nearest(str(missing), beside, show=6)

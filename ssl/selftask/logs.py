@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from selftask.file_system import exists
+
 LOGGER = logging.getLogger("selftask")
 _TIME = "%Y-%m-%d %H:%M:%S"
 
@@ -186,7 +188,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """What ``write_json`` wrote; nothing where it has not, or where a power cut has emptied it."""
-    if not path.exists():
+    if not exists(path):
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

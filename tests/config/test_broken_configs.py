@@ -142,7 +142,7 @@ CASES = {
     "no key=value": Broken(rf"{CLI}train\.epochs: expected key=value", ["train.epochs", "3"]),
     "an option": Broken(rf"{CLI}--epochs=3: there are no options", ["--epochs=3"]),
     "a sweep": Broken(rf"{CLI}optimizer\.lr=1,2: several values", ["optimizer.lr=1,2"]),
-    "grammar": Broken(rf"{CLI}out=\[a: .*quotes", ["out=[a"]),
+    "grammar": Broken(rf"{CLI}train\.epochs=\[a: .*quotes", ["train.epochs=[a"]),
     "reference to nothing": Broken(
         r"my\.yaml:11: train\.epochs: .*'train\.max_step' not found",
         edit=("epochs: 3", "epochs: '${train.max_step}'"),
@@ -261,3 +261,34 @@ def test_an_unreadable_config_field_names_its_class(project: Path) -> None:
     )
     with pytest.raises(Exception, match=r"odd \(odd\.py:4\): name 'Unknown' is not defined"):
         load_config("my.yaml", ["import=[toy,odd]", "method=odd"])
+
+
+def test_anchors_that_stand_for_millions_of_values(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    deep = "{a: " * 100 + "1" + "}" * 100
+    for name, text in {"bomb": "\n".join(lines), "circle": "data: &a [*a]", "deep": deep}.items():
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=rf"{name}.yaml: holds more than 100,000 values"):
+            load_config(str(path), [])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [f"data.val={'x' * 5_000}"],
+        [f"data.val={'x/' * 5_000}"],
+        [f"train.{'x' * 700}=1"],
+        [f"{'x.' * 700}y=1"],
+        [f"train.epochs={'9' * 5_000}"],
+        [f"train.epochs={'[' * 5_000}"],
+        [f"method={'m' * 5_000}"],
+    ],
+)
+def test_very_long_words(words: list[str]) -> None:
+    """Are quoted in part, in one line each."""
+    with pytest.raises(ConfigError) as refused:
+        load_config("simclr/digits", words)
+    assert refused.value.problems
+    assert all(len(problem) < 1_000 for problem in refused.value.problems), refused.value.problems

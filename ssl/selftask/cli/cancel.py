@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from selftask.errors import UserError
+from selftask.file_system import exists
 from selftask.launch import jobs
 
 USAGE = """\
@@ -21,7 +22,7 @@ def main(argv: list[str]) -> int:
         print(USAGE)
         return 2
     for word in argv:
-        if re.fullmatch(r"\d+(_\d+)?", word) and not Path(word).exists():
+        if re.fullmatch(r"\d+(_\d+)?", word) and not exists(word):
             ids = [word]
         else:
             ids = list(jobs.noted(Path(word)).values())

@@ -12,6 +12,7 @@ from selftask.cli.options import take_options
 from selftask.cli.surveys import CountDone, open_for_survey
 from selftask.config.trust import TRUST
 from selftask.errors import UserError
+from selftask.file_system import is_folder
 
 if TYPE_CHECKING:
     from selftask.data.survey.check import Bad
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
     """Read everything; 1 if something cannot be read."""
     words, options = take_options(argv, OPTIONS)
     out = Path(options["--out"]) if "--out" in options else None
-    if out is not None and not out.absolute().parent.is_dir():
+    if out is not None and not is_folder(out.absolute().parent):
         raise UserError(f"--out {out}: there is no folder {out.absolute().parent}")
     survey = open_for_survey("check", words, options.get("--workers"), USAGE)
 

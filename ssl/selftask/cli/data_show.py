@@ -7,6 +7,7 @@ from pathlib import Path
 
 from selftask.cli.options import take_options
 from selftask.errors import UserError, plural
+from selftask.file_system import is_folder
 
 USAGE = """\
 usage: selftask data show RECIPE [--images 8] [--out views.png] [key=value ...]
@@ -29,7 +30,7 @@ def main(argv: list[str]) -> int:
         raise UserError("--images 0: at least one image has to be shown")
     if out.suffix.lower() != ".png":
         raise UserError(f"--out {out}: the sheet is a PNG; its name has to end with .png")
-    if not out.absolute().parent.is_dir():
+    if not is_folder(out.absolute().parent):
         raise UserError(f"--out {out}: there is no folder {out.absolute().parent}")
 
     from selftask.config.load import load_config

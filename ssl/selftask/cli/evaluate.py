@@ -12,6 +12,7 @@ from typing import Any
 from selftask.cli.frozen import MODEL, WEIGHTS, open_frozen
 from selftask.config.schema import Config
 from selftask.errors import UserError, nearest
+from selftask.file_system import is_folder
 from selftask.registry import EVALUATIONS
 
 USAGE = f"""\
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> int:
 
     row = evaluate_backbone(frozen.backbone, config, frozen.sources, device=frozen.device)
     print(json.dumps(row))
-    if Path(address).is_dir():
+    if is_folder(address):
         _keep(Path(address), {"evaluation": name, "overrides": overrides, **row})
     return 0
 

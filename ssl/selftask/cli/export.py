@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from selftask.cli.options import take_options
 from selftask.config.trust import TRUST, take_trust
 from selftask.errors import UserError, nearest
+from selftask.file_system import exists
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
     if to not in FORMATS:
         raise UserError(f"export: --to {to}; {nearest(to, FORMATS)}")
     run = Path(words[0])
-    if not (run / "config.yaml").exists():
+    if not exists(run / "config.yaml"):
         raise UserError(f"{run}: not a run of selftask: it has no config.yaml")
     out = Path(options.get("--out", run / "export"))
     try:

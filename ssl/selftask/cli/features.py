@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from selftask.cli.frozen import MODEL, WEIGHTS, open_frozen
 from selftask.errors import UserError
+from selftask.file_system import exists, expand_user
 
 if TYPE_CHECKING:
     from selftask.data.source import Source
@@ -38,8 +39,8 @@ def main(argv: list[str]) -> int:
     asked = [text.partition("=")[2] for text in overrides if text.startswith("out=")]
     if not asked or not asked[-1]:
         raise UserError("features needs out=DIR, the folder to write to")
-    out = Path(asked[-1])
-    if (out / FEATURES).exists():
+    out = expand_user(asked[-1])
+    if exists(out / FEATURES):
         raise UserError(f"out: {out / FEATURES} is there already; choose another folder")
     if any(text.partition("=")[0].startswith("data.val") for text in overrides):
         raise UserError("data.val: features takes those of data= alone; call it once more for them")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from selftask.config.trust import TRUST, take_trust
 from selftask.errors import UserError
+from selftask.file_system import exists, expand_user
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +52,8 @@ def open_frozen(address: str, overrides: list[str]) -> Frozen:
     overrides, trust = take_trust(overrides)
     weights = [text.partition("=")[2] for text in overrides if text.startswith("weights=")]
     overrides = [text for text in overrides if not text.startswith("weights=")]
-    own = Path(address) / "config.yaml"
-    recipe = str(own if own.exists() else recipes.folder() / SHIPPED)
+    own = expand_user(address) / "config.yaml"
+    recipe = str(own if exists(own) else recipes.folder() / SHIPPED)
     config = load_config(recipe, overrides, trust=trust)
 
     from selftask.data.dataset import copy_data, open_data
@@ -67,7 +67,7 @@ def open_frozen(address: str, overrides: list[str]) -> Frozen:
     sources = copy_data(open_data(config.data), copy_to)
     chosen = weights[-1] if weights else PRETRAINED
     backbone, facts = open_model(address, weights=chosen, trust=trust)
-    if not own.exists() and facts.get("transforms"):
+    if not exists(own) and facts.get("transforms"):
         shown = yaml.safe_dump(facts["transforms"], default_flow_style=True, width=float("inf"))
         shown = f"eval.transforms={shown.strip()}"
         config = load_config(recipe, [shown, *overrides], trust=trust)

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+from selftask import file_system
 from selftask.cli.options import HELP, asks_for_help
 from selftask.errors import ConfigError, RunError, UserError, nearest
 
@@ -63,12 +64,18 @@ def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # Ctrl-C where no run has begun that could tell of it
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
     except BrokenPipeError:  # `selftask list | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        told = file_system.explain(error)
+        if told is None:
+            raise
+        print(f"error: {told}", file=sys.stderr)
+        return UserError.exit_code
+    except KeyboardInterrupt:  # Ctrl-C where no run has begun that could tell of it
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _open_missing_streams() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from selftask.config import grid, sbatch
 from selftask.config.budget import parse_budget
@@ -11,6 +10,7 @@ from selftask.config.layers import Key
 from selftask.config.read import classy_has, inner_components
 from selftask.config.schema import Component, Config, ViewConfig
 from selftask.errors import nearest
+from selftask.file_system import exists, expand_user
 from selftask.registry import BATCHED_FORMS, SCHEDULES, TRAIN_STEPS, TRANSFORMS, Registry
 
 Problem = tuple[Key, str]
@@ -134,14 +134,14 @@ def _unbatched(transform: Component, registry: Registry, key: Key) -> Iterator[P
 
 
 def _weights(config: Config) -> Iterator[Problem]:
-    if config.resume not in ("auto", "never") and not Path(config.resume).expanduser().exists():
+    if config.resume not in ("auto", "never") and not exists(expand_user(config.resume)):
         hint = nearest(config.resume, ["auto", "never"])
         yield (
             ("resume",),
             f"resume={config.resume!r}: neither 'auto', 'never' nor an existing checkpoint; {hint}",
         )
     start = config.init.backbone
-    if start is not None and ":" not in start and not Path(start).expanduser().exists():
+    if start is not None and ":" not in start and not exists(expand_user(start)):
         yield (
             ("init", "backbone"),
             f"init.backbone={start!r}: neither a file or run nor timm:NAME or torchvision:NAME",

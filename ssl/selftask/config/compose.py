@@ -8,6 +8,7 @@ are written out as the file is read. Both are done by a config source, Hydra's e
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,9 +28,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from selftask.config.layers import Layer, Layers, read_marks, show_path
+from selftask.config.layers import Layer, Layers, read_marks, show_path, take_path_texts
 from selftask.config.shorthand import expand
-from selftask.errors import ConfigError, nearest
+from selftask.errors import ConfigError, UserError, nearest
+from selftask.file_system import is_file
+
+MAX_VALUES = 100_000  # of one file, with every anchor written out
+MAX_LEVELS = 50
 
 
 def compose_recipe(path: Path, shipped: Path) -> tuple[DictConfig, Layers]:
@@ -114,6 +119,8 @@ def _hydra(recipe: str, folders: list[Path]) -> Iterator[str]:
 def _address(path: Path, shipped: Path) -> tuple[str, Path]:
     """A recipe's name for Hydra and the folder the name starts from."""
     path = path.resolve()
+    if "@" in path.name:  # Hydra's sign for a package
+        raise ConfigError([f"{show_path(path)}: the name of a recipe file may not hold an @"])
     if path.is_relative_to(shipped):
         return path.relative_to(shipped).with_suffix("").as_posix(), shipped
     return path.stem, path.parent
@@ -121,7 +128,7 @@ def _address(path: Path, shipped: Path) -> tuple[str, Path]:
 
 def _file(folder: Path, config_path: str) -> Path | None:
     names = [f"{config_path}.yaml", f"{config_path}.yml", config_path]
-    return next((folder / name for name in names if (folder / name).is_file()), None)
+    return next((folder / name for name in names if is_file(folder / name)), None)
 
 
 def _find(config_path: str | None, roots: Sequence[Path]) -> Path | None:
@@ -139,10 +146,14 @@ def _read_file(path: Path) -> tuple[dict[str, Any], Layer]:
         raise ConfigError([f"{show_path(path)}: cannot be read: {error}"]) from error
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+        _check_size(node, path)
         values = yaml.load(text, Loader=get_yaml_loader())
     except yaml.YAMLError as error:
         raise ConfigError([_explain_yaml(error, path)]) from error
-    values = {} if values is None else values
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 brackets
+        reason = str(error).partition(";")[0]
+        raise ConfigError([f"{show_path(path)}: cannot be read as yaml: {reason}"]) from error
+    values = {} if values is None else take_path_texts(values, node)
     if not isinstance(values, dict):
         raise ConfigError([f"{show_path(path)}:1: a recipe is `key: value` lines; this is not"])
     marks = read_marks(node, path)
@@ -156,7 +167,32 @@ def _read_file(path: Path) -> tuple[dict[str, Any], Layer]:
         if not isinstance(names, list) or not all(map(_is_recipe_name, names)):
             wanted = "a list of recipe names, as in [/base/digits, _self_]"
             raise ConfigError([f"{marks[('defaults',)]}: defaults: {names!r}: expected {wanted}"])
-    return defaults, Layer(expand(_texts(values)), marks)
+    try:
+        return defaults, Layer(expand(_texts(values)), marks)
+    except UserError as error:  # of the catalog, or of a path that cannot be looked at
+        raise ConfigError([f"{show_path(path)}: {error}"]) from error
+
+
+def _check_size(document: yaml.Node | None, path: Path) -> None:
+    """Raise ConfigError for anchors that stand for millions of values, and for too deep a nest."""
+    known: dict[int, tuple[float, float]] = {}
+
+    def measure(node: yaml.Node | None) -> tuple[float, float]:
+        """Values in it, and levels."""
+        if not isinstance(node, yaml.CollectionNode):
+            return 1, 1
+        if id(node) not in known:
+            known[id(node)] = (math.inf, math.inf)  # if it is met again inside itself
+            pairs = isinstance(node, yaml.MappingNode)
+            inner = [item for pair in node.value for item in pair] if pairs else node.value
+            values, levels = zip((0, 0), *map(measure, inner), strict=True)
+            known[id(node)] = (1 + sum(values), 1 + max(levels))
+        return known[id(node)]
+
+    values, levels = measure(document)
+    if values > MAX_VALUES or levels > MAX_LEVELS:
+        text = f"holds more than {MAX_VALUES:,} values, anchors written out, or {MAX_LEVELS} levels"
+        raise ConfigError([f"{show_path(path)}: {text}"])
 
 
 def _is_recipe_name(entry: Any) -> bool:

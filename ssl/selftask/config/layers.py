@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from selftask.config.shorthand import default_name, named_places
+from selftask.config.shorthand import default_name, is_path, named_places
 
 Key = tuple[str, ...]  # ("train", "epochs"); the index of a list item is a key, too
 
@@ -135,6 +135,19 @@ def read_marks(node: yaml.Node | None, path: Path) -> dict[Key, str]:
     if node is not None:
         visit(node, ())
     return marks
+
+
+def take_path_texts(values: Any, node: yaml.Node | None, key: Key = ()) -> Any:
+    """The values of a document, those of paths as they are written: a folder ``1e3`` is no 1000."""
+    if isinstance(values, dict) and isinstance(node, yaml.MappingNode):
+        inner = {str(name.value): value for name, value in node.value}
+        return {
+            name: take_path_texts(value, inner.get(str(name)), (*key, str(name)))
+            for name, value in values.items()
+        }
+    if isinstance(values, int | float) and isinstance(node, yaml.ScalarNode) and is_path(key):
+        return node.value
+    return values
 
 
 def show_path(path: Path) -> str:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from hydra.core.override_parser import types as hydra_types
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from selftask.config.layers import Key, Layer, Layers
-from selftask.config.shorthand import expand
-from selftask.errors import nearest
+from selftask.config.shorthand import expand, is_path
+from selftask.errors import UserError, nearest, shorten
+from selftask.file_system import exists, expand_user
+
+MAX_KEY = 300  # characters
 
 
 @dataclass(frozen=True)
@@ -27,41 +32,76 @@ class Override:
     @property
     def place(self) -> str:
         """How messages refer to it."""
-        return f"command line: {self.text}"
+        return f"command line: {shorten(self.text)}"
 
 
 def parse_overrides(texts: list[str]) -> tuple[list[Override], list[str]]:
     """The overrides, short forms written out, and what is wrong with those that are none."""
     parsed, problems = [], []
-    parser = OverridesParser.create()
     for text in texts:
-        place = f"command line: {text}"
-        if text.startswith("-"):
-            problems.append(f"{place}: there are no options; settings are written key=value")
-            continue
-        if "=" not in text and not text.startswith("~"):
-            problems.append(f"{place}: expected key=value")
-            continue
         try:
-            override = parser.parse_override(text)
-            value = override.value()
-        except (HydraException, OmegaConfBaseException) as error:
-            reason = str(error).strip().splitlines()[0]
-            hint = "put a value with special characters in quotes inside quotes: 'key=\"value\"'"
-            problems.append(f"{place}: {reason}; {hint}")
-            continue
-        if override.is_sweep_override():
-            problems.append(
-                f"{place}: several values, where one is wanted; a list is written key=[a,b], "
-                "a text with a comma 'key=\"a,b\"'"
-            )
-            continue
-        key = tuple(override.key_or_group.replace("[", ".").replace("]", "").split("."))
-        if override.is_delete():
-            parsed.append(Override(text, key, delete=True))
-        else:
-            parsed.append(Override(text, key, expand(_plain(value), key)))
+            parsed.append(_parse(text))
+        except UserError as error:
+            problems.append(f"command line: {shorten(text)}: {error}")
     return parsed, problems
+
+
+def split_override(text: str) -> tuple[Key, str | None]:
+    """``a.b[0]=value`` as the key ``(a, b, 0)`` and the text of the value, None without one."""
+    name, equals, value = text.lstrip("+").partition("=")
+    key = tuple(name.strip().replace("[", ".").replace("]", "").split("."))
+    return key, value if equals else None
+
+
+def parse_value(text: str, key: Key) -> hydra_types.Override | None:
+    """Return what Hydra's grammar makes of a value; None for a path, which is taken as it is.
+
+    Raises UserError for text that is no value.
+    """
+    null = text.lower() == "null"  # ./null is the folder
+    if is_path(key) and not null and (not _is_structured(text) or exists(expand_user(text))):
+        return None
+    try:
+        # The grammar of values only: its keys allow neither `classy:NAME` nor much else.
+        return _parser().parse_override(f"key={text}")
+    except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        hint = "put a value with special characters in quotes inside quotes: 'key=\"value\"'"
+        raise UserError(f"{shorten(reason)}; {hint}") from error
+
+
+def _parse(text: str) -> Override:
+    """Raises UserError for text that is no override."""
+    if text.startswith("-"):
+        raise UserError("there are no options; settings are written key=value")
+    key, value = split_override(text.removeprefix("~"))
+    if len(text.partition("=")[0]) > MAX_KEY:
+        raise UserError(f"no key has more than {MAX_KEY} characters")
+    if not all(key) or (value is None and not text.startswith("~")):
+        raise UserError("expected key=value")
+    if text.startswith("~"):
+        return Override(text, key, delete=True)
+    assert value is not None
+    parsed = parse_value(value, key)
+    if parsed is None:
+        return Override(text, key, expand(value, key))
+    if parsed.is_sweep_override():
+        raise UserError(
+            "several values, where one is wanted; a list is written key=[a,b], "
+            "a text with a comma 'key=\"a,b\"'"
+        )
+    return Override(text, key, expand(_plain(parsed.value()), key))
+
+
+def _is_structured(text: str) -> bool:
+    """Whether the value of a path is written as a section, a list or a quoted text."""
+    ends = text[:1] + text[-1:]
+    return len(text) > 1 and ends in ("{}", "[]", "''", '""')
+
+
+@cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
 
 
 def apply_overrides(config: DictConfig, layers: Layers, overrides: list[Override]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,10 +15,11 @@ from selftask.config.duration import parse_duration
 from selftask.config.layers import Key, Layers, show_path
 from selftask.config.schema import Component
 from selftask.config.typed import Mismatch, convert, describe
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, nearest, shorten
 from selftask.registry import REGISTRIES, Registry
 
 MISSING = "???"  # how yaml says that a value must be given
+MAX_MESSAGE = 800  # characters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Reader:
     def problem(self, key: Key, text: str) -> None:
         """Note what is wrong with the value at ``key``."""
         place = self.layers.place_or_around(key)
-        self.problems.append(f"{place}: {text}" if place else text)
+        self.problems.append(shorten(f"{place}: {text}" if place else text, MAX_MESSAGE))
 
     def mapping(self, value: Any, key: Key) -> dict[str, Any]:
         """``value`` if it is a section, an empty one for null; otherwise a problem."""
@@ -187,7 +189,8 @@ class Reader:
             self.problem(key, f"{_dotted(key)}={_shown(value)}: {error}")
             return
         self.note_place(key)
-        result[field.name] = converted
+        is_path = field.metadata.get("path") and converted is not None
+        result[field.name] = os.path.expanduser(converted) if is_path else converted
 
     def note_place(self, key: Key) -> None:
         """Remember where the value at ``key`` comes from."""

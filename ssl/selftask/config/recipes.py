@@ -8,6 +8,7 @@ from pathlib import Path
 
 import selftask
 from selftask.errors import ConfigError, nearest
+from selftask.file_system import expand_user, is_file
 from selftask.registry import METHODS
 
 DEFAULT_SOURCE = "digits"  # ships with scikit-learn: what a bare method name trains on
@@ -53,9 +54,9 @@ def locate(recipe: str, source: str | None) -> Path:
     something else. Raises ConfigError with the nearest names.
     """
     known = shipped()
-    path = Path(recipe).expanduser()
+    path = expand_user(recipe)
     if recipe.endswith((".yaml", ".yml")):
-        if path.is_file():
+        if is_file(path):
             return path.resolve()
         raise _unknown(recipe, "there is no such file")
     if recipe in known:
@@ -69,7 +70,7 @@ def locate(recipe: str, source: str | None) -> Path:
     if recipe in METHODS:
         lines = f"`defaults: [/base/{DEFAULT_SOURCE}]` and `method: {recipe}`"
         raise _unknown(recipe, f"the method has no recipe of its own; write a yaml with {lines}")
-    if (path / "config.yaml").is_file():
+    if is_file(path / "config.yaml"):
         raise _unknown(recipe, f"a folder; did you mean '{path}/config.yaml'?")
     names = known if "/" in recipe else {name.partition("/")[0] for name in known}
     raise _unknown(recipe, f"no method, recipe or yaml file of this name; {nearest(recipe, names)}")

@@ -30,10 +30,11 @@ def _setting(
     min: float | None = None,
     max: float | None = None,
     duration: bool = False,
+    path: bool = False,
     also: Sequence[str] = (),
 ) -> Any:
     """A field with its limits and, in ``also``, what other frameworks call it (for the hints)."""
-    metadata = {"min": min, "max": max, "duration": duration, "also": tuple(also)}
+    metadata = {"min": min, "max": max, "duration": duration, "path": path, "also": tuple(also)}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -72,7 +73,9 @@ class DataConfig:
     max_scans: int = _setting(100, min=1)  # of a JPEG, each of which takes a pass over the image;
     # most have 1, progressive ones about 10
     subset: float | int | dict[str, Any] | None = None  # of the training images: see docs/data.md
-    copy_to: str | None = None  # copy the files to this folder, or to `ram`, before training
+    copy_to: str | None = _setting(
+        None, path=True
+    )  # copy the files to this folder, or to `ram`, before training
     read_timeout_s: float = _setting(60.0, min=0)  # of a file, when its disk is silent; 0: none
     read_retries: int = _setting(2, min=0, max=10)  # after a time-out or an error that passes
 
@@ -175,7 +178,7 @@ class EvalConfig:
 class InitConfig:
     """Weights to start from; not to be confused with ``resume``."""
 
-    backbone: str | None = None  # a file, a run, timm:NAME or torchvision:NAME
+    backbone: str | None = _setting(None, path=True)  # a file, a run, timm:NAME or torchvision:NAME
     coverage: float = _setting(1.0, min=0, max=1)  # least share of the backbone's tensors loaded
 
     def to_dict(self) -> dict[str, Any]:

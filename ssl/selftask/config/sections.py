@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import Field, fields, replace
 from pathlib import Path
@@ -93,8 +94,8 @@ def read_config(reader: Reader, values: dict[str, Any], recipe: str) -> Config |
     name = _text(reader, values, "recipe", recipe)
     meters = reader.components(values.get("meters"), METERS, ("meters",))
     hooks = reader.components(_with_default_hooks(values.get("hooks")), HOOKS, ("hooks",))
-    resume = _text(reader, values, "resume", "auto")
-    out = _text(reader, values, "out", default_out(name))
+    resume = os.path.expanduser(_text(reader, values, "resume", "auto"))
+    out = os.path.expanduser(_text(reader, values, "out", default_out(name)))
     imports = _module_names(reader, values.get("import"))
     size = _image_size(reader, values.get("image_size"))
     if not (data and backbone and method and train and optimizer and init and parallel and launch):

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _NAMED = {("backbone",), ("method",), ("optimizer",), ("data", "sampler")}
 _SOURCES = {("data",), ("data", "val")}
+_PATHS = {*_SOURCES, ("init", "backbone"), ("resume",), ("out",)}
+_PATH_FIELDS = ("path", "root", "pattern", "labels_path", "copy_to")  # of data and data.val
 _NAMED_ENTRIES = {("hooks",), ("meters",), ("eval", "evaluations")}
 
 
@@ -35,6 +37,11 @@ def is_pipeline(path: Key) -> bool:
     return path == ("eval", "transforms") or (
         len(path) == 3 and path[0] == "views" and path[2] == "transforms"
     )
+
+
+def is_path(key: Key) -> bool:
+    """Return whether the value at a key is a path, so that any text is a value."""
+    return key in _PATHS or (key[:-1] in _SOURCES and key[-1] in _PATH_FIELDS)
 
 
 def named_places(config: dict[str, Any]) -> list[Key]:

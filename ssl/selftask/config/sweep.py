@@ -6,11 +6,10 @@ import itertools
 import re
 from dataclasses import dataclass
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
-from selftask.errors import ConfigError
+from selftask.config.overrides import parse_value, split_override
+from selftask.config.shorthand import is_path
+from selftask.errors import ConfigError, UserError
+from selftask.file_system import exists, expand_user
 
 
 @dataclass(frozen=True)
@@ -55,16 +54,23 @@ def expand_sweep(overrides: list[str]) -> list[Point]:
 
 def _choices(text: str) -> tuple[str, list[str]]:
     """The key of an override and the overrides it stands for."""
+    key, value = split_override(text)
+    name = ".".join(key)
+    if value is None or text.startswith("~"):
+        return name, [text]
+    if is_path(key) and exists(expand_user(value)):  # with a comma in its name
+        return name, [text]
     try:
-        override = OverridesParser.create().parse_override(text)
-    except (HydraException, OmegaConfBaseException):
-        return "", [text]
-    key = override.key_or_group
-    if not override.is_sweep_override() or not override.is_choice_sweep():
-        return key, [text]
-    if key.startswith("launch.slurm."):  # a list as sbatch knows it: partition=a,b
-        return key, [f"{key}='{text.partition('=')[2]}'"]
-    return key, [f"{key}={value}" for value in override.sweep_string_iterator()]
+        parsed = parse_value(value, key)
+    except UserError:
+        return name, [text]
+    if parsed is None:
+        return name, [f"{name}={one}" for one in value.split(",")]
+    if not parsed.is_sweep_override() or not parsed.is_choice_sweep():
+        return name, [text]
+    if name.startswith("launch.slurm."):  # a list as sbatch knows it: partition=a,b
+        return name, [f"{name}='{value}'"]
+    return name, [f"{name}={one}" for one in parsed.sweep_string_iterator()]
 
 
 def _plain(override: str) -> str:

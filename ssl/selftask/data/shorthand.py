@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 from selftask.data.sources.catalog import look_up
 from selftask.errors import UserError
+from selftask.file_system import exists, expand_user, is_file, is_folder
 from selftask.registry import SOURCES
 
 _OBJECT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -44,15 +44,15 @@ def expand_source(text: str) -> dict[str, Any]:
         return _expand_entry(text, entry)
     if text.startswith("torchvision:"):
         return {"name": "torchvision", "dataset": text.removeprefix("torchvision:")}
-    path = Path(text).expanduser()
-    if path.is_dir():
-        inside = (name for file, name in _BY_CONTENT.items() if (path / file).is_file())
+    path = expand_user(text)
+    if is_folder(path):
+        inside = (name for file, name in _BY_CONTENT.items() if is_file(path / file))
         return {"name": next(inside, "folder"), "path": text}
-    if _OBJECT.fullmatch(text) and not path.exists():
+    if _OBJECT.fullmatch(text) and not exists(path):
         return {"name": "custom", "dataset": text}
     if "://" in text or path.suffix.lower() == ".tar":
         return {"name": "webdataset", "path": text}
-    if _PATTERN.search(text) and not path.exists():
+    if _PATTERN.search(text) and not exists(path):
         return {"name": "glob", "pattern": text}
     return {"name": _BY_SUFFIX.get(path.suffix.lower(), "folder"), "path": text}
 

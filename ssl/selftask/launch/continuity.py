@@ -11,6 +11,7 @@ import yaml
 from selftask.checkpoint import checkpoints
 from selftask.config.schema import Config
 from selftask.errors import UserError
+from selftask.file_system import exists, expand_user
 
 _SECTIONS = ("data", "views", "backbone", "method", "optimizer", "init")
 _TRAIN = ("batch_size", "accumulate", "seed", "precision", "step")
@@ -31,7 +32,7 @@ def check_same_run(config: Config, out: Path) -> None:
     """
     saved = out / "config.yaml"
     folder = out / "checkpoints"
-    if not saved.exists() or not checkpoints(folder) or not _goes_on_with_newest(config, folder):
+    if not exists(saved) or not checkpoints(folder) or not _goes_on_with_newest(config, folder):
         return
     changes = list(_changes(_fixed(_read(saved)), _fixed(config.to_dict()), ""))
     if changes:
@@ -44,7 +45,7 @@ def check_same_run(config: Config, out: Path) -> None:
 
 def _goes_on_with_newest(config: Config, folder: Path) -> bool:
     """As ``checkpoint.find`` does: with one from elsewhere, too, once the run has its own."""
-    own = Path(config.resume).expanduser().resolve().parent == folder.resolve()
+    own = expand_user(config.resume).resolve().parent == folder.resolve()
     return config.resume != "never" and (config.resume == "auto" or not own)
 
 

@@ -14,6 +14,7 @@ from selftask.checkpoint import checkpoints, step_of
 from selftask.config.schema import Component
 from selftask.config.trust import code_in, refuse_code
 from selftask.errors import UserError
+from selftask.file_system import expand_user, is_file, is_folder
 from selftask.logs import get_logger
 from selftask.models.build import build_backbone, embed_dim
 from selftask.models.export import META, WEIGHTS
@@ -79,8 +80,8 @@ def read_weights(address: str) -> dict[str, Tensor]:
     library, name = _split(address)
     if library:
         return dict(_open_library(library, name, PRETRAINED)[0].state_dict())
-    path = Path(address)
-    return read_state(_place(address).weights if path.is_dir() else path)
+    path = expand_user(address)
+    return read_state(_place(address).weights if is_folder(path) else path)
 
 
 def _split(address: str) -> tuple[str, str]:
@@ -91,12 +92,12 @@ def _split(address: str) -> tuple[str, str]:
 
 def _place(address: str) -> _Place:
     """The export of a run folder, of its export folder, or a file itself."""
-    path = Path(address)
-    if not path.is_dir():
+    path = expand_user(address)
+    if not is_folder(path):
         return _Place(path, path.with_suffix(".json"))
     refuse_sharded(path)
     for folder in (path / "export", path):
-        if (folder / WEIGHTS).is_file():
+        if is_file(folder / WEIGHTS):
             place = _Place(folder / WEIGHTS, folder / META)
             _warn_of_newer(path, place)
             return place
@@ -109,7 +110,7 @@ def _place(address: str) -> _Place:
 def _warn_of_newer(run: Path, place: _Place) -> None:
     """A run that was made longer, or started anew, has the export of its earlier end meanwhile."""
     newest = next(iter(checkpoints(run / "checkpoints")), None)
-    if newest is None or not place.meta.is_file():
+    if newest is None or not is_file(place.meta):
         return
     there, exported = step_of(newest), _read_facts(place).get("step")
     if exported is not None and exported != there:
@@ -121,12 +122,12 @@ def _warn_of_newer(run: Path, place: _Place) -> None:
 
 
 def _read_facts(place: _Place) -> dict[str, Any]:
-    if not place.weights.is_file():
+    if not is_file(place.weights):
         raise UserError(
             f"{place.weights}: there is no such file or run; a model is a run's folder, a file, "
             f"timm:NAME or torchvision:NAME"
         )
-    if not place.meta.is_file():
+    if not is_file(place.meta):
         raise UserError(
             f"{place.weights}: nothing says which architecture it is for, {place.meta} is missing; "
             f"use timm:NAME or torchvision:NAME with weights={place.weights}"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from selftask.checkpoint import SEAL
 from selftask.errors import UserError
+from selftask.file_system import expand_user, is_file, is_folder, names_in
 from selftask.logs import get_logger
 
 log = get_logger(__name__)
@@ -67,9 +68,9 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     state dict or of one under a key such as "state_dict", "model" or "teacher". Nothing in a file
     is ever executed. Raises UserError that says what the file is if it holds no weights.
     """
-    path = Path(path)
+    path = expand_user(path)
     refuse_sharded(path)
-    if not path.is_file():
+    if not is_file(path):
         raise UserError(f"{path}: there is no such file{_instead_of(path)}")
     if path.stat().st_size == 0:
         raise UserError(f"{path}: the file is empty (0 bytes), so writing it was cut short")
@@ -94,7 +95,7 @@ def backbone_state(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def refuse_sharded(path: Path) -> None:
     """Raise UserError for a sharded checkpoint, which is a folder: only a run reads it as it is."""
-    if (path / SEAL).is_file():
+    if is_file(path / SEAL):
         raise UserError(
             f"{path}: is a sharded checkpoint; `selftask export {path.parent.parent}` takes the "
             "backbone out of a run's newest, and --to checkpoint makes one file of it"
@@ -270,12 +271,12 @@ def _damaged(path: Path) -> str:
 
 def _instead_of(path: Path) -> str:
     """A hint for a path that is not a file."""
-    if path.is_dir():
-        inside = sorted(p.name for p in path.iterdir())
+    if is_folder(path):
+        inside = names_in(path)
         return f", it is a folder with {_shorten(inside)}"
-    if not path.parent.is_dir():
+    if not is_folder(path.parent):
         return f", nor a folder {path.parent}"
-    close = get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1)
+    close = get_close_matches(path.name, names_in(path.parent), n=1)
     return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 

@@ -12,6 +12,7 @@ from selftask.data.image import from_array
 from selftask.data.source import Source
 from selftask.data.sources.labels import name_classes, number_labels
 from selftask.errors import UserError, nearest
+from selftask.file_system import is_file
 from selftask.registry import register_source
 
 _LABELS = "labels"  # the default key: used if it is there
@@ -81,7 +82,7 @@ class ArrayFile(Source):
 
 def _load(path: str, config: ArrayFile.Config) -> tuple[np.ndarray, np.ndarray | None]:
     """Images and labels of the file; a .npy stays on disk and is mapped."""
-    if not os.path.isfile(path):
+    if not is_file(path):
         raise UserError(f"data: no such file: {path}")
     try:
         loaded = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -16,6 +16,7 @@ from selftask.data.sources.labels import label_top_folders, name_top_folders
 from selftask.data.sources.packages import require
 from selftask.data.sources.patterns import fixed_folder, is_pattern, match_files
 from selftask.errors import UserError, nearest
+from selftask.file_system import is_folder
 from selftask.registry import register_source
 
 EXTENSIONS = (".npy", ".npz", ".tif", ".tiff")
@@ -150,11 +151,11 @@ class Bands(Source):
 
 def _find(path: str) -> tuple[str, list[str]]:
     """A folder and the sorted paths of the arrays in it, relative to it."""
-    if os.path.isdir(path) or not is_pattern(path):
+    if is_folder(path) or not is_pattern(path):
         root, pattern = path, f"{glob.escape(path)}/**/*"
     else:
         root, pattern = fixed_folder(path), path
-    if not os.path.isdir(root):
+    if not is_folder(root):
         raise UserError(f"data.path: there is no folder {root}")
     found = [name for name in match_files(pattern) if name.lower().endswith(EXTENSIONS)]
     if not found:

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from selftask.errors import UserError
+from selftask.file_system import expand_user, is_file
 from selftask.registry import SOURCES
 
 _NAME = re.compile(r"[A-Za-z][\w-]*")
@@ -66,13 +67,13 @@ def read_catalog() -> dict[str, tuple[dict[str, Any] | str, str]]:
 def _files() -> list[Path]:
     given = os.environ.get("SELFTASK_CATALOG")
     if given:
-        path = Path(given).expanduser()
-        if not path.is_file():
+        path = expand_user(given)
+        if not is_file(path):
             raise UserError(f"SELFTASK_CATALOG: there is no file {path}")
         return [path]
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    home = expand_user(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
     usual = [home / "selftask" / "catalog.yaml", Path("catalog.yaml")]
-    return [path for path in usual if path.is_file()]
+    return [path for path in usual if is_file(path)]
 
 
 def _read(path: Path) -> dict[str, Any]:

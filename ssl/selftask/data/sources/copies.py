@@ -20,6 +20,7 @@ from selftask.data.notices import say
 from selftask.data.sources.cache import locked
 from selftask.data.sources.storage import Stored, is_remote, open_file
 from selftask.errors import UserError
+from selftask.file_system import expand_user
 from selftask.memory import available_bytes
 from selftask.pulse import each
 
@@ -39,7 +40,7 @@ def folder_for(copy_to: str) -> Path:
             raise UserError(f"data.copy_to=ram: this machine has no {RAM}; name a folder")
         folder = RAM / f"selftask-{os.getuid()}"
     else:
-        folder = Path(copy_to).expanduser().absolute()
+        folder = expand_user(copy_to).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -14,6 +14,7 @@ from selftask.data.image import as_picture
 from selftask.data.reading import BadImage, now_reading
 from selftask.data.source import NO_LABEL, Source
 from selftask.errors import UserError, nearest
+from selftask.file_system import is_folder
 from selftask.registry import register_source
 
 
@@ -74,7 +75,7 @@ class Torchvision(DatasetSource):
 
     def __init__(self, config: Config) -> None:
         root = os.path.expanduser(config.root)
-        if not os.path.isdir(root):
+        if not is_folder(root):
             raise UserError(f"data.root: no such folder: {root} (nothing is downloaded)")
         super().__init__(_open_torchvision(config, root), f"torchvision:{config.dataset}")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from selftask.data.scan import scan_folder
 from selftask.data.source import PathTable, Source
 from selftask.data.sources.labels import name_top_folders
 from selftask.errors import UserError, nearest_path, plural
+from selftask.file_system import exists, expand_user, is_file, is_folder
 from selftask.registry import register_source
 
 EXTENSIONS = (
@@ -94,7 +94,7 @@ class Folder(FileSource):
 
     def __init__(self, config: Config) -> None:
         self.root = os.path.expanduser(config.path)
-        if not os.path.isdir(self.root):
+        if not is_folder(self.root):
             raise UserError(f"data: {_missing(self.root, 'folder')}")
         found = scan_folder(self.root, EXTENSIONS)
         self._passed_over = found.passed_over
@@ -121,8 +121,8 @@ class ListFile(FileSource):
         path: str
 
     def __init__(self, config: Config) -> None:
-        file = Path(config.path).expanduser()
-        if not file.is_file():
+        file = expand_user(config.path)
+        if not is_file(file):
             raise UserError(f"data: {_missing(str(file), 'list of images')}")
         found = read_list(str(file))
         if not len(found):
@@ -132,7 +132,7 @@ class ListFile(FileSource):
         self.num_folders = found.num_folders
         self.labels = found.labels
         self._classes = found.header.get("classes")
-        if not os.path.exists(self.path(0)):
+        if not exists(self.path(0)):
             line = found.header["first_line"]
             raise UserError(f"data: {file}:{line}: no such image: {self.path(0)}")
 
@@ -143,8 +143,8 @@ class ListFile(FileSource):
 
 def _missing(path: str, what: str) -> str:
     """``no such folder: a/trian; did you mean 'a/train'?``."""
-    if kind_of(path) in ARCHIVES and os.path.exists(path):
+    if kind_of(path) in ARCHIVES and exists(path):
         return f"{path} is an archive: unpack it and name the folder (a plain .tar can be read)"
-    if os.path.exists(path):
+    if exists(path):
         return f"{path} is not a {what}"
     return f"no such {what}: {path}; {nearest_path(path)}"

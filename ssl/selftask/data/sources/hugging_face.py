@@ -19,6 +19,7 @@ from selftask.data.sources.handles import PerProcess
 from selftask.data.sources.labels import number_labels
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest
+from selftask.file_system import is_file
 from selftask.registry import register_source
 
 _LABELS = ("label", "labels")  # columns that hold the labels if nothing else is said
@@ -89,11 +90,11 @@ class HuggingFace(Source):
 
 def _split_folder(folder: str, split: str | None) -> str:
     """The folder of one split; raises UserError where there is none, or several to choose from."""
-    if os.path.isfile(os.path.join(folder, "state.json")):
+    if is_file(os.path.join(folder, "state.json")):
         if split is not None:
             raise UserError(f"data.split={split}: {folder} holds one data set, without splits")
         return folder
-    if not os.path.isfile(os.path.join(folder, "dataset_dict.json")):
+    if not is_file(os.path.join(folder, "dataset_dict.json")):
         what = "was not written by save_to_disk" if os.path.isdir(folder) else "is not there"
         raise UserError(f"data.path: {folder} {what} (a data set of Hugging Face's is expected)")
     found = os.path.join(folder, "")

@@ -15,6 +15,7 @@ from selftask.data.sources.encoded import decode, image_of
 from selftask.data.sources.labels import number_labels
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest_path
+from selftask.file_system import exists
 from selftask.registry import register_source
 
 _LABEL = ".cls"  # how the key of a label ends, as in WebDataset's shards
@@ -99,7 +100,7 @@ os.register_at_fork(after_in_child=_close_inherited)
 def _open_new(path: str) -> Any:
     import lmdb
 
-    if not os.path.exists(path):
+    if not exists(path):
         raise UserError(f"data.path: no such LMDB: {path}; {nearest_path(path)}")
     try:
         return lmdb.open(

@@ -15,6 +15,7 @@ from selftask.data.source import PathTable
 from selftask.data.sources.files import EXTENSIONS, FileSource
 from selftask.data.sources.labels import label_top_folders, name_top_folders
 from selftask.errors import UserError, nearest
+from selftask.file_system import is_folder, names_in
 from selftask.registry import register_source
 
 MAX_EXPANDED = 10_000_000  # names from one pattern of braces; more is a mistake in it
@@ -35,7 +36,7 @@ class Glob(FileSource):
     def __init__(self, config: Config) -> None:
         pattern = os.path.expanduser(config.pattern)
         self.root = fixed_folder(pattern)
-        if not os.path.isdir(self.root):
+        if not is_folder(self.root):
             raise UserError(f"data.pattern: {config.pattern}: there is no folder {self.root}")
         matches = match_files(pattern)
         images = _images(pattern, matches)
@@ -78,9 +79,9 @@ def match_files(pattern: str) -> list[str]:
 def no_match(pattern: str) -> str:
     """The message for a pattern without a match: the nearest file or folder that is there."""
     folder = Path(fixed_folder(pattern))
-    while not folder.is_dir():
+    while not is_folder(folder):
         folder = folder.parent
-    names = [str(folder / name) for name in os.listdir(folder)]
+    names = [str(folder / name) for name in names_in(folder)]
     return f"no file matches {pattern}; in {folder}: {nearest(pattern, names, show=6)}"
 
 

@@ -12,6 +12,7 @@ from selftask.data.reading import BadImage, check_size, is_transient, now_readin
 from selftask.data.sources.packages import require
 from selftask.data.sources.patterns import expand_braces, is_pattern, match_files, no_match
 from selftask.errors import UserError, nearest_path
+from selftask.file_system import exists
 
 MAX_OPEN = 64  # local files that a process keeps open: opening is slow on network file systems
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
@@ -93,7 +94,7 @@ os.register_at_fork(after_in_child=_OPEN.clear)
 
 
 def _find_local(pattern: str, key: str) -> list[Stored]:
-    matches = is_pattern(pattern) and not os.path.exists(pattern)
+    matches = is_pattern(pattern) and not exists(pattern)
     found = match_files(pattern) if matches else [pattern]
     if not found:
         raise UserError(f"{key}: {no_match(pattern)}")

@@ -18,6 +18,7 @@ from selftask.data.sources.files import FileSource
 from selftask.data.sources.labels import name_classes, number_labels
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest, nearest_path
+from selftask.file_system import exists, expand_user, is_folder
 from selftask.registry import register_source
 
 PATH_COLUMNS = (
@@ -49,18 +50,18 @@ class TableSource(FileSource):
         delimiter: str | None = None  # none: a comma, in .tsv files a tab
 
     def __init__(self, config: Config) -> None:
-        file = Path(config.path).expanduser()
-        if not file.exists():
+        file = expand_user(config.path)
+        if not exists(file):
             raise UserError(f"data: no such table: {file}; {nearest_path(file)}")
         self.root = os.path.expanduser(config.root) if config.root else str(file.parent)
-        if not os.path.isdir(self.root):
+        if not is_folder(self.root):
             raise UserError(f"data.root: no such folder: {self.root}")
         found = _indexed(file, config, self.root)
         self.paths = found.paths
         self.num_folders = found.num_folders
         self.labels = found.labels
         self._classes = found.header.get("classes")
-        if not os.path.exists(self.path(0)):
+        if not exists(self.path(0)):
             raise UserError(
                 f"data: {found.header['first']}: no such image: {self.path(0)}; data.root is the "
                 f"folder that its paths start from, now {self.root}"

@@ -1,0 +1,90 @@
+"""Questions about paths that users gave: an answer, or a UserError that says why there is none.
+
+``Path.exists`` and its like raise on a folder that may not be entered, on a name that is too long
+and on a null byte, or answer "no", depending on the version of Python. ``Path.expanduser`` raises
+for an unknown ``~name``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from selftask.errors import UserError, shorten
+
+_ABSENT = (errno.ENOENT, errno.ENOTDIR)
+_OF_THE_SYSTEM = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EIO", "ESTALE", "ENAMETOOLONG"),
+        *("ELOOP", "EMFILE", "ENFILE", "ENXIO", "ETXTBSY", "EFBIG", "EHOSTDOWN", "ETIMEDOUT"),
+    )
+    if hasattr(errno, name)
+)
+
+
+def expand_user(path: str | Path) -> Path:
+    """Return the path with ``~`` and ``~user`` replaced; an unknown user's stays as it is."""
+    return Path(os.path.expanduser(path))
+
+
+def exists(path: str | Path) -> bool:
+    """Return whether something is there. Raises UserError if the system does not say."""
+    return _mode(path) is not None
+
+
+def is_folder(path: str | Path) -> bool:
+    """Return whether a folder is there. Raises UserError if the system does not say."""
+    mode = _mode(path)
+    return mode is not None and stat.S_ISDIR(mode)
+
+
+def is_file(path: str | Path) -> bool:
+    """Return whether a regular file is there. Raises UserError if the system does not say."""
+    mode = _mode(path)
+    return mode is not None and stat.S_ISREG(mode)
+
+
+def names_in(folder: str | Path) -> list[str]:
+    """Return the sorted names in a folder. Raises UserError if it cannot be listed."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise UserError(_reason(error, folder)) from error
+
+
+def explain(error: OSError) -> str | None:
+    """Return one line for an error that is the system's and not ours, else None.
+
+    A missing file is not among them: whoever expects a file says which one, and why.
+    """
+    if error.errno not in _OF_THE_SYSTEM or not isinstance(error.filename, str | bytes | Path):
+        return None
+    return _reason(error, os.fsdecode(error.filename))
+
+
+def _mode(path: str | Path) -> int | None:
+    try:
+        return os.stat(path).st_mode
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return None
+        raise UserError(_reason(error, path)) from error
+    except ValueError as error:
+        raise UserError(f"{str(path)!r}: is no path ({error})") from error
+
+
+def _reason(error: OSError, path: str | Path) -> str:
+    shown, reason = shorten(str(path)), (error.strerror or str(error)).lower()
+    closed = _closed_folder(Path(path)) if error.errno == errno.EACCES else None
+    if closed is None or closed == Path(path):
+        return f"{shown}: {reason}"
+    return f"{shown}: {reason}: you may not enter {closed}"
+
+
+def _closed_folder(path: Path) -> Path | None:
+    """The first folder on the way that may not be entered; None if that is not the reason."""
+    above = [*reversed(path.absolute().parents)]
+    return next((f for f in above if os.path.isdir(f) and not os.access(f, os.X_OK)), None)
