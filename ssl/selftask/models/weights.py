@@ -20,29 +20,11 @@ from selftask.checkpoint import SEAL
 from selftask.errors import UserError
 from selftask.file_system import expand_user, is_file, is_folder, names_in
 from selftask.logs import get_logger
+from selftask.models.foreign_pickle import read_tensors
+from selftask.models.layouts import State, flatten, grouped, place
+from selftask.models.positions import interpolate_positions
 
 log = get_logger(__name__)
-
-State = Mapping[str, Tensor]
-
-_WRAPPERS = ("backbone", "teacher", "student", "state_dict", "model", "network", "module")
-"""Keys that hold the weights in the files of others, the one worth most first."""
-
-_PREFIXES = (
-    "module.",
-    "_orig_mod.",
-    "_fsdp_wrapped_module.",
-    "network.",
-    "teacher.",
-    "student.",
-    "target_encoder.",
-    "encoder_q.",
-    "base_encoder.",
-    "model.",
-    "backbone.",
-    "encoder.",
-)
-"""What frameworks put before a backbone's own keys: DDP, torch.compile, FSDP, SSL wrappers."""
 
 _HEADS = (
     "fc.",
@@ -51,9 +33,13 @@ _HEADS = (
     "head_dist.",
     "classifier.",
     "projector.",
+    "projection_head.",
+    "projection.",
+    "prototypes.",
     "predictor.",
     "decoder",
     "mask_token",
+    "queue",
 )
 """What a file may hold beyond a backbone without being asked for."""
 
@@ -64,9 +50,9 @@ _COUNTER = "num_batches_tracked"
 def read_state(path: str | Path) -> dict[str, Tensor]:
     """The weights in a file, as one flat dict with the keys the file has.
 
-    Read are selftask's exports and checkpoints, .safetensors, and what torch.save made of a plain
-    state dict or of one under a key such as "state_dict", "model" or "teacher". Nothing in a file
-    is ever executed. Raises UserError that says what the file is if it holds no weights.
+    Read are selftask's exports and checkpoints, .safetensors, and what torch.save or pickle made of
+    nested dicts; their keys are joined with dots. Nothing in a file is ever executed: objects that
+    are no tensors are left out. Raises UserError that says what the file is if it holds no weights.
     """
     path = expand_user(path)
     refuse_sharded(path)
@@ -75,7 +61,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     if path.stat().st_size == 0:
         raise UserError(f"{path}: the file is empty (0 bytes), so writing it was cut short")
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
-    state = _find_state(content)
+    state = _tensors(content)
     if not state:
         keys = list(content) if isinstance(content, Mapping) else type(content).__name__
         raise UserError(f"{path}: holds no weights: no tensors by name, but {_shorten(keys)}")
@@ -105,18 +91,29 @@ def refuse_sharded(path: Path) -> None:
 def load_weights(
     module: nn.Module, state: State, *, coverage: float = 1.0, what: str = "weights"
 ) -> None:
-    """Copy ``state`` into ``module``, having removed the prefixes of wrappers from its keys.
+    """Copy ``state`` into ``module``, whatever the layout (see ``layouts``) of the file it is from.
 
-    ``coverage`` is the least share of the module's tensors that must be found, 1.0 for all; those
-    not found keep their values. What ``state`` has beyond the module must be a head. Logs how many
-    tensors each top-level module got. Raises UserError with missing and unexpected keys, differing
-    shapes and nearest names below that, and then has changed nothing.
+    The positions of a vision transformer are interpolated to the module's grid.
+
+    Args:
+        module: the backbone.
+        state: what ``read_state`` returned.
+        coverage: least share of the module's tensors that must be found; those not found keep their
+            values. With 1.0, what the file's network has beyond the module must be a head.
+        what: the file, for messages.
+
+    Raises:
+        UserError: with missing and unexpected keys, differing shapes and nearest names, or if
+            several networks fit. Then nothing has changed.
     """
-    match = _match(module, state)
+    match = _match(module, state, what)
     share = len(match.found) / max(1, match.num_wanted)
     if share < coverage or (coverage >= 1.0 and not match.is_complete):
         raise UserError(_explain(match, coverage, what))
     log.info("%s: %s", what, match.summary())
+    if match.left_out:
+        parts = [f"{name} ({count})" for name, count in match.left_out.items()]
+        log.info("%s: left out, with their numbers of tensors: %s", what, _shorten(parts, show=8))
     own = module.state_dict()
     with torch.no_grad():
         for key, value in match.found.items():
@@ -133,6 +130,7 @@ class _Match:
     unexpected: list[str]  # keys of the state, prefix removed; heads left out
     misshapen: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]  # key: (in the file, wanted)
     prefix: str  # removed from the state's keys
+    left_out: dict[str, int]  # heads and other networks of the file: number of tensors
 
     @property
     def num_wanted(self) -> int:
@@ -153,42 +151,39 @@ class _Match:
         return f"{len(self.found)}/{self.num_wanted} tensors ({parts})"
 
 
-def _match(module: nn.Module, state: State) -> _Match:
-    """Try the state's keys with each chain of known prefixes removed; keep the best."""
+def _match(module: nn.Module, state: State, what: str) -> _Match:
+    """Compare the network of the file that fits best with the module."""
     own = module.state_dict()
-    prefix = max(_prefixes(state), key=lambda p: (_overlap(p, state, own), -len(p)))
-    # A file may hold more than this backbone: only what lies under the prefix is looked at.
-    inner = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
-    known = {key: value for key, value in inner.items() if key in own}
-    misshapen = {
-        key: (tuple(value.shape), tuple(own[key].shape))
-        for key, value in known.items()
-        if value.shape != own[key].shape
-    }
-    found = {key: value for key, value in known.items() if key not in misshapen}
+    placed = place(state, own)
+    if placed.rivals:
+        names = ", ".join(map(repr, (placed.prefix, *placed.rivals)))
+        raise UserError(
+            f"{what}: holds several networks that fit ({names}); keep one of them in a file"
+        )
+    known = {key: value for key, value in placed.inner.items() if key in own}
+    found, misshapen = {}, {}
+    for key, value in known.items():
+        fitting: Tensor | None = value
+        if value.shape != own[key].shape:
+            fitting = interpolate_positions(module, key, value)
+        if fitting is None:
+            misshapen[key] = (tuple(value.shape), tuple(own[key].shape))
+            continue
+        if fitting is not value:
+            shapes = tuple(value.shape), tuple(fitting.shape)
+            log.info("%s: %s is interpolated from %s to %s", what, key, *shapes)
+        found[key] = fitting
+    beyond = [key for key in placed.inner if key not in own]
+    heads = [placed.prefix + key for key in beyond if key.startswith(_HEADS)]
     return _Match(
-        wanted=[key for key in own if key in inner or not key.endswith(_COUNTER)],
+        wanted=[key for key in own if key in placed.inner or not key.endswith(_COUNTER)],
         found=found,
-        missing=[key for key in own if key not in inner and not key.endswith(_COUNTER)],
-        unexpected=[key for key in inner if key not in own and not key.startswith(_HEADS)],
+        missing=[key for key in own if key not in placed.inner and not key.endswith(_COUNTER)],
+        unexpected=[key for key in beyond if not key.startswith(_HEADS)],
         misshapen=misshapen,
-        prefix=prefix,
+        prefix=placed.prefix,
+        left_out={**grouped(heads, placed.prefix), **placed.left_out},
     )
-
-
-def _overlap(prefix: str, state: State, own: State) -> int:
-    return sum(key.startswith(prefix) and key[len(prefix) :] in own for key in state)
-
-
-def _prefixes(state: State) -> set[str]:
-    """Every chain of known prefixes that some key begins with; the empty one too."""
-    chains = {""}
-    for key in state:
-        chain = ""
-        while step := next((p for p in _PREFIXES if key.startswith(p, len(chain))), ""):
-            chain += step
-            chains.add(chain)
-    return chains
 
 
 def _explain(match: _Match, coverage: float, what: str) -> str:
@@ -227,41 +222,41 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_torch(path: Path) -> Any:
-    """What torch.save wrote; tensors and plain python only."""
+    """What torch.save wrote, or pickle; tensors and plain python only."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        return _refuse_pickle(path, error)
+        if "global" not in str(error).lower():
+            raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
     except MemoryError:
         raise
     except Exception as error:  # what reads pickles raises anything on a file that is none
         raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
+    return _read_tensors(path)
 
 
-def _refuse_pickle(path: Path, error: pickle.UnpicklingError) -> Any:
-    """Tell a file with python objects in it from one that is no torch file at all."""
-    text = str(error)
-    if "GLOBAL" not in text and "global" not in text:
+def _read_tensors(path: Path) -> Any:
+    """The tensors of a file that holds other python objects too."""
+    try:
+        content, skipped = read_tensors(path)
+    except MemoryError:
+        raise
+    except Exception as error:  # so do damaged ones of these
         raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
-    name = text.partition("GLOBAL ")[2].split(" ")[0] or "something else than tensors"
-    raise UserError(
-        f"{path}: holds python objects ({name}) beside its tensors; loading those could run code, "
-        f"so it is refused. If you trust the file, keep its weights only: "
-        f"python -c \"import torch; c = torch.load('{path}', weights_only=False); "
-        f"torch.save(c['state_dict'], 'weights.pt')\" (or whichever key holds them)"
-    ) from error
+    log.info("%s: left out python objects, which are not loaded: %s", path, _shorten(skipped))
+    if not flatten(content):
+        raise UserError(
+            f"{path}: holds python objects ({_shorten(skipped)}), which are not loaded because "
+            "that could run code, and no tensors by name; save the model's state_dict instead"
+        )
+    return content
 
 
-def _find_state(content: Any) -> dict[str, Tensor]:
-    """The flat dict of tensors in what a file held, looking under the known keys."""
-    if not isinstance(content, Mapping):
-        return {}
-    if isinstance(content.get("backbone"), str):  # a checkpoint of ours
+def _tensors(content: Any) -> dict[str, Tensor]:
+    """The flat dict of tensors in what a file held."""
+    if isinstance(content, Mapping) and isinstance(content.get("backbone"), str):  # one of ours
         return backbone_state(content)
-    for key in _WRAPPERS:
-        if state := _find_state(content.get(key)):
-            return state
-    return {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
+    return flatten(content)
 
 
 def _damaged(path: Path) -> str:

@@ -1,0 +1,92 @@
+"""Files of weights that hold other python objects too: configs, optimizers, classes of a framework.
+
+Their tensors are read, everything else is replaced by a placeholder: nothing is imported, nothing
+is called. It takes the place of the module ``pickle`` in ``torch.load``.
+"""
+
+from __future__ import annotations
+
+import codecs
+import pickle
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_RECONSTRUCT = np.zeros(0).__reduce__()[0]  # numpy's own; its module moved with version 2
+_ALLOWED: dict[str, Any] = {
+    "collections.OrderedDict": OrderedDict,
+    "torch.Size": torch.Size,
+    "torch._utils._rebuild_tensor": torch._utils._rebuild_tensor,
+    "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
+    "torch._utils._rebuild_parameter": torch._utils._rebuild_parameter,
+    "numpy.ndarray": np.ndarray,
+    "numpy.dtype": np.dtype,
+    "numpy.core.multiarray._reconstruct": _RECONSTRUCT,
+    "numpy._core.multiarray._reconstruct": _RECONSTRUCT,
+    "_codecs.encode": codecs.encode,  # of the bytes of arrays, in pickles of protocol 2
+}
+"""What rebuilds tensors and arrays, and does nothing else."""
+
+
+def read_tensors(path: Path) -> tuple[Any, list[str]]:
+    """Return what a file of ``torch.save`` or ``pickle`` holds, and the classes left out of it.
+
+    Raises pickle.UnpicklingError or what torch raises for a file that is neither.
+    """
+    skipped: dict[str, None] = {}
+
+    class Reader(_TensorUnpickler):
+        names = skipped
+
+    class Module:
+        """Looks like the module ``pickle`` to torch.load."""
+
+        Unpickler = Reader
+        __name__ = "pickle"
+
+        @staticmethod
+        def load(file: Any, **options: Any) -> Any:
+            return Reader(file, **options).load()
+
+    if not zipfile.is_zipfile(path):
+        with path.open("rb") as file:
+            content = Reader(file).load()
+        if content != torch.serialization.MAGIC_NUMBER:  # else torch's format before 1.6
+            return content, list(skipped)
+    content = torch.load(path, map_location="cpu", weights_only=False, pickle_module=Module())
+    return content, list(skipped)
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Finds only what rebuilds tensors; for every other name a placeholder."""
+
+    names: dict[str, None]
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in _ALLOWED:
+            return _ALLOWED[full]
+        found = getattr(torch, name, None) if module.partition(".")[0] == "torch" else None
+        if isinstance(found, torch.dtype) or (isinstance(found, type) and name.endswith("Storage")):
+            return found
+        self.names[full] = None
+        return _Placeholder
+
+
+class _Placeholder:
+    """Stands for an object of a class that is not loaded; takes whatever is done to it."""
+
+    def __new__(cls, *args: Any, **options: Any) -> _Placeholder:
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+    def __setstate__(self, state: Any) -> None: ...
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+    def append(self, item: Any) -> None: ...
+    def extend(self, items: Any) -> None: ...
+    def __call__(self, *args: Any, **options: Any) -> _Placeholder:
+        return self
