@@ -67,8 +67,8 @@ class IJEPA(Method):
         predictor_dim: int = 384  # width
         predictor_depth: int = 6  # blocks; 12 for ViT-L and larger
         predictor_heads: int = 12
-        # deviation of first weights; null: 1 / sqrt(3 n) for n inputs, with which networks much
-        # narrower than a ViT-B learn where with 0.02 they pass on next to nothing
+        # deviation of first weights; null: more in layers of few inputs, for networks much narrower
+        # than a ViT-B, which with 0.02 pass on little but positions
         init_std: float | None = field(default=0.02, metadata={"min": 0})
         # of the teacher; grows linearly to 1
         momentum: float = field(default=0.996, metadata={"min": 0, "max": 1})
@@ -291,11 +291,17 @@ def mean_token(tokens: Tensor, padding: Tensor) -> Tensor:
 def initialize(module: nn.Module, *, std: float | None) -> None:
     """Truncated normal weights of linear layers and patches, zero biases.
 
-    As the published code leaves them: it draws all linear layers anew after dividing those of
-    block l by sqrt(2 l). Without ``std`` a layer of n inputs has that of torch, 1 / sqrt(3 n).
+    With ``std`` as the published code leaves them: it divides what block l adds by sqrt(2 l), but
+    then draws all linear layers anew. Without, for narrow networks: at least 1 / sqrt(3 n) for n
+    inputs, and that division stays.
     """
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Conv2d):
-            nn.init.trunc_normal_(part.weight, std=std or (3 * part.weight[0].numel()) ** -0.5)
+            deviation = std or max(0.02, (3 * part.weight[0].numel()) ** -0.5)
+            nn.init.trunc_normal_(part.weight, std=deviation)
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
+    blocks: Any = module.blocks if std is None else []
+    for number, block in enumerate(blocks, start=1):
+        for layer in (block.attn.proj, block.mlp.fc2):
+            layer.weight /= (2.0 * number) ** 0.5
