@@ -212,6 +212,15 @@ def test_views_of_two_sizes_are_cut_among_ranks() -> None:
     assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-14)
 
 
+def test_one_view_at_a_time_draws_what_all_together_draw() -> None:
+    network, views = multi_crop()
+    outputs = []
+    for network.per_view in (False, True):
+        LAYER_DRAWS.start(keys(INDEX), CPU)
+        outputs.append(network(views))
+    assert torch.allclose(*outputs, atol=1e-14)
+
+
 def test_timms_attention_drops_through_its_layer() -> None:
     attention = Attention(16, num_heads=2, attn_drop=0.5)
     without = Attention(16, num_heads=2)

@@ -42,14 +42,21 @@ class Network(nn.Module):
         of one size.
         """
         if self.per_view:
-            parts = [self.backbone(view) for view in views]  # V tensors (B, E)
-            self.embedding = torch.cat(parts).detach()
-            return torch.stack([self.head(part) for part in parts])
+            return self._one_by_one(views)
         features = forward_by_size(self.backbone, views)  # (V*B, E)
         self.embedding = features.detach()
         LAYER_DRAWS.enter(range(len(views)))
         output: Tensor = self.head(features)  # (V*B, D)
         return output.view(len(views), -1, *output.shape[1:])
+
+    def _one_by_one(self, views: Sequence[Tensor]) -> Tensor:
+        features, outputs = [], []
+        for place, view in enumerate(views):
+            LAYER_DRAWS.enter([place])
+            features.append(self.backbone(view))  # (B, E)
+            outputs.append(self.head(features[-1]))  # (B, D)
+        self.embedding = torch.cat(features).detach()
+        return torch.stack(outputs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave the last features behind."""
