@@ -15,7 +15,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import MISSING, dataclass, field, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -169,6 +169,30 @@ class Registry:
         return index
 
 
+def limited(
+    default: Any = MISSING,
+    *,
+    min: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    max: float | None = None,
+) -> Any:
+    """A field of a ``Config`` whose numbers have limits; of a list, each number in it.
+
+    Args:
+        default: The value if the config gives none; without it, the config must give one.
+        min: The least value.
+        above: What the value must be more than.
+        below: What the value must be less than.
+        max: The largest value.
+    """
+    limits = {"min": min, "above": above, "below": below, "max": max}
+    metadata = {name: limit for name, limit in limits.items() if limit is not None}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
 @cache
 def _parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
@@ -209,7 +233,7 @@ def _read_config(node: ast.ClassDef | ast.FunctionDef, address: Address) -> type
     namespace: dict[str, Any] = {
         name: getattr(typing, name) for name in ("Any", "Literal", "Optional")
     }
-    namespace |= {"dataclass": dataclass, "field": field, "typing": typing}
+    namespace |= {"dataclass": dataclass, "field": field, "limited": limited, "typing": typing}
     namespace["__name__"] = address.module
     code = f"@dataclass(frozen=True, kw_only=True)\nclass Config:\n{indented}\n"
     # dont_inherit: this file postpones its annotations, the class must have evaluated ones

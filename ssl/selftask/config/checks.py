@@ -9,8 +9,8 @@ from selftask.config.budget import parse_budget
 from selftask.config.layers import Key
 from selftask.config.read import classy_has, inner_components
 from selftask.config.schema import Component, Config, ViewConfig
-from selftask.errors import nearest
-from selftask.file_system import exists, expand_user
+from selftask.errors import UserError, nearest
+from selftask.file_system import is_file, is_folder
 from selftask.registry import BATCHED_FORMS, SCHEDULES, TRAIN_STEPS, TRANSFORMS, Registry
 
 Problem = tuple[Key, str]
@@ -41,8 +41,19 @@ def _of_views(views: Mapping[str, ViewConfig]) -> dict[Key, list[Component]]:
 
 def _names(config: Config) -> Iterator[Problem]:
     yield from _known(TRAIN_STEPS, config.train.step, ("train", "step"))
-    if not isinstance(config.optimizer.lr, dict):
+    lr = config.optimizer.lr
+    if not isinstance(lr, dict):
         yield from _known(SCHEDULES, config.optimizer.schedule, ("optimizer", "schedule"))
+    elif not isinstance(lr.get("name"), str):
+        text = f"optimizer.lr={lr}: a scheduler of Classy Vision needs its name"
+        yield ("optimizer", "lr"), f"{text}, as in {{name: cosine, start_value: 0.1, end_value: 0}}"
+    else:
+        from selftask import classy  # imports torch: only if it is asked for
+
+        try:
+            classy.build("schedule", lr["name"], {k: v for k, v in lr.items() if k != "name"})
+        except UserError as error:
+            yield ("optimizer", "lr"), f"optimizer.lr: {error}"
 
 
 def _known(registry: Registry, name: str, key: Key) -> Iterator[Problem]:
@@ -134,18 +145,20 @@ def _unbatched(transform: Component, registry: Registry, key: Key) -> Iterator[P
 
 
 def _weights(config: Config) -> Iterator[Problem]:
-    if config.resume not in ("auto", "never") and not exists(expand_user(config.resume)):
-        hint = nearest(config.resume, ["auto", "never"])
-        yield (
-            ("resume",),
-            f"resume={config.resume!r}: neither 'auto', 'never' nor an existing checkpoint; {hint}",
-        )
-    start = config.init.backbone
-    if start is not None and ":" not in start and not exists(expand_user(start)):
-        yield (
-            ("init", "backbone"),
-            f"init.backbone={start!r}: neither a file or run nor timm:NAME or torchvision:NAME",
-        )
+    resume, start = config.resume, config.init.backbone
+    if resume not in ("auto", "never") and not _can_be_read(resume):
+        hint = nearest(resume, ["auto", "never"])
+        text = f"resume={resume!r}: neither 'auto', 'never' nor an existing checkpoint; {hint}"
+        yield ("resume",), text
+    library = start is not None and start.startswith(("timm:", "torchvision:"))
+    if start is not None and not library and not _can_be_read(start):
+        text = f"init.backbone={start!r}: neither a file or run nor timm:NAME or torchvision:NAME"
+        yield ("init", "backbone"), text
+
+
+def _can_be_read(path: str) -> bool:
+    """Return whether a file or folder is there; reading a pipe would wait for ever."""
+    return is_file(path) or is_folder(path)
 
 
 def _parallel(config: Config) -> Iterator[Problem]:

@@ -220,17 +220,26 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
-    """Raise ValueError where a field's metadata (min, max, duration) forbids ``value``."""
+    """Raise ValueError if a field's metadata (min, above, below, max, duration) forbids ``value``.
+
+    Limits of a list are those of each number in it.
+    """
     if metadata.get("duration") and value is not None:
         if parse_duration(value).value < (metadata.get("min") or 0):
             raise ValueError("must be longer than nothing")
         return
+    if isinstance(value, list | tuple):
+        for item in value:
+            check_limits(item, metadata)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
-    # NaN, which compares with nothing, is beyond every limit
-    if metadata.get("min") is not None and not value >= metadata["min"]:
+    if metadata.get("min") is not None and value < metadata["min"]:
         raise ValueError(f"must be at least {metadata['min']}")
-    if metadata.get("max") is not None and not value <= metadata["max"]:
+    if metadata.get("above") is not None and value <= metadata["above"]:
+        raise ValueError(f"must be more than {metadata['above']}")
+    if metadata.get("below") is not None and value >= metadata["below"]:
+        raise ValueError(f"must be less than {metadata['below']}")
+    if metadata.get("max") is not None and value > metadata["max"]:
         raise ValueError(f"must be at most {metadata['max']}")
 
 

@@ -17,6 +17,9 @@ from selftask.errors import UserError, nearest
 _NODES: dict[type, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
+# Far from what overflows 64 bits in products with sizes, or float32.
+_LARGEST: dict[type, float] = {int: 10**15, float: 1e30}
+
 
 class Mismatch(Exception):
     """The message says what was expected."""
@@ -72,9 +75,13 @@ def _scalar(value: Any, kind: type) -> Any:
     if value is None or odd or isinstance(value, list | dict | tuple):
         raise Mismatch(f"expected {_WORDS[kind]}")
     try:
-        return _NODES[kind](value, is_optional=False)._value()
-    except ValidationError:
+        converted = _NODES[kind](value, is_optional=False)._value()
+    except (ValidationError, OverflowError):
         raise Mismatch(f"expected {_WORDS[kind]}") from None
+    limit = _LARGEST.get(kind)
+    if limit is not None and not abs(converted) <= limit:  # so is NaN
+        raise Mismatch(f"expected {_WORDS[kind]} between {-limit:.0e} and {limit:.0e}")
+    return converted
 
 
 def _choice(value: Any, choices: tuple[Any, ...]) -> Any:

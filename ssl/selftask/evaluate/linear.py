@@ -16,7 +16,7 @@ from torch import Tensor
 
 from selftask.evaluate.features import Features
 from selftask.pulse import each
-from selftask.registry import register_evaluation
+from selftask.registry import limited, register_evaluation
 
 _ROWS = 8192  # images whose logits for the whole grid exist at a time
 
@@ -34,7 +34,7 @@ class Linear:
     iterations: int = field(default=200, metadata={"min": 1})  # passes over the features
     held_out: float = field(default=0.2, metadata={"min": 0, "max": 1})  # share of the training
     # labels that picks the weight decay
-    seed: int = 0
+    seed: int = limited(0, min=0)
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.few_labels and min(self.few_labels) < 1:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from selftask.collectives import all_reduce_sum
 from selftask.hooks.base import Hook
-from selftask.registry import register_hook
+from selftask.registry import limited, register_hook
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -26,7 +26,7 @@ class ClipGradients(Hook):
     """
 
     priority: ClassVar[int] = 20
-    max_norm: float = 3.0
+    max_norm: float = limited(3.0, above=0)
     per_parameter: bool = False
 
     def on_backward(self, task: Task) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
-from selftask.registry import register_hook
+from selftask.registry import limited, register_hook
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -29,8 +29,8 @@ class Health(Hook):
     """
 
     priority: ClassVar[int] = 60
-    collapsed: float = 0.1  # emb_std below this is a collapse
-    max_rows: int = 512  # embeddings looked at per log line
+    collapsed: float = limited(0.1, min=0, max=1)  # emb_std below this is a collapse
+    max_rows: int = limited(512, min=2)  # embeddings looked at per log line
 
     def on_update(self, task: Task) -> None:
         if not task.at_log_point:

@@ -19,7 +19,7 @@ from selftask.collectives import sum_with_grad, world_size
 from selftask.methods.base import Method
 from selftask.models.heads import mlp
 from selftask.models.precision import in_full_precision
-from selftask.registry import register_method
+from selftask.registry import limited, register_method
 
 
 @register_method("barlow")
@@ -31,10 +31,10 @@ class BarlowTwins(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        dim: int = 8192  # D
-        hidden: int = 8192  # width of the projector's two hidden layers
-        redundancy: float = 0.0051  # lambda in eq. 1
-        scale: float = 1.0  # of the whole loss; 0.1 in solo-learn
+        dim: int = limited(8192, min=1)  # D
+        hidden: int = limited(8192, min=1)  # width of the projector's two hidden layers
+        redundancy: float = limited(0.0051, min=0)  # lambda in eq. 1
+        scale: float = limited(1.0, min=0)  # of the whole loss; 0.1 in solo-learn
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             num_views = sum(group["count"] for group in config["views"].values())

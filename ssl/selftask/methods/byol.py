@@ -21,7 +21,7 @@ from selftask.models.heads import mlp
 from selftask.models.precision import in_full_precision
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
-from selftask.registry import register_method
+from selftask.registry import limited, register_method
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -36,8 +36,8 @@ class BYOL(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        dim: int = 256  # D
-        hidden: int = 4096  # width of the hidden layers of projector and predictor
+        dim: int = limited(256, min=1)  # D
+        hidden: int = limited(4096, min=1)  # width of the hidden layers of projector and predictor
         # tau_base in section 3.2; 0.99 for 300 epochs
         momentum: float = field(default=0.996, metadata={"min": 0, "max": 1})
         # at the end of training, along a cosine

@@ -27,7 +27,7 @@ from selftask.methods.base import Method
 from selftask.models.assignment import spherical_kmeans
 from selftask.models.heads import mlp
 from selftask.models.precision import full_precision
-from selftask.registry import register_method
+from selftask.registry import limited, register_method
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -47,8 +47,8 @@ class DeepCluster(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        dim: int = 128  # D
-        hidden: int = 2048  # width of the head's hidden layer
+        dim: int = limited(128, min=1)  # D
+        hidden: int = limited(2048, min=1)  # width of the head's hidden layer
         norm: bool = True  # BatchNorm in the head
         num_prototypes: list[int] = field(default_factory=lambda: [3000, 3000, 3000])  # K_h
         temperature: float = 0.1  # of the softmax over prototypes

@@ -25,7 +25,7 @@ from selftask.models.heads import DINOHead
 from selftask.models.precision import full_precision
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
-from selftask.registry import register_method
+from selftask.registry import limited, register_method
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -41,10 +41,11 @@ class DINO(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_prototypes: int = 65_536  # K
-        hidden: int = 2048  # width of the head's hidden layers
-        bottleneck: int = 256  # width before the last layer
-        num_layers: int = 3  # of the head, the bottleneck's included, the last layer not
+        num_prototypes: int = limited(65_536, min=1)  # K
+        hidden: int = limited(2048, min=1)  # width of the head's hidden layers
+        bottleneck: int = limited(256, min=1)  # width before the last layer
+        num_layers: int = limited(3, min=1, max=100)  # of the head, the bottleneck's included, the
+        # last layer not
         norm: bool = False  # BatchNorm in the head: for convolutional backbones
         temperature: float = 0.1  # tau_s in eq. 1
         teacher_temperature: float = 0.07  # tau_t, once it is warm; 0.04 is safer where it diverges

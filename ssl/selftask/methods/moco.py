@@ -26,7 +26,7 @@ from selftask.models.heads import mlp
 from selftask.models.precision import full_precision, in_full_precision
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
-from selftask.registry import register_method
+from selftask.registry import limited, register_method
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -40,8 +40,9 @@ class MoCo(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        dim: int = 128  # D
-        hidden: int | None = None  # width of the head's hidden layer; None: the backbone's
+        dim: int = limited(128, min=1)  # D
+        hidden: int | None = limited(None, min=1)  # width of the head's hidden layer; None: the
+        # backbone's
         queue_size: int = 65_536  # K
         temperature: float = 0.2  # tau in eq. 1; v1 has 0.07
         momentum: float = field(default=0.999, metadata={"min": 0, "max": 1})  # m in eq. 2

@@ -21,7 +21,7 @@ from selftask.collectives import gather_cat_with_grad, rank, world_size
 from selftask.methods.base import Method
 from selftask.models.heads import mlp
 from selftask.models.precision import in_full_precision
-from selftask.registry import register_method
+from selftask.registry import limited, register_method
 
 
 @register_method("simclr")
@@ -32,11 +32,13 @@ class SimCLR(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        dim: int = 128  # D
-        hidden: int | None = None  # width of the head's hidden layer; None: the backbone's
+        dim: int = limited(128, min=1)  # D
+        hidden: int | None = limited(None, min=1)  # width of the head's hidden layer; None: the
+        # backbone's
         norm: bool = True  # BatchNorm after both layers of the head, as in the paper's code
         temperature: float = 0.1  # tau in eq. 1; 0.5 for CIFAR-10 in the paper, 0.2 in solo-learn
-        scale: float = 1.0  # of the whole loss; 2 in the paper's code, which sums both directions
+        scale: float = limited(1.0, above=0)  # of the whole loss; 2 in the paper's code, which
+        # sums both directions
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             num_views = sum(group["count"] for group in config["views"].values())

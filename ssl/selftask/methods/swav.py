@@ -24,7 +24,7 @@ from selftask.methods.base import Method
 from selftask.models.assignment import cross_entropy_of_pairs, sinkhorn_knopp
 from selftask.models.heads import Prototypes, mlp
 from selftask.models.precision import full_precision
-from selftask.registry import register_method
+from selftask.registry import limited, register_method
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -40,14 +40,15 @@ class SwAV(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        dim: int = 128  # D
-        hidden: int = 2048  # width of the head's hidden layer
+        dim: int = limited(128, min=1)  # D
+        hidden: int = limited(2048, min=1)  # width of the head's hidden layer
         norm: bool = True  # BatchNorm in the head
-        num_prototypes: int = 3000  # K
+        num_prototypes: int = limited(3000, min=1)  # K
         temperature: float = 0.1  # tau in eq. 2
         epsilon: float = 0.05  # weight of the entropy in eq. 3
         sinkhorn_iterations: int = field(default=3, metadata={"min": 1})
-        queue_size: int = 0  # L, images; 3840 in the paper for batches of 256, 0: no queue
+        queue_size: int = limited(0, min=0)  # L, images; 3840 in the paper for batches of 256, 0:
+        # no queue
         queue_start: int | str = field(default="15 epochs", metadata={"duration": True})
         freeze_prototypes: int | str = field(default="1 epoch", metadata={"duration": True})
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from selftask.optim.lars import LARS
-from selftask.registry import register_optimizer
+from selftask.registry import limited, register_optimizer
 
 _EPS = 1e-8  # apex's
 
@@ -25,8 +25,8 @@ class LARCConfig:
     They decay every parameter as well: ``decay_norm_and_bias: true``.
     """
 
-    sgd_momentum: float = 0.9
-    trust: float = 1e-3  # eta in the paper
+    sgd_momentum: float = limited(0.9, min=0, below=1)
+    trust: float = limited(1e-3, above=0)  # eta in the paper
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return LARC(groups, momentum=self.sgd_momentum, trust=self.trust)

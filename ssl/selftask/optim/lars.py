@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from selftask.registry import register_optimizer
+from selftask.registry import limited, register_optimizer
 
 
 @register_optimizer("lars")
@@ -19,8 +19,9 @@ class LARSConfig:
 
     layerwise: ClassVar[bool] = True  # groups with adapt=False are treated apart
 
-    sgd_momentum: float = 0.9
-    trust: float = 1e-3  # eta in the paper; SimCLR and BYOL use 1e-3, solo-learn's CIFAR 2e-2
+    sgd_momentum: float = limited(0.9, min=0, below=1)
+    trust: float = limited(1e-3, above=0)  # eta in the paper; SimCLR and BYOL use 1e-3,
+    # solo-learn's CIFAR 2e-2
     clip_lr: bool = False  # never exceed the global lr (LARC's clip mode)
     classic_momentum: bool = False  # lr inside the velocity: the paper and SimCLR; BYOL: outside
 

@@ -16,7 +16,7 @@ import numpy as np
 from selftask.data.order import EpochOrder, SetOrders, epoch_order, hash_words
 from selftask.data.sampler import Pool, Sampler
 from selftask.errors import UserError
-from selftask.registry import register_sampler
+from selftask.registry import limited, register_sampler
 
 _BATCHES, _PLACES, _IMAGES = 1, 2, 3  # streams of one seed
 
@@ -78,7 +78,7 @@ class PowerLaw(_ByClass):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        power: float = 0.5  # of the number of a class's images
+        power: float = limited(0.5, min=-10, max=10)  # of the number of a class's images
         # of an epoch; none: as many as there are images
         samples: int | None = field(default=None, metadata={"min": 1})
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from selftask.data.order import EpochOrder, hash_words, mix
 from selftask.data.sampler import Pool, Sampler
-from selftask.errors import UserError
+from selftask.errors import UserError, nearest_path
+from selftask.file_system import is_file
 from selftask.registry import register_sampler
 
 _STREAM = 0x77656967  # "weig": keeps these draws apart from other uses of the same seed
@@ -67,6 +68,8 @@ def _read(path: str, num_images: int) -> np.ndarray:
     """The weights (num_images,) float64 of a file; raises UserError with what is wrong."""
     file = os.path.expanduser(path)
     what = f"data.sampler.weights={path!r}"
+    if not is_file(file):
+        raise UserError(f"{what}: there is no such file; {nearest_path(file)}")
     try:
         values = np.load(file) if file.endswith(".npy") else np.loadtxt(file, ndmin=1)
         weights = np.asarray(values, dtype=np.float64)

@@ -17,7 +17,7 @@ from selftask.data.sources.packages import require
 from selftask.data.sources.patterns import fixed_folder, is_pattern, match_files
 from selftask.errors import UserError, nearest
 from selftask.file_system import is_folder
-from selftask.registry import register_source
+from selftask.registry import limited, register_source
 
 EXTENSIONS = (".npy", ".npz", ".tif", ".tiff")
 MAX_TRIED = 20  # files at the start, to find one that can be read
@@ -30,7 +30,8 @@ class Bands(Source):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str  # a folder, at any depth, or a pattern
-        bands: list[int] | None = None  # channels to take, from 0, in this order; none: all
+        bands: list[int] | None = limited(None, min=0)  # channels to take, from 0, in this order;
+        # none: all
         value_range: list[float] | None = None  # what becomes 0 and 255; none: values are 8-bit
         key: str | None = None  # of a .npz; none: its first array
         labels: bool = True  # top folders are the labels, if there are several

@@ -15,8 +15,8 @@ from selftask.data.sources.encoded import decode, image_of
 from selftask.data.sources.labels import number_labels
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest_path
-from selftask.file_system import exists
-from selftask.registry import register_source
+from selftask.file_system import is_file, is_folder
+from selftask.registry import limited, register_source
 
 _LABEL = ".cls"  # how the key of a label ends, as in WebDataset's shards
 _OPEN: dict[str, Any] = {}  # path -> environment: LMDB opens a file once in a process, not twice
@@ -29,7 +29,7 @@ class Lmdb(Source):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str  # the folder with data.mdb, or the file itself
-        shape: list[int] | None = None  # [H, W, C] of values that are plain uint8 pixels
+        shape: list[int] | None = limited(None, min=1)  # [H, W, C] of plain uint8 pixels
         labels: bool = True  # KEY.cls, where there is one, holds the label of KEY.jpg
 
     def __init__(self, config: Config) -> None:
@@ -100,7 +100,7 @@ os.register_at_fork(after_in_child=_close_inherited)
 def _open_new(path: str) -> Any:
     import lmdb
 
-    if not exists(path):
+    if not (is_file(path) or is_folder(path)):
         raise UserError(f"data.path: no such LMDB: {path}; {nearest_path(path)}")
     try:
         return lmdb.open(

@@ -18,7 +18,7 @@ from selftask.data.sources.files import FileSource
 from selftask.data.sources.labels import name_classes, number_labels
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest, nearest_path
-from selftask.file_system import exists, expand_user, is_folder
+from selftask.file_system import exists, expand_user, is_file, is_folder
 from selftask.registry import register_source
 
 PATH_COLUMNS = (
@@ -51,7 +51,7 @@ class TableSource(FileSource):
 
     def __init__(self, config: Config) -> None:
         file = expand_user(config.path)
-        if not exists(file):
+        if not (is_file(file) or is_folder(file)):
             raise UserError(f"data: no such table: {file}; {nearest_path(file)}")
         self.root = os.path.expanduser(config.root) if config.root else str(file.parent)
         if not is_folder(self.root):

@@ -14,7 +14,7 @@ from selftask.data.kernel import MAX_SIGMA, Op
 from selftask.data.transforms.channels import RGB, by_groups, needs_rgb
 from selftask.data.transforms.tones import solarize
 from selftask.data.transforms.transform import ByChance, Transform
-from selftask.registry import register_transform
+from selftask.registry import limited, register_transform
 
 LUMA = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R 601), as Pillow and torchvision use
 _ORDERS = list(itertools.permutations(range(4)))
@@ -135,7 +135,7 @@ class Solarize(ByChance):
     """Invert the values from ``threshold`` on, with probability p."""
 
     p: float = field(default=0.2, metadata={"min": 0, "max": 1})
-    threshold: int = 128  # 0..256
+    threshold: int = limited(128, min=0, max=256)  # 0..256
 
     def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
         return solarize(image, self.threshold)

@@ -14,7 +14,7 @@ from selftask.data.kernel import Op
 from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.resampling import warp
 from selftask.data.transforms.transform import ByChance, Transform
-from selftask.registry import register_transform
+from selftask.registry import limited, register_transform
 
 Matrix = tuple[float, ...]  # 2x3, row by row
 
@@ -49,9 +49,9 @@ class VerticalFlip(ByChance):
 class Rotation(Transform):
     """Turn about the centre by up to ``degrees`` either way; the size stays."""
 
-    degrees: float
+    degrees: float = limited(min=0, max=360)
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = 0  # grey level of what comes from outside
+    fill: int = limited(0, min=0, max=255)  # grey level of what comes from outside
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Matrix:
         """From output to input coordinates; anticlockwise for a positive angle."""
@@ -70,12 +70,12 @@ class RandomAffine(Transform):
     torchvision's RandomAffine without shear, except that shifts are not rounded to whole pixels.
     """
 
-    degrees: float = 0.0  # rotation by up to this, either way
+    degrees: float = limited(0.0, min=0, max=360)  # rotation by up to this, either way
     scale: tuple[float, float] = (1.0, 1.0)
     # by up to this fraction of the width and of the height, either way
     shift: float = field(default=0.0, metadata={"min": 0, "max": 1})
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = 0  # grey level of what comes from outside
+    fill: int = limited(0, min=0, max=255)  # grey level of what comes from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 < self.scale[0] <= self.scale[1]:

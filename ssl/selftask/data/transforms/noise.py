@@ -13,7 +13,7 @@ import numpy as np
 
 from selftask.data.transforms.channels import RGB, needs_number
 from selftask.data.transforms.transform import Transform
-from selftask.registry import register_transform
+from selftask.registry import limited, register_transform
 
 TRIES = 10  # random rectangles that do not fit before nothing is erased
 
@@ -39,7 +39,8 @@ class RandomErasing(Transform):
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
     scale: tuple[float, float] = (0.02, 0.33)  # of the image's area
     ratio: tuple[float, float] = (0.3, 3.3)  # height / width, log-uniform
-    fill: int | list[int] | Literal["noise"] = 0  # grey level, colour, or random values
+    fill: int | list[int] | Literal["noise"] = limited(0, min=0, max=255)  # grey level, colour, or
+    # random values
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 <= self.scale[0] <= self.scale[1] <= 1:
@@ -79,7 +80,8 @@ class Cutout(Transform):
 
     length: int = field(default=16, metadata={"min": 1})  # pixels, of a side
     num_holes: int = field(default=1, metadata={"min": 1})
-    fill: int | list[int] | Literal["noise"] = 0  # grey level, colour, or random values
+    fill: int | list[int] | Literal["noise"] = limited(0, min=0, max=255)  # grey level, colour, or
+    # random values
     p: float = field(default=1.0, metadata={"min": 0, "max": 1})
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:

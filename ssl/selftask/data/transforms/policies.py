@@ -31,7 +31,7 @@ from selftask.data.transforms.policy_tables import (
 )
 from selftask.data.transforms.resampling import warp
 from selftask.data.transforms.transform import Transform
-from selftask.registry import register_transform
+from selftask.registry import limited, register_transform
 
 Operation = tuple[str, float]  # name and signed magnitude
 ALL = (*NEUTRAL, *GEOMETRY, *COLOURS, *TABLES)
@@ -49,7 +49,7 @@ class RandAugment(Transform):
     magnitude: int = field(default=9, metadata={"min": 0})  # the bin, from 0
     num_bins: int = field(default=31, metadata={"min": 2})
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
-    fill: int = 0  # grey level of what comes from outside
+    fill: int = limited(0, min=0, max=255)  # grey level of what comes from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.magnitude >= self.num_bins:
@@ -77,7 +77,7 @@ class TrivialAugmentWide(Transform):
 
     num_bins: int = field(default=31, metadata={"min": 2})
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
-    fill: int = 0  # grey level of what comes from outside
+    fill: int = limited(0, min=0, max=255)  # grey level of what comes from outside
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         return needs_rgb("name: trivial_augment_wide changes saturation and", channels, INSTEAD)
@@ -98,7 +98,7 @@ class AutoAugment(Transform):
 
     policy: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
-    fill: int = 0  # grey level of what comes from outside
+    fill: int = limited(0, min=0, max=255)  # grey level of what comes from outside
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         return needs_rgb("name: auto_augment changes saturation and", channels, INSTEAD)
@@ -130,7 +130,7 @@ class AugMix(Transform):
     alpha: float = 1.0  # of the Dirichlet distributions of the weights
     all_ops: bool = True  # without: no brightness, colour, contrast and sharpness, as in the paper
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = 0  # grey level of what comes from outside
+    fill: int = limited(0, min=0, max=255)  # grey level of what comes from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.alpha <= 0:

@@ -13,7 +13,7 @@ import numpy as np
 from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.resampling import MODES, warp
 from selftask.data.transforms.transform import Transform
-from selftask.registry import register_transform
+from selftask.registry import limited, register_transform
 
 _HALF = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])  # to coordinates with pixels' centres at .5
 _BACK = np.array([[1, 0, -0.5], [0, 1, -0.5], [0, 0, 1]])
@@ -27,7 +27,7 @@ class RandomShear(Transform):
     x: float = 0.0  # degrees, by up to this either way: rows slide along themselves
     y: float = 0.0  # the same for columns
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = 0  # grey level of what comes from outside
+    fill: int = limited(0, min=0, max=255)  # grey level of what comes from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         for key in ("x", "y"):
@@ -55,7 +55,7 @@ class RandomPerspective(Transform):
     distortion: float = field(default=0.5, metadata={"min": 0, "max": 1})
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = 0  # grey level of what comes from outside
+    fill: int = limited(0, min=0, max=255)  # grey level of what comes from outside
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
         """Where the corners go: (4, 2), x and y in whole pixels, clockwise from the upper left."""
@@ -98,7 +98,7 @@ class Elastic(Transform):
     sigma: float = 5.0  # pixels, of the smoothing
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = 0  # grey level of what comes from outside
+    fill: int = limited(0, min=0, max=255)  # grey level of what comes from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.sigma <= 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selftask.registry import register_backbone
+from selftask.registry import limited, register_backbone
 
 
 @register_backbone("small_resnet")
@@ -15,9 +15,11 @@ from selftask.registry import register_backbone
 class SmallResNetConfig:
     """Small residual network for 32 x 32 images: a 3 x 3 stem and three stages."""
 
-    width: int = 32  # channels of the stem; stages have 1, 2 and 4 times as many
-    blocks: int = 1  # residual blocks in each stage
-    stem_stride: int = 2  # 1 sees twice as fine and costs four times as much
+    width: int = limited(32, min=1, max=10000)  # channels of the stem; stages have 1, 2 and 4
+    # times as many
+    blocks: int = limited(1, min=1, max=1000)  # residual blocks in each stage
+    stem_stride: int = limited(2, min=1, max=32)  # 1 sees twice as fine and costs four times as
+    # much
 
     def build(self, channels: int = 3) -> nn.Module:
         return SmallResNet(

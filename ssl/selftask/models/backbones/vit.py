@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from selftask.registry import register_backbone
+from selftask.registry import limited, register_backbone
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,12 +18,12 @@ class _ViT:
     embed_dim: ClassVar[int]
     num_heads: ClassVar[int]
 
-    img_size: int = 224  # pixels
+    img_size: int = limited(224, min=1)  # pixels
     patch_size: int = 16  # pixels
-    depth: int = 12  # blocks
+    depth: int = limited(12, min=1, max=1000)  # blocks
     pool: Literal["token", "avg"] = "token"  # what becomes the feature: class token or mean patch
     class_token: bool = True
-    drop_path: float = 0.0  # rate in the last block; grows linearly from 0
+    drop_path: float = limited(0.0, min=0, below=1)  # rate in the last block; grows linearly from 0
     dynamic_img_size: bool = False  # other sizes too, positions interpolated: for multi-crop
 
     def problems(self, config: dict[str, Any]) -> Any:
@@ -66,9 +66,9 @@ class ViTMicro(_ViT):
 
     embed_dim, num_heads = 96, 3
 
-    img_size: int = 32  # pixels
+    img_size: int = limited(32, min=1)  # pixels
     patch_size: int = 4  # pixels
-    depth: int = 4  # blocks
+    depth: int = limited(4, min=1, max=1000)  # blocks
 
 
 @register_backbone("vit_tiny")
