@@ -97,6 +97,24 @@ def test_damage_falls_back_and_says_so(
         checkpoint.load_newest(tmp_path)
 
 
+def test_a_checkpoint_that_a_run_replaces_while_it_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With keep_checkpoints=1 the newest one may go under a reader's eyes."""
+    checkpoint.save({"step": 1}, tmp_path, 1, keep=1)
+
+    def read(path: Path) -> dict[str, Any]:
+        if checkpoint.step_of(path) < 3:
+            step = checkpoint.step_of(path) + 1
+            checkpoint.save({"step": step}, tmp_path, step, keep=1)
+        return checkpoint.load(path)
+
+    found = checkpoint.load_newest(tmp_path, read)
+    assert found is not None
+    assert found[0] == {"step": 3}
+    assert "damaged" not in caplog.text
+
+
 def test_a_whole_file_without_its_seal_counts(tmp_path: Path) -> None:
     """Killed between the two renames; torch's own reader still sees a truncated one."""
     _, second = save(tmp_path, 1, 2)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
 
 from selftask.config.load import load_config
-from selftask.launch.local import start
+from selftask.errors import UserError
+from selftask.launch.local import own_command, start, starts_ranks
 from selftask.launch.status import Status
 
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -80,6 +83,38 @@ def test_what_a_rank_has_told_stays(
     code, status = launch(tmp_path, f"{tells}; raise SystemExit(3)")
     assert (code, status) == (3, {"state": state})
     assert capsys.readouterr().out == ""
+
+
+def test_a_folder_in_use_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    holder = (
+        "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.lockf(f, fcntl.LOCK_EX)\n"
+        "print('process 7 on node3', file=f, flush=True); print('held', flush=True)\n"
+        "sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", holder, tmp_path / ".lock"]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match="process 7 on node3 is training there"):
+            launch(tmp_path, f"open({str(tmp_path / 'started')!r}, 'w')")
+        other.communicate()
+    assert not (tmp_path / "started").exists()
+
+
+def test_one_process_is_watched_where_it_may_start_again() -> None:
+    assert not starts_ranks(load_config("simclr", []))
+    assert starts_ranks(load_config("simclr", ["launch.max_restarts=1"]))
+
+
+def test_ranks_start_as_this_command_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by ``-m``, which would take a typing.py of the current folder."""
+    argv = ["simclr", "train.seed=1"]
+    monkeypatch.setattr(sys, "argv", ["/venv/bin/selftask", "train", *argv])
+    started = ["python", "-W", "ignore", "/venv/bin/selftask", "train", *argv]
+    monkeypatch.setattr(sys, "orig_argv", started)
+    assert own_command(argv) == [sys.executable, *started[1:]]
+    monkeypatch.setattr(sys, "argv", ["/venv/bin/pytest"])  # called from python
+    assert own_command(argv) == [sys.executable, "-m", "selftask", "train", *argv]
 
 
 def test_a_mistake_of_the_user_is_told_once(

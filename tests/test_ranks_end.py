@@ -111,12 +111,11 @@ def test_a_killed_rank_is_started_again(tmp_path: Path) -> None:
     assert tiny.differences(*states) == []
 
 
-@pytest.mark.slow
-def test_a_signal_stops_all_ranks_at_one_step(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    command = words(tmp_path, "run", TWO, "train.epochs=400")
+def start(folder: Path, *more: str) -> subprocess.Popen[str]:
+    """Two ranks of ``folder/run`` that have done a few steps."""
+    out = folder / "run"
     process = subprocess.Popen(
-        [sys.executable, *command],
+        [sys.executable, *words(folder, "run", TWO, *more)],
         env=tiny.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -126,6 +125,28 @@ def test_a_signal_stops_all_ranks_at_one_step(tmp_path: Path) -> None:
     while not (out / "metrics.jsonl").exists() or len(tiny.rows(out)) < 4:
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    return process
+
+
+@pytest.mark.slow
+def test_ranks_that_are_suspended_together_go_on(tmp_path: Path) -> None:
+    """As ``scontrol suspend`` does: nobody hangs, and nobody is taken for hanging."""
+    process = start(tmp_path, "train.epochs=4000", "launch.timeout_s=6")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == 2
+    for number, pause in ((signal.SIGSTOP, 10), (signal.SIGCONT, 4)):
+        for pid in children:
+            os.kill(int(pid), number)
+        time.sleep(pause)
+    process.send_signal(signal.SIGTERM)
+    lines = process.communicate(timeout=60)[0].splitlines()
+    assert lines[-1].startswith("RUN interrupted by SIGTERM"), lines
+
+
+@pytest.mark.slow
+def test_a_signal_stops_all_ranks_at_one_step(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = start(tmp_path, "train.epochs=400")
     process.send_signal(signal.SIGTERM)
     lines = process.communicate(timeout=60)[0].splitlines()
     assert process.returncode == 128 + signal.SIGTERM, lines

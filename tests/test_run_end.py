@@ -6,8 +6,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from subprocess import PIPE
 
@@ -16,6 +18,8 @@ import pytest
 import tiny
 from selftask import environment
 from selftask.cli.main import main
+from selftask.errors import UserError
+from selftask.launch import run_folder
 from selftask.logs import MetricsFile, read_metrics
 
 EXTENSION = '''
@@ -158,6 +162,57 @@ def test_two_runs_in_one_folder(folder: Path, capsys: pytest.CaptureFixture[str]
     before.pop(folder / "run" / ".lock")
     assert all(path.read_bytes() == content for path, content in before.items())
     assert train(folder, "train.stop_at=2") == 75  # the lock ended with its process
+
+
+def hold(folder: Path, job: str, host: str, seconds: float) -> subprocess.Popen[str]:
+    """A process that has the folder's lock, as of a job on a host; touches it so long."""
+    code = (
+        "import fcntl, os, sys, time; f = open(sys.argv[1], 'a+'); fcntl.lockf(f, fcntl.LOCK_EX)\n"
+        "f.truncate(0); print(sys.argv[2], file=f, flush=True); print('held', flush=True)\n"
+        "end = time.monotonic() + float(sys.argv[3])\n"
+        "while time.monotonic() < end: os.utime(sys.argv[1]); time.sleep(0.05)\n"
+        "sys.stdin.read()"
+    )
+    words = [folder / run_folder.LOCK, f"process 7 on {host}\njob {job}", str(seconds)]
+    command = [sys.executable, "-c", code, *words]
+    process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+@pytest.mark.parametrize(
+    ("job", "host", "taken"),
+    [("12", "node3", True), ("13", "node3", False), ("12", socket.gethostname(), False)],
+)
+def test_a_requeued_job_takes_over_from_a_dead_node_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, host: str, taken: bool
+) -> None:
+    """An earlier attempt of the same job, on another machine, that gives no sign of life."""
+    monkeypatch.setattr(run_folder, "TAKE_OVER_S", 0.4)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    started = time.monotonic()
+    with hold(tmp_path, job, host, seconds=1.0) as other:
+        if taken:
+            with run_folder.held(str(tmp_path), first=True):
+                assert time.monotonic() - started > 1.0  # as long as it lived, and a little more
+        else:
+            with (
+                pytest.raises(UserError, match="process 7"),
+                run_folder.held(str(tmp_path), first=True),
+            ):
+                raise AssertionError("taken")
+        other.communicate()
+
+
+def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "TOUCH_S", 0.05)
+    with run_folder.held(str(tmp_path), first=True):
+        lock = tmp_path / run_folder.LOCK
+        os.utime(lock, (0, 0))
+        time.sleep(0.5)
+        assert lock.stat().st_mtime > 0
 
 
 @pytest.mark.parametrize(

@@ -156,12 +156,12 @@ class Run:
                 continue
         return found
 
-    def kill(self, rank: int) -> None:
-        """SIGKILL the process of a rank, as the kernel does when memory is short."""
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to every process of a rank."""
         pids = [pid for pid, its in self.processes().items() if its == rank]
         assert pids
         for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
     def wait_for_step(self, step: int) -> None:
         wait_for(lambda: self.step >= step, 60, f"step {step}")
@@ -285,19 +285,33 @@ def test_time_limit_reached_twice(folder: Path, undisturbed: dict[str, Any]) -> 
 
 def test_killed_rank(folder: Path, undisturbed: dict[str, Any]) -> None:
     """Rank 0: with it goes whoever could speak for the others."""
-    run = Run(folder, "killed_once", "launch.max_restarts=1", pace=0.5)
+    run = Run(folder, "killed_once", "launch.max_requeues=3", pace=0.5)
     run.wait_for_step(4)
     run.kill(0)
     run.wait_for_attempt(1)
-    assert "rank 0 on n1 was killed (SIGKILL)" in run.log
+    assert re.search(r"rank 0 (on n1 was killed|is gone: killed from outside)", run.log)
+    assert "2 of 3 requeues left" in run.log
+    run.at_full_speed()
+    run.wait_for_end()
+    ends_like(run, undisturbed)
+
+
+def test_stopped_rank_0(folder: Path, undisturbed: dict[str, Any]) -> None:
+    """It keeps the board of the watch; that it does not answer ends the run, which comes back."""
+    limit = ("launch.timeout_s=15", "launch.max_restarts=1")
+    run = Run(folder, "stopped", *limit, pace=0.5)
+    run.wait_for_step(4)
+    run.kill(0, signal.SIGSTOP)
+    run.wait_for_attempt(1)
+    assert re.search(r"rank 0 \(pid \d+ on \S+\) has not answered for 15 s", run.log)
     assert "0 of 1 restarts left" in run.log
     run.at_full_speed()
     run.wait_for_end()
     ends_like(run, undisturbed)
 
 
-def test_killed_rank_without_restarts(folder: Path) -> None:
-    run = Run(folder, "killed", pace=0.5)
+def test_killed_rank_without_requeues(folder: Path) -> None:
+    run = Run(folder, "killed", "launch.max_requeues=0", pace=0.5)
     run.wait_for_step(2)
     run.kill(1)
     run.wait_for_end("failed")
@@ -317,6 +331,26 @@ def test_node_failure(cluster: ModuleType, folder: Path, undisturbed: dict[str, 
         wait_for(lambda: int(run.slurm("Restarts")) == 1, 120, "SLURM to miss the node")
     finally:
         cluster.start_node("n2")
+    run.at_full_speed()
+    run.wait_for_attempt(1)
+    run.wait_for_end()
+    ends_like(run, undisturbed)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_node_that_dies_with_its_rank(
+    cluster: ModuleType, folder: Path, undisturbed: dict[str, Any], rank: int
+) -> None:
+    """The rank is missed long before the node is."""
+    run = Run(folder, f"node_died_{rank}", pace=0.5)
+    run.wait_for_step(4)
+    node = f"n{rank + 1}"
+    os.kill(int((cluster.FOLDER / f"slurmd-{node}.pid").read_text()), signal.SIGKILL)
+    run.kill(rank)
+    try:
+        wait_for(lambda: int(run.slurm("Restarts")) == 1, 120, "a requeue")
+    finally:
+        cluster.start_node(node)
     run.at_full_speed()
     run.wait_for_attempt(1)
     run.wait_for_end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import subprocess
 import sys
@@ -175,6 +176,12 @@ def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_out_without_what_sbatch_replaces(tmp_path: Path) -> None:
+    """It would write its logs elsewhere than the run."""
+    with pytest.raises(UserError, match=r"run_%j: sbatch replaces %"):
+        plan("simclr/digits", tiny.overrides("simclr", tmp_path, "run_%j"))
+
+
 def test_out_is_a_place_with_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = words(tmp_path, "run")
     (tmp_path / "file").write_text("")
@@ -315,3 +322,16 @@ def test_the_readable_script_is_short_and_the_same(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert plan("simclr/digits", given).script() in done.stdout
+
+
+def test_the_cluster_for_tests_takes_its_names_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = runpy.run_path(str(tiny.ROOT / "tools/slurm/cluster.py"))
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n")
+    monkeypatch.setitem(cluster["forget_names"].__globals__, "HOSTS", hosts)
+    cluster["make_names_resolve"](["localhost", "no-such-host.invalid"])
+    assert "no-such-host.invalid" in hosts.read_text()
+    cluster["forget_names"]()
+    assert hosts.read_text() == "127.0.0.1 localhost\n"

@@ -182,18 +182,22 @@ def set_aside(folder: Path, step: int) -> None:
 def load_newest(folder: Path, read: Read | None = None) -> tuple[dict[str, Any], Path] | None:
     """The newest good checkpoint and its path; None where there is none at all.
 
-    A damaged file is named in the log and the one before it is taken. Raises UserError when all
-    are damaged: starting anew silently would throw a run away.
+    A damaged file is named in the log and the one before it is taken. One that is removed while it
+    is read has been replaced by a run that trains there: the newest one is read then. Raises
+    UserError when all are damaged: starting anew silently would throw a run away.
     """
-    found = checkpoints(folder)
-    for path in found:
+    damaged: set[Path] = set()
+    while left := [path for path in checkpoints(folder) if path not in damaged]:
+        path = left[0]
         try:
             return (read or load)(path), path
-        except DamagedCheckpoint as damage:
-            log.warning("%s is damaged (%s); trying the one before it", path.name, damage)
-    if found:
+        except (DamagedCheckpoint, FileNotFoundError) as damage:
+            if os.path.lexists(path):
+                damaged.add(path)
+                log.warning("%s is damaged (%s); trying the one before it", path.name, damage)
+    if damaged:
         raise UserError(
-            f"none of the {len(found)} checkpoints in {folder} can be read; "
+            f"none of the {len(damaged)} checkpoints in {folder} can be read; "
             "use resume=never (and another out=) to start anew"
         )
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -191,6 +192,15 @@ def test_export_loads_strictly_into_torchvision(resnet: nn.Module, tmp_path: Pat
         assert _same(backbone.state_dict(), resnet.state_dict()) and not backbone.training
         assert facts["embed_dim"] == 512 and facts["step"] == 7
         assert _same(read_weights(str(address)), state)
+
+
+def test_export_can_be_read_by_those_whom_the_umask_lets(resnet: nn.Module, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save_backbone(resnet, tmp_path, {})
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
 
 
 def test_export_loads_strictly_into_timm(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 FOLDER = Path("/tmp/selftask-slurm")
+HOSTS = Path("/etc/hosts")
+MARK = "# selftask-slurm"
 PACKAGES = ("slurm-wlm", "munge")
 DAEMONS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue")
 CONFIG = """\
@@ -94,7 +96,7 @@ def up(folder: Path = FOLDER, nodes: int = 2) -> Path:
 
 
 def down(folder: Path = FOLDER) -> None:
-    """Cancel all jobs, then stop every daemon by its pid file, and what it started."""
+    """Cancel all jobs, stop every daemon by its pid file, and take the names back."""
     config = folder / "slurm.conf"
     if is_up(folder / "slurmctld.pid"):
         slurm(config, "scancel", "--user=root", "--quiet")
@@ -104,6 +106,7 @@ def down(folder: Path = FOLDER) -> None:
     for pid_file in [*sorted(folder.glob("slurmd-*.pid")), folder / "slurmctld.pid"]:
         stop(pid_file)
     stop(folder / "munged.pid")
+    forget_names()
 
 
 def status(folder: Path = FOLDER) -> str:
@@ -143,10 +146,18 @@ def make_names_resolve(names: list[str]) -> None:
             missing.append(name)
     if missing:
         try:
-            with open("/etc/hosts", "a", encoding="utf-8") as file:
-                file.writelines(f"127.0.0.1 {name}\n" for name in missing)
+            with HOSTS.open("a", encoding="utf-8") as file:
+                file.writelines(f"127.0.0.1 {name} {MARK}\n" for name in missing)
         except OSError as error:
             raise ClusterError(f"{', '.join(missing)} do not resolve: {error}") from error
+
+
+def forget_names() -> None:
+    """Remove our lines from /etc/hosts; written in place, since containers mount that file."""
+    lines = HOSTS.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if not line.endswith(f" {MARK}\n")]
+    if len(kept) < len(lines):
+        HOSTS.write_text("".join(kept), encoding="utf-8")
 
 
 def start_munged(folder: Path) -> None:

@@ -50,6 +50,8 @@ class Ending:
         return self._interrupted(by, "left at once; nothing was saved after the last checkpoint")
 
     def _interrupted(self, by: str, how: str) -> int:
+        if self.status.failed_by_another():
+            return 1  # the signal ends what is left of the job
         leaving = slurm.depart(by, self.task.config.launch, first=self.first)
         if self.first:
             self.status.write(leaving.state, step=self.step, by=leaving.by)
@@ -74,12 +76,14 @@ class Ending:
         """The last lines of a failed run; whoever is left speaks when rank 0 is gone."""
         first, *rest = failure.message.splitlines() or [""]
         line = f"RUN FAILED at step {self.step} on rank {failure.rank}: {first}"
-        for_rank0 = not failure.rank0_hears and self.status.read().get("state") != "failed"
+        told = self.status.failed_by_another()
+        if self.first and told:  # it was stopped, the others gave up, and it wakes
+            return
+        for_rank0 = not failure.rank0_hears and not told
         if self.first or for_rank0:
             with _written_or_said():
-                told = {"step": self.step, "rank": failure.rank, "error": failure.message}
-                told["lost"] = failure.lost
-                self.status.write("failed", **told)
+                what = {"rank": failure.rank, "error": failure.message, "lost": failure.lost}
+                self.status.write("failed", step=self.step, **what)
             self._write_error_for(failure)
         for text in (failure.details, *rest):
             if text:

@@ -38,6 +38,7 @@ def start(config: Config, command: list[str]) -> int:
     check_free(config.out)
     status = Status(config)
     attempts = config.launch.max_restarts + 1
+    earlier = _saved(config)
     for attempt in range(1, attempts + 1):
         before = status.read()  # may be of an earlier run
         ranks = Ranks(command, config.launch.processes)
@@ -52,15 +53,15 @@ def start(config: Config, command: list[str]) -> int:
         if code == 2 or attempt == attempts:  # what the user has to put right stays wrong
             break
         print(f"starting again from the newest checkpoint: restart {attempt} of {attempts - 1}")
-        if config.resume != "auto" and _has_saved(config, status.started):
+        if config.resume != "auto" and _saved(config) - earlier:
             command = [*command, "resume=auto"]  # another one was for the first attempt
     return code
 
 
-def _has_saved(config: Config, since: float) -> bool:
-    """Whether there is a checkpoint of this start of the run, and not only of one before."""
+def _saved(config: Config) -> set[tuple[Path, int]]:
+    """The checkpoints that are there, and when they were written."""
     found = (Path(config.out) / "checkpoints").glob("step_*")
-    return any(path.stat().st_mtime >= since for path in found)
+    return {(path, path.stat().st_mtime_ns) for path in found}
 
 
 _ENDED_WELL = ("finished", "interrupted", "requeued")

@@ -25,6 +25,11 @@ class Status:
         """What it says; nothing where there is none."""
         return read_json(self.path)
 
+    def failed_by_another(self) -> bool:
+        """Whether another rank has written the end of this attempt already."""
+        status, attempt = self.read(), read_world().attempt
+        return bool(attempt and status.get("attempt") == attempt and status["state"] == "failed")
+
     def says_finished(self) -> bool:
         """Whether this very run is complete: asking for more steps than it had goes on with it."""
         if self.config.resume == "never":

@@ -86,6 +86,11 @@ def plan(recipe: str, overrides: list[str]) -> Plan:
     """Check what can be checked on this machine. Raises UserError with all that is wrong."""
     base, configs, samples = _read(recipe, expand_sweep(overrides))
     first = configs[0]
+    if "%" in str(base.absolute()):
+        raise UserError(
+            f"out={base}: sbatch replaces % in the names of its logs; the folder keeps its name "
+            "when the job starts again, so give it one without %"
+        )
     jobs.check_idle(base)
     megabytes = _check_space(first, base, len(configs))
     slurm = {option(key): value for key, value in first.launch.slurm.items()}

@@ -54,6 +54,8 @@ def _replace(path: Path, write: Callable[[Path], Any]) -> None:
     """Write to a temporary file beside ``path``, make it durable, rename it."""
     temporary = path.with_name(f".{path.name}.tmp")
     write(temporary)
+    os.umask(mask := os.umask(0))
+    temporary.chmod(0o666 & ~mask)  # safetensors gives none but the owner access
     with temporary.open("rb+") as file:
         os.fsync(file.fileno())
     os.replace(temporary, path)

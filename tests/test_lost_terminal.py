@@ -1,0 +1,122 @@
+"""A run outlives its terminal: closed streams, a pipe without a reader, a hang-up, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tiny
+from selftask.hooks.preemption import StopOnSignal
+from selftask.logs import lasting_output, start_log, stop_log
+from selftask.world import STOP_SIGNALS
+
+LONG = "train.epochs=4000"
+
+
+def test_a_pipe_without_a_reader_is_told_once_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        start_log(tmp_path, 0)
+        try:
+            with lasting_output():
+                print("one", flush=True)
+                print("two", flush=True)
+        finally:
+            stop_log()
+        assert sys.stdout is pipe
+        print("three", flush=True)  # at python's exit this is what would fail
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert len(lines) == 1
+    assert lines[0].endswith("is lost ([Errno 32] Broken pipe); the run goes on")
+
+
+def test_closed_streams_are_opened_again(tmp_path: Path) -> None:
+    """Else sys.stdout is None, and what C code prints goes into the next file that is opened."""
+    code = (
+        "import os, sys; from selftask.cli.main import main; main(['--version'])\n"
+        "number = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)\n"
+        "print(sys.stdout.isatty(), file=sys.stderr)\n"
+        "os.write(number, f'{number} {sys.stdin.read()!r}'.encode())"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "said")]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *words], env=tiny.environment(), check=False
+    )
+    assert done.returncode == 0
+    number, read = (tmp_path / "said").read_text().split()
+    assert int(number) > 2
+    assert read == "''"
+
+
+def until_step(out: Path, step: int) -> None:
+    deadline = time.monotonic() + 90
+    while not (out / "metrics.jsonl").exists() or len(tiny.rows(out)) < step:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
+    """Hung up, with nowhere to print to: it saves, and says in the folder how it left."""
+    out = tmp_path / "run"
+    command = tiny.command("simclr", tmp_path, "run", LONG)
+    environment = tiny.environment()
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execve(command[0], command, environment)
+    until_step(out, 2)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 128 + signal.SIGHUP
+    status = tiny.status(out)
+    assert (status["state"], status["by"]) == ("interrupted", "SIGHUP")
+    assert (out / f"checkpoints/step_{status['step']:09d}.pt").exists()
+    assert "RUN interrupted by SIGHUP" in (out / "log.txt").read_text().splitlines()[-1]
+
+
+def send(hook: StopOnSignal, number: int) -> None:
+    assert signal.getsignal(number) == hook._receive
+    os.kill(os.getpid(), number)
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """The signals' handlers are put back after the test."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_signals_are_acknowledged_and_a_second_one_leaves(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    hook = StopOnSignal()
+    send(hook, signal.SIGHUP)
+    assert hook.received == "SIGHUP"
+    assert "SIGHUP: stopping after this step; a second one leaves at once" in capfd.readouterr().err
+    send(hook, signal.SIGHUP)  # of the shell, and of the kernel: no second wish
+    assert capfd.readouterr().err == ""
+    with pytest.raises(KeyboardInterrupt, match="SIGINT"):
+        send(hook, signal.SIGINT)
+    assert "SIGINT again: leaving at once" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("handlers")
+def test_nohup_is_respected() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    hook = StopOnSignal()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    hook._restore()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
