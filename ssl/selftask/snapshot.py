@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from selftask import checkpoint, environment
 from selftask.checkpoint_writer import CheckpointWriter
 from selftask.collectives import barrier, gather_objects, is_primary
@@ -42,6 +44,7 @@ def take(task: Task, *, whole: bool = True) -> dict[str, Any]:
         "meters": [meter.get_classy_state() for meter in task.meters],
         "scalars": {name: float(value) for name, value in task.scalars.items()},
         "rng": gather_objects(environment.rng_state()),
+        "threads": gather_objects(torch.get_num_threads()),
         "metrics_bytes": task.rows.length if task.rows is not None else 0,
     }
 
@@ -76,6 +79,31 @@ def restore(task: Task, state: dict[str, Any]) -> None:
     task.scalars = dict(state["scalars"])
     if task.world.rank < len(state["rng"]):
         environment.set_rng_state(state["rng"][task.world.rank])
+    if task.device.type == "cpu":
+        _keep_threads(task, state.get("threads", []))  # runs of old have none
+
+
+def _keep_threads(task: Task, saved: list[int]) -> None:
+    """Compute with as many threads as before the stop: sums are split among them."""
+    here = torch.get_num_threads()
+    before = saved[task.world.rank] if len(saved) == task.world.size else here
+    if before == here:
+        return
+    if task.config.train.threads == "auto":
+        torch.set_num_threads(before)
+        log.info(
+            "threads: %d of torch as before the stop, for the same result bit for bit; auto would "
+            "be %d here",
+            before,
+            here,
+        )
+    else:
+        log.warning(
+            "threads: %d of torch, %d before the stop: the result is no longer that of a run that "
+            "was never stopped, bit for bit; train.threads=auto keeps the number",
+            here,
+            before,
+        )
 
 
 def save(task: Task) -> None:

@@ -52,6 +52,7 @@ def run(config: Config, sources: Sources) -> int:
         start_log(out, world.rank)
         try:
             LOGGER.info("data: %s", sources.train.describe())
+            LOGGER.info("threads: %d of torch, of %d cores", torch.get_num_threads(), cores())
             return _run(config, copy_data(sources, config.data.copy_to), status)
         finally:
             stop_log()
@@ -118,12 +119,19 @@ def _train(task: Task) -> str | None:
 
 
 def num_threads(config: Config, local_size: int = 1) -> int:
-    """Threads of torch on the CPU; ``auto``: the cores that the loader's workers leave, at least 1.
+    """Return the threads of torch on the CPU, per process.
 
-    More threads than free cores cost a factor: torch's threads wait for each other at every
-    operation, and one that has lost its core to a worker makes all of them wait.
+    ``auto`` on a CPU is three quarters of a process's cores, rounded down but at least 1: making
+    views takes 1 to 20 % of a training's CPU time there (``tools/bench/threads.py``). The number of
+    workers must not matter, since results depend on threads bit for bit. More threads than free
+    cores cost a factor: threads wait for each other at every operation, and one that has lost its
+    core to a worker makes all of them wait. With a GPU it is the cores that the workers leave.
     """
     threads = config.train.threads
     if threads != "auto":
         return int(threads)
-    return max(1, cores() // local_size - config.data.num_workers)
+    share = cores() // local_size
+    device = config.train.device
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        return max(1, share - config.data.num_workers)
+    return max(1, share - max(1, share // 4))
