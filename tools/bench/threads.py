@@ -5,7 +5,7 @@
 Trains each recipe for some steps on one thread, without workers, and takes the CPU time of this
 process inside and outside of reading a batch. Other work on the machine disturbs that little. On
 several cores the same work is shared: a loader that needs 5 % of it is busy on one core of 20.
-Images are JPEGs of 500x375 and, for the recipes of CIFAR-10 and digits, PNGs of 32x32, all made here.
+Images are made here: JPEGs of 500x375 and, for the recipes of CIFAR-10 and digits, PNGs of 32x32.
 """
 
 from __future__ import annotations
