@@ -21,10 +21,10 @@ from selftask.data.dataset import check_data, open_data
 from selftask.data.feed import Feed
 from selftask.errors import ConfigError, UserError
 from selftask.launch.miniature import images_for
+from selftask.loop import Interrupted, train_loop
 from selftask.models.address import open_model
 from selftask.registry import Registry
 from selftask.task import Task
-from selftask.trainer import Interrupted, Trainer
 from selftask.world import World
 
 CHANNELS = 5
@@ -91,7 +91,7 @@ def train(chosen: Config) -> Task:
     task.out.mkdir(parents=True, exist_ok=True)
     (task.out / "config.yaml").write_text(to_yaml(chosen))  # as a command does
     try:
-        Trainer().train(task)
+        train_loop(task)
     except Interrupted:
         assert chosen.train.stop_at is not None
     return task

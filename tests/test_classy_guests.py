@@ -11,7 +11,7 @@ import torch
 import tiny
 from selftask import classy
 from selftask.errors import UserError
-from selftask.trainer import Trainer
+from selftask.loop import train_loop
 
 THEIRS = '''
 from classy_vision.hooks import ClassyHook, register_hook
@@ -151,7 +151,7 @@ def test_classys_trainer_drives_our_task(method: str, tmp_path: Path) -> None:
     if method == "supervised":
         more.append("meters.accuracy={topk: [1]}")
     ours = tiny.task(method, tmp_path, "ours", *more)
-    Trainer().train(ours)
+    train_loop(ours)
     theirs = tiny.task(method, tmp_path, "theirs", *more)
     torch.manual_seed(123)  # whatever was drawn before
     LocalTrainer().train(theirs)

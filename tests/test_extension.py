@@ -12,9 +12,9 @@ import tiny
 from selftask.config.load import load_config
 from selftask.data.dataset import open_data
 from selftask.errors import ConfigError, UserError
+from selftask.loop import train_loop
 from selftask.registry import METHODS
 from selftask.task import Task
-from selftask.trainer import Trainer
 
 PROJECT = tiny.ROOT / "projects" / "simsiam"
 
@@ -124,7 +124,7 @@ def project_task(words: list[str], step: str) -> Task:
     recipe = str(PROJECT / "recipe.yaml")
     config = load_config(recipe, [*words, f"train.step={step}", f"{out}_{step}"])
     task = Task(config, sources=open_data(config.data))
-    Trainer().train(task)
+    train_loop(task)
     return task
 
 

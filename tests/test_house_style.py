@@ -31,8 +31,9 @@ LEVELS = [
     {"snapshot"},
     {"task"},
     {"train_steps", "evaluate"},
-    {"trainer"},
+    {"loop"},
     {"launch"},
+    {"trainer"},
     {"cli", "report"},
     {"__main__"},
 ]

@@ -20,12 +20,12 @@ from selftask.config.schema import OptimizerConfig
 from selftask.data.dataset import open_data
 from selftask.hooks.base import POINTS, Hook
 from selftask.hooks.print_hooks import describe_hooks
+from selftask.loop import train_loop
 from selftask.optim.build import build_optimizer
 from selftask.parallel.manual import ManualReduction
 from selftask.progress import Clock, RunLength
 from selftask.registry import HOOKS
 from selftask.task import Task
-from selftask.trainer import Trainer
 
 CALLS: list[tuple[str, str, bool, int, bool]] = []  # spy, point, task.train, iteration, grad mode
 
@@ -107,7 +107,7 @@ def test_priorities_and_exceptions(tmp_path: Path, spy: str) -> None:
     task._calls["on_exception"].insert(0, fail)
     task.prepare = lambda: None  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
-        Trainer().train(task)
+        train_loop(task)
     assert task.hooks[0] is task.loss
     assert "".join(label for label, point, *_ in CALLS if point == "on_backward") == "abc"
     told = "".join(label for label, point, *_ in CALLS if point == "on_exception")

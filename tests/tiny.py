@@ -22,9 +22,9 @@ from selftask.config.load import load_config
 from selftask.config.schema import Config
 from selftask.data.dataset import open_data
 from selftask.logs import read_metrics
+from selftask.loop import Interrupted, train_loop
 from selftask.registry import METHODS
 from selftask.task import Task
-from selftask.trainer import Interrupted, Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS_PER_EPOCH = 5
@@ -88,7 +88,7 @@ def train(method: str, folder: Path, out: str | Path = "run", *more: str) -> Tas
     """Train in this process; a stop by ``train.stop_at`` is fine."""
     trained = task(method, folder, out, *more)
     try:
-        Trainer().train(trained)
+        train_loop(trained)
     except Interrupted:
         assert trained.config.train.stop_at is not None
     return trained

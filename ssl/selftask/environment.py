@@ -77,6 +77,14 @@ def pick_device(name: str, world: World) -> torch.device:
     return torch.device(name)
 
 
+def check_precision(precision: str, device: torch.device) -> None:
+    """Raise UserError for float16 on a CPU: too small a range for what a CPU gains by it."""
+    if precision == "float16" and device.type == "cpu":
+        raise UserError(
+            "train.precision='float16' needs a GPU, and this run is on a CPU; use 'bfloat16'"
+        )
+
+
 def keep_freed_memory(device: torch.device) -> None:
     """Let this process, and those it forks, keep the memory of freed tensors for the next ones.
 

@@ -1,50 +1,28 @@
-"""The loop around the steps: phases until the task is done, and an end that is always told."""
+"""Training from Python, with the folder, log and last line that ``selftask train`` has."""
 
 from __future__ import annotations
 
+from selftask.launch.run import run_task
+from selftask.launch.status import Status
+from selftask.loop import Interrupted
 from selftask.task import Task
 
-
-class Interrupted(Exception):
-    """The run was asked to stop, saved its checkpoint and may be taken up again."""
+__all__ = ["Interrupted", "Trainer"]
 
 
 class Trainer:
-    """Runs a task to its end. What happens inside is the task's business."""
+    """Trains a task in its run folder, or goes on with the run that is there."""
 
     def train(self, task: Task) -> None:
-        """Prepare, then phase by phase, step by step.
+        """Train to the end. A run that is complete is loaded, not trained.
 
-        Raises Interrupted after a signal; whatever else goes wrong passes through, once every
-        hook's ``on_exception`` has run.
+        Raises:
+            Interrupted: A signal or ``train.stop_at`` ended it; its checkpoint is saved.
+            UserError: The folder, the data or the backbone cannot be what the config says.
+            Exception: Whatever else went wrong, after it was written down.
         """
-        try:
+        if Status(task.config).says_finished():
             task.prepare()
-            task.on_start()
-            while not task.done_training():
-                task.on_phase_start()
-                self._run_phase(task)
-                task.on_phase_end()
-                _stop_if_asked(task)
-            task.on_end()
-        except BaseException:
-            task.on_exception()
-            raise
-        finally:
             task.close()
-
-    def _run_phase(self, task: Task) -> None:
-        while True:
-            try:
-                task.step()
-            except StopIteration:
-                return
-            if task.interrupted_by is not None and not task.phase_finished:
-                _stop_if_asked(task)
-
-
-def _stop_if_asked(task: Task) -> None:
-    """Between two steps, or two phases: save, and leave."""
-    if task.interrupted_by is not None and not task.done_training():
-        task.save_checkpoint()
-        raise Interrupted(task.interrupted_by)
+            return
+        run_task(task, raises=True)

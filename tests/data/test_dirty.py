@@ -26,8 +26,8 @@ from selftask.data.reading import BadImage, Policy, read_bytes
 from selftask.data.sources.dataset_objects import DatasetSource
 from selftask.data.sources.files import FileSource
 from selftask.errors import UserError
+from selftask.loop import train_loop
 from selftask.task import Task
-from selftask.trainer import Trainer
 from selftask.world import World
 
 CPU = torch.device("cpu")
@@ -141,7 +141,7 @@ def test_training_on_dirty_data_finishes(tmp_path: Path) -> None:
     config = config_for(folder, out, "data.max_bad=0.3", "data.num_workers=2")
     task = Task(config, sources=open_data(config.data))
     started = time.perf_counter()
-    Trainer().train(task)
+    train_loop(task)
     assert time.perf_counter() - started < 60
     assert task.iteration == 4
     assert sorted(listed(out)) == sorted(f"{folder}/bad/{name}" for name in bad)

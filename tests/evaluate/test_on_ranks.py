@@ -13,9 +13,9 @@ from selftask.collectives import rank, world_size
 from selftask.data.dataset import open_data
 from selftask.evaluate.offline import evaluate_backbone
 from selftask.evaluate.online import evaluate_task
+from selftask.loop import Interrupted, train_loop
 from selftask.models.address import open_model
 from selftask.task import Task
-from selftask.trainer import Interrupted, Trainer
 from selftask.world import World
 
 METHODS = ("simclr", "byol", "dino", "moco")
@@ -33,7 +33,7 @@ def train(method: str, folder: Path, out: str, *more: str) -> Task:
     task.world = World(rank(), world_size(), rank(), world_size())
     task.evaluate = evaluate_task
     try:
-        Trainer().train(task)
+        train_loop(task)
     except Interrupted:
         assert config.train.stop_at is not None
     return task

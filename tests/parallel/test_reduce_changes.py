@@ -16,8 +16,8 @@ from ranks import run_ranks
 from selftask import checkpoint
 from selftask.collectives import rank, world_size
 from selftask.data.dataset import open_data
+from selftask.loop import Interrupted, train_loop
 from selftask.task import Task
-from selftask.trainer import Interrupted, Trainer
 from selftask.world import World
 
 LENGTH = 4
@@ -46,7 +46,7 @@ def train(folder: Path, out: str, way: str, stop_at: int) -> None:
 
     task.on_start = on_start  # type: ignore[method-assign]
     try:
-        Trainer().train(task)
+        train_loop(task)
     except Interrupted:
         assert task.iteration == stop_at
 

@@ -23,10 +23,10 @@ from selftask.collectives import rank, world_size
 from selftask.config.schema import Config
 from selftask.data.dataset import open_data
 from selftask.errors import UserError
+from selftask.loop import Interrupted, train_loop
 from selftask.models.address import open_model, read_weights
 from selftask.models.weights import read_state
 from selftask.task import Task
-from selftask.trainer import Interrupted, Trainer
 from selftask.world import World
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def train(folder: Path, out: str, stop_at: int | None = None) -> dict[str, Any]:
 
     task.on_start = lambda: on_start(task)  # type: ignore[method-assign]
     try:
-        Trainer().train(task)
+        train_loop(task)
     except Interrupted:
         assert task.config.train.stop_at is not None
     return began

@@ -17,8 +17,8 @@ from selftask.collectives import rank, world_size
 from selftask.config.schema import ParallelConfig
 from selftask.data.dataset import open_data
 from selftask.evaluate.online import evaluate_task
+from selftask.loop import Interrupted, train_loop
 from selftask.task import Task
-from selftask.trainer import Interrupted, Trainer
 from selftask.world import World
 
 LABELS = "eval.evaluations={knn: {k: [3]}}"
@@ -41,7 +41,7 @@ def train(method: str, folder: Path, out: str, way: str, *more: str) -> Task:
     task.world = World(rank(), world_size(), rank(), world_size())
     task.evaluate = evaluate_task
     try:
-        Trainer().train(task)
+        train_loop(task)
     except Interrupted:
         assert config.train.stop_at is not None
     return task

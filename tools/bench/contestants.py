@@ -23,11 +23,11 @@ from selftask.config.load import load_config
 from selftask.config.schema import Config
 from selftask.data.dataset import Sources
 from selftask.data.source import Source
+from selftask.loop import train_loop
 from selftask.methods.simclr import info_nce
 from selftask.models.heads import mlp
 from selftask.registry import register_backbone
 from selftask.task import Task
-from selftask.trainer import Trainer
 
 LR, MOMENTUM = 0.01, 0.9
 WARM_UP = 20  # steps of each turn that do not count
@@ -207,7 +207,7 @@ def run_selftask(model: Model, batches: Stamped, log_every: int) -> None:
         try:
             task = _TaskInMemory(config, sources=Sources(_Images(config, batches.steps), None))
             task.batches = batches
-            Trainer().train(task)
+            train_loop(task)
         finally:
             logs.stop_log()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+import torch.distributed as dist
 
 from selftask import environment
 from selftask.checkpoint import write_durably
@@ -17,7 +18,7 @@ from selftask.collectives import barrier
 from selftask.config.derive import cores
 from selftask.config.load import to_yaml
 from selftask.config.schema import Config
-from selftask.data.dataset import Sources, copy_data
+from selftask.data.dataset import Sources, copy_data, open_data
 from selftask.data.source import channels_of
 from selftask.evaluate.online import evaluate_task
 from selftask.launch.continuity import check_same_run
@@ -27,45 +28,59 @@ from selftask.launch.run_folder import held
 from selftask.launch.status import Status
 from selftask.launch.watch import Watch
 from selftask.logs import LOGGER, lasting_output, start_log, stop_log, write_json
+from selftask.loop import Interrupted, train_loop
 from selftask.models.build import check_backbone
 from selftask.task import Task
-from selftask.trainer import Interrupted, Trainer
-from selftask.world import STOP_SIGNALS, read_world
+from selftask.world import STOP_SIGNALS
 
 
 def run(config: Config, sources: Sources) -> int:
-    """Train what ``config`` says on ``sources``, or go on with it; the exit code.
+    """Train what ``config`` says on ``sources``, or go on with it; the exit code."""
+    out = Path(config.out)
+    check_same_run(config, out)
+    if Status(config).says_finished():
+        print(f"RUN finished already: {out} is complete; another out= or resume=never starts anew")
+        return 0
+    return run_task(Task(config, sources=sources))
+
+
+def run_task(task: Task, *, raises: bool = False) -> int:
+    """Train a task in its folder and return the exit code.
 
     The last line is ``RUN finished``, ``RUN interrupted by`` or ``RUN FAILED``, and
     ``status.json`` says the same.
+
+    Args:
+        raises: Whether what ends the run early, Interrupted or an error, is raised, too.
     """
-    out = Path(config.out)
-    check_same_run(config, out)
-    status = Status(config)
-    if status.says_finished():
-        print(f"RUN finished already: {out} is complete; another out= or resume=never starts anew")
-        return 0
+    config, world = task.config, task.world
+    check_same_run(config, task.out)
+    environment.check_precision(config.train.precision, task.device)
+    sources = task.sources or open_data(config.data)
     check_backbone(config, channels_of(sources.train))
-    world = read_world()
     torch.set_num_threads(num_threads(config, world.local_size))
+    in_group = dist.is_initialized()
     with lasting_output(), held(config.out, first=world.rank == 0):
-        start_log(out, world.rank)
+        start_log(task.out, world.rank)
         try:
             LOGGER.info("data: %s", sources.train.describe())
             LOGGER.info("threads: %d of torch, of %d cores", torch.get_num_threads(), cores())
-            return _run(config, copy_data(sources, config.data.copy_to), status)
+            task.sources = copy_data(sources, config.data.copy_to)
+            return _run(task, raises=raises)
         finally:
             stop_log()
-            environment.leave_world()
+            if not in_group:
+                environment.leave_world()
 
 
-def _run(config: Config, sources: Sources, status: Status) -> int:
-    task = Task(config, sources=sources)
+def _run(task: Task, *, raises: bool) -> int:
+    config, status = task.config, Status(task.config)
     environment.keep_freed_memory(task.device)
     task.evaluate = evaluate_task
     world, timeout_s = task.world, config.launch.timeout_s
     ending = Ending(task, status)
     watch: Watch | None = None
+    stopped_by: str | None = None
     try:
         with _signals_told():
             if world.rank == 0:
@@ -79,11 +94,18 @@ def _run(config: Config, sources: Sources, status: Status) -> int:
             stopped_by = _train(task)
             barrier()  # a run has ended well when it has on every rank
             watch.stop()
-            return ending.interrupted(stopped_by) if stopped_by else ending.finished()
+            code = ending.interrupted(stopped_by) if stopped_by else ending.finished()
     except KeyboardInterrupt as stop:
-        return ending.left_at_once(str(stop) or "SIGINT")
-    except BaseException as error:  # noqa: BLE001 - told in full, and turned into the exit code
-        return ending.failed(error, watch)
+        code = ending.left_at_once(str(stop) or "SIGINT")
+        if raises:
+            raise
+    except BaseException as error:
+        code = ending.failed(error, watch)
+        if raises:
+            raise
+    if stopped_by and raises:
+        raise Interrupted(stopped_by)
+    return code
 
 
 @contextmanager
@@ -112,7 +134,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 def _train(task: Task) -> str | None:
     """Train to the end, or until something asks to stop: what it was."""
     try:
-        Trainer().train(task)
+        train_loop(task)
     except Interrupted as stop:
         return str(stop)
     return None

@@ -1,0 +1,97 @@
+"""A run from Python: the same folder, log, status and figures as from the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from selftask.cli.main import main
+from selftask.errors import UserError
+from selftask.logs import read_json
+from selftask.trainer import Interrupted, Trainer
+
+MORE = ("train.epochs=1", "eval.evaluations={knn: {k: [5]}}")
+
+
+def labelled(folder: Path) -> str:
+    return f"data.val={tiny.digits_file(folder, 'val.npz', 400, 430)}"
+
+
+def names_in(run: Path) -> set[str]:
+    return {str(path.relative_to(run)) for path in run.rglob("*") if path.name != ".lock"}
+
+
+def log_of(run: Path) -> list[str]:
+    """The lines without their date and time."""
+    return [line[20:] for line in (run / "log.txt").read_text().splitlines()]
+
+
+def test_the_folder_is_that_of_the_command(tmp_path: Path) -> None:
+    more = (labelled(tmp_path), *MORE)
+    assert main(["train", "simclr/digits", *tiny.overrides("simclr", tmp_path, "cli", *more)]) == 0
+    Trainer().train(tiny.task("simclr", tmp_path, "python", *more))
+    cli, python = tmp_path / "cli", tmp_path / "python"
+    assert names_in(python) == names_in(cli)
+    assert {"config.yaml", "environment.json", "log.txt", "status.json"} < names_in(python)
+    assert tiny.rows(python) == tiny.rows(cli)
+    assert [row for row in tiny.rows(python) if "knn_top1" in row]
+    texts = [(run / "config.yaml").read_text().replace(run.name, "RUN") for run in (cli, python)]
+    assert texts[0] == texts[1]
+    assert [len(log_of(run)) for run in (cli, python)] == [len(log_of(cli))] * 2
+    assert log_of(python)[-1].startswith("RUN finished: 5 steps")
+    assert read_json(python / "status.json")["state"] == "finished"
+    assert tiny.differences(*map(tiny.last_state, (cli, python))) == []
+
+
+def test_interrupted_resumed_and_complete(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        Trainer().train(tiny.task("simclr", tmp_path, "run", "train.stop_at=2", MORE[0]))
+    run = tmp_path / "run"
+    assert read_json(run / "status.json")["state"] == "interrupted"
+    assert log_of(run)[-1].startswith("RUN interrupted by ")
+    Trainer().train(tiny.task("simclr", tmp_path, "run", MORE[0]))
+    assert read_json(run / "status.json")["state"] == "finished"
+
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    again = tiny.task("simclr", tmp_path, "run", MORE[0])
+    Trainer().train(again)
+    assert again.iteration == 5
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_what_fails_is_written_down_and_raised(tmp_path: Path) -> None:
+    task = tiny.task("simclr", tmp_path, "run", MORE[0])
+    task.train_step_function = lambda task: [][task.iteration]
+    with pytest.raises(IndexError, match="out of range"):
+        Trainer().train(task)
+    assert read_json(tmp_path / "run/status.json")["state"] == "failed"
+    assert log_of(tmp_path / "run")[-1].startswith("RUN FAILED at step 0 on rank 0: IndexError")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a machine without a GPU")
+def test_float16_on_a_cpu_is_refused_before_there_is_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = tiny.overrides("simclr", tmp_path, "run", "train.device=auto")
+    words.append("train.precision=float16")
+    assert main(["train", "simclr/digits", *words]) == 2
+    assert "train.precision='float16' needs a GPU, and" in capsys.readouterr().err
+    with pytest.raises(UserError, match="float16"):
+        Trainer().train(tiny.task("simclr", tmp_path, "run", *words[-2:]))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_step_before_its_phase(tmp_path: Path) -> None:
+    task = tiny.task("simclr", tmp_path)
+    for prepare in (lambda: None, task.prepare):
+        prepare()
+        with pytest.raises(RuntimeError, match=r"step\(\) before on_phase_start\(\)"):
+            task.step()
+    task.on_start()
+    task.on_phase_start()
+    task.step()
+    assert task.iteration == 1
+    task.close()
