@@ -45,6 +45,19 @@ def stop_log() -> None:
             handler.close()
 
 
+@contextmanager
+def info_on_stderr() -> Iterator[None]:
+    """Context for commands without a run: INFO lines go to stderr, and stdout keeps results."""
+    handler, level = logging.StreamHandler(), LOGGER.level
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(level)
+
+
 def add_line(folder: Path, line: str) -> None:
     """One more line of ``log.txt``, by a process that speaks for a rank 0 which no longer can."""
     with (folder / "log.txt").open("a", encoding="utf-8") as log:

@@ -18,6 +18,7 @@ from selftask.cli.frozen import open_frozen
 from selftask.cli.main import main
 from selftask.config.schema import Component, Config
 from selftask.data.views import build_pipeline
+from selftask.errors import UserError
 from selftask.models import address
 from selftask.models.build import build_backbone
 from selftask.models.export import save_backbone
@@ -206,3 +207,57 @@ def test_eval_of_an_exported_file(
     words = ["knn", str(exported), f"data={images}", "data.max_bad=1", "k=[1]", "train.device=cpu"]
     assert main(["eval", *words]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"knn_top1": expected}
+
+
+@pytest.fixture(scope="module")
+def exported_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A transformer of 64 pixels as a run leaves it."""
+    args = {"img_size": 64, "patch_size": 16, "depth": 1, "pool": "avg"}
+    component = Component(name="vit_tiny", args=args)
+    transforms = [
+        {"name": "resize", "size": 80, "interpolation": "bilinear"},
+        {"name": "center_crop", "size": 64},
+        {"name": "normalize", "of": "half", "mean": None, "std": None},
+    ]
+    meta = {"architecture": {"name": component.name, "args": args}, "transforms": transforms}
+    return save_backbone(build_backbone(component), tmp_path_factory.mktemp("vit"), meta)
+
+
+LARGER = "eval.transforms=[{name: center_crop, size: 96},{name: normalize, of: half}]"
+
+
+@pytest.mark.parametrize("command", ["eval", "features"])
+def test_images_of_another_size_than_the_grid_s(
+    command: str, exported_vit: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Once an AssertionError with a traceback, of features."""
+    words = [str(exported_vit), f"data={images}", "data.max_bad=1", "train.device=cpu"]
+    words = ["eval", "knn", *words] if command == "eval" else ["features", *words]
+    words += [f"out={tmp_path / 'out'}"] if command == "features" else []
+    assert main([*words, LARGER]) == 2
+    told = capsys.readouterr().err
+    assert "images of 96x96 pixels, and the backbone (a VisionTransformer) takes those" in told
+    assert "of 64x64; image_size=96 interpolates its positions" in told
+    assert main([*words, "image_size=96"]) == 0
+    assert "pos_embed is interpolated from (1, 17, 192) to (1, 37, 192)" in capsys.readouterr().err
+
+
+def test_image_size_of_an_exported_file(exported_vit: Path, images: Path) -> None:
+    frozen = open_frozen(str(exported_vit), [f"data={images}", "image_size=128"])
+    assert [t.args.get("size") for t in frozen.config.eval.transforms] == [160, 128, None]
+    assert frozen.facts["input_size"] == 128
+    assert frozen.facts["architecture"]["args"]["img_size"] == 128
+    small = open_frozen(str(exported_vit), [f"data={images}"]).backbone.pos_embed
+    theirs = timm.layers.resample_abs_pos_embed(small, [8, 8], [4, 4], num_prefix_tokens=1)
+    assert torch.equal(frozen.backbone.pos_embed, theirs)
+
+
+def test_image_size_of_a_library_s_model(images: Path) -> None:
+    words = [f"data={images}", "weights=none", "image_size=64", "train.device=cpu"]
+    frozen = open_frozen("timm:vit_tiny_patch16_224", words)
+    assert frozen.backbone(torch.zeros(1, 3, 64, 64)).shape == (1, 192)
+    assert [t.args.get("size") for t in frozen.config.eval.transforms] == [73, 64, None]
+    with pytest.raises(UserError, match=r"patches of 16 pixels .*; try 96 or 112"):
+        open_frozen(
+            "timm:vit_tiny_patch16_224", [f"data={images}", "weights=none", "image_size=100"]
+        )

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from selftask.cli.frozen import MODEL, take
 from selftask.cli.options import take_options
+from selftask.config.schema import Component
 from selftask.config.trust import TRUST, take_trust
 from selftask.errors import UserError, nearest
 from selftask.file_system import exists
 
-if TYPE_CHECKING:
-    from torch import nn
-
 USAGE = f"""\
-usage: selftask export RUN [--to torchvision|timm|safetensors|checkpoint] [--out DIR] [trust=true]
+usage: selftask export RUN_OR_MODEL [--to torchvision|timm|safetensors|checkpoint] [--out DIR]
 
-Writes backbone.pt, backbone.safetensors and backbone.json from the newest checkpoint of the run
+{MODEL}
+Writes backbone.pt, backbone.safetensors and backbone.json, of a run from its newest checkpoint,
 into RUN/export (or DIR), with the key names of the library the backbone comes from.
---to torchvision and --to timm also check that the library's own model loads them, strictly.
---to checkpoint writes the whole state instead, as one plain file step_N.pt: what a sharded
+--to torchvision and --to timm also check that the library's own model loads them, strictly, and
+computes the same features.
+--to checkpoint writes a run's whole state instead, as one plain file step_N.pt: what a sharded
 checkpoint would have been without train.sharded_checkpoints.
+weights=FILE  for timm: and torchvision: the weights of a file, of VISSL for one, or `none`
 {TRUST}"""
 
 OPTIONS = {"--to": str, "--out": str}
-FORMATS = ("torchvision", "timm", "safetensors", "checkpoint")
+LIBRARIES = ("torchvision", "timm")
+FORMATS = (*LIBRARIES, "safetensors", "checkpoint")
 
 
 def main(argv: list[str]) -> int:
@@ -34,20 +36,43 @@ def main(argv: list[str]) -> int:
         return 0
     words, options = take_options(argv, OPTIONS)
     words, trust = take_trust(words)
+    weights, words = take("weights", words)
     if len(words) != 1:
-        raise UserError(f"export needs one RUN\n{USAGE}")
+        raise UserError(f"export needs one RUN or model\n{USAGE}")
     to = options.get("--to", "safetensors")
     if to not in FORMATS:
         raise UserError(f"export: --to {to}; {nearest(to, FORMATS)}")
-    run = Path(words[0])
-    if not exists(run / "config.yaml"):
-        raise UserError(f"{run}: not a run of selftask: it has no config.yaml")
-    out = Path(options.get("--out", run / "export"))
+    run, out = Path(words[0]), options.get("--out")
     try:
-        print(export_run(run, out, to=to, trust=trust))
+        if exists(run / "config.yaml") and weights is None:
+            print(export_run(run, Path(out or run / "export"), to=to, trust=trust))
+        else:
+            print(export_model(words[0], out, weights=weights, to=to, trust=trust))
     except OSError as error:
         raise UserError(f"export: {error}; --out DIR writes to another folder") from error
     return 0
+
+
+def export_model(
+    address: str, out: str | None, *, weights: str | None, to: str, trust: bool = False
+) -> Path:
+    """Write the backbone of a file or library; returns the path of the file.
+
+    Raises UserError as ``export_run`` does, and without a folder to write to.
+    """
+    from selftask.logs import info_on_stderr
+    from selftask.models.address import PRETRAINED, open_model
+    from selftask.models.export import check_library, save_backbone
+
+    if to == "checkpoint":
+        raise UserError(f"export: --to checkpoint: {address} is no run, and has none")
+    if out is None:
+        raise UserError("export: of a model that no run made, --out DIR says where to")
+    with info_on_stderr():
+        backbone, facts = open_model(address, weights=weights or PRETRAINED, trust=trust)
+    if to in LIBRARIES:
+        check_library(backbone, Component(**facts["architecture"]), facts.get("channels", 3), to)
+    return save_backbone(backbone, out, facts)
 
 
 def export_run(run: Path, out: Path, *, to: str = "safetensors", trust: bool = False) -> Path:
@@ -60,7 +85,7 @@ def export_run(run: Path, out: Path, *, to: str = "safetensors", trust: bool = F
     from selftask.config.load import load_config
     from selftask.hooks.export import facts
     from selftask.models.build import build_backbone
-    from selftask.models.export import save_backbone
+    from selftask.models.export import check_library, save_backbone
     from selftask.models.weights import backbone_state, load_weights
 
     found = checkpoint.load_newest(run / "checkpoints")
@@ -73,12 +98,6 @@ def export_run(run: Path, out: Path, *, to: str = "safetensors", trust: bool = F
     channels = state.get("channels", 3)
     backbone = build_backbone(config.backbone, channels)
     load_weights(backbone, backbone_state(state), what=str(path))
-    if to in ("torchvision", "timm"):
-        _check_library(backbone, to)
+    if to in LIBRARIES:
+        check_library(backbone, config.backbone, channels, to)
     return save_backbone(backbone, out, facts(config, int(state["clock"]["iteration"]), channels))
-
-
-def _check_library(backbone: nn.Module, library: str) -> None:
-    home = type(backbone).__module__.partition(".")[0]
-    if home != library:
-        raise UserError(f"export: --to {library}: this backbone is a model of {home}")

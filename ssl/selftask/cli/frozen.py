@@ -23,6 +23,7 @@ MODEL = """\
 RUN_OR_MODEL  a run's folder, an exported backbone.pt, timm:NAME or torchvision:NAME"""
 WEIGHTS = f"""\
 weights=FILE  for timm: and torchvision: the weights instead of the pretrained ones, or `none`
+image_size=PIXELS      of the images; the positions of a vision transformer are interpolated
 eval.transforms=[...]  how images are shown; default: as in the run, or as the library does
 {TRUST}"""
 
@@ -50,30 +51,40 @@ def open_frozen(address: str, overrides: list[str]) -> Frozen:
     from selftask.config.load import load_config
 
     overrides, trust = take_trust(overrides)
-    weights = [text.partition("=")[2] for text in overrides if text.startswith("weights=")]
-    overrides = [text for text in overrides if not text.startswith("weights=")]
+    weights, overrides = take("weights", overrides)
     own = expand_user(address) / "config.yaml"
     recipe = str(own if exists(own) else recipes.folder() / SHIPPED)
     config = load_config(recipe, overrides, trust=trust)
+    asked_size, rest = take("image_size", overrides)
+    size = int(asked_size) if asked_size and asked_size != "null" else None
 
     from selftask.data.dataset import copy_data, open_data
     from selftask.data.source import channels_of
     from selftask.environment import keep_freed_memory, pick_device
+    from selftask.logs import info_on_stderr
     from selftask.models.address import PRETRAINED, open_model
     from selftask.world import World
 
     asked = config.place("data.copy_to").startswith("command line")
     copy_to = config.data.copy_to if trust or asked else None  # a received run writes nowhere
     sources = copy_data(open_data(config.data), copy_to)
-    chosen = weights[-1] if weights else PRETRAINED
-    backbone, facts = open_model(address, weights=chosen, trust=trust)
+    chosen = weights or PRETRAINED
+    with info_on_stderr():
+        backbone, facts = open_model(address, weights=chosen, trust=trust, image_size=size)
     if not exists(own) and facts.get("transforms"):
         shown = yaml.safe_dump(facts["transforms"], default_flow_style=True, width=float("inf"))
         shown = f"eval.transforms={shown.strip()}"
-        config = load_config(recipe, [shown, *overrides], trust=trust)
+        config = load_config(recipe, [shown, *rest], trust=trust)
     taken, there = facts.get("channels", 3), channels_of(sources.train)
     if taken != there:
         raise UserError(f"data: its images have {there} channels, and {address} takes {taken}")
     device = pick_device(config.train.device, World())
     keep_freed_memory(device)
     return Frozen(backbone, facts, config, sources, device)
+
+
+def take(name: str, words: list[str]) -> tuple[str | None, list[str]]:
+    """The last value of ``name=``, and the other words."""
+    given = [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
+    rest = [word for word in words if not word.startswith(f"{name}=")]
+    return given[-1] if given else None, rest

@@ -26,14 +26,10 @@ def with_image_size(config: Config, size: int, reader: Reader) -> Config:
     resize before a crop. A size set by a later layer than ``image_size`` (by the command line over
     a recipe, say) stays; another one set by the same layer is a problem of ``reader``.
     """
-    patch = patch_size(config.backbone)
-    if patch and size % patch:
-        text = (
-            f"image_size={size} cannot be divided into the patches of {patch} pixels of "
-            f"{title(config.backbone)}; {multiples(size, patch)}"
-        )
+    if text := undivided(config.backbone, size):
         reader.problem(KEY, text)
         return config
+    patch = patch_size(config.backbone)
     data = _with_drawn_size(config.data, size, reader)
     views, drawn = _resized_views(config, size, patch, reader), data is not config.data
     key = ("eval", "transforms")
@@ -113,6 +109,17 @@ def _depth(layers: Layers, key: Key) -> int:
     """Index of the layer that decides about ``key``; -1 if none does."""
     decides = [layer.holds(key) or layer.replaces(key) for layer in layers]
     return max((index for index, found in enumerate(decides) if found), default=-1)
+
+
+def undivided(backbone: Component, size: int) -> str | None:
+    """What is wrong with ``size`` if it is no whole number of a transformer's patches."""
+    patch = patch_size(backbone)
+    if not patch or size % patch == 0:
+        return None
+    return (
+        f"image_size={size} cannot be divided into the patches of {patch} pixels of "
+        f"{title(backbone)}; {multiples(size, patch)}"
+    )
 
 
 def resized_backbone(backbone: Component, size: int) -> Component:

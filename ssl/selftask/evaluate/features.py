@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from selftask.errors import UserError
+from selftask.models.build import check_images
 from selftask.models.modes import in_eval_mode
 
 
@@ -55,12 +56,15 @@ def extract_features(
 
     The rows come back on the CPU. Nothing is left behind: each module's train or eval mode is
     restored, BatchNorm statistics are not touched, and neither are torch's random numbers, of
-    which a DataLoader draws one as it starts. Raises UserError for features that are not finite.
+    which a DataLoader draws one as it starts. Raises UserError for features that are not finite,
+    and for images of a size that a vision transformer does not take.
     """
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     with torch.no_grad(), in_eval_mode(backbone), _keeping_random_state(device):
         for batch in batches:
             images = batch["views"][0].to(device, non_blocking=True)  # (B, C, H, W)
+            if not parts:
+                check_images(backbone, images)
             features = backbone(images).float().cpu()  # (B, E)
             parts.append((features, batch["target"].cpu(), batch["index"].cpu()))
     if not parts:

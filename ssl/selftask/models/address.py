@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from selftask.checkpoint import checkpoints, step_of
+from selftask.config.image_size import resized_backbone, resized_pipeline, undivided
 from selftask.config.schema import Component
 from selftask.config.trust import code_in, refuse_code
 from selftask.errors import UserError
@@ -38,7 +39,11 @@ class _Place:
 
 
 def open_model(
-    address: str, *, weights: str = PRETRAINED, trust: bool = False
+    address: str,
+    *,
+    weights: str = PRETRAINED,
+    trust: bool = False,
+    image_size: int | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The backbone at an address, in eval mode on the CPU, and the facts about it.
 
@@ -47,18 +52,20 @@ def open_model(
     library's own, ``none`` for random ones, else a file. The facts are those of ``backbone.json``:
     architecture, channels, embed_dim, normalization, input_size, transforms (how images are shown
     to it), and for runs method and step. ``trust`` allows an architecture of the user's own code.
+    With ``image_size`` the model and its transforms are for images of so many pixels, and the
+    positions of a vision transformer are interpolated.
     Raises UserError for whatever is not there or does not fit.
     """
     library, name = _split(address)
     if library:
-        backbone, facts = _open_library(library, name, weights)
+        backbone, facts = _open_library(library, name, weights, image_size)
     else:
         if weights != PRETRAINED:
             raise UserError(
                 f"weights={weights}: is for timm:NAME and torchvision:NAME; {address} has its own"
             )
         place = _place(address)
-        facts = _read_facts(place)
+        facts = _for_size(_read_facts(place), image_size)
         architecture = Component(**facts["architecture"])
         if not trust:
             named = {**architecture.args, "name": architecture.name}
@@ -79,7 +86,7 @@ def read_weights(address: str) -> dict[str, Tensor]:
     """
     library, name = _split(address)
     if library:
-        return dict(_open_library(library, name, PRETRAINED)[0].state_dict())
+        return dict(_open_library(library, name, PRETRAINED, None)[0].state_dict())
     path = expand_user(address)
     return read_state(_place(address).weights if is_folder(path) else path)
 
@@ -145,19 +152,37 @@ def _read_facts(place: _Place) -> dict[str, Any]:
     return dict(facts)
 
 
-def _open_library(library: str, name: str, weights: str) -> tuple[nn.Module, dict[str, Any]]:
+def _for_size(facts: dict[str, Any], size: int | None) -> dict[str, Any]:
+    """The facts of the same model for images of ``size`` pixels; None changes nothing."""
+    if size is None:
+        return facts
+    backbone = resized_backbone(Component(**facts["architecture"]), size)
+    if text := undivided(backbone, size):
+        raise UserError(text)
+    shown = [dict(transform) for transform in facts.get("transforms") or ()]
+    transforms = resized_pipeline([Component(name=t.pop("name"), args=t) for t in shown], size)
+    return {
+        **facts,
+        "architecture": {"name": backbone.name, "args": backbone.args},
+        "input_size": size,
+        "transforms": [transform.to_dict() for transform in transforms],
+    }
+
+
+def _open_library(
+    library: str, name: str, weights: str, image_size: int | None
+) -> tuple[nn.Module, dict[str, Any]]:
     architecture = Component(name=library, args={"model": name, "args": {}})
     backbone = build_backbone(architecture)
+    state: dict[str, Tensor] | None = None
     if weights == PRETRAINED:
-        load_weights(backbone, _download(library, name), what=f"{library}:{name}")
-        transforms = _transforms_of(library, name)
+        state, transforms = _download(library, name), _transforms_of(library, name)
     else:
-        if weights != NONE:
-            load_weights(backbone, read_state(weights), what=weights)
+        state = None if weights == NONE else read_state(weights)
         size = getattr(backbone, "default_cfg", {}).get("input_size", (224,))[-1]
         transforms = _transforms(size, int(size / 0.875), _IMAGENET["mean"], _IMAGENET["std"])
     *_, crop, normalize = transforms
-    return backbone, {
+    facts = {
         "architecture": {"name": architecture.name, "args": architecture.args},
         "channels": 3,
         "embed_dim": embed_dim(backbone),
@@ -167,6 +192,14 @@ def _open_library(library: str, name: str, weights: str) -> tuple[nn.Module, dic
         "method": library,
         "weights": weights,
     }
+    facts = _for_size(facts, image_size)
+    resized = Component(**facts["architecture"])
+    backbone = backbone if resized == architecture else build_backbone(resized)
+    if state is not None:
+        load_weights(
+            backbone, state, what=f"{library}:{name}" if weights == PRETRAINED else weights
+        )
+    return backbone, facts
 
 
 def _transforms_of(library: str, name: str) -> list[dict[str, Any]]:

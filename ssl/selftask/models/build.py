@@ -76,6 +76,30 @@ def check_sizes(backbone: nn.Module, config: Config) -> None:
         raise ConfigError(texts)
 
 
+def check_images(backbone: nn.Module, images: Tensor) -> None:
+    """Raise UserError for images (B, C, H, W) of a size that a vision transformer does not take."""
+    height, width = images.shape[-2:]
+    patches: Any = getattr(backbone, "patch_embed", None)
+    taken: Any = getattr(backbone, "image_size", None)  # of torchvision's
+    if getattr(patches, "strict_img_size", False):
+        taken = patches.img_size
+    name, shown = type(backbone).__name__, f"eval.transforms gives images of {height}x{width}"
+    if taken is not None:
+        rows, columns = (taken, taken) if isinstance(taken, int) else taken
+        if (height, width) != (rows, columns):
+            raise UserError(
+                f"{shown} pixels, and the backbone (a {name}) takes those of {rows}x{columns}; "
+                f"image_size={height} interpolates its positions, or end with a crop of {rows}"
+            )
+    elif getattr(patches, "dynamic_img_pad", None) is False:
+        patch = patches.patch_size[0]
+        if height % patch or width % patch:
+            raise UserError(
+                f"{shown} pixels, which cannot be divided into the patches of {patch} pixels of "
+                f"the backbone (a {name}); {grid.multiples(height, patch)}"
+            )
+
+
 def embed_dim(backbone: nn.Module) -> int:
     """The number of features of a backbone made by ``build_backbone``."""
     dim = backbone.embed_dim

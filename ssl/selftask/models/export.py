@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selftask.models.build import embed_dim
+from selftask.config.schema import Component
+from selftask.errors import UserError
+from selftask.models.build import build_backbone, embed_dim
+from selftask.models.modes import in_eval_mode
 
 WEIGHTS = "backbone.pt"
 SAFETENSORS = "backbone.safetensors"
@@ -38,6 +41,37 @@ def save_backbone(backbone: nn.Module, folder: str | Path, meta: dict[str, Any])
     _replace(folder / META, lambda path: path.write_text(text, encoding="utf-8"))
     _replace(folder / WEIGHTS, lambda path: torch.save(state, path))
     return folder / WEIGHTS
+
+
+@torch.no_grad()
+def check_library(
+    backbone: nn.Module, architecture: Component, channels: int, library: str
+) -> None:
+    """Raise UserError unless the library's own model takes these weights and computes the same.
+
+    That model has the name that the architecture has in the library. A vision transformer of ours
+    is timm's class with our arguments, for which timm has no name.
+    """
+    if architecture.name == library or type(backbone).__module__.startswith(f"{library}.models.vi"):
+        return
+    name = architecture.args.get("model", architecture.name)
+    wanted = Component(name=library, args={"model": name, "args": {}})
+    what = f"export: --to {library}"
+    try:
+        theirs = build_backbone(wanted, channels)
+    except UserError as error:
+        reason = str(error).removeprefix("backbone.model: ")
+        raise UserError(f"{what}: {reason}") from error
+    try:
+        theirs.load_state_dict(portable_state(backbone), strict=True)
+    except RuntimeError as error:
+        first = " ".join(str(error).split("\n", 2)[1].split())[:200]
+        raise UserError(f"{what}: its {name} does not load these weights: {first}") from error
+    images = torch.rand(2, channels, 64, 64)
+    with in_eval_mode(backbone), in_eval_mode(theirs):
+        ours = backbone(images)
+        if not torch.allclose(theirs(images), ours, rtol=1e-3, atol=1e-4 * float(ours.abs().max())):
+            raise UserError(f"{what}: its {name} takes these weights and computes other features")
 
 
 def portable_state(module: nn.Module) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from selftask.checkpoint import SEAL
-from selftask.errors import UserError
+from selftask.errors import UserError, plural
 from selftask.file_system import expand_user, is_file, is_folder, names_in
 from selftask.logs import get_logger
 from selftask.models.foreign_pickle import read_tensors
@@ -112,8 +112,10 @@ def load_weights(
         raise UserError(_explain(match, coverage, what))
     log.info("%s: %s", what, match.summary())
     if match.left_out:
-        parts = [f"{name} ({count})" for name, count in match.left_out.items()]
-        log.info("%s: left out, with their numbers of tensors: %s", what, _shorten(parts, show=8))
+        parts = [
+            f"{name} ({count} {plural('tensor', count)})" for name, count in match.left_out.items()
+        ]
+        log.info("%s: left out: %s", what, _shorten(parts, show=8))
     own = module.state_dict()
     with torch.no_grad():
         for key, value in match.found.items():
@@ -243,7 +245,7 @@ def _read_tensors(path: Path) -> Any:
         raise
     except Exception as error:  # so do damaged ones of these
         raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
-    log.info("%s: left out python objects, which are not loaded: %s", path, _shorten(skipped))
+    log.info("%s: left out: python objects (%s), which are not loaded", path, _shorten(skipped))
     if not flatten(content):
         raise UserError(
             f"{path}: holds python objects ({_shorten(skipped)}), which are not loaded because "
