@@ -384,6 +384,57 @@ def test_failing_run_fails_its_job(folder: Path) -> None:
         assert "completed successfully" not in path.read_text()
 
 
+LATE = '''
+"""Images that one node does not have."""
+import os
+import numpy as np
+
+class Images:
+    def __init__(self):
+        if os.environ.get("SLURM_PROCID") == "1" and "SLURM_STEP_ID" in os.environ:
+            raise OSError("there is no /scratch/images")
+
+    def __len__(self):
+        return 80
+
+    def __getitem__(self, index):
+        return np.full((32, 32, 3), index, np.uint8), 0
+'''
+
+
+def test_rank_that_fails_before_the_ranks_meet(folder: Path) -> None:
+    """Rank 0, which waits for it, is not to blame."""
+    (folder / "late.py").write_text(LATE)
+    run = Run(folder, "early", "data=late:Images", "launch.max_requeues=0")
+    run.wait_for_end("failed")
+    assert "on rank 1: " in run.last_line
+    assert "there is no /scratch/images" in run.last_line
+    assert tiny.status(run.out)["rank"] == 1
+
+
+def test_killed_worker_starts_again(folder: Path, undisturbed: dict[str, Any]) -> None:
+    """Killed for want of memory, most likely: a failure, and not a mistake of the user."""
+    run = Run(folder, "worker", "launch.max_restarts=1", "data.num_workers=1", pace=0.5)
+    run.wait_for_step(4)
+    ranks = [pid for pid, rank in run.processes().items() if rank == 1]
+    workers = [pid for pid in ranks if _parent(pid) in ranks and not _children(pid)]
+    os.kill(workers[0], signal.SIGKILL)
+    run.wait_for_attempt(1)
+    assert "data: worker process" in run.log
+    assert "0 of 1 restarts left" in run.log
+    run.at_full_speed()
+    run.wait_for_end()
+    ends_like(run, undisturbed)
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _children(pid: int) -> str:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text()
+
+
 def test_sweep_is_a_job_array(folder: Path) -> None:
     words = tiny.overrides("simclr", folder, "sweep", "launch.nodes=2", "train.seed=1,2")
     jobs = plan("simclr/digits", [*words, "train.max_steps=2"]).submit()

@@ -36,17 +36,16 @@ Sign = dict[str, Any]  # what a rank writes: host, pid, count, doing, collective
 class AwakeClock:
     """Seconds in which this process ran: stands still while it is stopped, as by a suspension.
 
-    Somebody has to ask every MAX_GAP_S at least.
+    Of a time longer than ``max_gap_s`` between two questions no more than that counts.
     """
 
-    MAX_GAP_S = 5.0
-
-    def __init__(self) -> None:
+    def __init__(self, max_gap_s: float) -> None:
+        self.max_gap_s = max_gap_s
         self._seconds, self._asked = 0.0, time.monotonic()
 
     def __call__(self) -> float:
         before, self._asked = self._asked, time.monotonic()
-        self._seconds += min(self._asked - before, self.MAX_GAP_S)
+        self._seconds += min(self._asked - before, self.max_gap_s)
         return self._seconds
 
 
@@ -60,7 +59,8 @@ class Watch:
         self.board = Board(rank) if size > 1 else None
         if self.board is not None:
             self.board.limit_s = timeout_s if self.board.is_here else min(timeout_s, SILENT_S)
-        self._now = AwakeClock()
+        self._every_s = max(EVERY_S, size / 256)  # rank 0 reads all signs
+        self._now = AwakeClock(2 * self._every_s)
         self._main = threading.main_thread().ident
         self._over = threading.Event()
         self._kills = OutOfMemoryKills()
@@ -152,8 +152,7 @@ class Watch:
     # -- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        every_s = max(EVERY_S, self.size / 256)  # rank 0 reads all signs
-        while not self._over.wait(every_s):
+        while not self._over.wait(self._every_s):
             try:
                 failure = self._look()
             except BoardLost as lost:
