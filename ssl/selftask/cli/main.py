@@ -64,6 +64,9 @@ def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except MemoryError as error:
+        print(f"error: the machine's memory is full: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # `selftask list | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

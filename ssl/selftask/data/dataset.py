@@ -18,7 +18,7 @@ from selftask.data.order import hash_words
 from selftask.data.reading import BadImage, Policy, set_policy
 from selftask.data.sampler import Sampler, build_sampler, epoch_of, steps_per_epoch
 from selftask.data.source import Source, channels_of
-from selftask.data.sources.labels import number_alike
+from selftask.data.sources.labels import check_labels, number_alike
 from selftask.data.sources.local_copy import copied
 from selftask.data.sources.subset import subset_of
 from selftask.data.transforms.channels import list_problems
@@ -105,6 +105,7 @@ def open_source(component: Component, max_pixels: int | None = None) -> Source:
     source: Source = registered(config(**args)) if config else registered(**args)
     if max_pixels is not None:
         source.max_pixels = max_pixels
+    check_labels(source)
     return subset_of(source, component.args.get("subset"))
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from selftask.data.image import from_array
 from selftask.data.source import Source
 from selftask.data.sources.labels import name_classes, number_labels
+from selftask.data.sources.opening import check_memory, no_traceback
 from selftask.errors import UserError, nearest
 from selftask.file_system import is_file
 from selftask.registry import register_source
@@ -84,10 +86,8 @@ def _load(path: str, config: ArrayFile.Config) -> tuple[np.ndarray, np.ndarray |
     """Images and labels of the file; a .npy stays on disk and is mapped."""
     if not is_file(path):
         raise UserError(f"data: no such file: {path}")
-    try:
+    with no_traceback(f"data: {path} is not a numpy file of numbers"):
         loaded = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise UserError(f"data: {path} is not a numpy file of numbers: {error}") from error
     if isinstance(loaded, np.ndarray):
         return loaded, None
     with loaded:
@@ -99,10 +99,19 @@ def _load(path: str, config: ArrayFile.Config) -> tuple[np.ndarray, np.ndarray |
             raise UserError(
                 f"data.labels: {path} has no array {key!r}; {nearest(key, loaded.files)}"
             )
-        try:
-            return loaded[config.images], loaded.get(key)
-        except ValueError as error:  # python objects
-            raise UserError(f"data: {path} does not hold numbers only: {error}") from error
+        with no_traceback(f"data: {path} is damaged, or does not hold numbers only"):
+            has_labels = key is not None and key in loaded
+            labels = _unpack(loaded, str(key), path) if has_labels else None
+            return _unpack(loaded, config.images, path), labels
+
+
+def _unpack(file: Any, key: str, path: str) -> np.ndarray:
+    """An array of a .npz; raises UserError if it does not fit: kilobytes can unpack to any size."""
+    member = key if key in file.zip.namelist() else f"{key}.npy"
+    advice = "a .npy file is mapped instead of loaded"
+    check_memory(file.zip.getinfo(member).file_size, f"data: {key!r} of {path}", advice)
+    array: np.ndarray = file[key]
+    return array
 
 
 def _numbers(labels: np.ndarray, file: str) -> np.ndarray:

@@ -15,12 +15,14 @@ from selftask.data.source import Source
 from selftask.data.sources.encoded import decode, image_of
 from selftask.data.sources.handles import PerProcess
 from selftask.data.sources.labels import number_labels
+from selftask.data.sources.opening import check_memory, no_traceback
 from selftask.data.sources.packages import require
 from selftask.data.sources.storage import find_files
 from selftask.errors import UserError, nearest
 from selftask.registry import register_source
 
 _LABELS = "labels"  # the default key: used if it is there
+_LEAVE_OUT = "data.labels=null leaves them out"
 
 
 @register_source("hdf5")
@@ -40,7 +42,8 @@ class Hdf5(Source):
         (file,) = find_files([config.path], "data.path")
         self.file, self.key = file.path, config.images
         self.channels = config.channels
-        with _open(self.file) as opened:
+        damaged = f"data: {self.file} is damaged"
+        with no_traceback(damaged), _open(self.file) as opened:
             images = _dataset(opened, self.key, self.file, "images")
             self.shape = tuple(images.shape)
             self.encoded = _is_bytes(images)
@@ -65,16 +68,19 @@ class Hdf5(Source):
         if config.labels is None:
             return None
         (file,) = find_files([config.labels_path or config.path], "data.labels_path")
-        with _open(file.path) as opened:
+        with no_traceback(f"data.labels: {file.path}"), _open(file.path) as opened:
             default = config.labels == _LABELS and config.labels_path is None
             if default and config.labels not in opened:
                 return None
             values = _dataset(opened, config.labels, file.path, "labels")
-            values = values.asstr()[:] if values.dtype.kind in "OS" else values[:]
-        if values.size != self.shape[0]:
-            raise UserError(
-                f"data.labels: {self.shape[0]} images but labels of shape {values.shape}"
-            )
+            if values.size != self.shape[0]:
+                raise UserError(
+                    f"data.labels: {self.shape[0]} images but labels of shape {values.shape}"
+                )
+            size = values.size * max(values.dtype.itemsize, 8)
+            check_memory(size, f"data.labels: {config.labels!r} of {file.path}", _LEAVE_OUT)
+            texts = values.dtype.kind in "OS"
+            values = values.asstr(errors="surrogateescape")[:] if texts else values[:]
         values = values.reshape(-1)
         if values.dtype.kind in "iub":
             return values.astype(np.int64)
@@ -92,7 +98,9 @@ class Hdf5(Source):
         now_reading(name)
         try:
             item = self._opened()[index]
-        except (OSError, RuntimeError) as error:  # a chunk that does not unpack, a truncated file
+        except MemoryError:
+            raise
+        except Exception as error:  # a chunk that does not unpack, a truncated file, ...
             raise BadImage(name, str(error)) from error
         if self.encoded:
             return decode(_as_bytes(item), name, self.max_pixels), self.label_of(index)

@@ -9,6 +9,8 @@ import numpy as np
 from selftask.data.source import NO_LABEL, PathTable, Source
 from selftask.errors import UserError, nearest
 
+MAX_CLASSES = 10_000_000  # there are as many rows in every head as the largest label says
+
 
 def number_labels(labels: Sequence[str | int | None]) -> np.ndarray:
     """(N,) int64: labels as they are if all are non-negative integers, else by sorted name.
@@ -26,9 +28,29 @@ def number_labels(labels: Sequence[str | int | None]) -> np.ndarray:
 
 
 def name_classes(labels: Sequence[str | int | None]) -> list[str] | None:
-    """The name of each class by the number that ``number_labels`` gives it; None for numbers."""
+    """The name of each class by the number that ``number_labels`` gives it; None for numbers.
+
+    Digits that no 64 bits hold are names.
+    """
     names = sorted({"" if label is None else str(label) for label in labels} - {""})
-    return None if all(name.isascii() and name.isdecimal() for name in names) else names
+    return None if all(map(_is_number, names)) else names
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and len(name) < 19
+
+
+def check_labels(source: Source) -> None:
+    """Raise UserError for a label that is known and cannot be the number of a class."""
+    labels = source.labels
+    if labels is None or not len(labels):
+        return
+    for row in (int(labels.argmin()), int(labels.argmax())):
+        if not NO_LABEL <= labels[row] < MAX_CLASSES:
+            raise UserError(
+                f"data: {source.path(row)} has the label {labels[row]}; numbers are "
+                f"those of classes, 0 to {MAX_CLASSES - 1} ({NO_LABEL}: none); texts are numbered"
+            )
 
 
 def label_top_folders(paths: Sequence[str]) -> np.ndarray | None:

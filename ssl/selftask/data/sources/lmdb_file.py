@@ -13,6 +13,7 @@ from selftask.data.reading import BadImage, now_reading
 from selftask.data.source import PathTable, Source
 from selftask.data.sources.encoded import decode, image_of
 from selftask.data.sources.labels import number_labels
+from selftask.data.sources.opening import no_traceback
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest_path
 from selftask.file_system import is_file, is_folder
@@ -43,7 +44,7 @@ class Lmdb(Source):
         self.keys = PathTable(os.fsdecode(key) for key in keys)
         if config.labels and labels:
             found = (labels.get(os.path.splitext(key)[0]) for key in keys)
-            texts = [None if text is None else text.decode().strip() for text in found]
+            texts = [None if text is None else os.fsdecode(text).strip() for text in found]
             self.labels = number_labels(texts)
 
     def __len__(self) -> int:
@@ -102,8 +103,8 @@ def _open_new(path: str) -> Any:
 
     if not (is_file(path) or is_folder(path)):
         raise UserError(f"data.path: no such LMDB: {path}; {nearest_path(path)}")
-    try:
-        return lmdb.open(
+    with no_traceback(f"data.path: {path} is not an LMDB"):
+        opened = lmdb.open(
             path,
             subdir=os.path.isdir(path),
             readonly=True,
@@ -111,8 +112,18 @@ def _open_new(path: str) -> Any:
             readahead=False,  # reads are in random order
             meminit=False,
         )
-    except lmdb.Error as error:
-        raise UserError(f"data.path: {path} is not an LMDB: {error}") from error
+        _check_length(opened, path)
+    return opened
+
+
+def _check_length(opened: Any, path: str) -> None:
+    """Raise UserError for a file that is cut off: reading behind its end would kill the process."""
+    file = f"{path}/data.mdb" if os.path.isdir(path) else path
+    there = os.path.getsize(file)
+    needed = (opened.info()["last_pgno"] + 1) * opened.stat()["psize"]
+    if there < needed:
+        opened.close()
+        raise UserError(f"data.path: {file} is cut off: {there} of {needed} bytes are there")
 
 
 def _image_keys(opened: Any, path: str, labels: dict[bytes, bytes]) -> Iterator[bytes]:
@@ -120,15 +131,14 @@ def _image_keys(opened: Any, path: str, labels: dict[bytes, bytes]) -> Iterator[
 
     Keys such as ``__len__`` are notes about the data set, often pickled: they are not read.
     """
-    import lmdb
-
     suffix = _LABEL.encode()
-    try:
-        with opened.begin() as transaction, transaction.cursor() as cursor:
-            for key in cursor.iternext(keys=True, values=False):
-                if key.endswith(suffix):
-                    labels[key.removesuffix(suffix)] = cursor.value()
-                elif not key.startswith(b"__"):
-                    yield bytes(key)
-    except lmdb.Error as error:
-        raise UserError(f"data.path: {path} cannot be read: {error}") from error
+    with (
+        no_traceback(f"data.path: {path} cannot be read"),
+        opened.begin() as transaction,
+        transaction.cursor() as cursor,
+    ):
+        for key in cursor.iternext(keys=True, values=False):
+            if key.endswith(suffix):
+                labels[key.removesuffix(suffix)] = cursor.value()
+            elif not key.startswith(b"__"):
+                yield bytes(key)

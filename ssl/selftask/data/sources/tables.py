@@ -16,6 +16,7 @@ from selftask.data.index import Index
 from selftask.data.source import arrays_of_paths
 from selftask.data.sources.files import FileSource
 from selftask.data.sources.labels import name_classes, number_labels
+from selftask.data.sources.opening import no_traceback
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest, nearest_path
 from selftask.file_system import exists, expand_user, is_file, is_folder
@@ -190,15 +191,12 @@ def _read_parquet(file: Path, config: TableSource.Config, root: str) -> Table:
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    try:
+    with no_traceback(f"data: {file} is not a parquet file, or is damaged"):
         dataset = parquet.ParquetDataset(file)
         names = [str(name) for name in dataset.schema.names]
         column, label = _columns(config, names, file)
         wanted = [column] if label is None else [column, label]
         read = dataset.read(columns=wanted)
-    except (pa.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"data: {file} is not a parquet file: {reason}") from error
     kind = read.schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind  # pandas' categories
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
@@ -206,5 +204,6 @@ def _read_parquet(file: Path, config: TableSource.Config, root: str) -> Table:
             f"data.column: column {column!r} of {file} holds {kind}; paths are expected (images "
             "inside of parquet files: open them with Hugging Face datasets and save_to_disk)"
         )
-    labels = None if label is None else read.column(label).to_pylist()
-    return Table(read.column(column).to_pylist(), labels, None)
+    with no_traceback(f"data: {file} is damaged"):
+        labels = None if label is None else read.column(label).to_pylist()
+        return Table(read.column(column).to_pylist(), labels, None)

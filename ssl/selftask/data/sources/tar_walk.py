@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tarfile
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
@@ -9,7 +10,10 @@ from typing import BinaryIO, NamedTuple
 from selftask.errors import UserError
 
 BLOCK = 512
+MAX_TEXT = 1 << 20  # bytes of a long name, or of pax records
+MAX_SIZE = 1 << 48  # bytes of a member
 _FILES = b"0\x007"  # types of regular files
+_LENGTH = re.compile(rb"(\d{1,7}) ")
 _GZIP, _XZ, _BZIP2, _ZSTD = b"\x1f\x8b", b"\xfd7zXZ", b"BZh", b"\x28\xb5\x2f\xfd"
 
 
@@ -51,13 +55,15 @@ def walk(file: BinaryIO, path: str) -> Iterator[Member]:
         kind, size = header[156], _size(header, offset)
         content = offset + BLOCK
         if kind in b"xL":  # they speak about the next member
+            if size > MAX_TEXT:
+                raise Damaged(offset)
             text = _read(file, content, size)
             if kind == ord("L"):
                 long_name = _text(text)
             else:
                 pax = _pax_records(text)
         elif kind not in b"gK":  # of all members, or the target of a link: nothing that matters
-            size = int(pax.get("size", size))
+            size = _number(pax["size"], 10, offset) if "size" in pax else size
             if kind in _FILES:
                 yield Member(pax.get("path") or long_name or _name(header), content, size)
             long_name, pax = None, {}
@@ -79,12 +85,25 @@ def _is_header(header: bytes) -> bool:
 
 
 def _size(header: bytes, offset: int) -> int:
-    if header[124] & 0x80:  # 8 GiB and more, in base 256
-        return int.from_bytes(header[125:136], "big")
+    if header[124] & 0x80:  # 8 GiB and more, in base 256; 0xff begins a negative number
+        size = int.from_bytes(header[124:136], "big") - (0x80 << 88)
+        if size > MAX_SIZE:
+            raise Damaged(offset)
+        return size
+    return _number(_text(header[124:136]).strip() or "0", 8, offset)
+
+
+def _number(text: str, base: int, offset: int) -> int:
+    """A size. ``int`` would also take a sign and underscores: a negative one never ends."""
+    if not text.isascii() or not text.isdigit() or len(text) > 20:
+        raise Damaged(offset)
     try:
-        return int(_text(header[124:136]).strip() or "0", 8)
-    except ValueError:
+        size = int(text, base)
+    except ValueError:  # an 8 in base 8
         raise Damaged(offset) from None
+    if size > MAX_SIZE:
+        raise Damaged(offset)
+    return size
 
 
 def _name(header: bytes) -> str:
@@ -99,12 +118,13 @@ def _text(field: bytes) -> str:
 
 def _pax_records(text: bytes) -> dict[str, str]:
     """``30 mtime=1700000000.1234567\\n``, one after the other: the length counts all of it."""
-    records = {}
-    while text:
-        length, space, _ = text.partition(b" ")
-        if not space or not length.isdigit() or int(length) <= len(length):
+    records: dict[str, str] = {}
+    at = 0
+    while match := _LENGTH.match(text, at):
+        end = at + int(match[1])
+        if end <= match.end():
             break
-        key, _, value = text[len(length) + 1 : int(length) - 1].partition(b"=")
+        key, _, value = text[match.end() : end - 1].partition(b"=")
         records[_text(key)] = value.decode("utf-8", "surrogateescape")
-        text = text[int(length) :]
+        at = end
     return records
