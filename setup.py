@@ -18,7 +18,8 @@ AUGMENT = Extension(
     sources=sorted(str(path) for path in KERNEL.glob("*.c")),
     depends=sorted(str(path) for path in KERNEL.glob("*.h")),
     extra_compile_args=[] if os.name == "nt" else ["-O3", "-std=c11", "-g0"],
-    optional=True,  # without a compiler the package installs all the same, and is slower
+    # Without a compiler the package installs all the same, and is slower; wheels always have it.
+    optional=os.environ.get("SELFTASK_REQUIRE_KERNEL") != "1",
 )
 
 setup(

@@ -14,6 +14,7 @@ from typing import Any
 
 from selftask import __version__
 from selftask.config.derive import cores
+from selftask.data import kernel
 from selftask.errors import UserError
 
 USAGE = "usage: selftask env"
@@ -43,6 +44,7 @@ def report() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
     yield "cores", f"{cores()} usable of {os.cpu_count()}"
+    yield "kernel", kernel.absence() or f"compiled, for {kernel.variants()[0]}"
     for name in REQUIRED:
         yield name, _version(name) or "MISSING, and required"
     for name, purpose in OPTIONAL.items():

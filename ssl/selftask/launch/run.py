@@ -18,6 +18,7 @@ from selftask.collectives import barrier
 from selftask.config.derive import cores
 from selftask.config.load import to_yaml
 from selftask.config.schema import Config
+from selftask.data import kernel
 from selftask.data.dataset import Sources, copy_data, open_data
 from selftask.data.source import channels_of
 from selftask.evaluate.online import evaluate_task
@@ -63,6 +64,8 @@ def run_task(task: Task, *, raises: bool = False) -> int:
     with lasting_output(), held(config.out, first=world.rank == 0):
         start_log(task.out, world.rank)
         try:
+            if (absence := kernel.absence()) and config.data.engine == "cpu":
+                LOGGER.warning("kernel: %s", absence)
             LOGGER.info("data: %s", sources.train.describe())
             LOGGER.info("threads: %d of torch, of %d cores", torch.get_num_threads(), cores())
             task.sources = copy_data(sources, config.data.copy_to)
@@ -143,11 +146,11 @@ def _train(task: Task) -> str | None:
 def num_threads(config: Config, local_size: int = 1) -> int:
     """Return the threads of torch on the CPU, per process.
 
-    ``auto`` on a CPU is three quarters of a process's cores, rounded down but at least 1: making
-    views takes 1 to 20 % of a training's CPU time there (``tools/bench/threads.py``). The number of
-    workers must not matter, since results depend on threads bit for bit. More threads than free
-    cores cost a factor: threads wait for each other at every operation, and one that has lost its
-    core to a worker makes all of them wait. With a GPU it is the cores that the workers leave.
+    ``auto`` on a CPU leaves a quarter of the process's cores, at least one: making views takes
+    0.5 to 5 % of a training's CPU time there (``tools/bench/threads.py``). The number of workers
+    does not matter, since results depend on threads bit for bit. More threads than free cores cost
+    a factor: threads wait for each other at every operation, and one that has lost its core to a
+    worker makes all of them wait. With a GPU it is the cores that the workers leave.
     """
     threads = config.train.threads
     if threads != "auto":

@@ -45,6 +45,16 @@ def available() -> bool:
     return _augment is not None
 
 
+def absence() -> str | None:
+    """Return what to do if the compiled part is absent, or None if it is there."""
+    if available():
+        return None
+    return (
+        "absent, so that views cost about twice the CPU time: install a wheel of selftask, or a C "
+        "compiler and then `pip install --force-reinstall --no-deps selftask`"
+    )
+
+
 def fits(height: int, width: int) -> bool:
     """Whether the kernel takes pictures of that size (rows count as multiples of 32 pixels)."""
     return height * (width + 31) <= MAX_PIXELS and max(height, width) <= MAX_SIDE

@@ -1,0 +1,74 @@
+"""The compiled kernel: in every wheel, and missed loudly where it is absent."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import tiny
+from selftask.cli.env import report
+from selftask.data import kernel
+
+SOURCES = ("setup.py", "pyproject.toml", "README.md", "MANIFEST.in", "LICENSE", "ssl", "configs")
+
+
+def test_env_says_whether_the_kernel_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel.available():
+        assert dict(report())["kernel"] == f"compiled, for {kernel.variants()[0]}"
+    monkeypatch.setattr(kernel, "_augment", None)
+    assert dict(report())["kernel"].startswith("absent, so that views cost")
+
+
+def test_the_first_line_of_a_run_says_that_the_kernel_is_absent(tmp_path: Path) -> None:
+    """As installed without a compiler: the import of the compiled part fails."""
+    absent = tmp_path / "absent"
+    absent.mkdir()
+    (absent / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['selftask.data.kernel._augment'] = None\n"
+    )
+    words = tiny.command("simclr", tmp_path, "run", "train.max_steps=1")
+    path = os.pathsep.join([str(absent), tiny.environment()["PYTHONPATH"]])
+    result = tiny.run(words, tmp_path, PYTHONPATH=path)
+    assert result.returncode == 0, result.stderr
+    first = (tmp_path / "run/log.txt").read_text().splitlines()[0]
+    assert "kernel: absent, so that views cost about twice the CPU time" in first
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_wheel_carries_the_kernel_or_is_not_built(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in SOURCES:
+        origin = tiny.ROOT / name
+        if origin.is_dir():
+            shutil.copytree(
+                origin, source / name, ignore=shutil.ignore_patterns("*.so", "*.egg-info")
+            )
+        else:
+            shutil.copy(origin, source)
+
+    def build(**more: str) -> int:
+        words = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+        env = {**os.environ, "SELFTASK_REQUIRE_KERNEL": "1", **more}
+        done = subprocess.run([*words, "-w", "dist", "."], cwd=source, env=env, capture_output=True)
+        return done.returncode
+
+    assert build(CC="false") != 0
+    assert build() == 0
+    (wheel,) = (source / "dist").glob("selftask-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    use = "from selftask.data import kernel; print(kernel.__file__, kernel.variants())"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    found = subprocess.run(
+        [sys.executable, "-c", use], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert found.stdout.startswith(str(tmp_path / "site")), found.stderr
+    assert "plain" in found.stdout
