@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import torch
 
 import tiny
 from selftask import classy
-from selftask.errors import UserError
+from selftask.config.load import load_config
+from selftask.errors import ConfigError, UserError
 from selftask.loop import train_loop
+from selftask.trainer import Trainer
 
 THEIRS = '''
 from classy_vision.hooks import ClassyHook, register_hook
@@ -76,6 +79,55 @@ def test_their_hook_and_meter_by_name(tmp_path: Path, caplog: pytest.LogCaptureF
     ]
     rows = tiny.rows(tmp_path / "run")
     assert 0 < rows[-1]["test_top_top_1"] < rows[-1]["test_top_top_3"] <= 1
+
+
+ALONE = {
+    "loss_lr_meter_logging": "{}",
+    "output_csv": "{}",
+    "tensorboard_plot": "{}",
+    "progress_bar": "{}",
+    "visdom": "{server: localhost, port: '8097'}",
+    "ema_model_weights": "{decay: 0.5}",
+}
+
+
+def test_every_hook_works_or_is_refused_with_what_to_use() -> None:
+    assert set(classy.names("hook")) <= {*ALONE, *classy.INSTEAD}
+    page = (tiny.ROOT / "docs/classy.md").read_text()
+    assert [name for name in {*ALONE, *classy.INSTEAD} if f"| `{name}` |" not in page] == []
+    for name in classy.INSTEAD:
+        refused = rf"command line: hooks\.classy:{name}=\{{\}}: .*{name}' does not work here: "
+        with pytest.raises(ConfigError, match=refused):
+            load_config("simclr/digits", [f"hooks.classy:{name}={{}}"])
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_every_hook_by_its_name_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [labelled(tmp_path), "meters.accuracy={topk: [1]}", "train.epochs=1"]
+    words.append(f"hooks.classy:{name}={ALONE[name]}")
+    if (module := classy._NEEDS.get(name)) and importlib.util.find_spec(module[0]) is None:
+        with pytest.raises(ConfigError, match=rf"{name}' needs {module[1]}: pip install"):
+            tiny.config("supervised", tmp_path, "run", *words)
+        return
+    Trainer().train(tiny.task("supervised", tmp_path, "run", *words))
+    run = tmp_path / "run"
+    log = (run / "log.txt").read_text()
+    if name == "loss_lr_meter_logging":
+        assert "Synced meters: [0] train phase 0 (100.00% done), loss: " in log
+    elif name == "output_csv":
+        lines = [line.split("\t") for line in (run / "predictions.csv").read_text().splitlines()]
+        assert lines[0] == ["sample_id", "prediction", "target"]
+        assert [int(line[0]) for line in lines[1:]] == list(range(30))
+        right = sum(line[1] == line[2] for line in lines[1:]) / 30
+        tested = [row for row in tiny.rows(run) if "test_accuracy_top_1" in row]
+        assert right == pytest.approx(tested[-1]["test_accuracy_top_1"], abs=1e-6)
+    elif name == "tensorboard_plot":
+        assert [path.name for path in (run / "tensorboard").iterdir()]
+    elif name == "ema_model_weights":
+        state = tiny.last_state(run)["hooks"]["classy:ema_model_weights"]
+        assert {"model_state", "ema_model_state"} <= state.keys()
 
 
 def test_registered_by_the_users_own_module(

@@ -19,7 +19,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from selftask.errors import UserError, nearest
+from selftask.logs import show_root_lines_of
 
 
 class _LoadedAlone(MetaPathFinder, Loader):
@@ -143,6 +146,43 @@ _PACKAGES = {
     "schedule": ("classy_vision.optim.param_scheduler", "PARAM_SCHEDULER_REGISTRY"),
 }
 
+INSTEAD = {
+    "checkpoint": "selftask saves by itself: train.checkpoint_every, train.keep_checkpoints",
+    "model_complexity": "it asks for a ClassyModel; a run's first lines say how large the model is",
+    "model_tensorboard": "it asks for a ClassyModel; hooks.classy:tensorboard_plot={} draws curves",
+    "precise_bn": "it asks for Classy's loaders; leave it out",
+    "profiler": "it asks for a ClassyModel; hooks.timing={} says where the time of a step goes",
+    "torchscript": "it asks for a ClassyModel; `selftask export RUN` writes the backbone",
+}
+"""Classy's hooks that cannot work on a selftask Task: why, and what does the same."""
+
+_NEEDS = {
+    "progress_bar": ("progressbar", "progressbar2"),
+    "tensorboard_plot": ("tensorboard", "tensorboard"),
+    "visdom": ("visdom", "visdom"),
+}  # hook -> module, package
+
+
+def refusal(name: str) -> str | None:
+    """Return why the hook ``classy:NAME`` cannot work here, or None."""
+    bare = name.removeprefix("classy:")
+    if bare in INSTEAD:
+        return f"Classy Vision's hook {bare!r} does not work here: {INSTEAD[bare]}"
+    module, package = _NEEDS.get(bare, ("", ""))
+    if module and importlib.util.find_spec(module) is None:
+        return f"Classy Vision's hook {bare!r} needs {package}: pip install {package}"
+    return None
+
+
+def _hook_defaults(name: str, out: Path) -> dict[str, Any]:
+    """What Classy asks for, although a run knows it: where to write, on which device."""
+    defaults: dict[str, dict[str, Any]] = {
+        "ema_model_weights": {"device": "gpu" if torch.cuda.is_available() else "cpu"},
+        "output_csv": {"folder": str(out), "id_key": "index"},
+        "tensorboard_plot": {"summary_writer": {"log_dir": str(out / "tensorboard")}},
+    }
+    return defaults.get(name, {})
+
 
 def has(kind: str, name: str) -> bool:
     """Whether Classy knows ``name``: ``classy:NAME``, or a bare name registered by now.
@@ -163,15 +203,25 @@ def names(kind: str) -> list[str]:
     return sorted(_registry(kind))
 
 
-def build(kind: str, name: str, args: dict[str, Any]) -> Any:
-    """The Classy hook, meter, optimizer, loss or schedule called ``name``, from its config."""
+def build(kind: str, name: str, args: dict[str, Any], out: Path | None = None) -> Any:
+    """The Classy hook, meter, optimizer, loss or schedule called ``name``, from its config.
+
+    What a hook writes goes to ``out``, the run's folder, unless ``args`` say where.
+    """
     bare = name.removeprefix("classy:")
     known = _registry(kind)
     if bare not in known:
         raise UserError(f"Classy Vision has no {kind} named {bare!r}; {nearest(bare, known)}")
+    if kind == "hook":
+        args = {**_hook_defaults(bare, out or Path()), **args}
+        show_root_lines_of("classy_vision")  # its hooks log through the root logger
+    else:
+        args = {**args, "name": bare}
     try:
-        return known[bare].from_config({**args, "name": bare} if kind != "hook" else dict(args))
-    except (AssertionError, KeyError, TypeError, ValueError) as error:  # how Classy checks its own
+        if kind == "hook" and "folder" in args:
+            Path(args["folder"]).mkdir(parents=True, exist_ok=True)
+        return known[bare].from_config(args)
+    except (AssertionError, KeyError, OSError, TypeError, ValueError) as error:  # its own checks
         raise UserError(
             f"Classy Vision's {kind} {bare!r} cannot be made of {args}: "
             f"{type(error).__name__}: {error}"

@@ -37,8 +37,32 @@ def start_log(folder: Path, rank: int) -> None:
         LOGGER.addHandler(_Console())
 
 
+class _FromRoot(logging.Handler):
+    """Logs what one package says through the root logger as lines of ours."""
+
+    def __init__(self, package: str) -> None:
+        super().__init__(logging.INFO)
+        self.package = package
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.package in Path(record.pathname).parts:
+            for handler in LOGGER.handlers:
+                handler.handle(record)
+
+
+def show_root_lines_of(package: str) -> None:
+    """Log, until ``stop_log``, what a package says through the root logger."""
+    root = logging.getLogger()
+    if not any(isinstance(handler, _FromRoot) for handler in root.handlers):
+        root.addHandler(_FromRoot(package))
+        root.setLevel(min(root.level, logging.INFO))
+
+
 def stop_log() -> None:
     """Flush and close what ``start_log`` opened."""
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if isinstance(handler, _FromRoot)]:
+        root.removeHandler(handler)
     for handler in list(LOGGER.handlers):
         LOGGER.removeHandler(handler)
         with suppress(OSError):  # what a full disk has no room for was told when it was written
@@ -144,8 +168,8 @@ class MetricsFile:
         self._file = path.open("ab")
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row; numbers that JSON cannot hold become null."""
-        self._file.write(json.dumps({k: _plain(v) for k, v in row.items()}).encode() + b"\n")
+        """Append one row."""
+        self._file.write(json_row(row).encode() + b"\n")
         self._file.flush()
 
     @property
@@ -162,6 +186,11 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def json_row(row: dict[str, Any]) -> str:
+    """One line of JSON; floats with 9 digits, null for those that JSON cannot hold."""
+    return json.dumps({name: _plain(value) for name, value in row.items()})
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,7 @@ class LastBatch:
     output: Any
     local_loss: Tensor | None = None  # of this rank, with graph
     loss: Tensor | None = None  # mean over ranks, without
+    step_data: ClassVar[dict[str, Any]] = {}  # Classy's hooks look for timings in it
 
     @property
     def target(self) -> Tensor:
@@ -166,8 +167,8 @@ class Task(ClassyTaskNames):
         self.reduction.watch([(name, p) for name, p in named if p in trained])
 
     def _build_hooks(self) -> None:
-        self.named_hooks = {key: _build(HOOKS, c) for key, c in self.config.hooks.items()}
-        self.meters = [_build(METERS, c) for c in self.config.meters.values()]
+        self.named_hooks = {k: _build(HOOKS, c, self.out) for k, c in self.config.hooks.items()}
+        self.meters = [_build(METERS, c, self.out) for c in self.config.meters.values()]
         if self.meters and not self.loss.gives_scores:
             raise UserError(
                 f"meters ({', '.join(self.config.meters)}) look at class scores, and "
@@ -392,8 +393,8 @@ class Task(ClassyTaskNames):
         snapshot.save(self)
 
 
-def _build(registry: Registry, component: Component) -> Any:
+def _build(registry: Registry, component: Component, out: Path) -> Any:
     """The hook or meter of that name: ours, or one registered with Classy Vision."""
     if component.name in registry:
         return registry[component.name](**component.args)
-    return classy.build(registry.kind, component.name, component.args)
+    return classy.build(registry.kind, component.name, component.args, out)

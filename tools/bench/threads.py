@@ -27,9 +27,9 @@ from PIL import Image
 from selftask.config.load import load_config
 from selftask.data.dataset import open_data
 from selftask.hooks.base import Hook
+from selftask.loop import train_loop
 from selftask.registry import register_hook
 from selftask.task import Task
-from selftask.trainer import Trainer
 
 RECIPES = {  # name -> images of one step
     "simclr/digits": 64,
@@ -84,7 +84,7 @@ def measure(recipe: str, images: Path, steps: int, folder: Path) -> tuple[float,
     ]
     config = load_config(recipe, words)
     task = Task(config, sources=open_data(config.data))
-    Trainer().train(task)
+    train_loop(task)
     hook = task.named_hooks["bench_cpu_time"]
     of_step = [b - a for a, b in zip(hook.ends, hook.ends[1:], strict=False)]
     reading = statistics.median(hook.reading[1:])  # the first step also warms up

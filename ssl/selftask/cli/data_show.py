@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from selftask.cli.options import take_options
 from selftask.errors import UserError, plural
-from selftask.file_system import is_folder
+from selftask.file_system import expand_user, is_folder
 
 USAGE = """\
 usage: selftask data show RECIPE [--images 8] [--out views.png] [key=value ...]
@@ -23,7 +22,10 @@ OPTIONS = {"--images": int, "--out": str}
 def main(argv: list[str]) -> int:
     """Check the config as train does, then make the views and draw them."""
     words, options = take_options(argv, OPTIONS)
-    number, out = options.get("--images", 8), Path(options.get("--out", "views.png"))
+    named = [word.removeprefix("out=") for word in words if word.startswith("out=")]
+    words = [word for word in words if not word.startswith("out=")]
+    number = options.get("--images", 8)
+    out = expand_user(options.get("--out", named[-1] if named else "views.png"))
     if not words or "=" in words[0]:
         raise UserError(f"data show needs a RECIPE before any key=value\n{USAGE}")
     if number == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import fields, replace
 from difflib import get_close_matches
@@ -13,6 +12,7 @@ from selftask.cli.frozen import MODEL, WEIGHTS, open_frozen
 from selftask.config.schema import Config
 from selftask.errors import UserError, nearest
 from selftask.file_system import is_folder
+from selftask.logs import json_row
 from selftask.registry import EVALUATIONS
 
 USAGE = f"""\
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     from selftask.evaluate.offline import evaluate_backbone
 
     row = evaluate_backbone(frozen.backbone, config, frozen.sources, device=frozen.device)
-    print(json.dumps(row))
+    print(json_row(row))
     if is_folder(address):
         _keep(Path(address), {"evaluation": name, "overrides": overrides, **row})
     return 0
@@ -51,7 +51,7 @@ def _keep(run: Path, row: dict[str, Any]) -> None:
     """Append to the run's ``evaluations.jsonl``; that of somebody else may be read-only."""
     try:
         with (run / "evaluations.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json_row(row) + "\n")
     except OSError as error:
         print(f"printed only, not kept: {error}", file=sys.stderr)
 

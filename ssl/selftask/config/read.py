@@ -120,6 +120,8 @@ class Reader:
             if classy_has(registry.kind, name):
                 for field in own:
                     self.note_place((*key, field))
+                if registry.kind == "hook" and (refused := _classy_refusal(name)):
+                    self.problem((*key, "name"), refused)
                 return Component(name=name, args=own), fixed
             hint = nearest(name, registry.names())
             if registry.kind in _CLASSY:
@@ -311,6 +313,12 @@ def classy_has(kind: str, name: str) -> bool:
     from selftask import classy
 
     return classy.has(kind, name)
+
+
+def _classy_refusal(name: str) -> str | None:
+    from selftask import classy
+
+    return classy.refusal(name)
 
 
 def _dotted(key: Key) -> str:

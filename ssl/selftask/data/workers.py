@@ -8,10 +8,11 @@ import os
 import signal
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -20,14 +21,18 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from selftask.config.derive import cores
 from selftask.data.batch import Batch, New, Places, broken
 from selftask.data.dataset import Dataset
 from selftask.data.handover import Memory, Outbox, Parcel
 from selftask.data.reading import last_file
 from selftask.errors import RunError, UserError, describe_exit
+from selftask.logs import get_logger
 from selftask.memory import OutOfMemoryKills
 from selftask.pulse import during
 from selftask.world import STOP_SIGNALS
+
+log = get_logger(__name__)
 
 PREFETCH = 3  # batches that each worker makes ahead
 PARENT_CHECK_S = 2.0  # how often a worker looks whether the main process is still there
@@ -66,6 +71,21 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Context without torch's warning of many workers, which it prints for every loader, twice."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        yield
+
+
+@cache
+def _warn_of_many(num_workers: int) -> None:
+    """Once, not for every loader."""
+    if num_workers > cores():
+        log.warning("data.num_workers=%d: more than the %d cores there are", num_workers, cores())
+
+
 class BatchReader:
     """One DataLoader over a sequence of batches of keys, with errors a user can read."""
 
@@ -77,20 +97,24 @@ class BatchReader:
         device: torch.device,
     ) -> None:
         maker: Any = _Maker(dataset, Memory())
-        loader: DataLoader[Any] = DataLoader(
-            maker,
-            batch_sampler=batches,
-            num_workers=num_workers,
-            multiprocessing_context="fork" if num_workers else None,  # all they need is there then
-            collate_fn=_as_it_is,
-            pin_memory=device.type == "cuda",
-            prefetch_factor=PREFETCH if num_workers else None,
-            worker_init_fn=partial(_start_worker, os.getpid()),
-            generator=torch.Generator(),  # its own: starting must not draw from the global one
-        )
+        with _without_advice():
+            loader: DataLoader[Any] = DataLoader(
+                maker,
+                batch_sampler=batches,
+                num_workers=num_workers,
+                multiprocessing_context="fork"
+                if num_workers
+                else None,  # all they need is there then
+                collate_fn=_as_it_is,
+                pin_memory=device.type == "cuda",
+                prefetch_factor=PREFETCH if num_workers else None,
+                worker_init_fn=partial(_start_worker, os.getpid()),
+                generator=torch.Generator(),  # its own: starting must not draw from the global one
+            )
         self._kills = OutOfMemoryKills()
         others = set(multiprocessing.active_children())
-        with _signals_of_the_main_process():
+        _warn_of_many(num_workers)
+        with _signals_of_the_main_process(), _without_advice():
             self._iterator = iter(loader)
         self._workers: list[BaseProcess] = [
             process for process in multiprocessing.active_children() if process not in others

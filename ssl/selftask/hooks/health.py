@@ -36,7 +36,7 @@ class Health(Hook):
         if not task.at_log_point:
             return
         embedding = getattr(task.base_model, "embedding", None)
-        if embedding is not None:
+        if embedding is not None and len(embedding) > 1:  # one row has no spread
             rows = embedding[: self.max_rows].float()
             spread = embedding_std(rows)
             task.log("emb_std", spread)

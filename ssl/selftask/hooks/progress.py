@@ -48,17 +48,13 @@ class ProgressBar(Hook):
             TextColumn("{task.fields[numbers]}"),
             refresh_per_second=4,
         )
-        total, done = task.length.total_updates, task.iteration
-        self.line = self.bar.add_task("", total=total, completed=done, epoch=0.0, numbers="")
+        self.line = self.bar.add_task("", total=task.length.total_updates, **_progress(task))
         self.bar.start()
         draw_over(self.bar.console)
 
     def on_step(self, task: Task) -> None:
         if self.bar is not None and task.train:
-            epoch = task.clock.batch / task.length.batches_per_epoch
-            self.bar.update(
-                self.line, completed=task.iteration, epoch=epoch, numbers=_numbers(task)
-            )
+            self.bar.update(self.line, **_progress(task))
 
     def on_end(self, task: Task) -> None:
         self._close()
@@ -71,6 +67,12 @@ class ProgressBar(Hook):
             draw_over(None)
             self.bar.stop()
             self.bar = None
+
+
+def _progress(task: Task) -> dict[str, Any]:
+    """The fields of the bar, which after a resume do not begin at zero."""
+    epoch = task.clock.batch / task.length.batches_per_epoch
+    return {"completed": task.iteration, "epoch": epoch, "numbers": _numbers(task)}
 
 
 def _numbers(task: Task) -> str:

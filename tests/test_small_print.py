@@ -1,0 +1,69 @@
+"""What a run prints: numbers, the bar, warnings; nothing twice, nothing wrong."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+import tiny
+from selftask.cli.main import main
+from selftask.data import workers
+from selftask.logs import json_row
+
+
+def test_floats_have_nine_digits() -> None:
+    assert json_row({"a": 0.1 + 0.2 + 0.128, "b": float("nan"), "c": 3}) == (
+        '{"a": 0.428, "b": null, "c": 3}'
+    )
+
+
+def test_the_bar_goes_on_where_the_run_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.train("simclr", tmp_path, "run", "train.stop_at=7")
+    task = tiny.task("simclr", tmp_path, "run")
+    task.prepare()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    hook = task.named_hooks["progress"]
+    hook.on_start(task)
+    (line,) = hook.bar.tasks
+    hook.on_exception(task)
+    task.close()
+    assert (line.completed, line.fields["epoch"]) == (7, pytest.approx(7 / 5))
+
+
+def test_one_image_has_no_spread(tmp_path: Path) -> None:
+    tiny.train("mae", tmp_path, "run", "train.batch_size=1", "train.max_steps=2")
+    rows = tiny.rows(tmp_path / "run")
+    assert len(rows) == 2
+    assert all(value is not None for row in rows for value in row.values())
+    assert "emb_std" not in rows[0]
+
+
+def test_too_many_workers_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    workers._warn_of_many.cache_clear()
+    words = (f"data.val={tiny.digits_file(tmp_path, 'val.npz', 400, 430)}", "train.max_steps=1")
+    with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
+        warnings.simplefilter("error")
+        tiny.train("supervised", tmp_path, "run", *words, "data.num_workers=2")
+    told = [line for line in caplog.messages if "num_workers=2: more than the 1 cores" in line]
+    assert len(told) == 1
+
+
+def test_data_show_writes_where_out_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", "show", "simclr", "--images", "1", "out=mine.png"]) == 0
+    assert "SHOW wrote mine.png" in capsys.readouterr().out
+    assert (tmp_path / "mine.png").exists()
+    assert main(["data", "show", "simclr", "out=folder"]) == 2
+    assert "has to end with .png" in capsys.readouterr().err
