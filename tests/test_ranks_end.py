@@ -92,8 +92,8 @@ def test_a_rank_that_sleeps_is_named_with_all_stacks(tmp_path: Path) -> None:
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path, rank: int) -> None:
     """Rank 0 keeps the board: the others must not wait for its answer."""
     fault = f"hooks.fault={{at: 3, rank: {rank}, kind: stop}}"
-    done = train(tmp_path, "run", TWO, fault, "launch.timeout_s=8")
-    cause = r"has not answered for 8 s" if rank == 0 else "nothing has moved"
+    done = train(tmp_path, "run", TWO, fault, "launch.timeout_s=20")
+    cause = r"has not answered for 20 s" if rank == 0 else "nothing has moved"
     check_failed(done, tmp_path / "run", rank, cause)
     assert "RUN FAILED" in (tmp_path / "run/log.txt").read_text().splitlines()[-1]
 

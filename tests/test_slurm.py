@@ -113,6 +113,8 @@ class Run:
         if pace:
             (self.out / "pace").write_text(str(pace))
         words = tiny.overrides("simclr", folder, name, *SETTINGS, *more)
+        if any(word.startswith("data=") for word in more):
+            words.remove(f"data={tiny.digits_file(folder)}")
         self.job = plan(recipe, words).submit()[0]
 
     @property

@@ -28,6 +28,8 @@ OURS = {
     "chdir": "the folder in which you submit",
     "wrap": "nothing: the command is selftask's",
     "timeout_min": "launch.slurm.time",
+    "max_requeues": "launch.max_requeues",
+    "max_restarts": "launch.max_restarts",
     "name": "launch.slurm.job_name",
 }  # what other keys of the config decide: option -> what to set instead
 _OPTIONS = """

@@ -117,8 +117,8 @@ class Record:
     def write(self, state: str, line: str, **more: Any) -> None:
         """Another state, and the line of the log that goes with it."""
         self.out.mkdir(parents=True, exist_ok=True)
-        self.content.pop("error", None)
-        self.content = {**self.content, "state": state, "updated": time.time(), **more}
+        kept = {key: self.content[key] for key in self.content.keys() - {"error", "lost"}}
+        self.content = {**kept, "state": state, "updated": time.time(), **more}
         write_json(self.out / "status.json", self.content)
         add_line(self.out, line)
         print(line, flush=True)
@@ -152,7 +152,8 @@ def _cause(code: int, log: Path, record: Record) -> tuple[str, bool]:
     text = text.rpartition(MARK)[2]
     no_memory = "oom" in text.lower() or "Out Of Memory" in text
     if record.state == "failed":
-        return str(record.content.get("error")), bool(record.content.get("lost")) and not no_memory
+        cause = str(record.content.get("error")).partition("\n")[0]
+        return cause, bool(record.content.get("lost")) and not no_memory
     early = find_early_error(record.out, record.attempt)
     if early is not None:
         return f"rank {early.rank}: {early.message}", False

@@ -27,7 +27,8 @@ class Board:
     """A store of our own (the process group's blocks), with a time limit for every operation.
 
     torch's has none for most of them: a client waits forever for a rank 0 that is stopped. A
-    thread of its own asks; whoever waits for the answer gives up after ``limit_s``.
+    thread of its own asks; whoever waits for the answer gives up after ``limit_s``. Rank 0, which
+    has the store in its own process and the most to ask, does so without that thread.
     """
 
     def __init__(self, rank: int) -> None:
@@ -46,6 +47,7 @@ class Board:
             timedelta(seconds=30),
             wait_for_workers=False,
         )
+        self._is_ours = kept is not None
         self._lost: BoardLost | None = None
         self._asked: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]]
         self._asked = SimpleQueue()
@@ -72,6 +74,8 @@ class Board:
 
     def _ask(self, operation: Callable[..., Any], *args: Any) -> Any:
         """The answer. Raises BoardLost without one, from then on at once."""
+        if self._is_ours:
+            return operation(*args)
         if self._lost is not None:
             raise self._lost
         answer: Future[Any] = Future()
