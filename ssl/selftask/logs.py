@@ -61,8 +61,8 @@ def show_root_lines_of(package: str) -> None:
 def stop_log() -> None:
     """Flush and close what ``start_log`` opened."""
     root = logging.getLogger()
-    for handler in [handler for handler in root.handlers if isinstance(handler, _FromRoot)]:
-        root.removeHandler(handler)
+    for other in [other for other in root.handlers if isinstance(other, _FromRoot)]:
+        root.removeHandler(other)
     for handler in list(LOGGER.handlers):
         LOGGER.removeHandler(handler)
         with suppress(OSError):  # what a full disk has no room for was told when it was written

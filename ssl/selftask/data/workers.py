@@ -109,7 +109,7 @@ class BatchReader:
                 pin_memory=device.type == "cuda",
                 prefetch_factor=PREFETCH if num_workers else None,
                 worker_init_fn=partial(_start_worker, os.getpid()),
-                generator=torch.Generator(),  # its own: starting must not draw from the global one
+                generator=torch.Generator(),  # starting must not draw from the global one
             )
         self._kills = OutOfMemoryKills()
         others = set(multiprocessing.active_children())
