@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +134,47 @@ def test_too_little_space(photos: Path, cache: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("selftask.data.decode_once._SHARE", 0.9 if cache == "ram" else -1.0)
     with pytest.raises(UserError, match=rf"data.cache={cache}: 7 decoded images would take about"):
         decoded(opened(photos), cache)
+
+
+def cached_files(photos: Path) -> tuple[Path, Path]:
+    """Pixels and table of ``data.cache=disk``."""
+    (pixels,) = (photos.parent / "cache").rglob("*.pixels")
+    return pixels, pixels.with_suffix(".npz")
+
+
+@pytest.mark.parametrize("which", ["pixels", "table"])
+@pytest.mark.parametrize("left", [0.0, 0.5])
+def test_a_truncated_file_is_made_anew(photos: Path, which: str, left: float) -> None:
+    expected = all_of(decoded(opened(photos), "disk"))
+    path = cached_files(photos)[which == "table"]
+    content = path.read_bytes()
+    path.write_bytes(content[: int(left * len(content))])
+    assert all_of(decoded(opened(photos), "disk")) == expected
+    assert path.stat().st_size == len(content)
+
+
+def test_zeros_in_the_place_of_pictures_are_noticed(photos: Path) -> None:
+    """As a crash of the machine leaves them, or another program; then the file is made anew."""
+    source = opened(photos)
+    expected = all_of(source)
+    decoded(source, "disk")
+    pixels, _ = cached_files(photos)
+    content = bytearray(pixels.read_bytes())
+    shape = source[2][0].shape
+    start = sum(source[index][0].nbytes for index in range(2))
+    content[start : start + math.prod(shape)] = bytes(math.prod(shape))
+    pixels.write_bytes(content)
+    kept = decoded(source, "disk")
+    assert kept[1][0].tobytes() == source[1][0].tobytes()
+    with pytest.raises(UserError, match=r"\.pixels has changed .*same command makes it anew"):
+        kept[2]
+    assert all_of(decoded(source, "disk")) == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")
+def test_memory_is_not_taken_from_dev_shm(photos: Path) -> None:
+    """Docker gives it 64 MB, whatever the memory."""
+    kept = decoded(opened(photos), "ram")
+    maps = Path("/proc/self/maps").read_text()
+    assert len(kept) == 7
+    assert "/memfd:selftask-decoded" in maps

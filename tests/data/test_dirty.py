@@ -25,7 +25,7 @@ from selftask.data.feed import Feed
 from selftask.data.reading import BadImage, Policy, read_bytes
 from selftask.data.sources.dataset_objects import DatasetSource
 from selftask.data.sources.files import FileSource
-from selftask.errors import UserError
+from selftask.errors import RunError, UserError
 from selftask.loop import train_loop
 from selftask.task import Task
 from selftask.world import World
@@ -280,7 +280,7 @@ def test_a_crash_of_a_worker_names_the_file(tmp_path: Path) -> None:
     samples = feed.train_samples(0)
     said = rf"was killed by SIGSEGV; the last image it began to read: {re.escape(str(paths[17]))}$"
     try:
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(RunError, match=said):
             list(samples)
     finally:
         feed.close()
@@ -305,7 +305,7 @@ def test_a_crash_in_a_data_set_of_the_users_names_the_item(tmp_path: Path) -> No
     source = DatasetSource(Deadly(), "mine:Deadly")
     feed = Feed(config, Sources(source, None), World(), torch.device("cpu"))
     try:
-        with pytest.raises(UserError, match=r"ended with code 9; .* read: mine:Deadly\[23\]$"):
+        with pytest.raises(RunError, match=r"ended with code 9; .* read: mine:Deadly\[23\]$"):
             list(feed.train_samples(0))
     finally:
         feed.close()

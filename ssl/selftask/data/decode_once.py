@@ -7,7 +7,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import torch
@@ -17,7 +16,7 @@ from selftask.data.device.cache import Pictures, free_bytes
 from selftask.data.loader import EvalBatches
 from selftask.data.source import channels_of
 from selftask.data.sources.cache import cache_folder, locked
-from selftask.data.sources.decoded import Decoded, Store, fingerprint
+from selftask.data.sources.decoded import DamagedStore, Decoded, Store, fingerprint
 from selftask.errors import UserError
 from selftask.logs import get_logger
 
@@ -29,7 +28,6 @@ log = get_logger(__name__)
 
 _SHARE = 0.9  # of the free space that pictures may take
 _READ_AT_ONCE = 64  # pictures of a batch while reading
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decoded:
@@ -41,9 +39,7 @@ def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decode
     """
     fill = _Filling(source, data, bad_files)
     if data.cache == "ram":
-        with tempfile.TemporaryFile(
-            dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-        ) as file:
+        with _memory_file() as file:
             return Decoded(source, fill.into(file, lambda: free_bytes(torch.device("cpu"))))
     folder = cache_folder() / "decoded"
     pixels = folder / f"{fingerprint(source, data.shrink)}.pixels"
@@ -51,18 +47,28 @@ def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decode
     with locked(pixels.with_suffix(".lock")):
         if table.exists() and pixels.exists():
             log.info("data.cache=disk: decoded pictures of an earlier run, %s", pixels)
-        else:
-            new = pixels.with_suffix(".new")
             try:
-                with open(new, "w+b") as file:
-                    store = fill.into(file, lambda: shutil.disk_usage(folder).free)
-                    os.fsync(file.fileno())
-            except BaseException:
-                new.unlink(missing_ok=True)
-                raise
-            os.replace(new, pixels)
-            store.save_table(table)
+                return Decoded(source, Store.open(pixels, table, channels_of(source)))
+            except DamagedStore as error:
+                log.warning("data.cache=disk: %s; it is made anew", error)
+        new = pixels.with_suffix(".new")
+        try:
+            with open(new, "w+b") as file:
+                store = fill.into(file, lambda: shutil.disk_usage(folder).free)
+                os.fsync(file.fileno())
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        os.replace(new, pixels)
+        store.save_table(table)
         return Decoded(source, Store.open(pixels, table, channels_of(source)))
+
+
+def _memory_file() -> IO[bytes]:
+    """A file in memory. Unlike one in /dev/shm (64 MB in docker), nothing but memory limits it."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("selftask-decoded"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 class _Filling:

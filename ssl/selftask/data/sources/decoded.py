@@ -14,20 +14,34 @@ import numpy as np
 
 from selftask.data.reading import BadImage
 from selftask.data.source import Source, Wrapped
+from selftask.errors import UserError
 
-_VERSION = "1"  # of the files; others are not read
+_VERSION = "2"  # of the files; others are not read
 _LOOKED_AT = 8  # pictures that are compared when a kept file is found
 
 
+class DamagedStore(Exception):
+    """The file, or the table beside it, does not hold what was written."""
+
+
 class Decoded(Wrapped):
-    """``source`` as a ``Store`` keeps it; what could not be read then is bad now, too."""
+    """``source`` as a ``Store`` keeps it; what could not be read then is bad now, too.
+
+    Raises UserError if the file was damaged since. It is then made anew by the next start.
+    """
 
     def __init__(self, source: Source, store: Store) -> None:
         super().__init__(source)
         self.store = store
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        picture = self.store.picture(index)
+        try:
+            picture = self.store.picture(index)
+        except DamagedStore as error:
+            self.store.remove()
+            raise UserError(
+                f"data.cache: {error}; it is removed: the same command makes it anew and goes on"
+            ) from error
         if picture is None:
             raise BadImage(self.path(index), self.store.reasons[index])
         return picture, int(self.store.labels[index])
@@ -41,13 +55,18 @@ class Store:
         self.offsets = np.zeros(num_images, dtype=np.int64)
         self.sizes = np.zeros((num_images, 2), dtype=np.int64)  # height and width
         self.labels = np.full(num_images, -1, dtype=np.int64)
+        self.checksums = np.zeros(num_images, dtype=np.uint32)  # crc32 of the bytes
         self.reasons: dict[int, str] = {}  # why a picture could not be read
         self.length = 0  # bytes
         self._blob = np.zeros(0, dtype=np.uint8)
+        self._checked: np.ndarray | None = None  # by this process; None: nothing to check
+        self._files: tuple[Path, Path] | None = None  # pixels and table, unless only in memory
 
     def put(self, file: IO[bytes], index: int, picture: np.ndarray, label: int) -> None:
         """Append one picture; raises OSError."""
-        file.write(np.ascontiguousarray(picture).data)
+        pixels = np.ascontiguousarray(picture).data
+        file.write(pixels)
+        self.checksums[index] = zlib.crc32(pixels)
         self.offsets[index] = self.length
         self.sizes[index] = picture.shape[:2]
         self.labels[index] = label
@@ -60,38 +79,65 @@ class Store:
             self._blob = np.memmap(file, dtype=np.uint8, mode="c", shape=(self.length,))
 
     def picture(self, index: int) -> np.ndarray | None:
-        """uint8 (H, W, C), or None for one that could not be read."""
+        """uint8 (H, W, C), or None for one that could not be read.
+
+        Raises DamagedStore for one whose bytes have changed, when a process first asks for it.
+        """
         if index in self.reasons:
             return None
         (height, width), first = self.sizes[index].tolist(), int(self.offsets[index])
         shape = height, width, self.channels
-        return np.asarray(self._blob[first : first + math.prod(shape)]).reshape(shape)
+        pixels = self._blob[first : first + math.prod(shape)]
+        if self._checked is not None and not self._checked[index]:
+            if zlib.crc32(pixels.data) != self.checksums[index]:
+                assert self._files is not None
+                raise DamagedStore(f"{self._files[0]} has changed since it was written")
+            self._checked[index] = True
+        return np.asarray(pixels).reshape(shape)
 
     def save_table(self, path: Path) -> None:
         """What is needed beside the file; appears whole or not at all."""
         new = path.with_suffix(f".{os.getpid()}.npz")
         reasons = json.dumps({str(index): why for index, why in self.reasons.items()})
-        np.savez(
-            new,
-            offsets=self.offsets,
-            sizes=self.sizes,
-            labels=self.labels,
-            length=np.array(self.length),
-            reasons=np.array(reasons),
-        )
+        with open(new, "wb") as file:
+            np.savez(
+                file,
+                offsets=self.offsets,
+                sizes=self.sizes,
+                labels=self.labels,
+                checksums=self.checksums,
+                length=np.array(self.length),
+                reasons=np.array(reasons),
+            )
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(new, path)
+
+    def remove(self) -> None:
+        """Remove the table, without which nobody uses the file any more."""
+        if self._files is not None:
+            self._files[1].unlink(missing_ok=True)
 
     @staticmethod
     def open(pixels: Path, table: Path, channels: int) -> Store:
-        """What ``save_table`` and the file beside it hold."""
-        with np.load(table) as saved:
-            store = Store(len(saved["labels"]), channels)
-            store.offsets, store.sizes = saved["offsets"], saved["sizes"]
-            store.labels, store.length = saved["labels"], int(saved["length"])
-            reasons: dict[str, str] = json.loads(str(saved["reasons"]))
+        """What ``save_table`` and the file beside it hold; raises DamagedStore."""
+        try:
+            with np.load(table) as saved:
+                store = Store(len(saved["labels"]), channels)
+                store.offsets, store.sizes = saved["offsets"], saved["sizes"]
+                store.labels, store.length = saved["labels"], int(saved["length"])
+                store.checksums = saved["checksums"]
+                reasons: dict[str, str] = json.loads(str(saved["reasons"]))
+        except Exception as error:  # a damaged zip raises anything at all
+            raise DamagedStore(f"{table} cannot be read: {error}") from error
+        there = pixels.stat().st_size
+        if there != store.length:
+            raise DamagedStore(f"{pixels} has {there} bytes, and {store.length} were written")
         store.reasons = {int(index): why for index, why in reasons.items()}
         with open(pixels, "rb") as file:
             store.map(file)
+        store._checked = np.zeros(len(store.labels), dtype=bool)
+        store._files = pixels, table
         return store
 
 
