@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import selftask
+import tiny
 from selftask import environment
 from selftask.environment import keep_freed_memory
+from selftask.trainer import Trainer
 
 TRIM, MMAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 STEPS = """
@@ -97,3 +99,35 @@ def test_nothing_is_kept_where_it_is_of_no_use(
     monkeypatch.setattr(environment.platform, "libc_ver", lambda: ("musl", "1.2"))
     keep_freed_memory(torch.device("cpu"))
     assert calls == []
+
+
+CPUS = {
+    "flags\t\t: fpu avx512_bf16 amx_bf16 amx_tile": "amx_bf16",
+    "flags\t\t: fpu avx512f avx512_bf16": "avx512_bf16",
+    "flags\t\t: fpu avx2 avx512f": None,
+    "Features\t: fp asimd bf16 i8mm": "bf16",
+    "": None,
+}
+
+
+@pytest.mark.parametrize("line", CPUS)
+def test_instructions_for_bfloat16(line: str, tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"processor\t: 0\nmodel name\t: bf16 in name only\n{line}\nbugs\t\t:\n")
+    assert environment.bfloat16_instructions(info) == CPUS[line]
+    assert environment.bfloat16_instructions(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("instructions", ["amx_bf16", None])
+def test_a_run_in_float32_says_that_bfloat16_would_be_faster(
+    instructions: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "bfloat16_instructions", lambda: instructions)
+    lines = {}
+    for precision in ("float32", "bfloat16"):
+        words = (f"train.precision={precision}", "train.max_steps=1")
+        Trainer().train(tiny.task("simclr", tmp_path, precision, *words))
+        lines[precision] = (tmp_path / precision / "log.txt").read_text()
+    advice = "this CPU has amx_bf16, by which train.precision=bfloat16 took 0.5 to 0.9 times"
+    assert (advice in lines["float32"]) == (instructions is not None)
+    assert "precision:" not in lines["bfloat16"]

@@ -87,7 +87,12 @@ def _devices(torch: Any) -> Iterator[tuple[str, str]]:
 def _precisions(torch: Any, cuda: bool) -> Iterator[str]:
     """The values of ``train.precision`` that the device ``auto`` picks can run."""
     yield "float32"
-    if not cuda or torch.cuda.is_bf16_supported():
+    if not cuda:
+        from selftask.environment import bfloat16_instructions
+
+        instructions = bfloat16_instructions()
+        yield f"bfloat16 ({instructions})" if instructions else "bfloat16"
+        return
+    if torch.cuda.is_bf16_supported():
         yield "bfloat16"
-    if cuda:
-        yield "float16"
+    yield "float16"
