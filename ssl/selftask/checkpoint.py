@@ -12,9 +12,11 @@ import json
 import os
 import re
 import shutil
+import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,20 @@ _NAME = re.compile(r"step_(\d+)(\.pt)?")
 _SCALARS = (bool, int, float, str, type(None))
 
 
+FORMAT = 1  # of what this version writes; it reads those up to it
+_ENTRIES = {
+    **dict.fromkeys(("model", "method", "optimizer", "scaler", "clock", "hooks", "scalars"), dict),
+    **dict.fromkeys(("meters", "rng"), list),
+    "metrics_bytes": int,
+}
+
+
 class DamagedCheckpoint(Exception):
     """A checkpoint that cannot be trusted."""
+
+
+class NoCheckpoint(DamagedCheckpoint):
+    """A good file that is no checkpoint of ours."""
 
 
 def save(
@@ -139,20 +153,42 @@ def find(resume: str, folder: Path, read: Read | None = None) -> tuple[dict[str,
     if resume == "never":
         return None
     path = expand_user(resume)
+    read = partial(load_with, _ENTRIES, read=read)
     if resume == "auto" or (checkpoints(folder) and path.resolve().parent != folder.resolve()):
         return load_newest(folder, read)
     if path.is_dir() and not (path / SEAL).exists():
         raise UserError(f"resume={resume}: {_instead_of_folder(path)}")
     try:
-        state = (read or load)(path)
-    except (DamagedCheckpoint, OSError) as error:
-        raise UserError(f"resume={resume}: cannot be read ({error})") from error
-    if "clock" not in state:
+        return read(path), path
+    except NoCheckpoint as error:
         raise UserError(
             f"resume={resume}: is not a checkpoint of selftask; if it holds weights to start from, "
             f"init.backbone={resume}"
+        ) from error
+    except (DamagedCheckpoint, OSError) as error:
+        raise UserError(f"resume={resume}: cannot be read ({error})") from error
+
+
+def load_with(entries: Mapping[str, type], path: Path, read: Read | None = None) -> dict[str, Any]:
+    """Load a checkpoint that has to have these entries, of these types.
+
+    Raises DamagedCheckpoint, or NoCheckpoint for a file of something else, and UserError for the
+    format of a newer selftask.
+    """
+    state = (read or load)(path)
+    if "clock" not in state:
+        raise NoCheckpoint("has no entry 'clock'")
+    written = state.get("format")
+    if isinstance(written, int) and written > FORMAT:
+        raise UserError(
+            f"{path}: is of format {written}, made by a newer selftask; this one reads formats up "
+            f"to {FORMAT}: install the newer one"
         )
-    return state, path
+    for name, kind in entries.items():
+        if not isinstance(state.get(name), kind):
+            found = f"is {type(state[name]).__name__}" if name in state else "is missing"
+            raise DamagedCheckpoint(f"its entry {name!r} {found}")
+    return state
 
 
 def _instead_of_folder(path: Path) -> str:
@@ -215,7 +251,20 @@ def load(path: Path) -> dict[str, Any]:
     seal_path = path.with_suffix(".json")
     if _NAME.fullmatch(path.name) and seal_path.exists():  # a kill before the last rename: none yet
         verify(path, read_seal(seal_path))
+    elif zipfile.is_zipfile(path):
+        _verify_zip(path)
     return read_file(path)
+
+
+def _verify_zip(path: Path) -> None:
+    """Compare the records of a file with their own checksums, which torch.load does not."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error) as error:
+        raise DamagedCheckpoint(str(error)) from error
+    if damaged is not None:
+        raise DamagedCheckpoint(f"checksum of {damaged} differs")
 
 
 def read_file(path: Path) -> dict[str, Any]:

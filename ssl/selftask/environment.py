@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
+import json
 import os
 import platform
 import random
+import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import selftask
 from selftask.errors import UserError
 from selftask.world import World
 
@@ -163,16 +167,46 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def _commit() -> str | None:
+    """The commit of the checkout that selftask runs from, or that pip installed; None if unknown.
+
+    ``-dirty`` follows if files of a checkout have been changed since.
+    """
+    try:
+        direct = importlib.metadata.distribution("selftask").read_text("direct_url.json")
+        installed = json.loads(direct or "{}").get("vcs_info", {}).get("commit_id")
+        if installed:
+            return str(installed)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    root = Path(selftask.__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    words = [
+        "git",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
 def describe() -> dict[str, Any]:
     """What ``environment.json`` records: versions, machine, command."""
-    import importlib.metadata as metadata
-
     packages = ("torch", "torchvision", "classy-vision", "fvcore", "iopath", "timm", "numpy")
     versions = {}
     for package in packages:
         try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
     return {
         "python": platform.python_version(),
@@ -182,5 +216,6 @@ def describe() -> dict[str, Any]:
         else os.cpu_count(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "packages": versions,
+        "selftask": {"version": selftask.__version__, "commit": _commit()},
         "command": sys.argv,
     }

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from selftask import checkpoint, environment
 from selftask.checkpoint_writer import CheckpointWriter
 from selftask.collectives import barrier, gather_objects, is_primary
+from selftask.config.budget import show_bytes
 from selftask.config.schema import Config
+from selftask.data.fingerprint import differences
 from selftask.errors import UserError
 from selftask.logs import get_logger
+from selftask.optim.build import lr_schedule
+from selftask.progress import RunLength
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -39,6 +46,8 @@ def take(task: Task, *, whole: bool = True) -> dict[str, Any]:
         "scaler": task.grad_scaler.state_dict(),
         "backbone": _place_of_backbone(task),
         "channels": task.feed.channels,
+        "data": task.feed.fingerprint,
+        "length": asdict(task.length),
         "clock": task.clock.state_dict(),
         "hooks": {key: hook.get_classy_state() for key, hook in task.named_hooks.items()},
         "meters": [meter.get_classy_state() for meter in task.meters],
@@ -121,7 +130,7 @@ def save(task: Task) -> None:
         sharded = task.config.train.sharded_checkpoints
         state = take(task, whole=False) if sharded else task.state_dict()
         if is_primary() or sharded:
-            state = {"format": 1, "config": task.config_text, **state}
+            state = {"format": checkpoint.FORMAT, "config": task.config_text, **state}
             task.checkpoints.save(state, task.iteration, last=last)
     if last:
         task.checkpoints.wait()
@@ -169,11 +178,12 @@ def _read(task: Task, path: Path) -> dict[str, Any]:
 def resume(task: Task) -> bool:
     """Load what ``resume`` says; whether there was something to load."""
     folder = task.out / "checkpoints"
-    found = checkpoint.find(task.config.resume, folder, partial(_read, task))
+    found = checkpoint.find(task.config.resume.checkpoint, folder, partial(_read, task))
     if found is not None:
+        _check_data(task, *found)
         try:
             task.load_state_dict(found[0])
-        except (RuntimeError, ValueError, KeyError) as error:
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{found[1]} does not fit: it is of another method, network or optimizer than the "
                 f"config; use another out=, or another resume=\n{error}"
@@ -190,4 +200,59 @@ def resume(task: Task) -> bool:
         return False
     task.run_hooks("after_load")
     log.info("resumed from %s: step %d, epoch %d", found[1], task.iteration, task.clock.epoch)
+    _log_new_length(task, found[0])
     return True
+
+
+def _check_data(task: Task, state: dict[str, Any], path: Path) -> None:
+    """Refuse other training images than those of the checkpoint, or log how they differ."""
+    changes = differences(state.get("data") or task.feed.fingerprint, task.feed.fingerprint)
+    if not changes:
+        return
+    text = f"data is not what it was when {path.name} was written: {'; '.join(changes)}"
+    if task.config.resume.data == "refuse":
+        raise UserError(
+            f"{text}; bring the data back, use another out=, or resume.data=allow to go on with it"
+        )
+    log.warning("%s; going on (resume.data=allow)", text)
+
+
+def _log_new_length(task: Task, state: dict[str, Any]) -> None:
+    """Warn of a run that was made longer or shorter: what follows progress makes a jump."""
+    if "length" not in state:
+        return
+    before, now = RunLength(**state["length"]), task.length
+    if before.total_batches == now.total_batches:
+        return
+    rates = []
+    wheres = [task.clock.batch / length.total_batches for length in (before, now)]
+    for length, where in zip((before, now), wheres, strict=True):
+        batch = length.batch_size * length.accumulate
+        schedule = lr_schedule(task.config.optimizer, length, batch=batch)
+        rates.append(schedule(min(where, 1.0 - 1e-9)))
+    log.warning(
+        "the run has %d steps now and had %d: at step %d progress jumps from %.3f to %.3f, and the "
+        "learning rate from %.3g to %.3g",
+        *(now.total_updates, before.total_updates, task.iteration, *wheres, *rates),
+    )
+
+
+def check_space(task: Task) -> None:
+    """Raise UserError if the disk has no room for the next checkpoint; a lower bound is enough."""
+    if not is_primary() and not task.config.train.sharded_checkpoints:
+        return
+    states = (task.base_model.state_dict(), task.loss.state_dict())
+    needed = sum(_bytes(value) for state in states for value in state.values())
+    for group in task.optimizer.param_groups:
+        copies = len(group.get("betas", ())) or bool(group.get("momentum"))
+        needed += copies * sum(_bytes(parameter) for parameter in group["params"])
+    free = shutil.disk_usage(task.out).free
+    if needed > free:
+        raise UserError(
+            f"out={task.out}: the disk has {show_bytes(free)} free, and a checkpoint of this run "
+            f"takes at least {show_bytes(needed)}; make room, or use another out="
+        )
+
+
+def _bytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0

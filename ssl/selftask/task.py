@@ -22,6 +22,7 @@ from selftask import classy, environment, snapshot
 from selftask.classy import ClassyTaskNames
 from selftask.collectives import broadcast_buffers, broadcast_module, is_primary
 from selftask.config.load import to_yaml
+from selftask.config.resuming import goes_on
 from selftask.config.schema import Component, Config
 from selftask.data.dataset import Sources, open_data
 from selftask.data.feed import Feed
@@ -117,13 +118,14 @@ class Task(ClassyTaskNames):
         environment.seed_all(train.seed, self.world.rank)
         self.rows = MetricsFile(self.out / "metrics.jsonl") if is_primary() else None
         self.resumed = snapshot.resume(self)
+        snapshot.check_space(self)
         self.data_iterator: Iterator[dict[str, Any]] = iter(())
 
     def _build_model(self) -> None:
         config = self.config
         backbone = build_backbone(config.backbone, self.feed.channels)
         check_sizes(backbone, config)
-        if config.init.backbone is not None:
+        if config.init.backbone is not None and not goes_on(config):
             state = read_weights(config.init.backbone)
             load_weights(backbone, state, coverage=config.init.coverage, what="init.backbone")
         method = METHODS[config.method.name]

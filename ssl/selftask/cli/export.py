@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from selftask.cli.frozen import MODEL, take
@@ -88,7 +89,8 @@ def export_run(run: Path, out: Path, *, to: str = "safetensors", trust: bool = F
     from selftask.models.export import check_library, save_backbone
     from selftask.models.weights import backbone_state, load_weights
 
-    found = checkpoint.load_newest(run / "checkpoints")
+    read = partial(checkpoint.load_with, {"backbone": str, "clock": dict})
+    found = checkpoint.load_newest(run / "checkpoints", read)
     if found is None:
         raise UserError(f"{run}: has no checkpoint yet")
     state, path = found

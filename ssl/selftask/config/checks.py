@@ -8,6 +8,7 @@ from selftask.config import grid, sbatch
 from selftask.config.budget import parse_budget
 from selftask.config.layers import Key
 from selftask.config.read import classy_has, inner_components
+from selftask.config.resuming import goes_on, uses_newest
 from selftask.config.schema import Component, Config, ViewConfig
 from selftask.errors import UserError, nearest
 from selftask.file_system import is_file, is_folder
@@ -145,11 +146,12 @@ def _unbatched(transform: Component, registry: Registry, key: Key) -> Iterator[P
 
 
 def _weights(config: Config) -> Iterator[Problem]:
-    resume, start = config.resume, config.init.backbone
-    if resume not in ("auto", "never") and not _can_be_read(resume):
+    resume = config.resume.checkpoint
+    if resume != "never" and not uses_newest(config) and not _can_be_read(resume):
         hint = nearest(resume, ["auto", "never"])
         text = f"resume={resume!r}: neither 'auto', 'never' nor an existing checkpoint; {hint}"
-        yield ("resume",), text
+        yield ("resume", "checkpoint"), text
+    start = None if goes_on(config) else config.init.backbone
     library = start is not None and start.startswith(("timm:", "torchvision:"))
     if start is not None and not library and not _can_be_read(start):
         text = f"init.backbone={start!r}: neither a file or run nor timm:NAME or torchvision:NAME"

@@ -188,6 +188,18 @@ class InitConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResumeConfig:
+    """What a run goes on from; yaml and command line also take ``resume=auto``, without the key."""
+
+    checkpoint: str = _setting("auto", path=True)  # auto: the newest of ``out``; never; or a path
+    data: Literal["refuse", "allow"] = "refuse"  # if images, names or classes are not as they were
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the yaml."""
+        return _own(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     """How many machines and processes; what SLURM is told."""
 
@@ -244,7 +256,7 @@ class Config:
     hooks: dict[str, Component]
     eval: EvalConfig
     init: InitConfig
-    resume: str  # auto | never | a checkpoint
+    resume: ResumeConfig
     parallel: ParallelConfig
     launch: LaunchConfig
     out: str  # the run folder
@@ -279,7 +291,7 @@ class Config:
             },
             "eval": self.eval.to_dict(),
             "init": self.init.to_dict(),
-            "resume": self.resume,
+            "resume": self.resume.to_dict(),
             "parallel": self.parallel.to_dict(),
             "launch": self.launch.to_dict(),
             "out": self.out,

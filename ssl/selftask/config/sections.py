@@ -30,6 +30,7 @@ from selftask.config.schema import (
     LaunchConfig,
     OptimizerConfig,
     ParallelConfig,
+    ResumeConfig,
     TrainConfig,
     ViewConfig,
 )
@@ -66,7 +67,7 @@ SECTIONS: dict[str, type | None] = {
     "hooks": None,
     "eval": EvalConfig,
     "init": InitConfig,
-    "resume": None,
+    "resume": ResumeConfig,
     "parallel": ParallelConfig,
     "launch": LaunchConfig,
     "out": None,
@@ -94,11 +95,13 @@ def read_config(reader: Reader, values: dict[str, Any], recipe: str) -> Config |
     name = _text(reader, values, "recipe", recipe)
     meters = reader.components(values.get("meters"), METERS, ("meters",))
     hooks = reader.components(_with_default_hooks(values.get("hooks")), HOOKS, ("hooks",))
-    resume = os.path.expanduser(_text(reader, values, "resume", "auto"))
+    resume = _plain_section(reader, values, "resume", ResumeConfig)
     out = os.path.expanduser(_text(reader, values, "out", default_out(name)))
     imports = _module_names(reader, values.get("import"))
     size = _image_size(reader, values.get("image_size"))
-    if not (data and backbone and method and train and optimizer and init and parallel and launch):
+    if not (data and backbone and method and train and optimizer):
+        return None
+    if not (init and resume and parallel and launch):
         return None
     config = Config(
         recipe=name,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _NAMED = {("backbone",), ("method",), ("optimizer",), ("data", "sampler")}
 _SOURCES = {("data",), ("data", "val")}
-_PATHS = {*_SOURCES, ("init", "backbone"), ("resume",), ("out",)}
+_PATHS = {*_SOURCES, ("init", "backbone"), ("resume",), ("resume", "checkpoint"), ("out",)}
 _PATH_FIELDS = ("path", "root", "pattern", "labels_path", "copy_to")  # of data and data.val
 _NAMED_ENTRIES = {("hooks",), ("meters",), ("eval", "evaluations")}
 
@@ -97,6 +97,8 @@ def _expand_text(text: str, path: Key) -> Any:
         return expand_backbone(text)
     if path == ("parallel",):
         return {"reduce": text}
+    if path == ("resume",):
+        return {"checkpoint": text}
     if path in _NAMED or path[:-1] in _NAMED_ENTRIES:
         return {"name": text}
     return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 from selftask.data.dataset import BadFiles, EvalDataset, Sources, ViewDataset, check_data
 from selftask.data.decode_once import decode_once
 from selftask.data.device.cache import CachedBatches
+from selftask.data.fingerprint import fingerprint
 from selftask.data.loader import Batches, EvalBatches
 from selftask.data.source import channels_of
 from selftask.data.train_dataset import train_dataset
@@ -68,6 +70,11 @@ class Feed:
     def num_images(self) -> int:
         """Training images: every index is below."""
         return len(self.train_source)
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies the training images."""
+        return fingerprint(self.train_source)
 
     @property
     def channels(self) -> int:

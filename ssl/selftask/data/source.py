@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from selftask.data.image import MAX_PIXELS
 from selftask.data.reading import BadImage
 
 NO_LABEL = -1
+_HASHED = 100_000  # names: a fraction of a second
 _PIECE = 1 << 24  # bytes looked through at once
 
 
@@ -40,6 +41,11 @@ class Source(ABC):
     @abstractmethod
     def path(self, index: int) -> str:
         """A name of the image for logs and lists."""
+
+    def hash_names(self, add: Callable[[bytes], None]) -> None:
+        """Give the names of all images, in order, to a hash; of very many, an even choice."""
+        for index in range(0, len(self), max(1, len(self) // _HASHED)):
+            add(os.fsencode(self.path(index)) + b"\0")
 
     @abstractmethod
     def describe(self) -> str:
@@ -119,6 +125,9 @@ class Wrapped(Source):
     def path(self, index: int) -> str:
         return self.source.path(index)
 
+    def hash_names(self, add: Callable[[bytes], None]) -> None:
+        self.source.hash_names(add)
+
     def describe(self) -> str:
         return self.source.describe()
 
@@ -168,6 +177,16 @@ class PathTable:
             self._folders, self._folder_offsets, int(self._firsts.searchsorted(index, "right")) - 1
         )
         return os.fsdecode(folder + b"/" + name if folder else name)
+
+    def hash_names(self, add: Callable[[bytes], None]) -> None:
+        """Give all paths to a hash: the same for equal tables, however they were made."""
+        names = np.array(self._names)
+        names[self._offsets[1:] - 1] = 0  # separators differ
+        add(names.tobytes())
+        ends = np.append(self._firsts[1:], len(self))
+        for number in np.flatnonzero(ends > self._firsts).tolist():
+            folder = _item(self._folders, self._folder_offsets, number)
+            add(folder + b"\0%d\0" % self._firsts[number])
 
 
 def arrays_of_paths(paths: Sequence[bytes]) -> dict[str, np.ndarray]:

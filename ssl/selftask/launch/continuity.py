@@ -9,9 +9,10 @@ from typing import Any
 import yaml
 
 from selftask.checkpoint import checkpoints
+from selftask.config.resuming import uses_newest
 from selftask.config.schema import Config
 from selftask.errors import UserError
-from selftask.file_system import exists, expand_user
+from selftask.file_system import exists
 
 _SECTIONS = ("data", "views", "backbone", "method", "optimizer", "init")
 _TRAIN = ("batch_size", "accumulate", "seed", "precision", "step")
@@ -32,7 +33,7 @@ def check_same_run(config: Config, out: Path) -> None:
     """
     saved = out / "config.yaml"
     folder = out / "checkpoints"
-    if not exists(saved) or not checkpoints(folder) or not _goes_on_with_newest(config, folder):
+    if not exists(saved) or not checkpoints(folder) or not uses_newest(config):
         return
     changes = list(_changes(_fixed(_read(saved)), _fixed(config.to_dict()), ""))
     if changes:
@@ -41,12 +42,6 @@ def check_same_run(config: Config, out: Path) -> None:
             f"out={out} holds another run than the one asked for; use another out=, resume=never "
             f"to start anew there, or resume=CHECKPOINT to go on from it all the same\n{listed}"
         )
-
-
-def _goes_on_with_newest(config: Config, folder: Path) -> bool:
-    """As ``checkpoint.find`` does: with one from elsewhere, too, once the run has its own."""
-    own = expand_user(config.resume).resolve().parent == folder.resolve()
-    return config.resume != "never" and (config.resume == "auto" or not own)
 
 
 def _read(saved: Path) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def start(config: Config, command: list[str]) -> int:
         if code == 2 or attempt == attempts:  # what the user has to put right stays wrong
             break
         print(f"starting again from the newest checkpoint: restart {attempt} of {attempts - 1}")
-        if config.resume != "auto" and _saved(config) - earlier:
+        if config.resume.checkpoint != "auto" and _saved(config) - earlier:
             command = [*command, "resume=auto"]  # another one was for the first attempt
     return code
 

@@ -12,7 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from selftask.config.schema import DEFAULT_HOOKS, Component, Config, OptimizerConfig, ViewConfig
+from selftask.config.schema import (
+    DEFAULT_HOOKS,
+    Component,
+    Config,
+    OptimizerConfig,
+    ResumeConfig,
+    ViewConfig,
+)
 from selftask.config.sections import own_problems
 from selftask.data.source import Source
 from selftask.errors import ConfigError
@@ -67,7 +74,7 @@ def miniature(config: Config, *, batch_size: int, steps: int) -> Config:
         hooks={key: hook for key, hook in config.hooks.items() if key not in DEFAULT_HOOKS},
         eval=replace(config.eval, evaluations={}),
         init=replace(config.init, backbone=None),
-        resume="auto",
+        resume=ResumeConfig(),
     )
     problems = [text for _, text in own_problems(small)]
     if problems:

@@ -25,6 +25,7 @@ from selftask.evaluate.online import evaluate_task
 from selftask.launch.continuity import check_same_run
 from selftask.launch.early import watch_others
 from selftask.launch.ending import Ending
+from selftask.launch.plugin_code import copy_plugins
 from selftask.launch.run_folder import held
 from selftask.launch.status import Status
 from selftask.launch.watch import Watch
@@ -64,6 +65,8 @@ def run_task(task: Task, *, raises: bool = False) -> int:
     with lasting_output(), held(config.out, first=world.rank == 0):
         start_log(task.out, world.rank)
         try:
+            if world.rank == 0 and (lost := Status(config).close_lost()):
+                LOGGER.warning("the attempt before: %s", lost)
             if (absence := kernel.absence()) and config.data.engine == "cpu":
                 LOGGER.warning("kernel: %s", absence)
             LOGGER.info("data: %s", sources.train.describe())
@@ -91,6 +94,7 @@ def _run(task: Task, *, raises: bool) -> int:
             if world.rank == 0:
                 write_durably(task.out / "config.yaml", to_yaml(config))
                 write_json(task.out / "environment.json", environment.describe())
+                copy_plugins(config, task.out)
                 status.write("running", world_size=world.size)
             # The watch explains what hangs; the collectives' own limit is for when it cannot.
             with watch_others(task.out, world, ending.tell):

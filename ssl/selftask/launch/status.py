@@ -13,6 +13,20 @@ from selftask.logs import read_json, write_json
 from selftask.world import read_world
 
 
+def _is_alive(status: dict[str, Any]) -> bool:
+    """Whether the process of a status runs on this machine; a lock tells only where there are."""
+    pid = status.get("pid")
+    if status.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return pid != os.getpid()
+
+
 class Status:
     """State, step and process of the run in ``out``."""
 
@@ -30,9 +44,21 @@ class Status:
         status, attempt = self.read(), read_world().attempt
         return bool(attempt and status.get("attempt") == attempt and status["state"] == "failed")
 
+    def close_lost(self) -> str | None:
+        """Correct the status of an attempt that was killed; return what is to be said of it."""
+        before = self.read()
+        if before.get("state") != "running" or _is_alive(before):
+            return None
+        error = (
+            f"process {before.get('pid')} on {before.get('host')} was killed without a word: "
+            "SIGKILL (the kernel's when memory runs out: see dmesg), or the machine went down"
+        )
+        write_json(self.path, {**before, "state": "failed", "error": error})
+        return error
+
     def says_finished(self) -> bool:
         """Whether this very run is complete: asking for more steps than it had goes on with it."""
-        if self.config.resume == "never":
+        if self.config.resume.checkpoint == "never":
             return False
         status = self.read()
         return status.get("state") == "finished" and status.get("length") == self._length

@@ -74,7 +74,9 @@ def backbone_state(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     For some methods they are the teacher's, which is not under "model".
     """
     part, _, prefix = checkpoint["backbone"].partition(".")
-    weights: dict[str, Tensor] = checkpoint[part]
+    weights = checkpoint.get(part)
+    if not isinstance(weights, Mapping):
+        raise UserError(f"the checkpoint lacks {part!r}, where it says that its backbone is")
     prefix += "."
     return {k.removeprefix(prefix): value for k, value in weights.items() if k.startswith(prefix)}
 

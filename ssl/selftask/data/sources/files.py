@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,9 @@ class FileSource(Source):
 
     def path(self, index: int) -> str:
         return os.path.join(self.root, self.paths[index])
+
+    def hash_names(self, add: Callable[[bytes], None]) -> None:
+        self.paths.hash_names(add)
 
     def describe(self) -> str:
         """``1108 images, 20 folders, 0 unreadable``.

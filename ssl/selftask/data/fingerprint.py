@@ -1,0 +1,59 @@
+"""Whether images are the same as before: their number, names, labels and classes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from selftask.data.source import Source
+from selftask.errors import plural
+
+_SHOWN = 3  # classes that a message names
+
+
+def fingerprint(source: Source) -> dict[str, Any]:
+    """Return what identifies a source, as plain values.
+
+    Returns:
+        ``count``: number of images; ``names``: hash of their names, in order; ``labels``: hash of
+        their labels, or None; ``classes``: names of the classes by number, or None.
+    """
+    names = hashlib.blake2b(digest_size=16)
+    source.hash_names(names.update)
+    labels = source.labels
+    if labels is not None:
+        numbers = np.ascontiguousarray(labels, dtype="<i8")
+        labels = hashlib.blake2b(numbers.data, digest_size=16).hexdigest()
+    return {
+        "count": len(source),
+        "names": names.hexdigest(),
+        "labels": labels,
+        "classes": source.class_names(),
+    }
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return in words how two fingerprints differ; nothing if they do not."""
+    if before["count"] != now["count"]:
+        number = f"{before['count']:,} {plural('image', before['count'])}"
+        return [f"{number} before, {now['count']:,} now", *_classes(before, now)]
+    classes = list(_classes(before, now))
+    if before["names"] != now["names"]:
+        return [f"as many images ({now['count']:,}), but not the same names or order", *classes]
+    if before["labels"] != now["labels"] and not classes:
+        return ["other labels"]
+    return classes
+
+
+def _classes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    old, new = (list(found["classes"] or ()) for found in (before, now))
+    for word, names in (("gone", set(old) - set(new)), ("new", set(new) - set(old))):
+        if names:
+            shown = ", ".join(map(repr, sorted(names)[:_SHOWN]))
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            yield f"{'class' if len(names) == 1 else 'classes'} {word}: {shown}{more}"
+    if old != new and set(old) == set(new):
+        yield "classes numbered differently"

@@ -1,0 +1,325 @@
+"""What has changed between a stop and the next start: data, length, files, disk, the end before."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import tiny
+from selftask import checkpoint
+from selftask.cli.main import main
+from selftask.config.schema import Component
+from selftask.data.dataset import open_source
+from selftask.data.fingerprint import differences, fingerprint
+from selftask.data.source import PathTable, arrays_of_paths
+
+CLASSES = ("ant", "bee", "cat")
+
+
+def photographs(folder: Path, per_class: int = 12) -> Path:
+    """Small random images in a folder for each class."""
+    draws = np.random.default_rng(0)
+    for name in CLASSES:
+        (folder / name).mkdir(parents=True)
+        for number in range(per_class):
+            pixels = draws.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{number:02}.png")
+    return folder
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    """A command line that trains on the photographs of the folder."""
+    own = ["train", "simclr/digits", *tiny.overrides("simclr", folder)]
+    data = ["data.name=folder", f"data.path={folder / 'photos'}", "train.batch_size=8"]
+    return [*own, *data, *more]
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Path:
+    """A folder with photographs and a run that stopped at step 2 of 12."""
+    photographs(tmp_path / "photos")
+    assert main(words(tmp_path, "train.stop_at=2")) != 0
+    return tmp_path
+
+
+def remove(photos: Path) -> None:
+    (photos / "cat" / "11.png").unlink()
+
+
+def swap(photos: Path) -> None:
+    (photos / "cat" / "11.png").rename(photos / "cat" / "12.png")
+
+
+def rename(photos: Path) -> None:
+    (photos / "ant").rename(photos / "wasp")
+
+
+def remove_class(photos: Path) -> None:
+    for file in (photos / "bee").iterdir():
+        file.unlink()
+    (photos / "bee").rmdir()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (remove, "36 images before, 35 now"),
+        (swap, "as many images (36), but not the same names"),
+        (rename, "class gone: 'ant'; class new: 'wasp'"),
+        (remove_class, "36 images before, 24 now; class gone: 'bee'"),
+    ],
+)
+def test_changed_data_is_refused_and_named(
+    change: Callable[[Path], None],
+    told: str,
+    stopped: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    change(stopped / "photos")
+    before = checkpoint.checkpoints(stopped / "run/checkpoints")
+    assert main(words(stopped)) == 2
+    told_by_run = capsys.readouterr().out
+    assert told in told_by_run
+    assert "resume.data=allow" in told_by_run
+    assert checkpoint.checkpoints(stopped / "run/checkpoints") == before
+    assert main(words(stopped, "resume.data=allow", "resume=auto")) == 0
+    told_by_run = capsys.readouterr().out
+    assert told in told_by_run
+    assert "resumed from" in told_by_run
+
+
+def test_the_same_data_in_another_order_of_listing_goes_on(stopped: Path) -> None:
+    """A file that was removed and put back, and a folder without images, change nothing."""
+    file = stopped / "photos/ant/03.png"
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content)
+    (stopped / "photos/empty").mkdir()
+    assert main(words(stopped)) == 0
+
+
+def test_tables_of_equal_paths_have_one_hash() -> None:
+    """However they were made: whole paths, or names within folders with another separator."""
+
+    def hashed(table: PathTable) -> bytes:
+        stream = io.BytesIO()
+        table.hash_names(stream.write)
+        return stream.getvalue()
+
+    plain = PathTable(["a.png", "b.png"])
+    arrays = dict(arrays_of_paths([b"a.png", b"b.png"]))
+    arrays["names"] = np.frombuffer(b"a.png\nb.png\n", dtype=np.uint8)
+    assert hashed(plain) == hashed(PathTable.of_arrays(arrays))
+    assert hashed(plain) != hashed(PathTable(["a.png", "c.png"]))
+
+
+def test_labels_alone(tmp_path: Path) -> None:
+    prints = []
+    for labels in ([0, 1, 2], [0, 2, 1]):
+        path = tmp_path / "x.npz"
+        np.savez(path, images=np.zeros((3, 8, 8, 3), np.uint8), labels=labels)
+        prints.append(fingerprint(open_source(Component(name="array", args={"path": str(path)}))))
+    assert differences(*prints) == ["other labels"]
+    checkpoint.check_plain(prints[0])
+
+
+def test_the_jump_of_another_length_is_logged_before_the_first_step(
+    stopped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["optimizer.schedule=cosine", "optimizer.warmup=0", "optimizer.lr_scale=none"]
+    run = [f"out={stopped / 'longer'}", *more, "optimizer.lr=1"]
+    main(words(stopped, *run, "train.stop_at=4"))
+    capsys.readouterr()
+    assert main(words(stopped, *run, "train.epochs=2")) == 0
+    out = capsys.readouterr().out
+    rates = [(1 + np.cos(np.pi * 4 / steps)) / 2 for steps in (12, 8)]
+    said = "the run has 8 steps now and had 12: at step 4 progress jumps from 0.333 to 0.500, and "
+    said += f"the learning rate from {rates[0]:.3g} to {rates[1]:.3g}"
+    assert said in out
+    assert out.index(said) < out.index("step 5")
+
+
+def test_a_resume_needs_no_file_that_it_does_not_use(
+    stopped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``init.backbone`` and ``resume=ELSEWHERE`` are where a run began."""
+    newest = checkpoint.checkpoints(stopped / "run/checkpoints")[0]
+    elsewhere = stopped / "elsewhere.pt"
+    elsewhere.write_bytes(newest.read_bytes())
+    for name, setting in (("a", f"init.backbone={elsewhere}"), ("b", f"resume={elsewhere}")):
+        own = [f"out={stopped / name}", setting]
+        assert main(words(stopped, *own, "train.stop_at=4")) != 0
+    elsewhere.unlink()
+    capsys.readouterr()
+    for name, setting in (("a", f"init.backbone={elsewhere}"), ("b", f"resume={elsewhere}")):
+        assert main(words(stopped, f"out={stopped / name}", setting)) == 0
+        assert "resumed from" in capsys.readouterr().out
+        assert main(words(stopped, f"out={stopped / 'new'}", setting)) == 2
+        assert "elsewhere.pt" in capsys.readouterr().err
+
+
+def test_no_room_for_a_checkpoint_is_said_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bound is below the real size, and most of it."""
+    photographs(tmp_path / "photos")
+    assert main(words(tmp_path, "train.stop_at=1")) != 0
+    size = checkpoint.checkpoints(tmp_path / "run/checkpoints")[0].stat().st_size
+    for free, code in ((0.7 * size, 2), (size, 0)):
+        monkeypatch.setattr(
+            "selftask.snapshot.shutil.disk_usage", lambda path, f=free: type("D", (), {"free": f})
+        )
+        capsys.readouterr()
+        out = tmp_path / f"out{code}"
+        assert main(words(tmp_path, f"out={out}", "train.max_steps=1")) == code
+        said = capsys.readouterr().out
+        assert ("a checkpoint of this run takes at least" in said) == (code == 2)
+        assert ("step 1" in said) == (code == 0)
+
+
+def test_a_killed_run_is_named_by_the_next_start(
+    stopped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-m", "selftask", *words(stopped, "train.epochs=10000")]
+    process = subprocess.Popen(
+        command, env=tiny.environment(), cwd=stopped, stdout=subprocess.DEVNULL
+    )
+    status = stopped / "run/status.json"
+    until = time.monotonic() + 60
+    while json.loads(status.read_text()).get("pid") != process.pid:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert json.loads(status.read_text())["state"] == "running"
+    assert main(words(stopped, "train.stop_at=3")) != 0
+    out = capsys.readouterr().out
+    assert f"process {process.pid} on " in out
+    assert "was killed without a word" in out
+    assert json.loads(status.read_text())["state"] == "interrupted"
+
+
+def test_status_of_a_killed_run_is_corrected_though_the_next_one_fails(stopped: Path) -> None:
+    status = stopped / "run/status.json"
+    content = json.loads(status.read_text())
+    status.write_text(json.dumps(content | {"state": "running", "host": "elsewhere"}))
+    remove(stopped / "photos")
+    assert main(words(stopped)) == 2
+    assert json.loads(status.read_text())["state"] == "failed"
+
+
+# -- what a checkpoint lacks -----------------------------------------------------------------------
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a checkpoint, and write a seal that fits."""
+    state = torch.load(path, weights_only=True)
+    change(state)
+    torch.save(state, path)
+    seal = {"step": 2, "bytes": path.stat().st_size, "crc32": checkpoint.crc32(path)}
+    path.with_suffix(".json").write_text(json.dumps(seal))
+
+
+@pytest.mark.parametrize("entry", ["metrics_bytes", "optimizer", "clock", "rng", "scaler", "hooks"])
+@pytest.mark.parametrize("value", ["missing", None])
+def test_missing_entries_are_one_line(
+    entry: str, value: str | None, stopped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = checkpoint.checkpoints(stopped / "run/checkpoints")[0]
+
+    def change(state: dict[str, Any]) -> None:
+        if value is None:
+            state[entry] = None
+        else:
+            del state[entry]
+
+    rewrite(path, change)
+    capsys.readouterr()
+    assert main(words(stopped)) == 2
+    told = capsys.readouterr()
+    assert "Traceback" not in told.out + told.err
+    assert f"'{entry}'" in told.out
+    assert main(words(stopped, f"out={stopped / 'new'}", f"resume={path}")) == 2
+    told = capsys.readouterr()
+    assert "Traceback" not in told.out + told.err
+    assert "RUN FAILED at step 0" in told.out
+    inside = {"optimizer": {"optim": None}, "clock": {}, "hooks": {"metrics": None}}
+    if value is None and entry in inside:
+        rewrite(path, lambda state: state.update({entry: inside[entry]}))
+        assert main(words(stopped)) == 2
+        assert "Traceback" not in capsys.readouterr().out
+
+
+def test_the_format_of_a_newer_version_is_named(
+    stopped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = checkpoint.checkpoints(stopped / "run/checkpoints")[0]
+    rewrite(path, lambda state: state.update(format=2))
+    assert main(words(stopped)) == 2
+    assert "is of format 2, made by a newer selftask" in capsys.readouterr().out
+    assert main(["export", str(stopped / "run")]) == 2
+    assert "is of format 2" in capsys.readouterr().err
+    rewrite(path, lambda state: state.pop("clock"))
+    assert main(["export", str(stopped / "run")]) == 2
+    rewrite(path, lambda state: state.update(clock={"iteration": 2}, format=1, model=None))
+    assert main(["export", str(stopped / "run")]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_flipped_bit_shows_without_the_seal(tmp_path: Path) -> None:
+    state = {"weight": torch.arange(1000.0), "n": 1}
+    path = checkpoint.save(state, tmp_path, 1, keep=1)
+    path.with_suffix(".json").unlink()
+    assert checkpoint.load(path)["n"] == 1
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.tensor(500.0).numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    assert torch.load(path, weights_only=True)["n"] == 1  # torch does not look
+    with pytest.raises(checkpoint.DamagedCheckpoint, match="checksum of"):
+        checkpoint.load(path)
+
+
+# -- what a run keeps of its code ------------------------------------------------------------------
+
+
+def test_plug_ins_and_versions_are_in_the_folder(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = stopped / "project"
+    (project / "nets/deep").mkdir(parents=True)
+    (project / "nets/__init__.py").write_text("")
+    (project / "nets/deep/__init__.py").write_text("from layers_of_mine import flat")
+    (project / "nets/never.py").write_text("raise RuntimeError")
+    (project / "layers_of_mine.py").write_text(
+        "from torch import nn\n"
+        "def flat():\n"
+        "    return nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten())\n"
+    )
+    (project / "greeter_of_mine.py").write_text("greeting = 'hello'\n")
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(sys, "path", [str(project), *sys.path])
+    common = [word for word in words(stopped) if not word.startswith("backbone.")]
+    own = ["import=[greeter_of_mine]", "backbone=nets.deep:flat", f"out={stopped / 'own'}"]
+    assert main([*common, *own, "train.max_steps=1"]) == 0
+    code = stopped / "own/code"
+    copied = {path.relative_to(code).as_posix() for path in code.rglob("*.py")}
+    assert copied >= {"greeter_of_mine.py", "layers_of_mine.py", "nets/deep/__init__.py"}
+    assert "nets/never.py" not in copied
+    described = json.loads((stopped / "own/environment.json").read_text())["selftask"]
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=tiny.ROOT, capture_output=True, text=True, check=True
+    )
+    assert described["commit"].removesuffix("-dirty") == head.stdout.strip()
+    assert described["version"]
