@@ -78,7 +78,7 @@ def test_submission_returns_itself_by_both_names(tmp_path: Path, submission: Sub
     path = tmp_path / "1_submitted.pkl"
     assert _checkpoint(DelayedSubmission(submission), path, 2) == ""
     assert DelayedSubmission.load(path).function == submission
-    assert submission.config["resume"] == "auto"
+    assert submission.config["resume"]["checkpoint"] == "auto"
 
 
 def test_submission_ends_as_its_run_does(

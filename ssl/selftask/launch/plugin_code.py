@@ -42,8 +42,9 @@ def _files_of(tops: set[str]) -> Iterator[tuple[Path, Path]]:
     """Each loaded source file beside or below a top-level module, and its place in ``code/``."""
     roots = {folder for name in tops if (folder := _folder_of(name)) is not None}
     for module in list(sys.modules.values()):
-        file = Path(getattr(module, "__file__", None) or "").resolve()
-        if file.suffix == ".py" and not file.is_relative_to(_OURS):
+        place = Path(getattr(module, "__file__", None) or "")
+        file = place.resolve()
+        if place.is_absolute() and file.suffix == ".py" and not file.is_relative_to(_OURS):
             for root in roots:
                 if file.is_relative_to(root) and not {*file.parts} & {*_INSTALLED}:
                     yield file, file.relative_to(root)
