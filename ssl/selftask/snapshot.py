@@ -177,6 +177,7 @@ def _read(task: Task, path: Path) -> dict[str, Any]:
 
 def resume(task: Task) -> bool:
     """Load what ``resume`` says; whether there was something to load."""
+    _check_space(task)
     folder = task.out / "checkpoints"
     found = checkpoint.find(task.config.resume.checkpoint, folder, partial(_read, task))
     if found is not None:
@@ -237,7 +238,7 @@ def _log_new_length(task: Task, state: dict[str, Any]) -> None:
     )
 
 
-def check_space(task: Task) -> None:
+def _check_space(task: Task) -> None:
     """Raise UserError if the disk has no room for the next checkpoint; a lower bound is enough."""
     if not is_primary() and not task.config.train.sharded_checkpoints:
         return

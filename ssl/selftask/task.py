@@ -22,7 +22,6 @@ from selftask import classy, environment, snapshot
 from selftask.classy import ClassyTaskNames
 from selftask.collectives import broadcast_buffers, broadcast_module, is_primary
 from selftask.config.load import to_yaml
-from selftask.config.resuming import goes_on
 from selftask.config.schema import Component, Config
 from selftask.data.dataset import Sources, open_data
 from selftask.data.feed import Feed
@@ -31,12 +30,11 @@ from selftask.draws import LAYER_DRAWS
 from selftask.errors import UserError
 from selftask.hooks.base import POINTS, defines
 from selftask.logs import MetricsFile, format_row, get_logger
-from selftask.models.address import read_weights
+from selftask.models.address import load_init
 from selftask.models.build import build_backbone, check_sizes
 from selftask.models.dropout import draw_per_sample
 from selftask.models.summary import opening_lines
 from selftask.models.teacher import Teacher
-from selftask.models.weights import load_weights
 from selftask.optim.build import build_optimizer
 from selftask.parallel.build import build_reduction, save_activations, synchronize
 from selftask.progress import Clock, RunLength
@@ -118,16 +116,13 @@ class Task(ClassyTaskNames):
         environment.seed_all(train.seed, self.world.rank)
         self.rows = MetricsFile(self.out / "metrics.jsonl") if is_primary() else None
         self.resumed = snapshot.resume(self)
-        snapshot.check_space(self)
         self.data_iterator: Iterator[dict[str, Any]] = iter(())
 
     def _build_model(self) -> None:
         config = self.config
         backbone = build_backbone(config.backbone, self.feed.channels)
         check_sizes(backbone, config)
-        if config.init.backbone is not None and not goes_on(config):
-            state = read_weights(config.init.backbone)
-            load_weights(backbone, state, coverage=config.init.coverage, what="init.backbone")
+        load_init(backbone, config)
         method = METHODS[config.method.name]
         self.loss = method(method.Config(**config.method.args))
         self.base_model = self.loss.build_network(backbone, self).to(self.device)

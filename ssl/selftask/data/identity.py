@@ -1,37 +1,14 @@
-"""Which images a source holds, in a few words that two processes, or two runs, can compare."""
+"""Whether all ranks have opened the same images."""
 
 from __future__ import annotations
 
-import hashlib
-import os
 import socket
 from typing import Any
 
-import numpy as np
-
 from selftask.collectives import gather_objects
+from selftask.data.fingerprint import fingerprint
 from selftask.data.source import Source
 from selftask.errors import UserError, plural
-
-MAX_NAMES = 50_000  # of larger sources so many are hashed, evenly spaced: 0.1 s
-
-
-def identity(source: Source) -> dict[str, Any]:
-    """Number of images, and hashes of their names and labels in order. Reads no image.
-
-    A file added or removed changes the number and shifts the names after it.
-    """
-    number = len(source)
-    picked = np.unique(np.linspace(0, number - 1, min(number, MAX_NAMES)).astype(np.int64))
-    names = hashlib.blake2b(digest_size=12)
-    for index in picked.tolist():
-        names.update(os.fsencode(source.path(index)) + b"\0")
-    labels = np.asarray([] if source.labels is None else source.labels, dtype=np.int64)
-    return {
-        "images": number,
-        "names": names.hexdigest(),
-        "labels": hashlib.blake2b(labels.tobytes(), digest_size=12).hexdigest(),
-    }
 
 
 def check_same_on_all_ranks(source: Source | None, key: str) -> None:
@@ -39,7 +16,7 @@ def check_same_on_all_ranks(source: Source | None, key: str) -> None:
 
     They would make different numbers of steps, and wait for each other at the end of an epoch.
     """
-    own = {} if source is None else identity(source)
+    own = {} if source is None else fingerprint(source)
     found = gather_objects((socket.gethostname(), own))
     first_host, first = found[0]
     for rank, (host, other) in enumerate(found):
@@ -51,7 +28,7 @@ def check_same_on_all_ranks(source: Source | None, key: str) -> None:
 
 
 def _difference(other: dict[str, Any], first: dict[str, Any]) -> str:
-    counts = [f"{d.get('images', 0)} {plural('image', d.get('images', 0))}" for d in (other, first)]
+    counts = [f"{d.get('count', 0)} {plural('image', d.get('count', 0))}" for d in (other, first)]
     if counts[0] != counts[1]:
         return f"has {counts[0]}, not the {counts[1]} of"
     what = "names" if other["names"] != first["names"] else "labels"

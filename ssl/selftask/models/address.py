@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from selftask.checkpoint import checkpoints, step_of
 from selftask.config.image_size import resized_backbone, resized_pipeline, undivided
-from selftask.config.schema import Component
+from selftask.config.resuming import goes_on
+from selftask.config.schema import Component, Config
 from selftask.config.trust import code_in, refuse_code
 from selftask.errors import UserError
 from selftask.file_system import expand_user, is_file, is_folder
@@ -76,6 +77,14 @@ def open_model(
             raise UserError(f"{place.meta}: architecture: cannot be built: {error}") from error
         load_weights(backbone, read_state(place.weights), what=str(place.weights))
     return backbone.eval(), facts
+
+
+def load_init(backbone: nn.Module, config: Config) -> None:
+    """Load ``init.backbone`` if there is one, unless all weights come from a checkpoint."""
+    init = config.init
+    if init.backbone is not None and not goes_on(config):
+        weights = read_weights(init.backbone)
+        load_weights(backbone, weights, coverage=init.coverage, what="init.backbone")
 
 
 def read_weights(address: str) -> dict[str, Tensor]:
