@@ -13,6 +13,7 @@ import pytest
 import tiny
 from selftask.cli.main import main
 from selftask.data import workers
+from selftask.hooks import progress
 from selftask.logs import json_row
 
 
@@ -35,6 +36,27 @@ def test_the_bar_goes_on_where_the_run_does(
     hook.on_exception(task)
     task.close()
     assert (line.completed, line.fields["epoch"]) == (7, pytest.approx(7 / 5))
+
+
+def test_the_bar_moves_when_it_is_drawn_and_ends_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at each step: an update of the bar takes as long as all else of the trainer."""
+    task = tiny.task("simclr", tmp_path, "run", "train.epochs=20")
+    task.prepare()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    hook = task.named_hooks["progress"]
+    hook.on_start(task)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 0.01 * task.iteration)
+    (line,), seen = hook.bar.tasks, []
+    for _ in range(100):
+        task.advance()
+        hook.on_step(task)
+        seen.append(line.completed)
+    assert sorted(set(seen)) == [1, 26, 51, 76]
+    hook.on_end(task)
+    task.close()
+    assert line.completed == 100
 
 
 def test_one_image_has_no_spread(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import itertools
 import os
 import statistics
 import sys
@@ -131,8 +132,11 @@ def selftask(contest: Contest, *, floats: bool = True, compiled: bool = True) ->
     for pipeline in views.pipelines:
         pipeline.compiled = pipeline.compiled and compiled
 
+    epochs = itertools.count()  # each turn draws anew, as the others do
+
     def work(images: Sequence[Any]) -> None:
-        made = [views(contest.pixels(image), 0, 0, n) for n, image in enumerate(images)]
+        epoch = next(epochs)
+        made = [views(contest.pixels(image), 0, epoch, n) for n, image in enumerate(images)]
         batches = [torch.from_numpy(np.stack(same)) for same in zip(*made, strict=True)]
         if floats:
             for pipeline, batch in zip(views.pipelines, batches, strict=True):

@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BATCH = 16
 
 BARE = """
+import os
 import sys
 from pathlib import Path
 
@@ -79,7 +80,9 @@ loss = F.cross_entropy(logits, (rows + len(first)) % len(logits))
 optimizer.zero_grad()
 loss.backward()
 optimizer.step()
-print("loss", loss.item())
+print("loss", loss.item(), flush=True)
+if "leave" in sys.argv:
+    os._exit(0)
 """
 
 RECIPE = """

@@ -5,7 +5,9 @@
 All do the same maths on the same batches, which are in memory; each gives its own loop an
 iterable that notes the time whenever it is asked for a batch, so the time between two requests is
 one whole step and what happens before and after the loop does not count. They take turns: a round
-is one turn of each. One thread; selftask runs with its default hooks and writes its log.
+is one turn of each. One thread; selftask runs with its default hooks, writes its log and draws its
+progress bar (into memory, as on a terminal); the others draw none. CPU time is that of the process,
+with the thread that draws.
 
 The first steps of each turn are left out. Shown are
 
@@ -61,12 +63,12 @@ class Turn:
 
 
 def _table(turns: dict[str, list[Turn]], base: str) -> Iterator[str]:
-    yield f"{'microseconds a step':<22}{'least':>9}{'above':>9}" + "".join(
+    yield f"{'microseconds a step':<24}{'least':>9}{'above':>9}" + "".join(
         f"{kind:>14}{'above':>26}" for kind in ("median", "CPU")
     )
     least = {name: min(turn.p20 for turn in turns[name]) for name in turns}
     for name in turns:
-        line = f"{name:<22}{least[name]:>9.1f}{least[name] - least[base]:>+9.1f}"
+        line = f"{name:<24}{least[name]:>9.1f}{least[name] - least[base]:>+9.1f}"
         for kind in ("median", "cpu"):
             mine, bare = ([getattr(turn, kind) for turn in turns[who]] for who in (name, base))
             differences = [a - b for a, b in zip(mine, bare, strict=True)]
@@ -126,7 +128,7 @@ def count_syncs(model: Model, entry: Entry, log_every: int) -> str:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """No output, and so no terminal for a progress bar."""
+    """No output; selftask brings a terminal of its own."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
