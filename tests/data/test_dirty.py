@@ -132,6 +132,10 @@ def test_what_the_headers_say_stops_a_run_before_its_first_batch(tmp_path: Path)
         with pytest.raises(UserError, match=r"cannot (be )?read"):
             Feed(config, open_data(config.data), World(), CPU)
     assert sorted(listed(out)) == sorted(map(str, texts))
+    make_photographs(tmp_path / "sound", 20)
+    config = config_for(tmp_path / "sound", out, f"data.val={folder}")
+    with pytest.raises(UserError, match=r"4 of 100 images .*; all of them: .*/bad_files_val\.txt$"):
+        Feed(config, open_data(config.data), World(), CPU)
 
 
 def test_training_on_dirty_data_finishes(tmp_path: Path) -> None:

@@ -240,6 +240,18 @@ def test_damage_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
         list(walk(io.BytesIO(b"\x01" * 512), "x"))
 
 
+def test_members_that_are_passed_over_are_counted(tmp_path: Path) -> None:
+    heic = [(f"{number}.HEIC", b"") for number in range(3)]
+    for number in range(2):
+        write_tar(tmp_path / f"{number}.tar", [("a.png", png(PIXELS[0])), *heic, ("9.dng", b"")])
+    for _ in range(2):  # the second one finds the index
+        source = build(path=f"{tmp_path}/*.tar")
+        assert source.passed_over() == {".heic": 6, ".dng": 2}
+        assert (
+            "2 images in 2 tar files, no labels; 6 .heic, 2 .dng passed over" in source.describe()
+        )
+
+
 def test_errors(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UserError, match=r"no such file: .*train-003\.tar; did you mean '.*train-00"

@@ -59,6 +59,8 @@ class Feed:
             sampler=sampler,
         )
         self.batches.bad_files.refuse(self.train_source.unreadable().values())
+        if self.val_source is not None:
+            self._val_bad_files().refuse(self.val_source.unreadable().values())
         log.info("sampler: %s", self.batches.sampler.describe())
 
     @property
@@ -129,8 +131,11 @@ class Feed:
     def test_samples(self) -> Iterator[dict[str, Any]]:
         """One pass over this rank's part of the labelled images, by the evaluation's transforms."""
         assert self.val_source is not None, "has_test says whether there is something to test on"
-        bad_files = BadFiles.of(self.val_source, self.config.data, self._bad_val_list)
-        yield from self._eval_batches(self.val_source, bad_files)
+        yield from self._eval_batches(self.val_source, self._val_bad_files())
+
+    def _val_bad_files(self) -> BadFiles:
+        assert self.val_source is not None
+        return BadFiles.of(self.val_source, self.config.data, self._bad_val_list)
 
     def _eval_batches(self, source: Source, bad_files: BadFiles) -> EvalBatches:
         dataset = EvalDataset(source, self.eval_pipeline, self.config.train.seed)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from selftask.data.notices import say
+from selftask.data.passed_over import describe
 from selftask.data.source import NO_LABEL, Source
 from selftask.data.sources.encoded import decode
 from selftask.data.sources.storage import find_files, read_part
@@ -66,7 +67,11 @@ class WebDataset(Source):
         """``50000 images in 12 tar files, 10 classes``."""
         damage = f"; {self._tell_damage()}" if self.index.damaged else ""
         found = f"{len(self)} images in {len(self.shards)} tar files"
-        return f"{found}, {self.describe_labels()}{damage}"
+        others = f"; {describe(self.passed_over())}" if self.passed_over() else ""
+        return f"{found}, {self.describe_labels()}{others}{damage}"
+
+    def passed_over(self) -> dict[str, int]:
+        return self.index.passed_over
 
     def files(self) -> list[str]:
         """What can be copied."""

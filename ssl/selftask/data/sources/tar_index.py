@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from selftask.data.notices import say
+from selftask.data.passed_over import kind_of
 from selftask.data.sources.cache import cache_folder, locked
 from selftask.data.sources.files import EXTENSIONS
 from selftask.data.sources.labels import number_labels
@@ -24,7 +26,7 @@ from selftask.errors import UserError, nearest
 from selftask.pulse import each
 
 THREADS = 8  # read headers at the same time
-VERSION = 1  # of the files below; another one is never read
+VERSION = 2  # of the files below; another one is never read
 MAX_LABEL = 1 << 20  # bytes of a member that holds a label
 IMAGE_NAMES = (*(name.removeprefix(".") for name in EXTENSIONS), "npy")
 _ARRAYS = ("shards", "offsets", "sizes", "labels", "name_ends", "names")
@@ -49,6 +51,7 @@ class TarIndex:
     name_ends: np.ndarray  # (N,) int64, into names
     names: np.ndarray  # uint8
     damaged: list[tuple[int, int]]  # shard and byte where it cannot be read on
+    passed_over: dict[str, int]  # members that look like images and are not read, by extension
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -67,6 +70,7 @@ class _Shard:
     labels: list[str | None] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)  # extensions, and fields of json
     damaged: int | None = None
+    passed_over: Counter[str] = field(default_factory=Counter)
 
 
 def open_index(shards: list[Stored], wanted: Wanted) -> Path:
@@ -89,8 +93,9 @@ def map_index(folder: Path) -> TarIndex:
     """The index in a folder, mapped: processes share its pages."""
     mapped = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
     arrays = {name: array.view(np.ndarray) for name, array in mapped.items()}  # quicker to index
-    damaged = json.loads((folder / "index.json").read_text())["damaged"]
-    return TarIndex(**arrays, damaged=[tuple(where) for where in damaged])
+    more = json.loads((folder / "index.json").read_text())
+    damaged = [tuple(where) for where in more["damaged"]]
+    return TarIndex(**arrays, damaged=damaged, passed_over=more["passed_over"])
 
 
 def _build(shards: list[Stored], wanted: Wanted) -> TarIndex:
@@ -110,6 +115,7 @@ def _build(shards: list[Stored], wanted: Wanted) -> TarIndex:
         name_ends=np.cumsum([len(name) for name in names], dtype=np.int64),
         names=np.frombuffer(b"".join(names), dtype=np.uint8),
         damaged=[(n, part.damaged) for n, part in enumerate(parts) if part.damaged is not None],
+        passed_over=dict(sum((part.passed_over for part in parts), Counter[str]())),
     )
 
 
@@ -135,6 +141,8 @@ def _read_shard(shard: Stored, wanted: Wanted) -> _Shard:
                     image = member
                 elif wanted.label is not None and extension == wanted.label.partition(".")[0]:
                     label = _read_label(file, member, wanted.label, found.seen)
+                elif kind := kind_of(member.name):
+                    found.passed_over[kind] += 1
                 found.seen.add(extension)
     except Damaged as damage:
         found.damaged = damage.offset
@@ -202,7 +210,8 @@ def _write(folder: Path, index: TarIndex) -> None:
     try:
         for name in _ARRAYS:
             np.save(made / f"{name}.npy", getattr(index, name))
-        (made / "index.json").write_text(json.dumps({"damaged": index.damaged}))
+        more = {"damaged": index.damaged, "passed_over": index.passed_over}
+        (made / "index.json").write_text(json.dumps(more))
         os.replace(made, folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
