@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -83,6 +84,15 @@ def test_finished_and_again(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert train(folder, "train.max_steps=4") == 0  # a longer run goes on
     assert last_line(capsys).startswith("RUN finished: 4 steps")
     assert [row["step"] for row in tiny.rows(folder / "run")] == [1, 2, 3, 4]
+
+
+def test_a_clock_that_is_set_back(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hours = itertools.count(2e9, -3600)
+    monkeypatch.setattr(time, "time", lambda: next(hours))
+    assert train(folder, "train.max_steps=1") == 0
+    assert re.match(r"RUN finished: 1 steps in \d s", last_line(capsys))
 
 
 def test_export_to_what_is_no_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from selftask.collectives import gather_objects
+from selftask.collectives import gather_objects, world_size
 from selftask.data.fingerprint import fingerprint
 from selftask.data.source import Source
 from selftask.errors import UserError, plural
@@ -16,6 +16,8 @@ def check_same_on_all_ranks(source: Source | None, key: str) -> None:
 
     They would make different numbers of steps, and wait for each other at the end of an epoch.
     """
+    if world_size() == 1:
+        return
     own = {} if source is None else fingerprint(source)
     found = gather_objects((socket.gethostname(), own))
     first_host, first = found[0]
