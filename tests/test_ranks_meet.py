@@ -14,7 +14,7 @@ from ranks import run_ranks
 from selftask.data.identity import check_same_on_all_ranks
 from selftask.data.source import Source
 from selftask.errors import UserError
-from selftask.launch.early import early_errors_told, find_early_error
+from selftask.launch.early import report_early_errors, find_early_error
 
 
 class Named(Source):
@@ -67,13 +67,13 @@ def test_an_early_error_is_left_for_rank_0(tmp_path: Path, monkeypatch: pytest.M
     for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "MASTER_PORT": 7}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "n1")
-    with pytest.raises(UserError, match="no room"), early_errors_told(tmp_path):
+    with pytest.raises(UserError, match="no room"), report_early_errors(tmp_path):
         raise UserError("no room")
     found = find_early_error(tmp_path, "n1:7::")
     assert found is not None
     assert (found.rank, found.message) == (1, f"no room (on {socket.gethostname()})")
     assert find_early_error(tmp_path, "n1:8::") is None, "of another attempt"
-    with early_errors_told(tmp_path):
+    with report_early_errors(tmp_path):
         pass
     assert find_early_error(tmp_path, "n1:7::") is None, "it has started again"
 

@@ -13,14 +13,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ssl"))
 from selftask.cli.main import guarded
 from selftask.config.load import load_config
 from selftask.data.dataset import check_data, open_data
-from selftask.launch.early import early_errors_told
+from selftask.launch.early import report_early_errors
 from selftask.launch.local import start, starts_ranks
 
 
 def main(argv: list[str]) -> int:
     """Read the config, open the data, train; the exit code."""
     config = load_config(argv[0] if argv else "simclr", argv[1:])
-    with early_errors_told(config.out):
+    with report_early_errors(config.out):
         sources = open_data(config.data)
         check_data(config, sources.train)
 

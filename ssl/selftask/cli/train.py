@@ -17,11 +17,11 @@ def main(argv: list[str]) -> int:
         raise UserError(f"train needs a RECIPE before any key=value\n{USAGE}")
     from selftask.config.load import load_config
     from selftask.data.dataset import check_data, open_data
-    from selftask.launch.early import early_errors_told
+    from selftask.launch.early import report_early_errors
     from selftask.launch.local import own_command, start, starts_ranks
 
     config = load_config(argv[0], argv[1:])
-    with early_errors_told(config.out):
+    with report_early_errors(config.out):
         sources = open_data(config.data)
         check_data(config, sources.train)
 

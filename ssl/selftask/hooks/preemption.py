@@ -54,10 +54,10 @@ class StopOnSignal(Hook):
         name = signal.Signals(number).name
         if self.received is None:
             self.received = name
-            _say(f"{name}: stopping after this step; a second one leaves at once, unsaved")
+            _write_stderr(f"{name}: stopping after this step; a second one leaves at once, unsaved")
         elif number != signal.SIGHUP:
             self._restore()
-            _say(f"{name} again: leaving at once")
+            _write_stderr(f"{name} again: leaving at once")
             raise KeyboardInterrupt(name)
 
     def on_step(self, task: Task) -> None:
@@ -81,8 +81,8 @@ class StopOnSignal(Hook):
             signal.signal(*self.previous.popitem())
 
 
-def _say(text: str) -> None:
-    """On stderr, past its buffer: the signal may have come while that was written to."""
+def _write_stderr(text: str) -> None:
+    """Write past the buffer of stderr: the signal may have come while that was written to."""
     if is_primary():
         with suppress(OSError):
             os.write(2, f"\n{text}\n".encode())

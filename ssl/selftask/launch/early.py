@@ -1,4 +1,4 @@
-"""Errors of a rank before the ranks have met: no collective can carry them, so a file does."""
+"""Errors of a rank before the process group is there: a file carries them to rank 0."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _EVERY_S = 1.0
 
 
 @contextmanager
-def early_errors_told(out: str | Path) -> Iterator[None]:
-    """Context in which an error of a rank other than 0 is left in ``out/errors`` for rank 0.
+def report_early_errors(out: str | Path) -> Iterator[None]:
+    """Write an error of a rank other than 0 to ``out/errors``, where rank 0 looks for it.
 
-    Rank 0 would wait for this rank, be ended by the launcher, and be taken for the cause.
+    Else rank 0 waits for this rank until the launcher kills it, and is taken for the cause.
     """
     world = read_world()
     path = _path(Path(out), world.rank)
@@ -34,28 +34,28 @@ def early_errors_told(out: str | Path) -> Iterator[None]:
         if world.rank:
             known = isinstance(error, UserError | RunError)
             message = str(error) if known else f"{type(error).__name__}: {error}"
+            message += f" (on {socket.gethostname()})"
             with suppress(OSError):  # it is raised in any case
                 path.parent.mkdir(parents=True, exist_ok=True)
-                host = f"{message} (on {socket.gethostname()})"
-                write_json(path, {"attempt": world.attempt, "message": host})
+                write_json(path, {"attempt": world.attempt, "message": message})
         raise
 
 
 def find_early_error(out: Path, attempt: str) -> Failure | None:
-    """What a rank has left there in this attempt."""
+    """Return what a rank has written in this attempt, or None."""
     for path in sorted((out / "errors").glob("early_rank*.json")):
-        told = read_json(path)
-        if told.get("attempt") == attempt:
+        content = read_json(path)
+        if content.get("attempt") == attempt:
             rank = int(path.stem.removeprefix("early_rank"))
-            return Failure(rank, str(told.get("message")))
+            return Failure(rank, str(content.get("message")))
     return None
 
 
 @contextmanager
 def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> Iterator[None]:
-    """Context in which rank 0 looks for errors of the others, reports one and ends the process.
+    """On rank 0, look for such errors from a thread; report one and end the process.
 
-    It waits for them in torch's C++ code, which nothing interrupts.
+    The main thread waits for the others in torch's C++ code, which nothing interrupts.
     """
     over = threading.Event()
 

@@ -52,10 +52,10 @@ class Submission:
         os.chdir(self.folder)
         sys.path[:0] = [path for path in self.modules if path not in sys.path]
         from selftask.data.dataset import check_data, open_data
-        from selftask.launch.early import early_errors_told
+        from selftask.launch.early import report_early_errors
         from selftask.launch.run import run
 
-        with early_errors_told(self.out):
+        with report_early_errors(self.out):
             config = self.read_config()
             sources = open_data(config.data)
             check_data(config, sources.train)
