@@ -163,6 +163,8 @@ def test_what_features_refuses(
         ),
         (["knn", "weight=none"], "eval knn: there is no 'weight'; did you mean 'weights'?"),
         (["knn", "weights=none"], "weights=none: is for timm:NAME and torchvision:NAME"),
+        (["linear", "lr=0.1"], "eval linear: there is no 'lr'; known: data, eval, few_labels"),
+        (["linear", "optimizer.lr=1"], "eval linear: there is no 'optimizer.lr'; known: data"),
         (["linear", "few_labels=[0]"], "few_labels: [0]; each must be at least 1"),
         (["linear", "weight_decay=[]"], "weight_decay: []; one or more are expected"),
         (["linear", "repeats=0"], "repeats=0: must be at least 1"),
@@ -183,7 +185,7 @@ def test_a_folder_that_cannot_be_written_to_costs_the_copy_and_not_the_numbers(
     exported: Path, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (exported.parent / "evaluations.jsonl").mkdir()
-    words = ["knn", str(exported.parent), f"data={images}", "data.max_bad=1", "train.device=cpu"]
+    words = ["knn", str(exported.parent), f"data={images}", "data.max_bad=1", "k=[1]"]
     try:
         assert main(["eval", *words]) == 0
     finally:
@@ -206,7 +208,10 @@ def test_eval_of_an_exported_file(
 
     words = ["knn", str(exported), f"data={images}", "data.max_bad=1", "k=[1]", "train.device=cpu"]
     assert main(["eval", *words]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"knn_top1": expected}
+    told = capsys.readouterr().out.splitlines()
+    counts = {"train_images": 4, "test_images": 4, "classes": 2, "chance": 0.5}
+    assert json.loads(told[-1]) == {"knn_top1": expected, **counts}
+    assert "4 images, each tested against the others; 2 classes ('a', 'b'); chance 0.5" in told[-2]
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +237,7 @@ def test_images_of_another_size_than_the_grid_s(
 ) -> None:
     """Once an AssertionError with a traceback, of features."""
     words = [str(exported_vit), f"data={images}", "data.max_bad=1", "train.device=cpu"]
-    words = ["eval", "knn", *words] if command == "eval" else ["features", *words]
+    words = ["eval", "knn", *words, "k=[1]"] if command == "eval" else ["features", *words]
     words += [f"out={tmp_path / 'out'}"] if command == "features" else []
     assert main([*words, LARGER]) == 2
     told = capsys.readouterr().err

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from sklearn.neighbors import KNeighborsClassifier
 from torch import nn
 
@@ -109,11 +110,38 @@ def test_leave_one_out_is_a_loop_over_sets_without_one(
     assert knn_accuracy(data, copy, k=(1,))["knn_top1"] == 1.0  # there each finds itself
 
 
-def test_k_above_the_set_and_classes_that_are_absent() -> None:
+def test_classes_that_are_absent() -> None:
     train = Features(torch.eye(3), torch.tensor([0, 7, 7]), torch.arange(3))
     test = Features(torch.eye(3)[:2], torch.tensor([0, 9]), torch.arange(2))
-    got = knn_accuracy(train, test, k=(200,), temperature=0.01)  # exp(100) overflows in float32
+    got = knn_accuracy(train, test, k=(3,), temperature=0.01)  # exp(100) overflows in float32
     assert got == {"knn_top1": 0.5}
+
+
+def test_more_neighbours_than_there_are_is_refused() -> None:
+    data = _set(10, 0)
+    with pytest.raises(UserError, match="k: 11 neighbours are asked for, and there are 10 images"):
+        knn_accuracy(data, _set(5, 1), k=(5, 11))
+    with pytest.raises(UserError, match="use at most 9"):
+        knn_accuracy(data, data, k=(10,))
+
+
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_candidates_in_bfloat16_are_the_neighbours_of_float64(leave_one_out: bool) -> None:
+    train = _set(20_000, 3, dim=64)
+    queries = F.normalize(train.features[:300] if leave_one_out else _set(300, 4, dim=64).features)
+    left_out = torch.arange(300) if leave_one_out else torch.full((300,), -1)
+    cosine, row = knn.Bank(train.features, search="bfloat16").nearest(queries, 20, left_out)
+    exact = queries.double() @ F.normalize(train.features.double()).T
+    if leave_one_out:
+        exact[torch.arange(300), torch.arange(300)] = -torch.inf
+    assert torch.allclose(cosine.double(), exact.gather(1, row), atol=1e-6)
+    found = torch.stack(
+        [torch.isin(a, b) for a, b in zip(row, exact.topk(20).indices, strict=True)]
+    )
+    assert found.float().mean() > 0.999
+    assert KNN(search="bfloat16")(train, _set(300, 4, dim=64)) == pytest.approx(
+        KNN()(train, _set(300, 4, dim=64)), abs=1.5 / 300
+    )
 
 
 def test_labels_are_needed() -> None:

@@ -79,8 +79,10 @@ def test_constant_features_rare_and_unseen_classes() -> None:
     targets = torch.arange(4).repeat(10) * 100
     train = Features(features, targets, torch.arange(40))
     test = Features(features[:5], torch.tensor([0, 100, 200, 300, 900]), torch.arange(5))
-    got = Linear(few_labels=[50])(train, test)
-    assert got["linear_top1"] == got["linear_50_labels_top1"] == pytest.approx(0.8)
+    got = Linear(few_labels=[10])(train, test)
+    assert got["linear_top1"] == got["linear_10_labels_top1"] == pytest.approx(0.8)
+    with pytest.raises(UserError, match=r"few_labels: \[11\]: class 0 has 10 training images"):
+        Linear(few_labels=[5, 11])(train, test)
 
 
 def test_labels_are_needed() -> None:

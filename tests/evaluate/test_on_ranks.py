@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import tiny
 from ranks import run_ranks
 from selftask.collectives import rank, world_size
 from selftask.data.dataset import open_data
+from selftask.evaluate.features import Features
+from selftask.evaluate.knn import KNN
 from selftask.evaluate.offline import evaluate_backbone
 from selftask.evaluate.online import evaluate_task
 from selftask.loop import Interrupted, train_loop
@@ -39,8 +42,25 @@ def train(method: str, folder: Path, out: str, *more: str) -> Task:
     return task
 
 
-def on_ranks(_: int, folder: Path) -> list[bool]:
-    """For each method, whether this rank ends with the statistics that rank 0 has saved."""
+def draw_features(num: int, seed: int) -> Features:
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(5, (num,), generator=generator)
+    features = torch.eye(5, 16)[targets] + torch.randn(num, 16, generator=generator)
+    return Features(features, targets, torch.arange(num))
+
+
+def knn_of_parts() -> list[dict[str, float]]:
+    """k-NN of uneven parts: one rank holds fewer images than the neighbours that are asked for."""
+    train, test = draw_features(100, 0), draw_features(70, 1)
+    first = rank() == 0
+    own = torch.arange(12) if first else torch.arange(12, 100)
+    tested = torch.arange(50) if first else torch.arange(50, 70)
+    mine = train[own]
+    return [KNN(k=[20, 5])(mine, test[tested]), KNN(k=[20, 5])(mine, mine)]
+
+
+def on_ranks(_: int, folder: Path) -> tuple[list[bool], list[dict[str, float]]]:
+    """For each method, whether this rank ends with the statistics that rank 0 has saved; k-NN."""
     alike = []
     for method in METHODS:
         task = train(method, folder, f"{method}_whole")
@@ -49,11 +69,11 @@ def on_ranks(_: int, folder: Path) -> list[bool]:
         alike.append(all(torch.equal(saved[key], mine[key]) for key in saved))
         train(method, folder, f"{method}_parts", "train.stop_at=5")
         train(method, folder, f"{method}_parts")
-    return alike
+    return alike, knn_of_parts()
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[bool]]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """The folder of all runs, and what each rank returned."""
     folder = tmp_path_factory.mktemp("on_ranks")
     tiny.digits_file(folder)
@@ -61,13 +81,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[bool
     return folder, run_ranks(on_ranks, 2, folder)
 
 
-def test_after_a_save_every_rank_has_what_was_saved(runs: tuple[Path, list[list[bool]]]) -> None:
-    assert runs[1] == [[True] * len(METHODS)] * 2
+def test_after_a_save_every_rank_has_what_was_saved(runs: tuple[Path, list[Any]]) -> None:
+    assert [alike for alike, _ in runs[1]] == [[True] * len(METHODS)] * 2
+
+
+def test_neighbours_of_parts_are_those_of_the_whole(runs: tuple[Path, list[Any]]) -> None:
+    train, test = draw_features(100, 0), draw_features(70, 1)
+    expected = [KNN(k=[20, 5])(train, test), KNN(k=[20, 5])(train, train)]
+    assert [figures for _, figures in runs[1]] == [expected] * 2
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_figures_are_those_of_the_export_and_survive_a_resume(
-    method: str, runs: tuple[Path, list[list[bool]]]
+    method: str, runs: tuple[Path, list[Any]]
 ) -> None:
     folder = runs[0]
     whole, parts = folder / f"{method}_whole", folder / f"{method}_parts"

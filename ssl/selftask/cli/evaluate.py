@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import fields, replace
-from difflib import get_close_matches
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ data.val=DIR  those to test on; without it, k-NN leaves each image out of its ow
 {WEIGHTS}
 Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. Prints one JSON line last."""
 
+_SECTIONS = ("data", "eval", "image_size", "import", "train")  # train: device, seed, threads
+
 
 def main(argv: list[str]) -> int:
     """Evaluate; the numbers are printed, and kept in the folder of a run."""
@@ -40,10 +42,14 @@ def main(argv: list[str]) -> int:
 
     from selftask.evaluate.offline import evaluate_backbone
 
-    row = evaluate_backbone(frozen.backbone, config, frozen.sources, device=frozen.device)
+    row = evaluate_backbone(
+        frozen.backbone, config, frozen.sources, device=frozen.device, tell=print
+    )
     print(json_row(row))
     if is_folder(address):
-        _keep(Path(address), {"evaluation": name, "overrides": overrides, **row})
+        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        facts = {"date": date, "step": frozen.facts.get("step"), "evaluation": name}
+        _keep(Path(address), {**facts, "overrides": overrides, **row})
     return 0
 
 
@@ -68,8 +74,9 @@ def _spelt_out(name: str, overrides: list[str]) -> list[str]:
     own = {field.name for field in fields(config)} if config is not None else set()
     prefix = f"eval.evaluations.{name}."
     short = own | {"weights", "trust"}
-    sections = {"import", *(field.name for field in fields(Config))}
-    for key in {text.partition("=")[0] for text in overrides} - short - sections:
-        if get_close_matches(key, short, n=1):  # else the config says what its own keys are
-            raise UserError(f"eval {name}: there is no {key!r}; {nearest(key, short)}")
+    for key in sorted({text.partition("=")[0] for text in overrides} - short):
+        if key.partition(".")[0] not in _SECTIONS:  # what trains a run has no effect here
+            raise UserError(
+                f"eval {name}: there is no {key!r}; {nearest(key, {*short, *_SECTIONS})}"
+            )
     return [prefix + text if text.partition("=")[0] in own else text for text in overrides]

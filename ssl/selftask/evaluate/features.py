@@ -39,14 +39,19 @@ class Features:
 
     def check_labels(self, what: str) -> None:
         """Raise UserError unless there are images and every one has a label."""
-        if not len(self):
-            raise UserError(f"{what}: there are no images to evaluate on")
-        unlabelled = int((self.targets < 0).sum())
-        if unlabelled:
-            raise UserError(
-                f"{what}: {unlabelled} of {len(self)} images have no label; evaluations need a "
-                f"labelled set, such as a folder with one sub-folder for each class"
-            )
+        check_targets(self.targets, what)
+
+
+def check_targets(targets: Tensor, what: str) -> None:
+    """Raise UserError unless there are targets and none is -1."""
+    if not len(targets):
+        raise UserError(f"{what}: there are no images to evaluate on")
+    unlabelled = int((targets < 0).sum())
+    if unlabelled:
+        raise UserError(
+            f"{what}: {unlabelled} of {len(targets)} images have no label; evaluations need a "
+            f"labelled set, such as a folder with one sub-folder for each class"
+        )
 
 
 def extract_features(

@@ -3,28 +3,30 @@
 Wu et al. (arXiv:1805.01978), section 3.4, as DINO and most others report it: the k training images
 of largest cosine s vote for their class with weight exp(s / temperature).
 
-N training images, B test images of one chunk, E features, C classes.
+N training images, B test images of one chunk, E features, C classes. With several ranks each holds
+a part of both sets: chunks of test images go to all ranks, each finds the nearest of its own
+training images, and the k nearest of those are the result. No rank ever holds all features.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selftask.evaluate.features import Features
-from selftask.logs import get_logger
+from selftask.collectives import gather_objects, rank, world_size
+from selftask.evaluate.features import Features, check_targets
+from selftask.evaluate.label_counts import LabelCounts, require_labels
 from selftask.pulse import each
 from selftask.registry import register_evaluation
 
-log = get_logger(__name__)
-
 _TEST_ROWS = 512
-_TRAIN_ROWS = 32_768  # one block of similarities has 64 MiB, and there is only one
+_TRAIN_ROWS = 8192  # one block of similarities has 16 MiB: larger ones leave the cache
+_SPARE = 4  # candidates in bfloat16 for each neighbour in float32
 
 
 @register_evaluation("knn")
@@ -32,8 +34,12 @@ _TRAIN_ROWS = 32_768  # one block of similarities has 64 MiB, and there is only 
 class KNN:
     """Top-1 of weighted nearest neighbours: knn_top1 for the first k, knn_top1_k200 for others."""
 
+    takes_parts: ClassVar[bool] = True  # each rank passes its own part of the features
+
     k: list[int] = field(default_factory=lambda: [20])  # neighbours that vote; all in one pass
     temperature: float = 0.07  # smaller: the nearest counts more
+    search: Literal["float32", "bfloat16"] = "float32"  # bfloat16: find candidates in it, compare
+    # those in float32; faster on hardware with bfloat16, and very nearly the same neighbours
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.k or min(self.k) < 1:
@@ -41,69 +47,126 @@ class KNN:
         if not self.temperature > 0:
             yield f"temperature: {self.temperature}; must be above 0"
 
+    def label_problems(self, counts: LabelCounts) -> Iterator[str]:
+        if max(self.k) > counts.num_neighbors:
+            yield (
+                f"k: {max(self.k)} neighbours are asked for, and there are {counts.num_neighbors} "
+                f"images to choose from; use at most {counts.num_neighbors}"
+            )
+
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
-        """Fractions of test images. With ``test is train`` no image is its own neighbour."""
-        return knn_accuracy(train, test, k=self.k, temperature=self.temperature)
+        """Return the share of test images that are classified correctly, by the name of a figure.
+
+        With ``test is train`` no image is its own neighbour. With several ranks every rank calls,
+        with its own part of the features, and gets the figures of the whole.
+
+        Raises:
+            UserError: Images without labels, or fewer than k neighbours.
+        """
+        targets = [torch.cat(gather_objects(part.targets)) for part in (train, test)]
+        check_targets(targets[0], "k-NN, training set")
+        check_targets(targets[1], "k-NN, test set")
+        labels = [part.cpu() for part in targets]
+        require_labels(self, LabelCounts.of_targets(*labels, leave_one_out=test is train))
+        num_classes = int(max(part.max() for part in targets)) + 1
+
+        correct = torch.zeros(len(self.k), dtype=torch.int64, device=targets[1].device)
+        for expected, similarity, neighbour in self._neighbors(train, test):
+            # exp(s / T) relative to the nearest: the same vote, and never an overflow
+            weight = ((similarity - similarity[:, :1]) / self.temperature).exp()
+            for place, count in enumerate(self.k):
+                votes = weight.new_zeros(len(weight), num_classes)
+                votes.scatter_add_(1, targets[0][neighbour[:, :count]], weight[:, :count])
+                correct[place] += (votes.argmax(dim=1) == expected).sum()
+        names = [
+            f"knn_top1_k{count}" if place else "knn_top1" for place, count in enumerate(self.k)
+        ]
+        return dict(zip(names, (correct.double() / len(targets[1])).tolist(), strict=True))
+
+    def _neighbors(self, train: Features, test: Features) -> Iterator[tuple[Tensor, ...]]:
+        """Yield targets (B,), cosines and row numbers (B, k), nearest first, for all test images.
+
+        Row numbers are those of the training sets of all ranks, one after the other.
+        """
+        bank = Bank(train.features, search=self.search)
+        queries = F.normalize(test.features, dim=1)
+        own = torch.arange(len(test), device=queries.device)  # rows that do not count
+        if test is not train:
+            own = torch.full_like(own, -1)
+        sizes = gather_objects((len(train), len(test)))
+        first_row = sum(num_train for num_train, _ in sizes[: rank()])
+        rows = max(1, _TEST_ROWS // world_size())
+        for start in range(0, max(num_test for _, num_test in sizes), rows):
+            chunk = slice(start, start + rows)  # copied: pickle takes all that a view is of
+            parts = gather_objects((queries[chunk].clone(), test.targets[chunk].clone()))
+            left_out = [torch.full_like(targets, -1) for _, targets in parts]
+            left_out[rank()] = own[chunk]
+            every = torch.cat([part for part, _ in parts])  # (B, E)
+            cosine, row = bank.nearest(every, max(self.k), torch.cat(left_out))
+            of_ranks = gather_objects((cosine, row + first_row))
+            cosine, row = (torch.cat(found, dim=1) for found in zip(*of_ranks, strict=True))
+            cosine, order = cosine.topk(max(self.k), dim=1)
+            yield torch.cat([targets for _, targets in parts]), cosine, row.gather(1, order)
 
 
 def knn_accuracy(
     train: Features, test: Features, *, k: Sequence[int] = (20,), temperature: float = 0.07
 ) -> dict[str, float]:
-    """``{"knn_top1": ..., "knn_top1_k200": ...}`` for k = (20, 200), in one pass over the pairs.
+    """Return ``{"knn_top1": ..., "knn_top1_k200": ...}`` for k = (20, 200): see ``KNN``."""
+    return KNN(k=list(k), temperature=temperature)(train, test)
 
-    With ``test is train`` each image is left out of its own neighbours. A k above the number of
-    training images means all of them. Raises UserError without labels.
+
+class Bank:
+    """Features to search for the nearest by cosine, exactly or by candidates in bfloat16.
+
+    Args:
+        features: (N, E).
+        search: ``float32``, or ``bfloat16`` for candidates whose cosines are computed in float32.
     """
-    train.check_labels("k-NN, training set")
-    test.check_labels("k-NN, test set")
-    available = len(train) - (test is train)
-    if max(k) > available:
-        log.info("k-NN: k=%d means all %d training images", max(k), available)
-    ks = [min(one, available) for one in k]
-    num_classes = int(max(train.targets.max(), test.targets.max())) + 1
 
-    correct = torch.zeros(len(ks), dtype=torch.int64, device=test.targets.device)
-    first = 0
-    for similarity, neighbour in _neighbours(train, test, max(ks)):  # (B, k), nearest first
-        rows = slice(first, first + len(similarity))
-        first += len(similarity)
-        # exp(s / T) relative to the nearest: the same vote, and never an overflow
-        weight = ((similarity - similarity[:, :1]) / temperature).exp()
-        for place, count in enumerate(ks):
-            votes = weight.new_zeros(len(weight), num_classes)
-            votes.scatter_add_(1, train.targets[neighbour[:, :count]], weight[:, :count])
-            correct[place] += (votes.argmax(dim=1) == test.targets[rows]).sum()
-    names = [f"knn_top1_k{count}" if place else "knn_top1" for place, count in enumerate(k)]
-    return dict(zip(names, (correct.double() / len(test)).tolist(), strict=True))
+    def __init__(self, features: Tensor, *, search: str = "float32") -> None:
+        self._rows = F.normalize(features, dim=1)  # (N, E)
+        self._candidates: Tensor | None = None
+        if search == "bfloat16":
+            # Less the mean: the order of cosines with a query stays, their rounding shrinks
+            self._candidates = (self._rows - self._rows.mean(dim=0)).bfloat16()
 
+    def nearest(self, queries: Tensor, k: int, left_out: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and rows of the k nearest, nearest first: (B, k), or (B, N) for N < k.
 
-def _neighbours(train: Features, test: Features, k: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each chunk of test images, cosine and row of the k nearest: (B, k), nearest first.
-
-    Similarities exist for one block of pairs at a time, in memory that is used again.
-    """
-    bank = F.normalize(train.features, dim=1).T  # (E, N), a view
-    queries = F.normalize(test.features, dim=1)
-    buffer = queries.new_empty(min(_TEST_ROWS, len(test)) * min(_TRAIN_ROWS, len(train)))
-    for start in range(0, len(test), _TEST_ROWS):
-        chunk = queries[start : start + _TEST_ROWS]  # (B, E)
-        best = chunk.new_empty(len(chunk), 0)
-        where = torch.empty(len(chunk), 0, dtype=torch.int64, device=chunk.device)
-        for offset in each("k-NN", range(0, bank.shape[1], _TRAIN_ROWS)):
-            block = bank[:, offset : offset + _TRAIN_ROWS]
-            size = (len(chunk), block.shape[1])
-            similarity = torch.mm(chunk, block, out=buffer[: size[0] * size[1]].view(size))
-            if test is train:
-                _leave_out(similarity, start - offset)
-            values, rows = similarity.topk(min(k, size[1]), dim=1)
-            best, where = torch.cat([best, values], dim=1), torch.cat([where, rows + offset], dim=1)
-            best, order = best.topk(min(k, best.shape[1]), dim=1)
-            where = where.gather(1, order)
-        yield best, where
+        Args:
+            queries: (B, E), normalised.
+            left_out: (B,), the row that is no neighbour of a query, -1 for none.
+        """
+        k = min(k, len(self._rows))
+        if self._candidates is None:
+            return _top(queries, self._rows, k, left_out)
+        num_candidates = min(_SPARE * k, len(self._rows))
+        _, row = _top(queries.bfloat16(), self._candidates, num_candidates, left_out)
+        cosine = torch.einsum("be,bme->bm", queries, self._rows[row])
+        cosine[row == left_out[:, None]] = -torch.inf
+        cosine, order = cosine.topk(k, dim=1)
+        return cosine, row.gather(1, order)
 
 
-def _leave_out(similarity: Tensor, first: int) -> None:
-    """Rule out the pair of row i with column ``first + i``, for those columns that are there."""
-    rows = torch.arange(len(similarity), device=similarity.device)
-    inside = rows[(rows + first >= 0) & (rows + first < similarity.shape[1])]
-    similarity[inside, inside + first] = -torch.inf
+def _top(queries: Tensor, bank: Tensor, k: int, left_out: Tensor) -> tuple[Tensor, Tensor]:
+    """The k largest products of each query, and their rows; one block of products at a time."""
+    best = queries.new_empty(len(queries), 0)
+    row = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
+    for first in each("k-NN", range(0, len(bank), _TRAIN_ROWS)):
+        products = _products(queries, bank[first : first + _TRAIN_ROWS])
+        inside = (left_out >= first) & (left_out < first + products.shape[1])
+        products[inside, left_out[inside] - first] = -torch.inf
+        values, rows = products.topk(min(k, products.shape[1]), dim=1)
+        best, row = torch.cat([best, values], dim=1), torch.cat([row, rows + first], dim=1)
+        best, order = best.topk(min(k, best.shape[1]), dim=1)
+        row = row.gather(1, order)
+    return best, row
+
+
+def _products(queries: Tensor, block: Tensor) -> Tensor:
+    """``queries @ block.T``. In float32 on a CPU by oneDNN: on AMD twice as fast as MKL."""
+    dense = queries.dtype == torch.float32 and queries.device.type == "cpu" and len(queries) > 0
+    if dense and torch.backends.mkldnn.is_available():
+        return F.linear(queries.to_mkldnn(), block.to_mkldnn()).to_dense()
+    return queries @ block.T

@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selftask.errors import plural
 from selftask.evaluate.features import Features
+from selftask.evaluate.label_counts import LabelCounts, require_labels
 from selftask.pulse import each
 from selftask.registry import limited, register_evaluation
 
@@ -42,10 +44,23 @@ class Linear:
         if not self.weight_decay or min(self.weight_decay) < 0:
             yield f"weight_decay: {self.weight_decay}; one or more are expected, each at least 0"
 
+    def label_problems(self, counts: LabelCounts) -> Iterator[str]:
+        if not len(counts.classes):
+            return
+        rarest = min(counts.classes, key=lambda label: counts.train[label])
+        least = counts.train[rarest]
+        too_many = [count for count in self.few_labels if count > least]
+        if too_many:
+            yield (
+                f"few_labels: {too_many}: class {counts.name(rarest)} has {least} training "
+                f"{plural('image', least)}; use at most {least}"
+            )
+
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
         """Fractions of test images; the weight decay is picked without looking at them."""
         train.check_labels("linear probe, training set")
         test.check_labels("linear probe, test set")
+        require_labels(self, LabelCounts.of_targets(train.targets.cpu(), test.targets.cpu()))
         train, test = _standardised(train, test)
         generator = torch.Generator().manual_seed(self.seed)
         result = {"linear_top1": self._accuracy([train], test, generator)}

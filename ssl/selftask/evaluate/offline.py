@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -12,28 +14,62 @@ from selftask.data.source import Source, channels_of
 from selftask.data.views import build_pipeline
 from selftask.errors import UserError
 from selftask.evaluate.features import Features, extract_features
+from selftask.evaluate.label_counts import LabelCounts, check_label_counts, count_shared_images
 from selftask.evaluate.online import run_evaluations
+from selftask.logs import get_logger
+
+log = get_logger(__name__)
 
 _BATCH_SIZE = 256  # images; only memory depends on it
 
 
 def evaluate_backbone(
-    backbone: nn.Module, config: Config, sources: Sources, *, device: torch.device
+    backbone: nn.Module,
+    config: Config,
+    sources: Sources,
+    *,
+    device: torch.device,
+    tell: Callable[[str], None] = log.info,
 ) -> dict[str, float]:
-    """The numbers of ``eval.evaluations`` for a frozen backbone on the labelled images.
+    """Evaluate a frozen backbone on labelled images, as ``eval.evaluations`` says.
 
     Without ``data.val`` the training images are also those tested: k-NN then leaves each image
-    out of its own neighbours. Raises UserError where labels are missing.
+    out of its own neighbours.
+
+    Args:
+        tell: Called with a line on the images and classes, and one if test images are also
+            training images.
+
+    Returns:
+        The figures, and ``train_images``, ``test_images``, ``classes`` and ``chance``.
+
+    Raises:
+        UserError: Labels are missing, or do not allow the evaluation. Known labels are checked
+            before features are computed.
     """
+    evaluations = config.eval.evaluations
+    if sources.val is None and set(evaluations) != {"knn"}:
+        raise UserError("data.val is missing: give the labelled images to test on, data.val=DIR")
+    counts = LabelCounts.of_sources(sources)
+    if counts is not None:
+        check_label_counts(evaluations, counts)
     backbone = backbone.to(device)
     train = features_of(backbone, config, sources.train, device=device)
+    test = train
     if sources.val is not None:
         test = features_of(backbone, config, sources.val, device=device)
-    elif set(config.eval.evaluations) == {"knn"}:
-        test = train
-    else:
-        raise UserError("data.val is missing: give the labelled images to test on, data.val=DIR")
-    return run_evaluations(config.eval.evaluations, train, test)
+        shared = count_shared_images(train, test)
+        if shared:
+            tell(f"warning: {shared} of {len(test)} test images are also training images")
+    figures = run_evaluations(evaluations, train, test)
+    counts = LabelCounts.of_targets(  # of those that could be read
+        train.targets,
+        test.targets,
+        names=None if counts is None else counts.names,
+        leave_one_out=test is train,
+    )
+    tell(counts.describe())
+    return {**figures, **counts.facts()}
 
 
 def features_of(

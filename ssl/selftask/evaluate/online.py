@@ -8,10 +8,12 @@ import torch
 
 from selftask.collectives import gather_objects, world_size
 from selftask.evaluate.features import Features, extract_features
+from selftask.evaluate.label_counts import LabelCounts, check_label_counts
 from selftask.registry import EVALUATIONS
 
 if TYPE_CHECKING:
-    from selftask.config.schema import Component
+    from selftask.config.schema import Component, Config
+    from selftask.data.dataset import Sources
     from selftask.task import Task
 
 
@@ -22,19 +24,46 @@ def evaluate_task(task: Task) -> dict[str, float]:
         return {}
     backbone = task.export_backbone()
     train, test = (
-        _of_all_ranks(extract_features(backbone, samples, device=task.device))
+        extract_features(backbone, samples, device=task.device)
         for samples in (task.feed.labelled_samples(), task.feed.test_samples())
     )
     return run_evaluations(components, train, test)
 
 
+def check_evaluations(config: Config, sources: Sources) -> str | None:
+    """Describe the labels of the evaluations of a run; None if there will be none.
+
+    Raises ConfigError if the labels do not allow them.
+    """
+    evaluations = config.eval.evaluations
+    counts = LabelCounts.of_sources(sources) if sources.val is not None else None
+    if counts is None or not (evaluations and len(counts.classes)):
+        return None
+    check_label_counts(evaluations, counts)
+    told = f"evaluations ({', '.join(evaluations)}): {counts.describe()}"
+    same = config.data.val == config.data.source
+    return f"{told}; warning: data.val is data, these are training images" if same else told
+
+
 def run_evaluations(
     components: dict[str, Component], train: Features, test: Features
 ) -> dict[str, float]:
-    """Every evaluation on the same features; their numbers together."""
+    """Every evaluation of the same features; their numbers together.
+
+    ``train`` and ``test`` are this rank's part. An evaluation gets those of all ranks, unless it
+    has ``takes_parts = True``.
+    """
     row: dict[str, float] = {}
+    whole: tuple[Features, Features] | None = None
     for component in components.values():
-        row |= EVALUATIONS[component.name](**component.args)(train, test)
+        evaluation = EVALUATIONS[component.name](**component.args)
+        if getattr(evaluation, "takes_parts", False):
+            row |= evaluation(train, test)
+            continue
+        if whole is None:
+            first = _of_all_ranks(train)
+            whole = first, first if test is train else _of_all_ranks(test)
+        row |= evaluation(*whole)
     return row
 
 

@@ -21,7 +21,7 @@ from selftask.config.schema import Config
 from selftask.data import kernel
 from selftask.data.dataset import Sources, copy_data, open_data
 from selftask.data.source import channels_of
-from selftask.evaluate.online import evaluate_task
+from selftask.evaluate.online import check_evaluations, evaluate_task
 from selftask.launch.continuity import check_same_run
 from selftask.launch.early import watch_others
 from selftask.launch.ending import Ending
@@ -60,6 +60,7 @@ def run_task(task: Task, *, raises: bool = False) -> int:
     environment.check_precision(config.train.precision, task.device)
     sources = task.sources or open_data(config.data)
     check_backbone(config, channels_of(sources.train))
+    labels = check_evaluations(config, sources)
     torch.set_num_threads(num_threads(config, world.local_size))
     in_group = dist.is_initialized()
     with lasting_output(), held(config.out, first=world.rank == 0):
@@ -70,6 +71,8 @@ def run_task(task: Task, *, raises: bool = False) -> int:
             if (absence := kernel.absence()) and config.data.engine == "cpu":
                 LOGGER.warning("kernel: %s", absence)
             LOGGER.info("data: %s", sources.train.describe())
+            if labels is not None:
+                LOGGER.info("%s", labels)
             LOGGER.info("threads: %d of torch, of %d cores", torch.get_num_threads(), cores())
             if advice := _precision_advice(config, task.device):
                 LOGGER.info("precision: %s", advice)

@@ -1,0 +1,150 @@
+"""The labels of an evaluation: counted, described and checked before features are computed.
+
+C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from selftask.config.schema import Component
+from selftask.data.dataset import Sources
+from selftask.errors import ConfigError, UserError
+from selftask.evaluate.features import Features
+from selftask.registry import EVALUATIONS
+
+_MAX_NAMES = 10
+_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
+
+
+@dataclass(frozen=True)
+class LabelCounts:
+    """Images of each class in the two sets that an evaluation compares."""
+
+    train: np.ndarray  # (C,)
+    test: np.ndarray  # (C,)
+    names: Sequence[str] | None = None  # of the classes; None: numbers
+    leave_one_out: bool = False  # each image is tested against all others
+
+    @classmethod
+    def of_sources(cls, sources: Sources) -> LabelCounts | None:
+        """Count without reading an image; None if the labels are not known before."""
+        train, val = sources.train, sources.val
+        test = train if val is None else val
+        if getattr(train, "labels", None) is None or getattr(test, "labels", None) is None:
+            return None
+        names = train.class_names() if hasattr(train, "class_names") else None
+        return cls.of_targets(train.labels, test.labels, names=names, leave_one_out=val is None)
+
+    @classmethod
+    def of_targets(
+        cls,
+        train: Tensor | np.ndarray,
+        test: Tensor | np.ndarray,
+        *,
+        names: Sequence[str] | None = None,
+        leave_one_out: bool = False,
+    ) -> LabelCounts:
+        """Count targets (N,), where -1 is no label."""
+        labels = [np.asarray(part)[np.asarray(part) >= 0] for part in (train, test)]
+        size = 1 + max(int(part.max(initial=-1)) for part in labels)
+        counts = [np.bincount(part, minlength=size) for part in labels]
+        return cls(counts[0], counts[1], names, leave_one_out)
+
+    @property
+    def classes(self) -> np.ndarray:
+        """Numbers of the classes that have a training image."""
+        return np.flatnonzero(self.train)
+
+    @property
+    def chance(self) -> float:
+        """Expected accuracy of a uniform guess among the classes of the training images."""
+        known = self.test[self.classes].sum() / max(1, self.test.sum())
+        return float(known / max(1, len(self.classes)))
+
+    @property
+    def num_neighbors(self) -> int:
+        """Training images that a test image can be compared with."""
+        return int(self.train.sum()) - self.leave_one_out
+
+    def name(self, label: int) -> str:
+        """Name of a class, its number if it has none."""
+        return repr(self.names[label]) if self.names else str(label)
+
+    def describe(self) -> str:
+        """One line: images, classes, chance, and accuracy of the most frequent class."""
+        num_train, num_test = self.train.sum(), self.test.sum()
+        sets = f"{num_train} training and {num_test} test images"
+        if self.leave_one_out:
+            sets = f"{num_train} images, each tested against the others"
+        shown = ", ".join(self.name(label) for label in self.classes[:_MAX_NAMES])
+        more = ", ..." if len(self.classes) > _MAX_NAMES else ""
+        frequent = self.test.max(initial=0) / max(1, num_test)
+        return (
+            f"{sets}; {len(self.classes)} classes ({shown}{more}); chance {self.chance:.4g}, "
+            f"most frequent class {frequent:.4g}"
+        )
+
+    def facts(self) -> dict[str, float]:
+        """The numbers of ``describe``, for a row beside the figures."""
+        return {
+            "train_images": int(self.train.sum()),
+            "test_images": int(self.test.sum()),
+            "classes": len(self.classes),
+            "chance": self.chance,
+        }
+
+    def problems(self) -> Iterator[str]:
+        """What makes any evaluation of these labels meaningless."""
+        names = {str(name).lower() for name in self.names or ()}
+        if len(names) > 1 and names <= _SPLITS:
+            yield (
+                f"data: its classes are {', '.join(sorted(names))}: these are parts of a data set; "
+                "name the parts themselves, such as data=DIR/train data.val=DIR/val"
+            )
+
+
+def check_label_counts(evaluations: Mapping[str, Component], counts: LabelCounts) -> None:
+    """Raise ConfigError unless the labels allow every evaluation."""
+    found = list(counts.problems())
+    for key, component in evaluations.items():
+        evaluation = EVALUATIONS[component.name](**component.args)
+        if hasattr(evaluation, "label_problems"):
+            found += [f"eval.evaluations.{key}.{p}" for p in evaluation.label_problems(counts)]
+    if found:
+        raise ConfigError(found)
+
+
+def require_labels(evaluation: Any, counts: LabelCounts) -> None:
+    """Raise UserError unless the labels allow this evaluation."""
+    found = list(evaluation.label_problems(counts))
+    if found:
+        raise UserError("\n".join(found))
+
+
+def count_shared_images(train: Features, test: Features) -> int:
+    """Return how many test images have exactly the features of some training image.
+
+    0 if most training images have the features of another one: the network tells nothing apart.
+    """
+    draw = np.random.default_rng(0)
+    factors = draw.integers(1, 2**62, size=train.features.shape[1], dtype=np.int64) | 1
+    known, tested = (_hash_rows(part, factors) for part in (train, test))
+    if 2 * len(np.unique(known)) <= len(known):
+        return 0
+    return int(np.isin(tested, known).sum())
+
+
+def _hash_rows(part: Features, factors: np.ndarray) -> np.ndarray:
+    """One 64-bit number a row: sums of products modulo 2^64, the same in any order."""
+    bits = part.features.cpu().contiguous().numpy().view(np.int32)  # (N, E)
+    hashes = np.empty(len(bits), dtype=np.int64)
+    for first in range(0, len(bits), 4096):
+        rows = slice(first, first + 4096)
+        hashes[rows] = (bits[rows].astype(np.int64) * factors).sum(axis=1)
+    return hashes

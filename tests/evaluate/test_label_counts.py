@@ -1,0 +1,132 @@
+"""What labels do not allow is refused before features are computed; what is odd is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import tiny
+from selftask.cli.main import main
+from selftask.config.schema import Component
+from selftask.data.dataset import open_data
+from selftask.errors import UserError
+from selftask.evaluate import offline
+from selftask.evaluate.features import Features
+from selftask.evaluate.label_counts import LabelCounts, count_shared_images
+from selftask.launch.run import run
+from selftask.models.build import build_backbone
+from selftask.models.export import save_backbone
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """8 images of class cat and 6 of dog below ``train``, 3 of each below ``val``."""
+    root = tmp_path_factory.mktemp("images")
+    draws = np.random.default_rng(0)
+    for name, num in (("train/cat", 8), ("train/dog", 6), ("val/cat", 3), ("val/dog", 3)):
+        (root / name).mkdir(parents=True)
+        for number in range(num):
+            pixels = draws.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{number}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    normalize = {"name": "normalize", "mean": [0.5] * 3, "std": [0.25] * 3}
+    architecture = {"name": "small_resnet", "args": {"width": 8}}
+    meta = {"architecture": architecture, "channels": 3, "transforms": [normalize], "step": 7}
+    folder = tmp_path_factory.mktemp("run") / "export"
+    return save_backbone(build_backbone(Component(**architecture)), folder, meta)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["linear", "few_labels=[6,7,100]"],
+            "few_labels: [7, 100]: class 'dog' has 6 training images; use at most 6",
+        ),
+        (["knn", "k=[3,15]"], "k: 15 neighbours are asked for, and there are 14 images"),
+        (["knn", "k=[14]", "data.val=null"], "there are 13 images to choose from; use at most 13"),
+        (
+            ["knn", "k=[1]", "data={root}", "data.val=null"],
+            "data: its classes are train, val: these are parts of a data set",
+        ),
+    ],
+)
+def test_refused_before_features_are_computed(
+    words: list[str],
+    message: str,
+    images: Path,
+    exported: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def compute(*_: object, **__: object) -> Features:
+        raise AssertionError("features are computed")
+
+    monkeypatch.setattr(offline, "extract_features", compute)
+    sets = [f"data={images / 'train'}", f"data.val={images / 'val'}", "train.device=cpu"]
+    asked = [word.format(root=images) for word in words[1:]]
+    assert main(["eval", words[0], str(exported), *sets, *asked]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_is_refused_before_it_begins(tmp_path: Path) -> None:
+    val = f"data.val={tiny.digits_file(tmp_path, 'val.npz', 400, 430)}"
+    config = tiny.config("simclr", tmp_path, "run", val, "eval.evaluations={knn: {k: [81]}}")
+    with pytest.raises(UserError, match=r"eval\.evaluations\.knn\.k: 81 neighbours .* 80 images"):
+        run(config, open_data(config.data))
+    assert not (tmp_path / "run").exists()
+
+
+def test_counts_chance_step_and_date_stand_beside_the_figures(
+    images: Path, exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = exported.parent
+    sets = [f"data={images / 'train'}", f"data.val={images / 'val'}", "train.device=cpu"]
+    assert main(["eval", "knn", str(folder), *sets, "k=[3]"]) == 0
+    *_, told, row = capsys.readouterr().out.splitlines()
+    assert told == (
+        "14 training and 6 test images; 2 classes ('cat', 'dog'); chance 0.5, "
+        "most frequent class 0.5"
+    )
+    kept = json.loads((folder / "evaluations.jsonl").read_text().splitlines()[-1])
+    assert kept["step"] == 7 and kept["chance"] == 0.5 and kept["train_images"] == 14
+    assert abs((datetime.now().astimezone() - datetime.fromisoformat(kept["date"])).days) < 1
+    assert json.loads(row).items() <= kept.items()
+
+
+def test_images_that_are_in_both_sets_are_told(
+    images: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = tmp_path / "copy"
+    shutil.copytree(images / "val", copied)
+    shutil.copy(images / "train/dog/3.png", copied / "dog/another_name.png")
+    for val, told in ((images / "train", "14 of 14"), (copied, "1 of 7"), (images / "val", "")):
+        sets = [f"data={images / 'train'}", f"data.val={val}", "train.device=cpu"]
+        assert main(["eval", "knn", str(exported), *sets, "k=[1]"]) == 0
+        warning = f"warning: {told} test images are also training images"
+        assert (warning in capsys.readouterr().out) == bool(told)
+
+
+def test_a_network_that_tells_nothing_apart_shares_no_images() -> None:
+    same = Features(torch.ones(6, 3), torch.zeros(6, dtype=torch.int64), torch.arange(6))
+    assert count_shared_images(same, same) == 0
+
+
+def test_chance_is_that_of_known_classes() -> None:
+    counts = LabelCounts.of_targets(np.array([0, 0, 2, -1]), np.array([2, 2, 2, 1]))
+    assert counts.chance == 0.5 * 3 / 4  # class 1 was never seen in training
+    assert counts.classes.tolist() == [0, 2]
+    assert "3 training and 4 test images; 2 classes (0, 2)" in counts.describe()
+    assert "most frequent class 0.75" in counts.describe()
