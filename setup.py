@@ -45,6 +45,7 @@ setup(
         "omegaconf>=2.3",
         "timm>=1.0.12",
         "scikit-learn>=1.3",
+        "scipy>=1.9",
         "safetensors>=0.4",
         "rich>=13",
         "numpy>=1.24",

@@ -7,6 +7,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
 
 from selftask.errors import UserError
@@ -51,14 +52,19 @@ def test_finds_the_minimum_that_scikit_learn_finds(
 ) -> None:
     monkeypatch.setattr(linear, "_ROWS", rows)
     train, test = linear._standardised(*digits)
-    fit = linear._fit(train, [0.1, weight_decay], 500)
+    problem = linear._Problem(train, 500)
+    weights = problem.fit(weight_decay, start=problem.fit(0.1, tolerance=1e-2), tolerance=1e-6)
     model = LogisticRegression(C=1 / (weight_decay * len(train)), max_iter=5000, tol=1e-8)
     model.fit(train.features.double().numpy(), train.targets.numpy())
     expected = torch.tensor(model.predict_log_proba(test.features.double().numpy()))
-    got = torch.cat([logits for logits, _ in fit.logits(test)])[:, 1].log_softmax(dim=1)
+    z = (test.features - problem.mean) @ problem.basis
+    got = linear._logits(z, weights).T.log_softmax(dim=1)
     assert (got - expected).abs().mean() < 0.02
     reference = model.score(test.features.double().numpy(), test.targets.numpy())
-    assert fit.accuracy(test)[1].item() == pytest.approx(reference, abs=1.5 / len(test))
+    assert problem.accuracy(weights, test) == pytest.approx(reference, abs=1.5 / len(test))
+    held_out = problem.held_out(weights, z, test.targets)
+    assert held_out.accuracy == pytest.approx(problem.accuracy(weights, test))
+    assert held_out.loss == pytest.approx(log_loss(test.targets, expected.exp()), rel=0.02)
 
 
 def test_few_labels_grow_towards_all(digits: tuple[Features, Features]) -> None:

@@ -1,15 +1,16 @@
 """A linear classifier on frozen features: what can be read out of them.
 
-n training images, E features, C classes, S weight decays, trained all at once: each pass over the
-features serves the whole grid.
+n training images, E features, R principal axes of them, C classes.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,10 +18,12 @@ from torch import Tensor
 from selftask.errors import plural
 from selftask.evaluate.features import Features
 from selftask.evaluate.label_counts import LabelCounts, require_labels
-from selftask.pulse import each
+from selftask.pulse import during
 from selftask.registry import limited, register_evaluation
 
-_ROWS = 8192  # images whose logits for the whole grid exist at a time
+_ROWS = 8192  # images whose logits exist at a time
+_ROUGH, _FINE = 1e-3, 1e-4  # tolerances: to choose a weight decay, and for the figure
+_RESOLUTION = 1e-9  # a loss that falls by less does not fall
 
 
 @register_evaluation("linear")
@@ -33,7 +36,7 @@ class Linear:
     weight_decay: list[float] = field(
         default_factory=lambda: [0.00001, 0.0001, 0.001, 0.01, 0.1]
     )  # L2, against the mean cross-entropy: scikit-learn's 1 / (C * n)
-    iterations: int = field(default=200, metadata={"min": 1})  # passes over the features
+    iterations: int = field(default=200, metadata={"min": 1})  # of L-BFGS, at most
     held_out: float = field(default=0.2, metadata={"min": 0, "max": 1})  # share of the training
     # labels that picks the weight decay
     seed: int = limited(0, min=0)
@@ -71,95 +74,134 @@ class Linear:
 
     def _accuracy(self, draws: list[Features], test: Features, generator: torch.Generator) -> float:
         """Mean test accuracy over the draws, with the weight decay that is best where held out."""
-        best = self._best(draws, generator)
-        fits = [_fit(draw, [best], self.iterations) for draw in draws]
-        return sum(float(fit.accuracy(test)[0]) for fit in fits) / len(fits)
+        problems = [_Problem(draw, self.iterations) for draw in draws]
+        grids = [self._grid(problem, generator) for problem in problems]
+        ranking = [
+            (-sum(fit.accuracy for fit in fits), sum(fit.loss for fit in fits), place)
+            for place, fits in enumerate(zip(*grids, strict=True))
+        ]
+        best = min(ranking)[2]
+        hits = []
+        for problem, grid in zip(problems, grids, strict=True):
+            start = grid[best].weights if grid[best].knows_all_classes else None
+            weights = problem.fit(self.weight_decay[best], start=start)
+            hits.append(problem.accuracy(weights, test))
+        return sum(hits) / len(hits)
 
-    def _best(self, draws: list[Features], generator: torch.Generator) -> float:
-        """The weight decay of largest held-out accuracy; of equal ones, that of the least loss."""
-        accuracy = torch.zeros(len(self.weight_decay), dtype=torch.float64)
-        loss = torch.zeros(len(self.weight_decay), dtype=torch.float64)
-        for draw in draws:
-            order = torch.randperm(len(draw), generator=generator).to(draw.targets.device)
-            num_held = max(1, round(self.held_out * len(draw)))
-            held, kept = draw[order[:num_held]], draw[order[num_held:]]
-            fit = _fit(kept if len(kept) else held, self.weight_decay, self.iterations)
-            accuracy += fit.accuracy(held).cpu()
-            loss += fit.loss(held).cpu()
-        ranking = zip((-accuracy).tolist(), loss.tolist(), self.weight_decay, strict=True)
-        return min(ranking)[2]
+    def _grid(self, problem: _Problem, generator: torch.Generator) -> list[_HeldOut]:
+        """Results on held-out images for each weight decay; each fit starts from the one before."""
+        num_images = len(problem.target)
+        order = torch.randperm(num_images, generator=generator).to(problem.target.device)
+        num_held = max(1, round(self.held_out * num_images))
+        held, kept = order[:num_held], order[num_held:]
+        part = problem.subset(kept if len(kept) else held)
+        found: dict[float, _HeldOut] = {}
+        weights: Tensor | None = None
+        for decay in sorted(set(self.weight_decay), reverse=True):  # the easiest first
+            weights = part.fit(decay, start=weights, tolerance=_ROUGH)
+            found[decay] = part.held_out(weights, problem.z[held], problem.target[held])
+        return [found[decay] for decay in self.weight_decay]
 
 
 @dataclass(frozen=True)
-class _Fit:
-    """Trained classifiers of S weight decays, over the classes that training had."""
+class _HeldOut:
+    """What a fit reaches on held-out images."""
 
-    weight: Tensor  # (E, S, C)
-    bias: Tensor  # (S, C)
-    classes: Tensor  # (C,) their labels, ascending
-
-    def logits(self, data: Features) -> Iterator[tuple[Tensor, Tensor]]:
-        """Logits (n, S, C) and targets (n,), some rows at a time."""
-        parts = zip(
-            torch.split(data.features, _ROWS), torch.split(data.targets, _ROWS), strict=True
-        )
-        for x, targets in parts:
-            yield _logits(x, self.weight, self.bias), targets
-
-    def accuracy(self, data: Features) -> Tensor:
-        """Of each weight decay, (S,); a class that training did not have is always missed."""
-        hits = [
-            (self.classes[logits.argmax(dim=2)] == targets[:, None]).sum(dim=0)
-            for logits, targets in self.logits(data)
-        ]
-        return torch.stack(hits).sum(dim=0).double() / len(data)
-
-    def loss(self, data: Features) -> Tensor:
-        """Mean cross-entropy of each weight decay, (S,), over the images of known classes."""
-        known = data[torch.isin(data.targets, self.classes)]
-        total = self.bias.new_zeros(len(self.bias), dtype=torch.float64)
-        for logits, targets in self.logits(known):
-            target = torch.searchsorted(self.classes, targets)[:, None].expand(-1, len(total))
-            total += F.cross_entropy(logits.transpose(1, 2), target, reduction="none").sum(dim=0)
-        return total / max(1, len(known))
+    weights: Tensor  # (C, R + 1)
+    accuracy: float
+    loss: float  # over images of classes that the fit has seen
+    knows_all_classes: bool
 
 
-@torch.no_grad()
-def _fit(train: Features, weight_decay: list[float], iterations: int) -> _Fit:
-    """Minimise mean cross-entropy + weight_decay / 2 * |W|^2 for each weight decay; bias is free.
+class _Problem:
+    """Multinomial logistic regression on the principal axes of some images.
 
-    The problem is convex and needs no learning rate: its Hessian is nowhere above that of least
-    squares, half the covariance of the features (Boehning, Ann. Inst. Statist. Math. 44, 1992).
-    In the basis in which the covariance is diagonal, one division by that bound makes a step that
-    cannot overshoot. Nesterov's acceleration, restarted where it leads uphill, does the rest.
+    Weights (C, R + 1) are those along the axes and the bias. L-BFGS runs on weights that are
+    scaled by a bound on the curvature: the Hessian of the mean cross-entropy is nowhere above
+    half the covariance of the features (Boehning, Ann. Inst. Statist. Math. 44, 1992), which is
+    diagonal here. So scaled, every problem is about equally easy, and a step of 1 about right.
     """
-    classes, target = torch.unique(train.targets, return_inverse=True)
-    mean = train.features.mean(dim=0)
-    z, basis, variance = _principal_axes(train.features - mean)
-    decay = z.new_tensor(weight_decay)[:, None]  # (S, 1)
-    shape = (len(weight_decay), len(classes))
-    bound = variance[:, None, None] / 2 + decay  # (E, S, 1)
 
-    weight, bias = z.new_zeros(z.shape[1], *shape), z.new_zeros(*shape)
-    ahead_weight, ahead_bias = weight, bias  # where Nesterov looks
-    pace = z.new_ones(shape[0], 1)  # (S, 1), his t_k
-    for _ in each("linear evaluation", range(iterations)):
-        weight_gradient, bias_gradient = _gradient(z, target, ahead_weight, ahead_bias)
-        weight_gradient += decay * ahead_weight
-        next_weight = ahead_weight - weight_gradient / bound
-        next_bias = ahead_bias - bias_gradient * 2
-        weight_move, bias_move = next_weight - weight, next_bias - bias
-        uphill = (weight_gradient * weight_move).sum(dim=(0, 2)) + (bias_gradient * bias_move).sum(
-            dim=1
-        ) > 0  # (S,)
-        pace = pace.masked_fill(uphill[:, None], 1.0)
-        next_pace = (1 + (1 + 4 * pace.square()).sqrt()) / 2
-        push = (pace - 1) / next_pace
-        ahead_weight, ahead_bias = next_weight + push * weight_move, next_bias + push * bias_move
-        weight, bias, pace = next_weight, next_bias, next_pace
+    def __init__(self, train: Features, iterations: int) -> None:
+        self.iterations = iterations
+        self.classes, self.target = torch.unique(train.targets, return_inverse=True)
+        self.mean = train.features.mean(dim=0)
+        self.z, self.basis, self.variance = _principal_axes(train.features - self.mean)
 
-    weight = torch.einsum("ij,jsc->isc", basis, weight)
-    return _Fit(weight, bias - torch.einsum("i,isc->sc", mean, weight), classes)
+    def subset(self, rows: Tensor) -> _Problem:
+        """The same axes and classes, with some of the images."""
+        part = copy.copy(self)
+        part.z, part.target = self.z[rows], self.target[rows]
+        return part
+
+    def fit(self, decay: float, *, start: Tensor | None = None, tolerance: float = _FINE) -> Tensor:
+        """Minimise mean cross-entropy + decay / 2 * |W|^2; the bias is free.
+
+        Args:
+            start: Weights to begin with; None: zeros.
+            tolerance: Stop if no entry of the gradient with respect to scaled weights exceeds it.
+        """
+        from scipy.optimize import minimize  # takes its time to import
+
+        scale = (self.variance / 2 + decay).rsqrt()  # (R,)
+        scale = torch.cat([scale, scale.new_ones(1)])
+        shape = (len(self.classes), len(scale))
+
+        def evaluate(scaled: np.ndarray) -> tuple[float, np.ndarray]:
+            with during("linear evaluation"):
+                weights = torch.from_numpy(scaled).view(shape).to(scale) * scale
+                loss, gradient = self._loss_and_gradient(weights)
+                weights[:, -1] = 0.0  # the bias does not decay
+                gradient = (gradient + decay * weights) * scale
+                loss += decay / 2 * float(weights.square().sum())
+                return loss, gradient.double().flatten().cpu().numpy()
+
+        first = scale.new_zeros(shape) if start is None else start / scale
+        limits = {"maxiter": self.iterations, "gtol": tolerance, "ftol": _RESOLUTION}
+        found = minimize(
+            evaluate, first.double().flatten().cpu(), jac=True, method="L-BFGS-B", options=limits
+        )
+        return torch.from_numpy(found.x).view(shape).to(scale) * scale
+
+    def _loss_and_gradient(self, weights: Tensor) -> tuple[float, Tensor]:
+        """Of the mean cross-entropy. Products are (C, rows): the fast way for few classes."""
+        loss, gradient = 0.0, torch.zeros_like(weights)
+        for x, target in zip(self.z.split(_ROWS), self.target.split(_ROWS), strict=True):
+            error = _logits(x, weights).log_softmax(dim=0)  # (C, n)
+            picked = target[None]  # (1, n)
+            loss -= float(error.gather(0, picked).sum(dtype=torch.float64))
+            error.exp_().scatter_add_(0, picked, error.new_full((1, 1), -1.0).expand_as(picked))
+            gradient[:, :-1] += error @ x
+            gradient[:, -1] += error.sum(dim=1)
+        return loss / len(self.z), gradient / len(self.z)
+
+    def held_out(self, weights: Tensor, z: Tensor, target: Tensor) -> _HeldOut:
+        """Judge weights by images that are given along the axes."""
+        seen = torch.zeros(len(self.classes), dtype=torch.bool, device=target.device)
+        seen[self.target] = True
+        hits = weights.new_zeros(())
+        loss = weights.new_zeros(())
+        for x, wanted in zip(z.split(_ROWS), target.split(_ROWS), strict=True):
+            logits = _logits(x, weights)
+            hits += (logits.argmax(dim=0) == wanted).sum()
+            known = seen[wanted]
+            loss += F.cross_entropy(logits.T[known], wanted[known], reduction="sum")
+        num_known = max(1, int(seen[target].sum()))
+        return _HeldOut(weights, float(hits) / len(z), float(loss) / num_known, bool(seen.all()))
+
+    def accuracy(self, weights: Tensor, test: Features) -> float:
+        """Share of test images classified correctly; those of a class not trained on are not."""
+        hits = 0
+        parts = zip(test.features.split(_ROWS), test.targets.split(_ROWS), strict=True)
+        for features, targets in parts:
+            logits = _logits((features - self.mean) @ self.basis, weights)
+            hits += int((self.classes[logits.argmax(dim=0)] == targets).sum())
+        return hits / len(test)
+
+
+def _logits(z: Tensor, weights: Tensor) -> Tensor:
+    """(C, n) of images (n, R)."""
+    return torch.addmm(weights[:, -1:], weights[:, :-1], z.T)
 
 
 def _principal_axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,24 +221,6 @@ def _principal_axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         variance, basis = torch.linalg.eigh((x.T @ x).double() / num_images)
     variance = variance.clamp_min(1e-6 * variance.max().clamp_min(1e-12)).float()
     return x @ basis.float(), basis.float(), variance
-
-
-def _gradient(z: Tensor, target: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the mean cross-entropies with respect to weight (E, S, C) and bias (S, C)."""
-    weight_sum, bias_sum = torch.zeros_like(weight), torch.zeros_like(bias)
-    for x, targets in zip(torch.split(z, _ROWS), torch.split(target, _ROWS), strict=True):
-        error = _logits(x, weight, bias)  # (n, S, C)
-        error.sub_(error.amax(dim=2, keepdim=True)).exp_()
-        error /= error.sum(dim=2, keepdim=True)  # softmax; torch's takes thrice as long for few C
-        error -= F.one_hot(targets, bias.shape[1]).to(error.dtype)[:, None]
-        weight_sum += (x.T @ error.flatten(1)).view_as(weight)
-        bias_sum += error.sum(dim=0)
-    return weight_sum / len(z), bias_sum / len(z)
-
-
-def _logits(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """(n, E) -> (n, S, C) as one matrix product."""
-    return (x @ weight.flatten(1)).view(len(x), *bias.shape) + bias
 
 
 def _standardised(train: Features, test: Features) -> tuple[Features, Features]:

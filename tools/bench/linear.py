@@ -1,0 +1,111 @@
+"""The linear probe beside scikit-learn's logistic regression: CPU time of one thread.
+
+    OMP_NUM_THREADS=1 python tools/bench/linear.py [--images 10000] [--rounds 7]
+
+Contestants take turns in every round. Shown are the median and least CPU seconds, the median over
+rounds of the ratio to one fit of scikit-learn with its 95 % interval by bootstraps, and the
+accuracy on 5,000 other images. Features are standardised for both, outside of what is timed for
+scikit-learn. Each row of difficulty has classes of another distance.
+
+    scikit-learn  LogisticRegression, lbfgs, its own tolerance, as many iterations as it wants
+    single        selftask, one weight decay (the same): standardising, fitting and testing
+    grid          selftask, five weight decays, one picked on held-out images, and a last fit
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from rounds import in_turns, median_and_interval
+from sklearn.linear_model import LogisticRegression
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
+
+from selftask.environment import keep_freed_memory
+from selftask.evaluate import linear
+from selftask.evaluate.features import Features
+from selftask.evaluate.linear import Linear
+
+CLASSES, TEST = 10, 5_000
+Contestant = Callable[[], float]
+
+
+def draw(num: int, width: int, distance: float) -> tuple[Features, Features]:
+    """Correlated features of ``num`` and 5,000 images, whose variances fall like a power law."""
+    draws = np.random.default_rng(0)
+    turned = np.linalg.qr(draws.standard_normal((width, width)))[0]
+    spread = np.arange(1, width + 1) ** -0.7
+    centers = draws.standard_normal((CLASSES, width)) * distance
+    labels = draws.integers(0, CLASSES, num + TEST)
+    rows = ((draws.standard_normal((num + TEST, width)) + centers[labels]) * spread) @ turned
+    features, targets = torch.from_numpy(rows).float(), torch.from_numpy(labels)
+    every = Features(features, targets, torch.arange(num + TEST))
+    return every[torch.arange(num)], every[torch.arange(num, num + TEST)]
+
+
+def contestants(train: Features, test: Features, decay: float) -> dict[str, Contestant]:
+    known, tested = linear._standardised(train, test)
+    x, y = known.features.numpy(), known.targets.numpy()
+
+    def of_scikit_learn() -> float:
+        model = LogisticRegression(C=1 / (decay * len(x)), max_iter=10_000).fit(x, y)
+        return float(model.score(tested.features.numpy(), tested.targets.numpy()))
+
+    def single() -> float:
+        first, second = linear._standardised(train, test)
+        problem = linear._Problem(first, Linear().iterations)
+        return problem.accuracy(problem.fit(decay), second)
+
+    return {
+        "scikit-learn": of_scikit_learn,
+        "single": single,
+        "grid": lambda: Linear()(train, test)["linear_top1"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--images", type=int, default=10_000)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_freed_memory(torch.device("cpu"))
+    print(
+        f"{args.images} x {args.width}, {CLASSES} classes; {args.rounds} rounds, "
+        f"load {os.getloadavg()[0]:.1f}"
+    )
+    print(
+        f"{'distance, decay':<17}{'':<14}{'median s':>9}{'least s':>9}   x [95 %]             top-1"
+    )
+    for distance in (0.1, 0.15, 0.3):
+        train, test = draw(args.images, args.width, distance)
+        for decay in (1e-2, 1e-4):
+            found = contestants(train, test, decay)
+            seconds: dict[str, list[float]] = {name: [] for name in found}
+            accuracy: dict[str, float] = {name: run() for name, run in found.items()}  # warm up
+            for number in range(args.rounds):
+                for name in in_turns(list(found), number):
+                    started = time.process_time()
+                    found[name]()
+                    seconds[name].append(time.process_time() - started)
+            for name, taken in seconds.items():
+                pairs = zip(taken, seconds["scikit-learn"], strict=True)
+                middle, low, high = median_and_interval([mine / other for mine, other in pairs])
+                interval = f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+                print(
+                    f"{f'{distance}, {decay:g}':<17}{name:<14}{statistics.median(taken):>9.2f}"
+                    f"{min(taken):>9.2f}   {interval:<18}{accuracy[name]:>8.4f}"
+                )
+
+
+if __name__ == "__main__":
+    main()
