@@ -32,10 +32,13 @@ def sgd(w: np.ndarray, g: np.ndarray, state: dict, lr: float, decay: float) -> t
 
 
 def larc(w: np.ndarray, g: np.ndarray, state: dict, lr: float, decay: float) -> tuple:
-    """apex' LARC(SGD, trust_coefficient=0.001, clip=False): main_swav.py, main_deepclusterv2.py."""
+    """apex' LARC(SGD, trust_coefficient=0.001, clip=False): main_swav.py, main_deepclusterv2.py.
+
+    With the small version's eps; apex' own stands in tests/optim/test_lars.py.
+    """
     norm_w, norm_g = np.sqrt((w * w).sum()), np.sqrt((g * g).sum())
     if norm_w and norm_g:
-        g = 0.001 * norm_w / (norm_g + decay * norm_w + 1e-8) * (g + decay * w)
+        g = 0.001 * norm_w / (norm_g + decay * norm_w + EPS) * (g + decay * w)
     return sgd(w, g, state, lr, 0.0)
 
 

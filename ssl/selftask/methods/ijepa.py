@@ -36,7 +36,7 @@ from selftask.models.network import Network
 from selftask.models.precision import full_precision
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
-from selftask.registry import register_method
+from selftask.registry import limited, register_method
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -69,7 +69,7 @@ class IJEPA(Method):
         predictor_heads: int = 12
         # deviation of first weights; null: more in layers of few inputs, for networks much narrower
         # than a ViT-B, which with 0.02 pass on little but positions
-        init_std: float | None = field(default=0.02, metadata={"min": 0})
+        init_std: float | None = limited(0.02, above=0)
         # of the teacher; grows linearly to 1
         momentum: float = field(default=0.996, metadata={"min": 0, "max": 1})
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from selftask.optim.lars import LARS
 from selftask.registry import limited, register_optimizer
 
-_EPS = 1e-8  # apex's
-
 
 @register_optimizer("larc")
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +25,10 @@ class LARCConfig:
 
     sgd_momentum: float = limited(0.9, min=0, below=1)
     trust: float = limited(1e-3, above=0)  # eta in the paper
+    eps: float = limited(1e-8, above=0)  # keeps the rate of a tiny gradient finite
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return LARC(groups, momentum=self.sgd_momentum, trust=self.trust)
+        return LARC(groups, momentum=self.sgd_momentum, trust=self.trust, eps=self.eps)
 
 
 class LARC(LARS):
@@ -43,9 +42,13 @@ class LARC(LARS):
     A parameter that is zero, or whose gradient is, is neither adapted nor decayed.
     """
 
+    def __init__(self, params: Any, *, eps: float = 1e-8, **defaults: Any) -> None:
+        self.eps = eps
+        super().__init__(params, **defaults)
+
     def _adapt(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         weight_norm, grad_norm, decay = weight.norm(), grad.norm(), group["weight_decay"]
-        rate = group["trust"] * weight_norm / (grad_norm + decay * weight_norm + _EPS)
+        rate = group["trust"] * weight_norm / (grad_norm + decay * weight_norm + self.eps)
         alive = (weight_norm > 0) & (grad_norm > 0)
         rate = torch.where(alive, rate, torch.ones_like(rate))
         return (grad + weight * (decay * alive.to(weight.dtype))) * rate
