@@ -167,7 +167,7 @@ def test_every_method_has_a_recipe_for_digits_and_photographs() -> None:
 
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_every_recipe_loads_and_promises(name: str) -> None:
-    folder = ["data=no/such/folder"] if name.endswith("/images") else []
+    folder = ["data=no/such/folder"] if name.endswith(("/images", "/finetune")) else []
     config = load_config(name, folder)
     assert config.method.name == name.split("/")[0]
     assert len(shipped()[name].header) >= 2, f"{name}: a title and a promise are missing"

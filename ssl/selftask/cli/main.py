@@ -21,6 +21,7 @@ COMMANDS = {
     "jobs": ("selftask.cli.jobs", "[OUT ...]", "how submitted runs stand"),
     "cancel": ("selftask.cli.cancel", "OUT|JOBID [...]", "take them out of the queue"),
     "eval": ("selftask.cli.evaluate", "knn|linear RUN_OR_MODEL data=...", "judge features"),
+    "finetune": ("selftask.cli.finetune", "RUN_OR_MODEL data=...", "train it on labelled images"),
     "features": ("selftask.cli.features", "RUN_OR_MODEL out=DIR data=...", "keep features"),
     "export": ("selftask.cli.export", "RUN [--to FORMAT]", "write the backbone for others"),
     "check": ("selftask.cli.check", "METHOD|--all [key=value ...]", "same on 1, 2, 4 ranks?"),

@@ -18,6 +18,7 @@ from selftask.config.trust import code_in, refuse_code
 from selftask.errors import UserError
 from selftask.file_system import expand_user, is_file, is_folder
 from selftask.logs import get_logger
+from selftask.models.backbones.libraries import check_name
 from selftask.models.build import build_backbone, embed_dim
 from selftask.models.export import META, WEIGHTS
 from selftask.models.weights import load_weights, read_state, refuse_sharded
@@ -57,26 +58,51 @@ def open_model(
     positions of a vision transformer are interpolated.
     Raises UserError for whatever is not there or does not fit.
     """
+    facts, place = _describe(address, weights, trust, image_size)
+    library, name = _split(address)
+    try:
+        backbone = build_backbone(Component(**facts["architecture"]), facts.get("channels", 3))
+    except TypeError as error:
+        origin = place.meta if place else address
+        raise UserError(f"{origin}: architecture: cannot be built: {error}") from error
+    if place is not None:
+        load_weights(backbone, read_state(place.weights), what=str(place.weights))
+    elif weights == PRETRAINED:
+        load_weights(backbone, _download(library, name), what=address)
+    elif weights != NONE:
+        load_weights(backbone, read_state(weights), what=weights)
+    return backbone.eval(), {**facts, "embed_dim": embed_dim(backbone)}
+
+
+def describe_model(
+    address: str,
+    *,
+    weights: str = PRETRAINED,
+    trust: bool = False,
+    image_size: int | None = None,
+) -> dict[str, Any]:
+    """Return the facts that ``open_model`` returns, but embed_dim, with nothing built or loaded."""
+    return _describe(address, weights, trust, image_size)[0]
+
+
+def _describe(
+    address: str, weights: str, trust: bool, image_size: int | None
+) -> tuple[dict[str, Any], _Place | None]:
+    """The facts, and the files of what is no library's."""
     library, name = _split(address)
     if library:
-        backbone, facts = _open_library(library, name, weights, image_size)
-    else:
-        if weights != PRETRAINED:
-            raise UserError(
-                f"weights={weights}: is for timm:NAME and torchvision:NAME; {address} has its own"
-            )
-        place = _place(address)
-        facts = _for_size(_read_facts(place), image_size)
+        return _for_size(_describe_library(library, name, weights), image_size), None
+    if weights != PRETRAINED:
+        raise UserError(
+            f"weights={weights}: is for timm:NAME and torchvision:NAME; {address} has its own"
+        )
+    place = _place(address)
+    facts = _for_size(_read_facts(place), image_size)
+    if not trust:
         architecture = Component(**facts["architecture"])
-        if not trust:
-            named = {**architecture.args, "name": architecture.name}
-            refuse_code(code_in(named, ("architecture",)), str(place.meta))
-        try:
-            backbone = build_backbone(architecture, facts.get("channels", 3))
-        except TypeError as error:
-            raise UserError(f"{place.meta}: architecture: cannot be built: {error}") from error
-        load_weights(backbone, read_state(place.weights), what=str(place.weights))
-    return backbone.eval(), facts
+        named = {**architecture.args, "name": architecture.name}
+        refuse_code(code_in(named, ("architecture",)), str(place.meta))
+    return facts, place
 
 
 def load_init(backbone: nn.Module, config: Config) -> None:
@@ -95,7 +121,7 @@ def read_weights(address: str) -> dict[str, Tensor]:
     """
     library, name = _split(address)
     if library:
-        return dict(_open_library(library, name, PRETRAINED, None)[0].state_dict())
+        return _download(library, name)
     path = expand_user(address)
     return read_state(_place(address).weights if is_folder(path) else path)
 
@@ -178,37 +204,34 @@ def _for_size(facts: dict[str, Any], size: int | None) -> dict[str, Any]:
     }
 
 
-def _open_library(
-    library: str, name: str, weights: str, image_size: int | None
-) -> tuple[nn.Module, dict[str, Any]]:
-    architecture = Component(name=library, args={"model": name, "args": {}})
-    backbone = build_backbone(architecture)
-    state: dict[str, Tensor] | None = None
+def _describe_library(library: str, name: str, weights: str) -> dict[str, Any]:
+    check_name(library, name)
     if weights == PRETRAINED:
-        state, transforms = _download(library, name), _transforms_of(library, name)
+        transforms = _transforms_of(library, name)
     else:
-        state = None if weights == NONE else read_state(weights)
-        size = getattr(backbone, "default_cfg", {}).get("input_size", (224,))[-1]
+        size = _input_size(library, name)
         transforms = _transforms(size, int(size / 0.875), _IMAGENET["mean"], _IMAGENET["std"])
     *_, crop, normalize = transforms
-    facts = {
-        "architecture": {"name": architecture.name, "args": architecture.args},
+    return {
+        "architecture": {"name": library, "args": {"model": name, "args": {}}},
         "channels": 3,
-        "embed_dim": embed_dim(backbone),
         "normalization": {key: normalize[key] for key in ("mean", "std")},
         "input_size": crop["size"],
         "transforms": transforms,
         "method": library,
         "weights": weights,
     }
-    facts = _for_size(facts, image_size)
-    resized = Component(**facts["architecture"])
-    backbone = backbone if resized == architecture else build_backbone(resized)
-    if state is not None:
-        load_weights(
-            backbone, state, what=f"{library}:{name}" if weights == PRETRAINED else weights
-        )
-    return backbone, facts
+
+
+def _input_size(library: str, name: str) -> int:
+    """Pixels of the images that a model was made for."""
+    if library == "timm":
+        import timm
+
+        known = timm.get_pretrained_cfg(name)
+        if known is not None:
+            return int(known.input_size[-1])
+    return 224
 
 
 def _transforms_of(library: str, name: str) -> list[dict[str, Any]]:

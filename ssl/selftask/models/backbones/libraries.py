@@ -34,11 +34,7 @@ class Timm:
         """
         import timm
 
-        if not timm.is_model(self.model):
-            raise UserError(
-                f"backbone.model: timm has no model named {self.model!r}; "
-                f"{nearest(self.model.partition('.')[0], timm.list_models())}"
-            )
+        check_name("timm", self.model)
         _refuse_given(self, "timm", "pretrained", "checkpoint_path")
         args = {"num_classes": 0, **self.args, "pretrained": False}
         if args.setdefault("in_chans", channels) != channels:
@@ -70,12 +66,7 @@ class Torchvision:
         import torchvision
         from torch import nn
 
-        known = torchvision.models.list_models(module=torchvision.models)
-        if self.model not in known:
-            raise UserError(
-                f"backbone.model: torchvision has no model named {self.model!r}; "
-                f"{nearest(self.model, known)}"
-            )
+        check_name("torchvision", self.model)
         _refuse_given(self, "torchvision", "weights")
         create = partial(torchvision.models.get_model, self.model, **{**self.args, "weights": None})
         model = _call(create, "torchvision", self)
@@ -113,6 +104,24 @@ class Custom:
         if not isinstance(model, nn.Module):
             raise UserError(f"backbone.model: {self.model} returned {type(model)}, not nn.Module")
         return model
+
+
+def check_name(library: str, model: str) -> None:
+    """Raise UserError, with the nearest names, for a model that the library does not have."""
+    if library == "timm":
+        import timm
+
+        if timm.is_model(model):
+            return
+        hint = nearest(model.partition(".")[0], timm.list_models())
+    else:
+        import torchvision
+
+        known = torchvision.models.list_models(module=torchvision.models)
+        if model in known:
+            return
+        hint = nearest(model, known)
+    raise UserError(f"backbone.model: {library} has no model named {model!r}; {hint}")
 
 
 def _refuse_given(config: Timm | Torchvision, library: str, *weights: str) -> None:
