@@ -284,7 +284,7 @@ class BadLimit:
     max_bad: float | None  # share of the images; None: 0.1 %, but at least 3 images
 
     def allows(self, number: int) -> bool:
-        """Whether a run goes on with so many."""
+        """Return whether a run goes on with so many."""
         if self.max_bad is None:
             return number <= max(MIN_ALLOWED_BAD, DEFAULT_MAX_BAD * self.num_images)
         return number <= self.max_bad * self.num_images

@@ -52,11 +52,11 @@ class Source(ABC):
         """One line for the log: what was found."""
 
     def unreadable(self) -> dict[int, BadImage]:
-        """Images that are known to be unreadable before any is decoded, by index."""
+        """Return the images that are known to be unreadable before any is decoded, by index."""
         return {}
 
     def passed_over(self) -> dict[str, int]:
-        """Number of image-like files beside the images that are not read, by extension."""
+        """Return the number of image-like files that are not read, by extension."""
         return {}
 
     @property

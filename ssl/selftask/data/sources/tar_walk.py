@@ -94,7 +94,7 @@ def _size(header: bytes, offset: int) -> int:
 
 
 def _number(text: str, base: int, offset: int) -> int:
-    """A size. ``int`` would also take a sign and underscores: a negative one never ends."""
+    """Return a size. ``int`` also takes a sign, and a negative size is walked for ever."""
     if not text.isascii() or not text.isdigit() or len(text) > 20:
         raise Damaged(offset)
     try:
