@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from selftask.config.schema import Component
 from selftask.data.dataset import open_source
 from selftask.data.fingerprint import differences, fingerprint
 from selftask.data.source import PathTable, arrays_of_paths
+from selftask.models.build import build_backbone
+from selftask.models.export import save_backbone
 
 CLASSES = ("ant", "bee", "cat")
 
@@ -187,6 +190,23 @@ def test_no_room_for_a_checkpoint_is_said_at_the_start(
         said = capsys.readouterr().out
         assert ("a checkpoint of this run takes at least" in said) == (code == 2)
         assert ("step 1" in said) == (code == 0)
+
+
+def test_an_export_without_room_is_an_error_of_the_system(tmp_path: Path) -> None:
+    """So that one line says so; the file before stays, and nothing half-written."""
+    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    backbone = build_backbone(Component(name="small_resnet", args={"width": 8}))
+    files = ("backbone.json", "backbone.pt", "backbone.safetensors")
+    save_backbone(backbone, tmp_path, {})
+    contents = [(tmp_path / name).read_bytes() for name in files]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save_backbone(backbone, tmp_path, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
+    assert sorted(path.name for path in tmp_path.iterdir()) == list(files)
+    assert [(tmp_path / name).read_bytes() for name in files] == contents
 
 
 def test_a_killed_run_is_named_by_the_next_start(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selftask.checkpoint import sync, write_checked
 from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.build import build_backbone, embed_dim
@@ -30,16 +31,16 @@ def save_backbone(backbone: nn.Module, folder: str | Path, meta: dict[str, Any])
     ``channels`` of images, ``normalization`` ({"mean", "std"}), ``input_size`` (pixels),
     ``method``, ``step``; ``embed_dim`` is added. Each file is replaced at once or not at all.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save  # not save_file: its error on a full disk is no OSError
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = portable_state(backbone)
     facts = {"format": "selftask backbone 1", "embed_dim": embed_dim(backbone), **meta}
     text = json.dumps(facts, indent=2) + "\n"
-    _replace(folder / SAFETENSORS, lambda path: save_file(state, path))
+    _replace(folder / SAFETENSORS, lambda path: path.write_bytes(save(state)))
     _replace(folder / META, lambda path: path.write_text(text, encoding="utf-8"))
-    _replace(folder / WEIGHTS, lambda path: torch.save(state, path))
+    _replace(folder / WEIGHTS, lambda path: write_checked(state, path))
     return folder / WEIGHTS
 
 
@@ -87,9 +88,10 @@ def portable_state(module: nn.Module) -> dict[str, Tensor]:
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:
     """Write to a temporary file beside ``path``, make it durable, rename it."""
     temporary = path.with_name(f".{path.name}.tmp")
-    write(temporary)
-    os.umask(mask := os.umask(0))
-    temporary.chmod(0o666 & ~mask)  # safetensors gives none but the owner access
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        write(temporary)
+        sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
