@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selftask.batch import Batch, total
 from selftask.collectives import all_reduce_mean, rank, world_size
 from selftask.methods.base import Method
 from selftask.progress import Clock, RunLength
@@ -67,7 +68,7 @@ class MiniTask:
         method = METHODS[method] if isinstance(method, str) else method
         self.loss = method(method.Config(**config))
         self.base_model = self.model = self.loss.build_network(backbone(), self).double()
-        self.loss.attach(self)
+        self.loss.setup(self)
         self.loss.double()
         parameters = [*self.base_model.parameters(), *self.loss.parameters()]
         self.parameters = [p for p in parameters if p.requires_grad]
@@ -86,7 +87,7 @@ class MiniTask:
         for update in range(updates):
             if update and self.clock.batch_in_epoch == 0:
                 self.loss.on_phase_start(self)
-            self.data_iterator = self.rest_of_epoch()
+            self.batches = self.rest_of_epoch()
             step(self)
         return self
 
@@ -107,28 +108,40 @@ class MiniTask:
         self.clock.load_state_dict(state["clock"])
         return self
 
-    def rest_of_epoch(self) -> Iterator[dict[str, Any]]:
+    def rest_of_epoch(self) -> Iterator[Batch]:
         size, mine = self.length.batch_size, self.length.batch_size // world_size()
         for batch in range(self.clock.batch_in_epoch, self.length.batches_per_epoch):
             first = batch * size + rank() * mine
-            yield self.sample(torch.arange(first, first + mine))
+            yield self.batch(torch.arange(first, first + mine))
 
     def sweep(self) -> Iterator[dict[str, Any]]:
         """This rank's part of all images, in batches of which the last is smaller."""
         for index in torch.arange(NUM_IMAGES).tensor_split(world_size())[rank()].split(5):
-            yield self.sample(index)
+            yield {"views": [view[index] for view in self.views], "index": index}
 
-    def sample(self, index: Tensor) -> dict[str, Any]:
-        sample = {
-            "views": [view[index] for view in self.views],
-            "index": index,
-            "key": torch.stack([torch.full_like(index, self.clock.epoch), index], dim=1),
-            "target": torch.full_like(index, -1),
-            "epoch": self.clock.epoch,
-            "step": self.clock.batch,
-        }
-        self.loss.prepare(sample, self)
-        return sample
+    def batch(self, index: Tensor) -> Batch:
+        batch = Batch(
+            views={"main": [view[index] for view in self.views]},
+            labels=self.labels(index),
+            index=index,
+            key=torch.stack([torch.full_like(index, self.clock.epoch), index], dim=1),
+            number=self.clock.batch,
+        )
+        self.loss.prepare_batch(batch, self)
+        return batch
+
+    def labels(self, index: Tensor) -> Tensor:
+        return torch.full_like(index, -1)
+
+    def forward(self, index: Tensor, images: Tensor | None = None) -> Batch:
+        """The batch of these images, after network and hook, before the loss."""
+        batch = self.last_batch = self.batch(index)
+        if images is not None:
+            batch.views = {"main": [images]}
+            batch.input = (images, *batch.input[1:])
+        batch.output = self.base_model(batch.input)
+        self.loss.on_forward(self)
+        return batch
 
     # -- what the step and the method ask ------------------------------------------------------
 
@@ -147,7 +160,7 @@ class MiniTask:
     def autocast(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def update_meters(self, output: Any, target: Tensor) -> None: ...
+    def update_meters(self, batch: Batch) -> None: ...
 
     def log(self, name: str, value: Any) -> None:
         self.logged[name] = value
@@ -175,6 +188,17 @@ class MiniTask:
 class _SGD(torch.optim.SGD):
     def step(self, closure: None = None, *, where: float = 0.0) -> None:  # type: ignore[override]
         super().step()
+
+
+_NONE = torch.empty(0, dtype=torch.int64)
+
+
+def loss_of(
+    method: Method, output: Tensor, *, labels: Tensor = _NONE, index: Tensor = _NONE, **added: Any
+) -> Tensor:
+    """The loss of an output alone, with what hooks would have added to the batch."""
+    batch = Batch(views={}, labels=labels, index=index, key=_NONE, output=output, added=added)
+    return total(method(output, batch))
 
 
 def make_views(sizes: tuple[int, ...]) -> list[Tensor]:

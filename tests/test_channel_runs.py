@@ -158,11 +158,11 @@ def test_the_same_views_from_every_engine_and_cache(
         chosen = config(recipe("simclr"), tmp_path, f"data.engine={engine}", f"data.cache={cache}")
         feed = Feed(chosen, open_data(chosen.data), World(), torch.device("cpu"))
         try:
-            sample = next(feed.train_samples(0))
+            batch = next(feed.train_batches(0))
         finally:
             feed.close()
-        order = sample["index"].argsort()
-        found[engine, cache] = torch.stack(sample["views"])[:, order]
+        order = batch.index.argsort()
+        found[engine, cache] = torch.stack(batch.all_views)[:, order]
         assert found[engine, cache].shape == (2, 16, CHANNELS, 32, 32)
     first = found["cpu", "none"]
     assert torch.equal(found["cpu", "ram"], first)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ssl" / "selftask"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
-    {"errors", "file_system", "registry", "classy", "environment", "collectives", "logs"}
+    {"batch", "errors", "file_system", "registry", "classy", "environment", "collectives", "logs"}
     | {"progress"}
     | {"memory", "pulse", "world"}
     | {"checkpoint", "checkpoint_writer", "sharded", "draws", "restricted_pickle"},

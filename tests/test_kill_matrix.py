@@ -57,9 +57,9 @@ class Recorder(Hook):
     def on_forward(self, task):
         if not task.train:
             return
-        sample = task.last_batch.sample
-        views = zlib.crc32(b"".join(view.numpy().tobytes() for view in sample["views"]))
-        row = {"batch": sample["step"], "index": sample["index"].tolist(), "views": views}
+        batch = task.last_batch
+        views = zlib.crc32(b"".join(view.numpy().tobytes() for view in batch.all_views))
+        row = {"batch": batch.number, "index": batch.index.tolist(), "views": views}
         with open(task.out / "samples.jsonl", "a") as file:
             file.write(json.dumps(row) + "\\n")
 

@@ -22,8 +22,8 @@ class Slow:
 
     def __init__(self, task: Task) -> None:
         self.now = 0.0
-        samples, reduce = task._samples, task.reduction.reduce
-        task._samples = lambda: self.samples(samples())  # type: ignore[method-assign]
+        batches, reduce = task._read_batches, task.reduction.reduce
+        task._read_batches = lambda: self.batches(batches())  # type: ignore[method-assign]
         task.model.register_forward_pre_hook(self.takes("forward"))
         task._calls["on_forward"] = [*task._calls.get("on_forward", []), self.takes("hooks")]
         task.loss.register_forward_pre_hook(self.takes("loss"))
@@ -37,10 +37,10 @@ class Slow:
 
         return wait
 
-    def samples(self, samples: Iterator[Any]) -> Iterator[Any]:
-        for sample in samples:
+    def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
             self.takes("read")()
-            yield sample
+            yield batch
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

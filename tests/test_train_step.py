@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import tiny
 from ranks import run_ranks
+from selftask.batch import Batch
 from selftask.classy import schedulers
 from selftask.config.load import load_config
 from selftask.config.schema import OptimizerConfig
@@ -196,8 +197,8 @@ def test_no_host_sync_between_log_points(tmp_path: Path, monkeypatch: pytest.Mon
 
             label = f"{method}: {name}"
             monkeypatch.setattr(Tensor, name, counting(original, seen, label))
-        batches = [next(task.data_iterator) for _ in range(2)]  # reading is the loader's affair
-        task.data_iterator = iter(batches)
+        batches = [next(task.batches) for _ in range(2)]  # reading is the loader's affair
+        task.batches = iter(batches)
         seen.clear()
         task.step()
         task.step()
@@ -298,13 +299,13 @@ def test_accumulated_batches_are_one_big_batch(tmp_path: Path, spy: str) -> None
     task.base_model.double()
     for state in task.optimizer.optimizer.state.values():
         state["momentum_buffer"] = state["momentum_buffer"].double()
-    prepare = task.loss.prepare
+    prepare = task.loss.prepare_batch
 
-    def prepare_double(sample: dict[str, Any], task: Task) -> None:
-        sample["views"] = [view.double() for view in sample["views"]]
-        prepare(sample, task)
+    def prepare_double(batch: Batch, task: Task) -> None:
+        batch.views = {n: [view.double() for view in group] for n, group in batch.views.items()}
+        prepare(batch, task)
 
-    task.loss.prepare = prepare_double  # type: ignore[method-assign]
+    task.loss.prepare_batch = prepare_double  # type: ignore[method-assign]
     network = copy.deepcopy(task.base_model)
     task.on_start()
     task.on_phase_start()
@@ -319,11 +320,11 @@ def test_accumulated_batches_are_one_big_batch(tmp_path: Path, spy: str) -> None
     forwards = [point for point in points(train=True) if point in ("on_forward", "on_update")]
     assert forwards == ["on_forward", "on_forward", "on_update"] * 2 + ["on_forward", "on_update"]
 
-    batches = task.feed.train_samples(0)
+    batches = task.feed.train_batches(0)
     for where, number in zip(places, (2, 2, 1), strict=True):
         group = [next(batches) for _ in range(number)]
-        images = torch.cat([sample["views"][0] for sample in group]).double()
-        target = torch.cat([sample["target"] for sample in group])
+        images = torch.cat([batch.all_views[0] for batch in group]).double()
+        target = torch.cat([batch.labels for batch in group])
         network.zero_grad()
         nn.functional.cross_entropy(network(images), target).backward()
         with torch.no_grad():

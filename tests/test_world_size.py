@@ -43,7 +43,7 @@ MINE = (
 class Pull(Method):
     """Pulls two views together, by a distance in units of how spread the batch is."""
 
-    reduces = "samples"
+    loss_reduction = "samples"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -51,7 +51,7 @@ class Pull(Method):
         raises: bool = False
         dies: bool = False
 
-    def forward(self, output, target):
+    def forward(self, output, batch):
         if self.config.raises:
             raise ValueError("no distance today")
         if self.config.dies and rank() == 1:
@@ -66,13 +66,13 @@ MUTANTS = {
         """
 @register_method("spread")
 class Spread(Method):
-    reduces = "statistics"
+    loss_reduction = "statistics"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         dim: int = 8
 
-    def forward(self, output, target):
+    def forward(self, output, batch):
         return (output[0] - output[1]).square().mean()
 """,
         "exchanges nothing between ranks",
@@ -81,10 +81,10 @@ class Spread(Method):
         """
 @register_method("no_gradient")
 class NoGradient(SimCLR):
-    reduces = "gathered"
+    loss_reduction = "gathered"
     class Config(SimCLR.Config): ...
 
-    def forward(self, output, target):
+    def forward(self, output, batch):
         first, second = F.normalize(output, dim=2)
         everyone = torch.cat([all_gather_cat(first), all_gather_cat(second)])
         mine = rank() * len(first)
@@ -98,13 +98,13 @@ class NoGradient(SimCLR):
         """
 @register_method("queue_order")
 class QueueOrder(MoCo):
-    reduces = "samples"
+    loss_reduction = "samples"
     class Config(MoCo.Config): ...
 
     def on_update(self, task):
-        keys = self.keys[-1]
+        keys = self.pending[-1]
         own = keys.unflatten(1, (world_size(), -1)).transpose(1, 2).flatten(1, 2)
-        self.keys[-1] = own  # dealt out: in another order than the global batch's
+        self.pending[-1] = own  # dealt out: in another order than the global batch's
         super().on_update(task)
 """,
         "method with 2 ranks, queue",
@@ -113,11 +113,11 @@ class QueueOrder(MoCo):
         """
 @register_method("own_memory")
 class OwnMemory(MoCo):
-    reduces = "samples"
+    loss_reduction = "samples"
     class Config(MoCo.Config): ...
 
-    def attach(self, task):
-        super().attach(task)
+    def setup(self, task):
+        super().setup(task)
         self.register_buffer("mean", torch.zeros(()))
 
     def on_update(self, task):
@@ -130,11 +130,11 @@ class OwnMemory(MoCo):
         """
 @register_method("drawn")
 class Drawn(SimCLR):
-    reduces = "gathered"
+    loss_reduction = "gathered"
     class Config(SimCLR.Config): ...
 
-    def prepare(self, sample, task):
-        sample["input"] = [view + torch.randn_like(view) for view in sample["views"]]
+    def prepare_batch(self, batch, task):
+        batch.input = [view + torch.randn_like(view) for view in batch.all_views]
 """,
         "inputs with 2 ranks, step 1: input[",
     ),
@@ -159,24 +159,24 @@ def test_a_method_without_declaration_does_not_register() -> None:
 
     message = str(error.value)
     assert "'undeclared'" in message and "Undeclared at " in message
-    assert f"{__file__}:" in message and "does not declare `reduces`" in message
+    assert f"{__file__}:" in message and "does not declare `loss_reduction`" in message
     assert all(f'"{word}"' in message for word in ("samples", "gathered", "statistics"))
     assert "undeclared" not in METHODS
 
 
 def test_a_wrong_word_is_no_declaration() -> None:
-    with pytest.raises(UserError, match=r"says 'sample' for `reduces`; .*\"samples\""):
+    with pytest.raises(UserError, match=r"says 'sample' for `loss_reduction`; .*\"samples\""):
 
         @register_method("misspelt")
         class Misspelt:
-            reduces = "sample"
+            loss_reduction = "sample"
 
     assert "misspelt" not in METHODS
 
 
 def test_every_shipped_method_declares() -> None:
     for name in METHODS.names():
-        assert METHODS[name].reduces in REDUCTIONS, name
+        assert METHODS[name].loss_reduction in REDUCTIONS, name
 
 
 # -- the small version -------------------------------------------------------------------------

@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from selftask.batch import total
 from selftask.collectives import all_reduce_mean
 from selftask.registry import register_train_step
-from selftask.task import LastBatch, Task
+from selftask.task import Task
 
 RADIUS = 0.05  # rho in eq. 2
 
@@ -18,15 +19,21 @@ RADIUS = 0.05  # rho in eq. 2
 @register_train_step("sharpness_aware")
 def sharpness_aware_step(task: Task) -> None:
     """Gradient, climb by ``RADIUS`` along it, gradient there, climb down, update with that."""
-    sample = next(task.data_iterator)
-    loss = _loss(task, sample)
+    batch = task.last_batch = next(task.batches)
+    with task.autocast():
+        batch.output = task.model(batch.input)
+        task.run_hooks("on_forward")
+        batch.local_loss = task.loss(batch.output, batch)
+    batch.loss = all_reduce_mean(batch.local_loss.detach())
+    task.update_meters(batch)
+    task.run_hooks("on_loss_and_meter")
     if not task.train:
         return
 
-    _gradient(task, loss)
+    _gradient(task, batch.local_loss)
     climb = _climb(task)
     with task.autocast():
-        uphill = task.loss(task.model(sample["input"]), sample["target"])
+        uphill = total(task.loss(task.model(batch.input), batch))  # the loss is pure: once more
     _gradient(task, uphill)
     with torch.no_grad():
         for parameter, up in climb:
@@ -38,18 +45,6 @@ def sharpness_aware_step(task: Task) -> None:
     task.grad_scaler.update()
     task.run_hooks("on_update")
     task.advance()
-
-
-def _loss(task: Task, sample: dict) -> Tensor:
-    with task.autocast():
-        output = task.model(sample["input"])
-        task.last_batch = batch = LastBatch(sample, output)
-        task.run_hooks("on_forward")
-        batch.local_loss = task.loss(output, sample["target"])
-    batch.loss = all_reduce_mean(batch.local_loss.detach())
-    task.update_meters(output, sample["target"])
-    task.run_hooks("on_loss_and_meter")
-    return batch.local_loss
 
 
 def _gradient(task: Task, loss: Tensor) -> None:

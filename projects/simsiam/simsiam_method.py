@@ -7,14 +7,13 @@ B: images per rank, D: width of projector and predictor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selftask.batch import Batch
 from selftask.methods.base import Method
 from selftask.models.heads import mlp
 from selftask.models.precision import in_full_precision
@@ -25,18 +24,14 @@ from selftask.registry import register_method
 class SimSiam(Method):
     """Each view predicts the other's projection, which does not move towards it."""
 
-    reduces = "samples"
+    loss_reduction = "samples"
+    views = 2
     per_view = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         dim: int = 2048  # D
         hidden: int = 512  # the predictor's bottleneck
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            num_views = sum(group["count"] for group in config["views"].values())
-            if num_views != 2:
-                yield f"views: simsiam compares two views, got {num_views}"
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -47,20 +42,19 @@ class SimSiam(Method):
         dim = self.config.dim
         return mlp(embed_dim, dim, dim, dim, bias=False, last_norm=True, last_affine=False)
 
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+    def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Eq. 2; ``output`` (2, B, D)."""
         prediction = torch.stack([self.predictor(view) for view in output])  # (2, B, D)
-        loss = negative_cosine(prediction, output.detach().flip(0))
-        self.terms = {"alignment": -loss.detach()}
-        return loss
+        first, second = negative_cosine(prediction, output.detach().flip(0)) / 2
+        return {"first": first, "second": second}
 
     @property
-    def chance(self) -> float | None:
+    def chance_loss(self) -> float | None:
         """None: vectors that know nothing of each other have a loss of 0."""
         return None
 
 
 @in_full_precision
 def negative_cosine(prediction: Tensor, projection: Tensor) -> Tensor:
-    """Eq. 1, averaged over views and images; both (2, B, D); -1 where all agree."""
-    return -F.cosine_similarity(prediction, projection, dim=2).mean()
+    """Eq. 1 of each view, averaged over images; both (2, B, D); -1 if all agree."""
+    return -F.cosine_similarity(prediction, projection, dim=2).mean(dim=1)

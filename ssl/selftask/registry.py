@@ -142,6 +142,19 @@ class Registry:
         doc = ast.get_docstring(node) or ast.get_docstring(_parse(address.path)) or ""
         return doc.partition("\n")[0]
 
+    def declared(self, name: str, attribute: str, default: Any) -> Any:
+        """A class attribute of ``name`` that is a literal, such as ``views = 2``.
+
+        Read from the source alone if its module is not imported; ``default`` if the class itself
+        does not set it.
+        """
+        if name in self._registered:
+            return getattr(self._registered[name], attribute, default)
+        for node in _definition(self.address(name), self.decorator, name).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == attribute:
+                return ast.literal_eval(node.value)
+        return default
+
     def config_class(self, name: str) -> type | None:
         """The dataclass of ``name``'s config fields: its ``Config``, or itself if it is one.
 
@@ -270,9 +283,9 @@ REDUCTIONS = {
     "gathered": "the loss compares samples with those of all ranks, gathered with gradient",
     "statistics": "sums over the samples of all ranks enter the loss",
 }
-"""How the loss of a method reduces over ranks: ``Method.reduces``; `selftask check` holds it to."""
+"""Values of ``Method.loss_reduction``; `selftask check` tests the claim."""
 
-METHODS = Registry("method", "selftask.methods", declares=("reduces", REDUCTIONS))
+METHODS = Registry("method", "selftask.methods", declares=("loss_reduction", REDUCTIONS))
 TRAIN_STEPS = Registry("train_step", "selftask.train_steps")
 HOOKS = Registry("hook", "selftask.hooks")
 BACKBONES = Registry("backbone", "selftask.models.backbones")

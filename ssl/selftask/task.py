@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selftask import classy, environment, snapshot
+from selftask.batch import Batch
 from selftask.classy import ClassyTaskNames
 from selftask.collectives import broadcast_buffers, broadcast_module, is_primary
 from selftask.config.load import to_yaml
@@ -46,23 +46,6 @@ log = get_logger(__name__)
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _FULL_PRECISION: AbstractContextManager[None] = nullcontext()
-
-
-@dataclass
-class LastBatch:
-    """What the step has made so far of the batch at hand; hooks read it, each at its point."""
-
-    sample: dict[str, Any]
-    output: Any
-    local_loss: Tensor | None = None  # of this rank, with graph
-    loss: Tensor | None = None  # mean over ranks, without
-    step_data: ClassVar[dict[str, Any]] = {}  # Classy's hooks look for timings in it
-
-    @property
-    def target(self) -> Tensor:
-        """The labels, -1 where there are none."""
-        target: Tensor = self.sample["target"]
-        return target
 
 
 class Task(ClassyTaskNames):
@@ -116,7 +99,7 @@ class Task(ClassyTaskNames):
         environment.seed_all(train.seed, self.world.rank)
         self.rows = MetricsFile(self.out / "metrics.jsonl") if is_primary() else None
         self.resumed = snapshot.resume(self)
-        self.data_iterator: Iterator[dict[str, Any]] = iter(())
+        self.batches: Iterator[Batch] = iter(())
 
     def _build_model(self) -> None:
         config = self.config
@@ -127,7 +110,7 @@ class Task(ClassyTaskNames):
         self.loss = method(method.Config(**config.method.args))
         self.base_model = self.loss.build_network(backbone, self).to(self.device)
         synchronize(config.parallel, [self.base_model, self.loss])
-        self.loss.attach(self)
+        self.loss.setup(self)
         self.loss.to(self.device)
         draw_per_sample([self.base_model, self.loss], config.train.seed)
         for module in (self.base_model, self.loss):
@@ -166,7 +149,7 @@ class Task(ClassyTaskNames):
     def _build_hooks(self) -> None:
         self.named_hooks = {k: _build(HOOKS, c, self.out) for k, c in self.config.hooks.items()}
         self.meters = [_build(METERS, c, self.out) for c in self.config.meters.values()]
-        if self.meters and not self.loss.gives_scores:
+        if self.meters and not self.loss.outputs_logits:
             raise UserError(
                 f"meters ({', '.join(self.config.meters)}) look at class scores, and "
                 f"method.name={self.config.method.name} gives none; see eval.evaluations"
@@ -196,11 +179,11 @@ class Task(ClassyTaskNames):
             return _FULL_PRECISION
         return torch.autocast(self.device.type, self._low_precision)
 
-    def update_meters(self, output: Any, target: Tensor) -> None:
-        """Show the batch to the meters: those of a test phase."""
+    def update_meters(self, batch: Batch) -> None:
+        """Pass output and labels to the meters, in a test phase."""
         if not self.train:
             for meter in self.meters:
-                meter.update(output.detach(), target)
+                meter.update(batch.output.detach(), batch.labels)
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Around forward and backward of every batch of an update but its last."""
@@ -287,7 +270,7 @@ class Task(ClassyTaskNames):
             self.optimizer.on_epoch(self.clock.where_of_epoch)
         left = min(self.batches_left, self.length.total_batches - self.clock.batch)
         self._phase_stop = self.clock.batch + left
-        self.data_iterator = self._samples()  # reads nothing yet; hooks may wrap it
+        self.batches = self._read_batches()  # reads nothing yet; hooks may wrap it
         self.run_hooks("on_phase_start")
 
     def step(self) -> None:
@@ -341,20 +324,20 @@ class Task(ClassyTaskNames):
                 if opened is not None:
                     opened.close()
 
-    def _samples(self) -> Iterator[dict[str, Any]]:
-        """The samples of this phase, from where the clock stands, each as the method wants it."""
-        batch = self.clock.batch
-        samples: Iterator[dict[str, Any]] = (
-            islice(self.feed.train_samples(batch), self._phase_stop - batch)
+    def _read_batches(self) -> Iterator[Batch]:
+        """Yield the batches of this phase from the clock's position on, prepared by the method."""
+        first = self.clock.batch
+        batches: Iterator[Batch] = (
+            islice(self.feed.train_batches(first), self._phase_stop - first)
             if self.train
-            else self.feed.test_samples()
+            else self.feed.test_batches()
         )
-        prepare = self.loss.prepare
-        for sample in samples:
-            prepare(sample, self)
+        prepare = self.loss.prepare_batch
+        for batch in batches:
+            prepare(batch, self)
             if self.train and LAYER_DRAWS.num_layers:
-                LAYER_DRAWS.start(sample["key"], self.device)
-            yield sample
+                LAYER_DRAWS.start(batch.key, self.device)
+            yield batch
         LAYER_DRAWS.stop()
 
     @property

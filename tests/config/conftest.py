@@ -22,7 +22,7 @@ from selftask.registry import (
 class ToyMethod:
     """A toy."""
 
-    reduces = "samples"
+    loss_reduction = "samples"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -37,7 +37,7 @@ class ToyMethod:
 
 @register_method("toy_other")
 class ToyOther:
-    reduces = "gathered"
+    loss_reduction = "gathered"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -254,7 +254,7 @@ def test_an_unreadable_config_field_names_its_class(project: Path) -> None:
         "from selftask.registry import register_method\n"
         '@register_method("odd")\n'
         "class Odd:\n"
-        '    reduces = "samples"\n'
+        '    loss_reduction = "samples"\n'
         "    @dataclass(frozen=True, kw_only=True)\n"
         "    class Config:\n"
         "        x: Unknown = 1\n"

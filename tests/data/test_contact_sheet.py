@@ -40,9 +40,9 @@ def test_the_rows_are_what_training_gets(tmp_path: Path) -> None:
     rows = rows_of(config, sources, 8)
     feed = Feed(config, sources, World(), torch.device("cpu"))
     shown = {}
-    for sample in itertools.islice(feed.train_samples(0), 2):
-        for place, index in enumerate(sample["index"].tolist()):
-            views = [view[place].permute(1, 2, 0).double().numpy() for view in sample["views"]]
+    for batch in itertools.islice(feed.train_batches(0), 2):
+        for place, index in enumerate(batch.index.tolist()):
+            views = [view[place].permute(1, 2, 0).double().numpy() for view in batch.all_views]
             pixels = [views[0] * STD + MEAN, views[1] * STD + MEAN, views[2]]
             shown[sources.train.path(index)] = [np.rint(255 * view) for view in pixels]
     assert len(rows) == 8

@@ -60,9 +60,9 @@ def config_for(folder: Path, out: Path, *more: str) -> Config:
 def one_epoch(config: Config, sources: Sources | None = None) -> list[int]:
     """Read one epoch as training does; the indices of the images shown."""
     feed = Feed(config, sources or open_data(config.data), World(), CPU)
-    samples = feed.train_samples(0)
+    batches = feed.train_batches(0)
     try:
-        shown = [next(samples)["index"] for _ in range(feed.batches.steps_per_epoch)]
+        shown = [next(batches).index for _ in range(feed.batches.steps_per_epoch)]
     finally:
         feed.close()
     return torch.cat(shown).tolist()
@@ -213,7 +213,7 @@ def test_a_dead_disk_ends_a_run_at_once_and_is_named(
     monkeypatch.setattr(reading, "FIRST_PAUSE_S", 0.001)
     reason = r"last 5 reads failed.*\.jpg: input/output error \(tried 3 times\)$"
     with pytest.raises(UserError, match=reason):
-        next(feed.train_samples(0) if loop == "train" else feed.labelled_samples())
+        next(feed.train_batches(0) if loop == "train" else feed.labelled_samples())
     feed.close()
     assert len(failed) == (15 if num_workers == 0 else 0)
     assert not (out / "bad_files.txt").exists()
@@ -281,11 +281,11 @@ def test_a_crash_of_a_worker_names_the_file(tmp_path: Path) -> None:
     config = config_for(tmp_path / "images", tmp_path / "out", "data.num_workers=2")
     sources = open_data(config.data)._replace(train=Crashing(paths, paths[17]))
     feed = Feed(config, sources, World(), torch.device("cpu"))
-    samples = feed.train_samples(0)
+    batches = feed.train_batches(0)
     said = rf"was killed by SIGSEGV; the last image it began to read: {re.escape(str(paths[17]))}$"
     try:
         with pytest.raises(RunError, match=said):
-            list(samples)
+            list(batches)
     finally:
         feed.close()
 
@@ -310,7 +310,7 @@ def test_a_crash_in_a_data_set_of_the_users_names_the_item(tmp_path: Path) -> No
     feed = Feed(config, Sources(source, None), World(), torch.device("cpu"))
     try:
         with pytest.raises(RunError, match=r"ended with code 9; .* read: mine:Deadly\[23\]$"):
-            list(feed.train_samples(0))
+            list(feed.train_batches(0))
     finally:
         feed.close()
 

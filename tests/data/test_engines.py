@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from selftask.batch import Batch
 from selftask.config.load import load_config
 from selftask.data.dataset import open_data
 from selftask.data.device.batches import DeviceDataset
@@ -29,8 +29,8 @@ def feed(out: Path, *settings: str) -> Feed:
     return Feed(config, open_data(config.data), World(), torch.device("cpu"))
 
 
-def samples(feed: Feed, start: int) -> list[dict[str, Any]]:
-    found = feed.train_samples(start)
+def batches(feed: Feed, start: int) -> list[Batch]:
+    found = feed.train_batches(start)
     read = [next(found) for _ in range(2)]
     feed.close()
     return read
@@ -40,25 +40,25 @@ def samples(feed: Feed, start: int) -> list[dict[str, Any]]:
 def test_caches_do_not_change_samples(tmp_path: Path, engine: str) -> None:
     plain = feed(tmp_path, f"data.engine={engine}")
     assert isinstance(plain.batches.dataset, DeviceDataset) == (engine == "device")
-    expected = samples(plain, 5)
+    expected = batches(plain, 5)
     for cache in ("disk", "device") if engine == "device" else ("ram",):
         cached = feed(tmp_path, f"data.engine={engine}", f"data.cache={cache}")
         assert isinstance(cached.batches, CachedBatches) == (cache == "device")
-        found = samples(cached, 5)
+        found = batches(cached, 5)
         assert isinstance(cached.batches.dataset.source, Decoded) == (cache != "device")
         for one, other in zip(found, expected, strict=True):
-            assert one["step"] == other["step"]
-            assert torch.equal(one["index"], other["index"])
-            assert torch.equal(one["target"], other["target"])
-            for view, expected_view in zip(one["views"], other["views"], strict=True):
+            assert one.number == other.number
+            assert torch.equal(one.index, other.index)
+            assert torch.equal(one.labels, other.labels)
+            for view, expected_view in zip(one.all_views, other.all_views, strict=True):
                 torch.testing.assert_close(view, expected_view, rtol=0, atol=1e-5)
 
 
 def test_engines_differ_by_rounding(tmp_path: Path) -> None:
-    cpu, device = (samples(feed(tmp_path, f"data.engine={name}"), 3) for name in ("cpu", "device"))
+    cpu, device = (batches(feed(tmp_path, f"data.engine={name}"), 3) for name in ("cpu", "device"))
     for one, other in zip(cpu, device, strict=True):
-        assert torch.equal(one["index"], other["index"])
-        for view, other_view in zip(one["views"], other["views"], strict=True):
+        assert torch.equal(one.index, other.index)
+        for view, other_view in zip(one.all_views, other.all_views, strict=True):
             assert (view - other_view).abs().mean() < 1.5 / 127.5  # grey levels, normalised
 
 

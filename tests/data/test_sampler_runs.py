@@ -25,12 +25,12 @@ MINE = PAGE.partition("```python")[2].partition("```")[0]  # the example of the 
 def test_copies_of_an_image_are_other_views(tmp_path: Path) -> None:
     task = tiny.task("simclr", tmp_path, "run", "data.sampler={name: repeated, times: 4}")
     task.prepare()
-    sample = next(task.feed.train_samples(7))
+    batch = next(task.feed.train_batches(7))
     task.feed.close()
-    index = sample["index"]
-    assert (sample["epoch"], sample["step"]) == (1, 7)
+    index = batch.index
+    assert (batch.epoch, batch.number) == (1, 7)
     assert torch.equal(index[:4].repeat(4), index)
-    for view in sample["views"]:
+    for view in batch.all_views:
         flat = view.flatten(1)
         assert len(torch.unique(flat, dim=0)) == len(flat) == 16
 

@@ -290,9 +290,8 @@ def test_a_run_that_waits_says_so_once(tmp_path: Path, monkeypatch: pytest.Monke
     task: Any = SimpleNamespace(
         config=config_for(tmp_path, "train.log_every=10", "data.num_workers=1", "out=runs/a"),
         feed=SimpleNamespace(data_wait_s=0.0),
-        last_batch=SimpleNamespace(loss=torch.tensor(1.0)),
+        last_batch=SimpleNamespace(loss=torch.tensor(1.0), terms={}),
         length=SimpleNamespace(batch_size=8),
-        loss=SimpleNamespace(terms={}),
         optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]),
         clock=SimpleNamespace(done=False),
         world=SimpleNamespace(local_size=2),

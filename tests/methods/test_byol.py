@@ -14,7 +14,6 @@ from minitask import MiniTask, largest_difference
 from ranks import run_ranks
 from selftask.methods.byol import BYOL, regression_loss
 from selftask.models.heads import mlp
-from selftask.registry import METHODS
 
 SMALL: dict[str, Any] = {"dim": 5, "hidden": 7, "momentum": 0.9}
 
@@ -140,11 +139,3 @@ def test_world_size_is_invisible() -> None:
 
 def _four_updates(rank: int) -> dict[str, Any]:
     return MiniTask(PlainBYOL, SMALL).run(4).state()
-
-
-def test_impossible_configs_are_told() -> None:
-    config = {"views": {"first": {"count": 1}}}
-    schema: Any = METHODS.config_class("byol")
-    keys = [problem.partition(":")[0] for problem in schema().problems(config)]
-    assert keys == ["views"]
-    assert not list(schema().problems({"views": {"main": {"count": 2}}}))

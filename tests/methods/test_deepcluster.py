@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitask import NUM_IMAGES, MiniTask, largest_difference
+from minitask import NUM_IMAGES, MiniTask, largest_difference, loss_of
 from ranks import run_ranks
 from selftask.config.load import load_config
 from selftask.errors import ConfigError, UserError
@@ -27,7 +27,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 def _features(task: MiniTask) -> Tensor:
     """What the network makes of all images now: (24, 2, 5) on the unit sphere."""
     with torch.no_grad():
-        output = task.base_model(task.sample(torch.arange(NUM_IMAGES))["views"][:2])
+        output = task.base_model(task.batch(torch.arange(NUM_IMAGES)).input[:2])
     return F.normalize(output, dim=2).transpose(0, 1)
 
 
@@ -51,36 +51,35 @@ def _paper_loss(output: Tensor, index: Tensor, method: DeepCluster) -> float:
 def test_loss_is_that_of_the_paper(num_views: int) -> None:
     method = MiniTask("deepcluster", SMALL).run(1).loss
     output, index = _random(num_views, 3, 5), torch.tensor([20, 3, 11])
-    method.index = index
     expected = _paper_loss(output, index, method)
-    assert method(output, torch.empty(3)).item() == pytest.approx(expected, rel=1e-12)
+    assert loss_of(method, output, index=index).item() == pytest.approx(expected, rel=1e-12)
     method.clusters[:, 3] = NO_CLUSTER  # an image that the first pass could not read
-    assert method(output, torch.empty(3)).item() != pytest.approx(expected)
+    assert loss_of(method, output, index=index).item() != pytest.approx(expected)
     expected = _paper_loss(output, index, method)
-    assert method(output, torch.empty(3)).item() == pytest.approx(expected, rel=1e-12)
+    assert loss_of(method, output, index=index).item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_perfect_agreement_costs_nothing_and_ignorance_costs_chance() -> None:
     method = MiniTask("deepcluster", {**SMALL, "temperature": 1e-3}).run(1).loss
-    method.index = torch.arange(4)
+    index = torch.arange(4)
     method.prototypes.copy_(torch.eye(5).repeat(2, 1))
     method.clusters[:, :4] = torch.arange(4)
     at_their_own = torch.eye(5, dtype=torch.float64)[:4].expand(2, 4, 5)
     method.clusters[1, :4] = (torch.arange(4) + 1) % 5  # head 1 begins at the last unit vector
     method.prototypes[4:] = torch.eye(5, dtype=torch.float64).roll(1, dims=0)[[0, 1, 2, 3, 4, 0]]
     method.prototypes[9] = -1.0
-    assert method(at_their_own, torch.empty(4)).item() == pytest.approx(0.0, abs=1e-6)
+    assert loss_of(method, at_their_own, index=index).item() == pytest.approx(0.0, abs=1e-6)
     method.prototypes.zero_()
-    assert method(at_their_own, torch.empty(4)).item() == pytest.approx(method.chance)
-    assert method.chance == pytest.approx((math.log(4) + math.log(6)) / 2)
+    assert loss_of(method, at_their_own, index=index).item() == pytest.approx(method.chance_loss)
+    assert method.chance_loss == pytest.approx((math.log(4) + math.log(6)) / 2)
 
 
 def test_autocast_rounds_nothing() -> None:
     method = MiniTask("deepcluster", SMALL).run(1).loss.float()
-    method.index, output = torch.arange(3), _random(2, 3, 5).float()
-    plain = method(output, torch.empty(3))
+    index, output = torch.arange(3), _random(2, 3, 5).float()
+    plain = loss_of(method, output, index=index)
     with torch.autocast("cpu", torch.bfloat16):
-        assert method(output, torch.empty(3)).item() == plain.item()
+        assert loss_of(method, output, index=index).item() == plain.item()
 
 
 def test_the_first_memory_holds_every_image() -> None:
@@ -159,7 +158,7 @@ def test_unreadable_images_are_left_out_of_the_clustering() -> None:
 def test_accumulated_batches_all_enter_the_memory() -> None:
     whole = MiniTask("deepcluster", SMALL, batch_size=12).run(2)
     parts = MiniTask("deepcluster", SMALL, batch_size=6, accumulate=2).run(2)
-    assert not parts.loss.arrivals
+    assert not parts.loss.pending
     assert largest_difference(whole.loss.state_dict(), parts.loss.state_dict()) < 1e-12
     assert largest_difference(whole.grads, parts.grads) < 1e-12
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor
 
-from minitask import MiniTask, largest_difference
+from minitask import MiniTask, largest_difference, loss_of
 from ranks import run_ranks
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
@@ -60,10 +60,10 @@ def test_loss_is_that_of_the_paper(num_views: int) -> None:
     teacher, student = _random(2, 3, 6), _random(num_views, 3, 6, seed=1)
     method = _method(temperature=0.3)
     method.center.copy_(_random(6, seed=2))
-    method.teacher_probs = F.softmax((teacher - method.center) / 0.2, dim=2)
+    probs = F.softmax((teacher - method.center) / 0.2, dim=2)
     expected = _paper_loss(teacher, student, method.center, 0.2, 0.3)
-    assert method(student, torch.empty(3)).item() == pytest.approx(expected, rel=1e-12)
-    terms = {name: float(value) for name, value in method.terms.items()}
+    assert loss_of(method, student, probs=probs).item() == pytest.approx(expected, rel=1e-12)
+    terms = {name: float(value) for name, value in method(student, {"probs": probs}).items()}
     assert terms["teacher_entropy"] + terms["kl"] == pytest.approx(expected)
     assert terms["kl"] > 0
 
@@ -73,9 +73,9 @@ def test_loss_and_center_are_those_of_lightly() -> None:
     task = MiniTask("dino", {**SMALL, "teacher_temperature_warmup": 0}, sizes=(8, 8, 5, 5), lr=0.0)
     theirs = lightly.DINOLoss(output_dim=10, teacher_temp=0.07, student_temp=0.1).double()
     for step in range(3):
-        sample = task.sample(torch.arange(8 * step, 8 * step + 8))
+        batch = task.batch(torch.arange(8 * step, 8 * step + 8))
         with torch.no_grad():  # the student stands still, and so does the teacher
-            output = task.base_model(sample["input"])
+            output = task.base_model(batch.input)
         expected = theirs(list(output[:2]), list(output), teacher_temp=0.07)
         task.run(1)
         assert task.losses[step] == pytest.approx(float(expected), rel=1e-6)  # their tau is float32
@@ -103,10 +103,10 @@ def test_no_view_is_compared_with_itself() -> None:
 def test_perfect_agreement_costs_nothing_and_ignorance_costs_chance() -> None:
     method = _method(num_prototypes=4, temperature=1e-3)
     same = torch.eye(4, dtype=torch.float64).expand(2, 4, 4)
-    method.teacher_probs = F.softmax(same / 1e-3, dim=2)
-    assert method(same, torch.empty(4)).item() == pytest.approx(0.0, abs=1e-9)
-    assert method(torch.zeros_like(same), torch.empty(4)).item() == pytest.approx(method.chance)
-    assert method.chance == pytest.approx(math.log(4))
+    probs = F.softmax(same / 1e-3, dim=2)
+    assert loss_of(method, same, probs=probs).item() == pytest.approx(0.0, abs=1e-9)
+    assert loss_of(method, 0 * same, probs=probs).item() == pytest.approx(method.chance_loss)
+    assert method.chance_loss == pytest.approx(math.log(4))
 
 
 def test_the_center_takes_away_what_all_images_share() -> None:
@@ -118,9 +118,9 @@ def test_the_center_takes_away_what_all_images_share() -> None:
     head.mlp[-1].weight.zero_()
     head.mlp[-1].bias.copy_(_random(5))  # the bottleneck, whatever the image
     task.run(1)
-    assert float(task.loss.terms["teacher_entropy"]) < 1.5
+    assert float(task.last_batch.terms["teacher_entropy"]) < 1.5
     task.run(40)
-    assert float(task.loss.terms["teacher_entropy"]) == pytest.approx(math.log(10), abs=1e-6)
+    assert float(task.last_batch.terms["teacher_entropy"]) == pytest.approx(math.log(10), abs=1e-6)
 
 
 def test_temperature_and_momentum_move_as_configured() -> None:
@@ -165,17 +165,17 @@ def test_every_optimizer_takes_up_a_layer_that_waited(name: str) -> None:
 def test_stochastic_depth_is_the_students_alone() -> None:
     task = MiniTask("dino", SMALL)
     task.base_model.backbone.drop = DropPath(0.5)
-    task.loss.attach(task)
+    task.loss.setup(task)
     assert task.base_model.backbone.drop.drop_prob == 0.5
     assert task.loss.teacher.network.backbone.drop.drop_prob == 0.0
 
 
 def test_autocast_rounds_nothing() -> None:
     method, output = _method(temperature=0.3).float(), _random(3, 8, 6).float()
-    method.teacher_probs = F.softmax(_random(2, 8, 6, seed=1).float(), dim=2)
-    plain = method(output, torch.empty(8))
+    probs = F.softmax(_random(2, 8, 6, seed=1).float(), dim=2)
+    plain = loss_of(method, output, probs=probs)
     with torch.autocast("cpu", torch.bfloat16):
-        assert method(output, torch.empty(8)).item() == plain.item()
+        assert loss_of(method, output, probs=probs).item() == plain.item()
 
 
 def test_accumulated_batches_all_count_for_the_center() -> None:
@@ -218,5 +218,5 @@ def test_the_teachers_backbone_is_kept() -> None:
 
 
 def test_one_view_is_refused() -> None:
-    with pytest.raises(ConfigError, match="dino needs two global views"):
+    with pytest.raises(ConfigError, match="dino needs 2 views or more of an image, got 1"):
         load_config("dino", ["views.main.count=1"])

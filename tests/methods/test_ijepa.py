@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from timm.models import VisionTransformer
 from torch import Tensor
 
-from minitask import MiniTask, largest_difference
+from minitask import MiniTask, largest_difference, loss_of
 from ranks import run_ranks
+from selftask.batch import Batch
 from selftask.errors import UserError
 from selftask.methods.ijepa import IJEPA, Blocks, cut_out, possible_areas
 from selftask.models.masked_vit import sincos_positions
@@ -34,13 +35,10 @@ def _task(**config: Any) -> MiniTask:
     return MiniTask("ijepa", {**SMALL, **config}, backbone=_vit, sizes=(8,), lr=0.1)
 
 
-def _forward(task: MiniTask, index: Tensor | None = None) -> tuple[dict[str, Any], Tensor]:
-    """A sample of four images and what the network predicts of their targets."""
-    sample = task.sample(torch.arange(4) if index is None else index)
-    output = task.base_model(sample["input"])
-    task.last_batch = SimpleNamespace(sample=sample, output=output)
-    task.loss.on_forward(task)
-    return sample, output
+def _forward(task: MiniTask, index: Tensor | None = None) -> tuple[Batch, Tensor]:
+    """A batch of four images and what the network predicts of their targets."""
+    batch = task.forward(torch.arange(4) if index is None else index)
+    return batch, batch.output
 
 
 # -- blocks ------------------------------------------------------------------------------------
@@ -142,9 +140,9 @@ def test_loss_is_that_of_the_paper() -> None:
     """Section 3, with the code's smooth L1: a mean over images, blocks, patches and features."""
     task = _task()
     task.run(2)  # a teacher that is not the student
-    sample, output = _forward(task)
-    indices, padding = sample["targets"]
-    features = task.loss.teacher.network.forward_features(sample["views"][0])
+    batch, output = _forward(task)
+    indices, padding = batch["targets"]
+    features = task.loss.teacher.network.forward_features(batch.all_views[0])
     total = 0.0
     for image in range(4):
         for block in range(4):
@@ -160,20 +158,21 @@ def test_loss_is_that_of_the_paper() -> None:
                 far = [abs(a - b) for a, b in zip(guess, wanted, strict=True)]
                 of_block.append(sum(d - 0.5 if d > 1 else d * d / 2 for d in far) / 12)
             total += sum(of_block) / len(of_block) / 4
-    loss = task.loss(output, sample["target"])
+    loss = task.loss(output, batch)
     assert loss.item() == pytest.approx(total / 4, rel=1e-9)
 
 
 def test_loss_of_equal_blocks_is_the_published_one() -> None:
     method = IJEPA(IJEPA.Config())
-    output, method.features = torch.randn(2, 3, 4, 5, 6).unbind()
-    method.inside = torch.ones(3, 4, 5, dtype=torch.bool)
-    expected = F.smooth_l1_loss(output, method.features)
-    assert method(output, torch.empty(3)).item() == pytest.approx(expected.item(), rel=1e-6)
-    assert method(method.features, torch.empty(3)).item() == 0.0
-    method.inside[0, 1, 2:] = False
+    output, features = torch.randn(2, 3, 4, 5, 6).unbind()
+    padding = torch.zeros(3, 4, 5, dtype=torch.bool)
+    added = {"features": features, "targets": (None, padding)}
+    expected = F.smooth_l1_loss(output, features)
+    assert loss_of(method, output, **added).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert loss_of(method, features, **added).item() == 0.0
+    padding[0, 1, 2:] = True
     output[0, 1, 2:] = 1e6  # what fills rows does not count
-    assert method(output, torch.empty(3)).item() < 2
+    assert loss_of(method, output, **added).item() < 2
 
 
 def test_predictions_are_those_of_lightly() -> None:
@@ -204,8 +203,8 @@ def test_predictions_are_those_of_lightly() -> None:
 def test_only_the_context_reaches_the_network() -> None:
     task = _task()
     images = task.views[0][:4].clone().requires_grad_()
-    sample = task.sample(torch.arange(4))
-    _, (keep, padding), targets = sample["input"]
+    batch = task.batch(torch.arange(4))
+    _, (keep, padding), targets = batch.input
     task.base_model((images, (keep, padding), targets)).sum().backward()
     seen = images.grad.abs().sum(dim=1).flatten(1) > 0  # (4, 64)
     for image in range(4):
@@ -215,8 +214,8 @@ def test_only_the_context_reaches_the_network() -> None:
 
 def test_an_image_is_predicted_alone_as_in_any_batch() -> None:
     task = _task()
-    sample, output = _forward(task, torch.arange(8))
-    wanted = ~sample["targets"][1]
+    batch, output = _forward(task, torch.arange(8))
+    wanted = ~batch["targets"][1]
     assert bool((~wanted).any())  # blocks do differ in size
     for image in range(8):
         _, alone = _forward(task, torch.tensor([image]))
@@ -244,13 +243,13 @@ def test_teacher_is_an_average_and_what_is_kept() -> None:
 
 def test_embedding_is_the_mean_of_the_context() -> None:
     task = _task()
-    sample = task.sample(torch.arange(2))
-    task.base_model(sample["input"])
+    batch = task.batch(torch.arange(2))
+    task.base_model(batch.input)
     vit = task.base_model.backbone
-    _, (keep, padding), _ = sample["input"]
+    _, (keep, padding), _ = batch.input
     for image in range(2):
         own = keep[image][~padding[image]]
-        tokens = vit.patch_embed(sample["views"][0][image : image + 1]) + vit.pos_embed
+        tokens = vit.patch_embed(batch.all_views[0][image : image + 1]) + vit.pos_embed
         mean = vit.norm(vit.blocks(tokens[:, own])).mean(dim=1)[0]
         assert torch.allclose(task.base_model.embedding[image], mean, rtol=0, atol=1e-12)
 
@@ -323,13 +322,13 @@ def test_impossible_configs_are_told() -> None:
         max_context=0.0,
         predictor_dim=30,
     )
-    whole = {"views": {"main": {"count": 2}}, "backbone": {"name": "resnet18", "pool": "token"}}
+    whole = {"backbone": {"name": "resnet18", "pool": "token"}}
     keys = [problem.partition(":")[0] for problem in wrong.problems(whole)]
-    expected = ["views", "backbone", "backbone.pool", "max_context", "target_scale"]
+    expected = ["backbone", "backbone.pool", "max_context", "target_scale"]
     expected += ["context_scale", "target_ratio", "predictor_dim"]
     assert keys == expected
     backbone = {"name": "vit_tiny", "patch_size": 16, "pool": "avg"}
-    right = {"views": {"main": {"count": 1}}, "backbone": backbone}
+    right = {"backbone": backbone}
     assert not list(schema().problems(right))
     long = schema(target_scale=(0.15, 0.8)).problems(right)
     assert [problem.partition(":")[0] for problem in long] == ["target_ratio"]

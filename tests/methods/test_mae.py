@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from minitask import MiniTask, largest_difference
 from ranks import run_ranks
+from selftask.batch import Batch
 from selftask.errors import UserError
 from selftask.methods.mae import MAE, normalize
 from selftask.models.masked_vit import sincos_positions
@@ -31,16 +32,10 @@ def _task(**config: Any) -> MiniTask:
     return MiniTask("mae", {**SMALL, **config}, backbone=_vit, sizes=(8,), lr=0.1)
 
 
-def _forward(task: MiniTask, images: Tensor | None = None) -> tuple[dict[str, Any], Tensor]:
-    """A sample of four images and what the network paints of it."""
-    sample = task.sample(torch.arange(4))
-    if images is not None:
-        sample["views"] = [images]
-        sample["input"] = (images, *sample["input"][1:])
-    output = task.base_model(sample["input"])
-    task.last_batch = SimpleNamespace(sample=sample, output=output)
-    task.loss.on_forward(task)
-    return sample, output
+def _forward(task: MiniTask, images: Tensor | None = None) -> tuple[Batch, Tensor]:
+    """A batch of four images and what the network paints of it."""
+    batch = task.forward(torch.arange(4), images)
+    return batch, batch.output
 
 
 def _pixels(image: Tensor, patch: int) -> list[float]:
@@ -58,11 +53,11 @@ def _pixels(image: Tensor, patch: int) -> list[float]:
 def test_loss_is_that_of_the_paper(normalized: bool) -> None:
     """Squared error of the masked patches only, section 3; their own mean 0 and variance 1."""
     task = _task(normalize_pixels=normalized)
-    sample, output = _forward(task)
+    batch, output = _forward(task)
     total, count = 0.0, 0
     for image in range(4):
-        for place, patch in enumerate(sample["masked"][image].tolist()):
-            pixels = _pixels(sample["views"][0][image], patch)
+        for place, patch in enumerate(batch["masked"][image].tolist()):
+            pixels = _pixels(batch.all_views[0][image], patch)
             if normalized:
                 mean = sum(pixels) / 12
                 variance = sum((x - mean) ** 2 for x in pixels) / 11
@@ -71,26 +66,26 @@ def test_loss_is_that_of_the_paper(normalized: bool) -> None:
             total += sum((a - b) ** 2 for a, b in zip(painted, pixels, strict=True)) / 12
             count += 1
     assert count == 4 * 12  # three quarters of 16 patches
-    loss = task.loss(output, sample["target"])
+    loss = task.loss(output, batch)
     assert loss.item() == pytest.approx(total / count, rel=1e-12)
 
 
 def test_loss_and_targets_are_those_of_lightly() -> None:
     theirs = pytest.importorskip("lightly.models.utils")
     task = _task()
-    sample, output = _forward(task)
-    patches = theirs.patchify(sample["views"][0], patch_size=2)
-    target = theirs.normalize_mean_var(theirs.get_at_index(patches, sample["masked"]), dim=-1)
+    batch, output = _forward(task)
+    patches = theirs.patchify(batch.all_views[0], patch_size=2)
+    target = theirs.normalize_mean_var(theirs.get_at_index(patches, batch["masked"]), dim=-1)
     expected = nn.MSELoss()(output, target)
-    loss = task.loss(output, sample["target"])
+    loss = task.loss(output, batch)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_decoder_is_the_published_one() -> None:
     """There, mask tokens fill the whole grid in its order and every patch is painted."""
     task = _task()
-    sample, output = _forward(task)
-    images, keep, masked = sample["input"]
+    batch, output = _forward(task)
+    images, keep, masked = batch.input
     vit, decoder = task.base_model.backbone, task.base_model.head
     tokens = vit.patch_embed(images) + vit.pos_embed[:, 1:]
     for image in range(4):
@@ -110,13 +105,13 @@ def test_decoder_is_the_published_one() -> None:
 def test_hidden_pixels_do_not_reach_the_network() -> None:
     task = _task()
     images = task.views[0][:4].clone().requires_grad_()
-    sample, output = _forward(task, images)
+    batch, output = _forward(task, images)
     output.sum().backward()
     patches = images.grad.unfold(2, 2, 2).unfold(3, 2, 2)  # (4, 3, 4, 4, 2, 2)
     seen = patches.abs().sum(dim=(1, 4, 5)).flatten(1)  # (4, 16)
     for image in range(4):
-        assert (seen[image, sample["masked"][image]] == 0).all()
-        assert (seen[image, sample["input"][1][image]] > 0).all()
+        assert (seen[image, batch["masked"][image]] == 0).all()
+        assert (seen[image, batch.input[1][image]] > 0).all()
 
 
 def _keys(epoch: int, index: Tensor) -> Tensor:
@@ -128,11 +123,13 @@ def test_masks_are_fair_and_only_of_image_and_epoch() -> None:
     task.config.train.seed = 3
 
     def masked(index: Tensor, epoch: int) -> Tensor:
-        sample = {"views": [torch.empty(0)], "key": _keys(epoch, index)}
-        task.loss.prepare(sample, task)
-        _, keep, hidden = sample["input"]
+        none = torch.empty(0)
+        key = _keys(epoch, index)
+        batch = Batch(views={"main": [none]}, labels=none, index=index, key=key)
+        task.loss.prepare_batch(batch, task)
+        _, keep, hidden = batch.input
         assert torch.equal(torch.cat([keep, hidden], 1).sort(dim=1).values[0], torch.arange(16))
-        assert hidden is sample["masked"]
+        assert hidden is batch["masked"]
         assert hidden.shape == (len(index), 12)
         return hidden
 
@@ -148,22 +145,22 @@ def test_masks_are_fair_and_only_of_image_and_epoch() -> None:
 
 def test_perfect_painting_costs_nothing_and_no_painting_the_variance() -> None:
     task = _task()
-    sample, _ = _forward(task)
-    assert task.loss(task.loss.pixels, sample["target"]).item() == 0.0
-    blank = task.loss(torch.zeros_like(task.loss.pixels), sample["target"]).item()
-    assert task.loss.chance == 1.0
+    batch, _ = _forward(task)
+    assert task.loss(batch["pixels"], batch).item() == 0.0
+    blank = task.loss(torch.zeros_like(batch["pixels"]), batch).item()
+    assert task.loss.chance_loss == 1.0
     assert blank == pytest.approx(11 / 12, abs=1e-4)  # 1 but for the unbiased variance
-    assert _task(normalize_pixels=False).loss.chance is None
+    assert _task(normalize_pixels=False).loss.chance_loss is None
     assert torch.equal(normalize(torch.full((2, 12), 7.0)), torch.zeros(2, 12))  # flat: no NaN
 
 
 def test_the_loss_is_not_rounded_under_autocast() -> None:
     task = _task()
-    sample, output = _forward(task)
-    output, task.loss.pixels = output.float(), task.loss.pixels.float()
-    expected = task.loss(output, sample["target"])
+    batch, output = _forward(task)
+    output, batch["pixels"] = output.float(), batch["pixels"].float()
+    expected = task.loss(output, batch)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(task.loss(output, sample["target"]), expected)
+        assert torch.equal(task.loss(output, batch), expected)
 
 
 def test_positions_are_fixed_unless_weights_were_loaded() -> None:
@@ -199,7 +196,7 @@ def test_backbone_is_exported_under_timms_names() -> None:
     exported = task.loss.export_backbone(task.base_model)
     _vit().double().load_state_dict(exported.state_dict(), strict=True)
     assert exported(task.views[0][:2]).shape == (2, 12)
-    assert task.base_model(task.sample(torch.arange(2))["input"]).shape == (2, 12, 12)
+    assert task.base_model(task.batch(torch.arange(2)).input).shape == (2, 12, 12)
     assert task.base_model.embedding.shape == (2, 12)
 
 
@@ -223,12 +220,12 @@ def _four_updates(rank: int) -> dict[str, Any]:
 
 def test_impossible_configs_are_told() -> None:
     schema: Any = METHODS.config_class("mae")
-    views, vit = {"main": {"count": 2}}, {"name": "vit_tiny", "patch_size": 16}
+    vit = {"name": "vit_tiny", "patch_size": 16}
     wrong = schema(mask_ratio=1.0, decoder_dim=30, decoder_heads=4)
-    whole = {"views": views, "backbone": {"name": "resnet18"}}
+    whole = {"backbone": {"name": "resnet18"}}
     keys = [problem.partition(":")[0] for problem in wrong.problems(whole)]
-    assert keys == ["views", "backbone", "mask_ratio", "decoder_dim"]
-    right = {"views": {"main": {"count": 1}}, "backbone": vit}
+    assert keys == ["backbone", "mask_ratio", "decoder_dim"]
+    right = {"backbone": vit}
     assert not list(schema().problems(right))
     assert not list(schema().problems({**right, "backbone": {"name": "timm", "model": "x"}}))
 

@@ -34,12 +34,12 @@ def read(
     config, sources = replace(task.config, data=data), open_data(task.config.data)
     feed = Feed(config, sources, world or task.world, task.device)
     try:
-        samples = list(islice(feed.train_samples(start), STEPS - start))
+        batches = list(islice(feed.train_batches(start), STEPS - start))
     finally:
         feed.close()
-    for sample in samples:
-        task.loss.prepare(sample, task)
-    return [[sample["index"], *tensors(sample["input"][1:])] for sample in samples]
+    for batch in batches:
+        task.loss.prepare_batch(batch, task)
+    return [[batch.index, *tensors(batch.input[1:])] for batch in batches]
 
 
 def tensors(nested: Any) -> Iterator[Tensor]:

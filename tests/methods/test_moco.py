@@ -13,7 +13,7 @@ from torch import Tensor
 from minitask import MiniTask, largest_difference
 from ranks import run_ranks
 from selftask.collectives import world_size
-from selftask.methods.moco import MoCo, deal, info_nce, undeal
+from selftask.methods.moco import MoCo, info_nce, shuffle_bn, unshuffle_bn
 from selftask.registry import METHODS
 
 SMALL: dict[str, Any] = {"dim": 5, "queue_size": 20, "momentum": 0.9}
@@ -55,7 +55,7 @@ def test_loss_is_that_of_lightly() -> None:
 def test_chance_is_the_loss_of_equal_similarities() -> None:
     same = _unit(1, 1, 5)
     loss = info_nce(_unit(1, 4, 5), same.expand(1, 4, 5), same.expand(1, 20, 5), temperature=0.2)
-    assert MoCo(MoCo.Config(**SMALL)).chance == pytest.approx(loss.item())
+    assert MoCo(MoCo.Config(**SMALL)).chance_loss == pytest.approx(loss.item())
 
 
 def test_the_loss_is_not_rounded_under_autocast() -> None:
@@ -105,7 +105,7 @@ def test_no_batch_of_an_accumulated_update_is_lost() -> None:
     task.run(1)
     assert torch.allclose(task.loss.queue[0, :16], keys, rtol=0, atol=1e-12)
     assert task.loss.oldest.item() == 16
-    assert not task.loss.keys
+    assert not task.loss.pending
 
 
 def test_teacher_follows_the_updated_network() -> None:
@@ -148,18 +148,14 @@ def test_world_size_is_invisible() -> None:
 def _four_updates(rank: int) -> dict[str, Any]:
     """A task after four updates; how eight numbers are dealt out to teachers and collected."""
     task = MiniTask("moco", {**SMALL, "symmetric": True}).run(4)
-    mine = deal(torch.arange(8).chunk(world_size())[rank])
-    return {"state": task.state(), "dealt": mine.tolist(), "collected": undeal(mine).tolist()}
+    mine = shuffle_bn(torch.arange(8).chunk(world_size())[rank])
+    return {"state": task.state(), "dealt": mine.tolist(), "collected": unshuffle_bn(mine).tolist()}
 
 
 def test_impossible_configs_are_told() -> None:
-    config: dict[str, Any] = {
-        "views": {"main": {"count": 3}},
-        "train": {"batch_size": 256, "accumulate": 2},
-    }
+    config = {"train": {"batch_size": 256, "accumulate": 2}}
     schema: Any = METHODS.config_class("moco")
     wrong = schema(queue_size=500, temperature=0.0).problems(config)
     keys = [problem.partition(":")[0] for problem in wrong]
-    assert keys == ["views", "temperature", "queue_size"]
-    config["views"]["main"]["count"] = 2
+    assert keys == ["temperature", "queue_size"]
     assert not list(schema(queue_size=512).problems(config))

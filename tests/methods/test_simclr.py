@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minitask import MiniTask, largest_difference
+from minitask import MiniTask, largest_difference, loss_of
 from ranks import run_ranks
 from selftask.methods.simclr import SimCLR, info_nce
 from selftask.registry import METHODS
@@ -51,10 +51,9 @@ def test_an_image_is_never_its_own_negative() -> None:
 
 
 def test_chance_is_the_loss_of_equal_embeddings() -> None:
-    method = SimCLR(SimCLR.Config())
-    assert method.chance is None
-    loss = method(torch.ones(2, 8, 5, dtype=torch.float64), torch.empty(8))
-    assert method.chance == pytest.approx(loss.item())
+    method = MiniTask("simclr", {}, batch_size=8).loss
+    loss = loss_of(method, torch.ones(2, 8, 5, dtype=torch.float64))
+    assert method.chance_loss == pytest.approx(loss.item())
 
 
 def test_the_loss_is_not_rounded_under_autocast() -> None:
@@ -76,10 +75,10 @@ def test_head_is_that_of_the_papers_code_or_bare() -> None:
 
 def test_scale_multiplies_the_loss_and_its_chance() -> None:
     """2 is the sum of both directions: tf2/objective.py adds loss_a and loss_b."""
-    one, two = SimCLR(SimCLR.Config()), SimCLR(SimCLR.Config(scale=2.0))
+    one, two = (MiniTask("simclr", {"scale": scale}).loss for scale in (1.0, 2.0))
     output = _random(2, 8, 5)
-    assert two(output, torch.empty(8)).item() == 2 * one(output, torch.empty(8)).item()
-    assert two.chance == 2 * one.chance
+    assert loss_of(two, output).item() == 2 * loss_of(one, output).item()
+    assert two.chance_loss == 2 * one.chance_loss
 
 
 def test_world_size_is_invisible() -> None:
@@ -92,13 +91,12 @@ def test_world_size_is_invisible() -> None:
 
 def _four_updates(rank: int) -> dict[str, Any]:
     task = MiniTask("simclr", {"dim": 5, "norm": False}).run(4)
-    return {"state": task.state(), "chance": task.loss.chance}
+    return {"state": task.state(), "chance": task.loss.chance_loss}
 
 
 def test_impossible_configs_are_told() -> None:
     schema: Any = METHODS.config_class("simclr")
-    wrong = {"views": {"main": {"count": 1}}, "train": {"batch_size": 1}}
+    wrong = {"train": {"batch_size": 1}}
     keys = [text.partition(":")[0] for text in schema(temperature=-1.0).problems(wrong)]
-    assert keys == ["views", "temperature", "train.batch_size"]
-    right = {"views": {"a": {"count": 1}, "b": {"count": 1}}, "train": {"batch_size": 2}}
-    assert not list(schema().problems(right))
+    assert keys == ["temperature", "train.batch_size"]
+    assert not list(schema().problems({"train": {"batch_size": 2}}))

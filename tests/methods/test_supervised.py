@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from minitask import MiniTask, TinyBackbone, largest_difference
+from minitask import MiniTask, TinyBackbone, largest_difference, loss_of
 from ranks import run_ranks
 from selftask.errors import UserError
 from selftask.methods.supervised import Classifier, Supervised
-from selftask.registry import METHODS
 
 
 def _labelled(*labels: int) -> SimpleNamespace:
@@ -38,18 +37,21 @@ def test_loss_is_cross_entropy_and_chance_its_value_for_equal_scores() -> None:
         math.log(sum(math.exp(s) for s in row.tolist())) - row[t].item()
         for row, t in zip(scores, target, strict=True)
     ]
-    assert method(scores, target).item() == pytest.approx(sum(terms) / 4, rel=1e-12)
-    assert method.chance == pytest.approx(method(torch.zeros(4, 3), target).item())
+    assert loss_of(method, scores, labels=target).item() == pytest.approx(sum(terms) / 4, rel=1e-12)
+    even = loss_of(method, torch.zeros(4, 3), labels=target)
+    assert method.chance_loss == pytest.approx(even.item())
 
 
 def test_any_loss_of_torch_or_classy_by_name() -> None:
     scores, target = torch.randn(4, 3), torch.tensor([2, 0, 1, 1])
     method, _ = _build(_labelled(0, 1, 2), loss="MultiMarginLoss", loss_args={"margin": 0.5})
-    assert torch.equal(method(scores, target), nn.MultiMarginLoss(margin=0.5)(scores, target))
-    assert method.chance is None
+    expected = nn.MultiMarginLoss(margin=0.5)(scores, target)
+    assert torch.equal(loss_of(method, scores, labels=target), expected)
+    assert method.chance_loss is None
     method, _ = _build(_labelled(0, 1, 2), loss="classy:soft_target_cross_entropy")
     expected = nn.functional.cross_entropy(scores, target)
-    assert method(scores, target).item() == pytest.approx(expected.item(), rel=1e-6)
+    ours = loss_of(method, scores, labels=target)
+    assert ours.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_a_frozen_backbone_changes_nothing_but_the_classifier() -> None:
@@ -101,17 +103,11 @@ def test_labels_nobody_knows_yet_are_believed() -> None:
     assert network(torch.randn(2, 3, 8, 8)).shape == (2, 7)
 
 
-def test_one_view_is_asked_for() -> None:
-    schema: Any = METHODS.config_class("supervised")
-    assert list(schema().problems({"views": {"main": {"count": 2}}}))
-    assert not list(schema().problems({"views": {"main": {"count": 1}}}))
-
-
 class FourKinds(MiniTask):
     """The kinds of the images are their labels."""
 
-    def sample(self, index: torch.Tensor) -> dict[str, Any]:
-        return {**super().sample(index), "target": index % 4}
+    def labels(self, index: torch.Tensor) -> torch.Tensor:
+        return index % 4
 
 
 def test_world_size_is_invisible() -> None:

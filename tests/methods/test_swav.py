@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitask import MiniTask, largest_difference
+from minitask import MiniTask, largest_difference, loss_of
 from ranks import run_ranks
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
@@ -70,9 +70,9 @@ def _paper_loss(output: Tensor, method: SwAV, queue: Tensor | None = None) -> fl
 @pytest.mark.parametrize("num_views", [2, 5])
 def test_loss_is_that_of_the_paper(num_views: int) -> None:
     method, output = _method(), _random(num_views, 7, 5)
-    loss = method(output, torch.empty(7))
+    loss = loss_of(method, output)
     assert loss.item() == pytest.approx(_paper_loss(output, method), rel=1e-10)
-    terms = {name: float(value) for name, value in method.terms.items()}
+    terms = {name: value.item() for name, value in method(output, None).items()}
     assert terms["assignment_entropy"] + terms["kl"] == pytest.approx(loss.item())
 
 
@@ -80,10 +80,10 @@ def test_the_queue_joins_the_assignment_and_nothing_else() -> None:
     method, output = _method(queue_size=9), _random(3, 7, 5)
     queue = F.normalize(_random(9, 2, 5, seed=1), dim=2)
     method.queue.copy_(queue)
-    assert method(output, torch.empty(7)).item() == pytest.approx(_paper_loss(output, method))
+    assert loss_of(method, output).item() == pytest.approx(_paper_loss(output, method))
     method.queue_is_used = True
     expected = _paper_loss(output, method, queue)
-    assert method(output, torch.empty(7)).item() == pytest.approx(expected, rel=1e-10)
+    assert loss_of(method, output).item() == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("with_queue", [False, True])
@@ -96,12 +96,12 @@ def test_loss_is_that_of_lightly(with_queue: bool) -> None:
     queued = [method.prototypes(method.queue[:, view]) for view in (0, 1)]
     theirs = lightly.SwaVLoss(temperature=0.1, sinkhorn_epsilon=0.05, sinkhorn_iterations=3)
     expected = theirs(scores[:2], scores[2:], queued if with_queue else None)
-    assert method(output, torch.empty(7)).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert loss_of(method, output).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_gradients_do_not_flow_through_assignments() -> None:
     method, output = _method(), _random(2, 7, 5).requires_grad_()
-    method(output, torch.empty(7)).backward()
+    loss_of(method, output).backward()
     scores = method.prototypes(F.normalize(output, dim=2))
     codes = [_paper_codes(s.detach(), 0.05, 3) for s in scores]
     logs = F.log_softmax(scores / 0.1, dim=2)
@@ -115,19 +115,19 @@ def test_perfect_agreement_costs_nothing_and_ignorance_costs_chance() -> None:
     method = _method(dim=6, temperature=1e-3, epsilon=0.01)
     method.prototypes.weight.data.copy_(torch.eye(6))
     same = torch.eye(6, dtype=torch.float64).expand(2, 6, 6)  # each image at its own prototype
-    assert method(same, torch.empty(6)).item() == pytest.approx(0.0, abs=1e-6)
+    assert loss_of(method, same).item() == pytest.approx(0.0, abs=1e-6)
     method.prototypes.weight.data.zero_()
-    assert method(same, torch.empty(6)).item() == pytest.approx(method.chance)
-    assert method.chance == pytest.approx(math.log(6))
+    assert loss_of(method, same).item() == pytest.approx(method.chance_loss)
+    assert method.chance_loss == pytest.approx(math.log(6))
 
 
 def test_autocast_rounds_nothing() -> None:
     method, output = _method(queue_size=9), _random(3, 7, 5)
     method.queue.copy_(F.normalize(_random(9, 2, 5, seed=1), dim=2))
     method.float().queue_is_used = True
-    plain = method(output.float(), torch.empty(7))
+    plain = loss_of(method, output.float())
     with torch.autocast("cpu", torch.bfloat16):
-        assert method(output.float(), torch.empty(7)).item() == plain.item()
+        assert loss_of(method, output.float()).item() == plain.item()
 
 
 def test_prototypes_wait_and_then_stay_on_the_sphere() -> None:
@@ -145,7 +145,7 @@ def test_prototypes_wait_and_then_stay_on_the_sphere() -> None:
 def test_the_queue_holds_the_newest_features_first_and_starts_full() -> None:
     task = MiniTask("swav", SMALL, lr=0.0)  # the features of an image stay the same
     with torch.no_grad():
-        views = task.sample(torch.arange(24))["input"]
+        views = task.batch(torch.arange(24)).input
         features = F.normalize(task.base_model(views), dim=2).transpose(0, 1)  # (24, 2, 5)
     used = []
     for batch in range(5):
@@ -170,7 +170,7 @@ def test_without_a_queue_nothing_is_kept() -> None:
 def test_accumulated_batches_all_enter_the_queue() -> None:
     whole = MiniTask("swav", SMALL, batch_size=12, lr=0.0).run(2)
     parts = MiniTask("swav", SMALL, batch_size=6, accumulate=2, lr=0.0).run(2)
-    assert not parts.loss.arrivals
+    assert not parts.loss.pending
     rows = [sorted(task.loss.queue[:12].sum(dim=(1, 2)).tolist()) for task in (whole, parts)]
     assert rows[0] == pytest.approx(rows[1])
 

@@ -101,7 +101,7 @@ def test_teacher_follows_by_the_formula_and_keeps_its_own_statistics() -> None:
             for parameter in student.parameters():
                 parameter.add_(torch.randn_like(parameter))
         student(torch.randn(8, 3))
-        teacher.follow(student, momentum=momentum)
+        teacher.update(student, momentum=momentum)
         for e, p in zip(expected, student.parameters(), strict=True):
             e.copy_(momentum * e + (1 - momentum) * p.double())
     for e, p in zip(expected, teacher.parameters(), strict=True):
@@ -116,12 +116,12 @@ def test_teacher_follows_by_the_formula_and_keeps_its_own_statistics() -> None:
 def test_teacher_shares_nothing_with_its_student() -> None:
     student = nn.Linear(2, 2)
     teacher = Teacher(student)
-    teacher.follow(student, momentum=0.5)
+    teacher.update(student, momentum=0.5)
     assert {p.data_ptr() for p in student.parameters()}.isdisjoint(
         p.data_ptr() for p in teacher.parameters()
     )
     with pytest.raises(ValueError, match="2 parameters cannot follow 4"):
-        teacher.follow(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), momentum=0.9)
+        teacher.update(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), momentum=0.9)
 
 
 def _kinds(module: nn.Sequential) -> list[str]:

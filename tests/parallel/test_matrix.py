@@ -17,6 +17,7 @@ from torch import Tensor
 
 import tiny
 from ranks import run_ranks
+from selftask.batch import Batch
 from selftask.collectives import rank, world_size
 from selftask.config.schema import DEFAULT_HOOKS, Config, ParallelConfig
 from selftask.data.dataset import open_data
@@ -74,16 +75,16 @@ def run(method: str, crops: str, way: str, checkpointing: str, folder: Path) -> 
 
 def make_double(task: Task) -> None:
     """Images are read in single precision."""
-    prepare, sweep = task.loss.prepare, task.feed.sweep
+    prepare, sweep = task.loss.prepare_batch, task.feed.sweep
 
     def double(sample: dict[str, Any]) -> dict[str, Any]:
         return {**sample, "views": [view.double() for view in sample["views"]]}
 
-    def prepare_double(sample: dict[str, Any], task: Task) -> None:
-        sample.update(double(sample))
-        prepare(sample, task)
+    def prepare_double(batch: Batch, task: Task) -> None:
+        batch.views = {n: [view.double() for view in group] for n, group in batch.views.items()}
+        prepare(batch, task)
 
-    task.loss.prepare = prepare_double  # type: ignore[method-assign]
+    task.loss.prepare_batch = prepare_double  # type: ignore[method-assign]
     task.feed.sweep = lambda: map(double, sweep())  # type: ignore[method-assign]
 
 

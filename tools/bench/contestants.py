@@ -22,6 +22,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
 
 from selftask import logs
+from selftask.batch import Batch
 from selftask.config.load import load_config
 from selftask.config.schema import Config
 from selftask.data.dataset import Sources
@@ -218,7 +219,7 @@ def run_selftask(
         logs.start_log(out, rank=0)
         try:
             task = _TaskInMemory(config, sources=Sources(_Images(config, batches.steps), None))
-            task.batches = batches
+            task.stamped = batches
             train_loop(task)
         finally:
             logs.stop_log()
@@ -241,16 +242,16 @@ def _selftask_config(model: Model, folder: Path, out: Path, steps: int, log_ever
 class _TaskInMemory(Task):
     """A task whose feed gives the batches of the benchmark."""
 
-    batches: Stamped
+    stamped: Stamped
 
     def prepare(self, *args: Any) -> None:
         super().prepare(*args)
-        self.feed.train_samples = self._stamped  # type: ignore[method-assign]
+        self.feed.train_batches = self._stamped  # type: ignore[method-assign]
 
-    def _stamped(self, batch: int) -> Iterator[dict[str, Any]]:
-        for step, (views, target) in enumerate(self.batches):
-            views = views if isinstance(views, list) else [views]
-            yield {"views": views, "target": target, "index": target, "epoch": 0, "step": step}
+    def _stamped(self, first: int) -> Iterator[Batch]:
+        for number, (views, labels) in enumerate(self.stamped):
+            views = {"main": views if isinstance(views, list) else [views]}
+            yield Batch(views=views, labels=labels, index=labels, key=labels, number=number)
 
 
 class _Images(Source):

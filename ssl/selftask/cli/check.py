@@ -114,7 +114,8 @@ def _heading(small: Config, steps: int) -> str:
     optimizer = {"name": small.optimizer.name, **small.optimizer.args}
     return (
         f"{small.method.name}: {method.__name__} at {METHODS.address(small.method.name)}\n"
-        f"  declares reduces = {method.reduces!r}: {REDUCTIONS[method.reduces]}\n"
+        f"  declares loss_reduction = {method.loss_reduction!r}: "
+        f"{REDUCTIONS[method.loss_reduction]}\n"
         f"  in small: batch {small.train.batch_size}, {steps} steps ({small.train.step}), float64\n"
         f"  backbone {small.backbone.to_dict()}\n  optimizer {optimizer}"
     )
@@ -134,7 +135,7 @@ def _table(report: Report) -> str:
 
 
 def _verdict(small: Config, report: Report, ranks: list[int]) -> str:
-    name, reduces = small.method.name, METHODS[small.method.name].reduces
+    name, reduction = small.method.name, METHODS[small.method.name].loss_reduction
     lines = []
     if report.replaced_norms:
         lines.append(
@@ -145,8 +146,8 @@ def _verdict(small: Config, report: Report, ranks: list[int]) -> str:
     different = [row for row in report.rows if not row.ok]
     if report.silent:
         lines.append(
-            f"DIFFERENT: {name} declares reduces = {reduces!r}, but its loss exchanges nothing "
-            'between ranks; if it needs nothing of other samples, declare "samples"'
+            f"DIFFERENT: {name} declares loss_reduction = {reduction!r}, but its loss exchanges "
+            'nothing between ranks; if it needs nothing of other samples, declare "samples"'
         )
     if different:
         first = min(different, key=lambda row: row.step)  # of those of one step, the first row
@@ -154,14 +155,14 @@ def _verdict(small: Config, report: Report, ranks: list[int]) -> str:
             f"DIFFERENT: {name} depends on the number of ranks: {first.quantity} with "
             f"{first.ranks} ranks, {first.place or 'everywhere'}, by {first.difference:.1e}"
         )
-        lines.append(_hint(first.quantity, first.difference, reduces))
+        lines.append(_hint(first.quantity, first.difference, reduction))
     if report.ok:
         asked = ", ".join(str(size) for size in ranks if size > 1)
         lines.append(f"SAME: {name} on {asked} ranks does what it does on one")
     return "\n".join(lines)
 
 
-def _hint(quantity: str, difference: float, reduces: str) -> str:
+def _hint(quantity: str, difference: float, reduction: str) -> str:
     """What most often makes this the first quantity that differs."""
     if difference < 1e-5:
         return "(so small: something computes in float32; models.precision.full_precision helps)"
@@ -170,7 +171,7 @@ def _hint(quantity: str, difference: float, reduces: str) -> str:
             "(what is drawn for a sample must be a function of (seed, epoch, sample): "
             "selftask.draws.uniform on the device, the generator that a transform is given)"
         )
-    if quantity in ("loss", "terms", "gradients") and reduces == "samples":
+    if quantity in ("loss", "terms", "gradients") and reduction == "samples":
         return (
             "(a loss that looks at other samples of the batch, or draws from torch's generator, "
             "which ranks seed differently? see gather_cat_with_grad and sum_with_grad in "

@@ -10,9 +10,9 @@ from selftask.config.layers import Key
 from selftask.config.read import classy_has, inner_components
 from selftask.config.resuming import goes_on, uses_newest
 from selftask.config.schema import Component, Config, ViewConfig
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, nearest, plural
 from selftask.file_system import is_file, is_folder
-from selftask.registry import BATCHED_FORMS, SCHEDULES, TRAIN_STEPS, TRANSFORMS, Registry
+from selftask.registry import BATCHED_FORMS, METHODS, SCHEDULES, TRAIN_STEPS, TRANSFORMS, Registry
 
 Problem = tuple[Key, str]
 
@@ -93,6 +93,8 @@ def _precision(config: Config) -> Iterator[Problem]:
 def _views(config: Config) -> Iterator[Problem]:
     if not config.views:
         yield ("views",), "views is empty: a method needs at least one group of views"
+    else:
+        yield from _number_of_views(config)
     for key, transforms in pipelines(config).items():
         names = [transform.name for transform in transforms]
         if key[0] == "eval" and not names and not config.eval.evaluations:
@@ -104,6 +106,18 @@ def _views(config: Config) -> Iterator[Problem]:
             if name == "normalize":
                 where = (*key, str(index))
                 yield where, f"{'.'.join(where)}: 'normalize' must come last, once"
+
+
+def _number_of_views(config: Config) -> Iterator[Problem]:
+    """Views that are too few or too many for what the method declares."""
+    declared = METHODS.declared(config.method.name, "views", (1, None))
+    least, most = declared if isinstance(declared, tuple) else (declared, declared)
+    number = sum(group.count for group in config.views.values())
+    if number < least or (most is not None and number > most):
+        wanted = f"{least} {plural('view', least)}" + ("" if most == least else " or more")
+        if most not in (None, least):
+            wanted = f"{least} to {most} views"
+        yield ("views",), f"views: {config.method.name} needs {wanted} of an image, got {number}"
 
 
 def _engine(config: Config) -> Iterator[Problem]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from selftask.batch import Batch
 from selftask.data.dataset import BadFiles, EvalDataset, Sources, ViewDataset, check_data
 from selftask.data.decode_once import decode_once
 from selftask.data.device.cache import CachedBatches
@@ -104,11 +106,16 @@ class Feed:
         """Seconds that training has waited for samples so far."""
         return self.batches.data_wait_s
 
-    def train_samples(self, batch: int) -> Iterator[dict[str, Any]]:
-        """The endless training samples from a global batch number on."""
+    def train_batches(self, first: int) -> Iterator[Batch]:
+        """Yield the training batches from global batch number ``first`` on, without end."""
         self._decode_once()
-        self.batches.start(batch)
-        return self.batches
+        self.batches.start(first)
+        counts = self._views_per_group
+        return (make_batch(sample, counts) for sample in self.batches)
+
+    @cached_property
+    def _views_per_group(self) -> dict[str, int]:
+        return {name: group.count for name, group in self.config.views.items()}
 
     def sweep(self) -> Iterator[dict[str, Any]]:
         """Every training image once, in order, in the views of epoch 0: this rank's part.
@@ -136,6 +143,10 @@ class Feed:
     def _val_bad_files(self) -> BadFiles:
         assert self.val_source is not None
         return BadFiles.of(self.val_source, self.config.data, self._bad_val_list)
+
+    def test_batches(self) -> Iterator[Batch]:
+        """The same as batches of one view, group ``eval``."""
+        return (make_batch(sample, {"eval": 1}) for sample in self.test_samples())
 
     def _eval_batches(self, source: Source, bad_files: BadFiles) -> EvalBatches:
         dataset = EvalDataset(source, self.eval_pipeline, self.config.train.seed)
@@ -165,3 +176,16 @@ class Feed:
     def close(self) -> None:
         """Stop the workers."""
         self.batches.close()
+
+
+def make_batch(sample: dict[str, Any], views_per_group: Mapping[str, int]) -> Batch:
+    """Return what the loader has read as the batch of a train step, its views by group."""
+    views = iter(sample["views"])
+    return Batch(
+        views={name: list(islice(views, count)) for name, count in views_per_group.items()},
+        labels=sample["target"],
+        index=sample["index"],
+        key=sample["key"],
+        number=sample.get("step", 0),
+        epoch=sample.get("epoch", 0),
+    )

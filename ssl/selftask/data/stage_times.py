@@ -127,9 +127,13 @@ def _one_process(
     if batch.problem:
         raise UserError(batch.problem)
     torch.set_num_threads(threads)
-    to_device_s, sample = _repeat(
-        lambda: _finished(batch.to_sample(device, dataset.to_float)), seconds / 4
-    )
+
+    def to_device() -> dict[str, Any]:
+        sample = batch.to_sample(device, dataset.to_float)
+        _finish(sample["index"])
+        return sample
+
+    to_device_s, sample = _repeat(to_device, seconds / 4)
     return StageTimes(
         read_s=read_s,
         decode_s=decode_s,
@@ -216,11 +220,10 @@ def _repeat(work: Callable[[], T], seconds: float) -> tuple[float, T]:
     return (time.perf_counter() - started) / times, result
 
 
-def _finished(sample: dict[str, Any]) -> dict[str, Any]:
-    """The sample, once it is really on the device."""
-    if sample["index"].device.type == "cuda":
-        torch.cuda.synchronize(sample["index"].device)
-    return sample
+def _finish(index: torch.Tensor) -> None:
+    """Wait until a batch with these indices is on the device."""
+    if index.device.type == "cuda":
+        torch.cuda.synchronize(index.device)
 
 
 def loader_rate(config: Config, sources: Sources, device: torch.device, seconds: float) -> float:
@@ -230,15 +233,15 @@ def loader_rate(config: Config, sources: Sources, device: torch.device, seconds:
     """
     feed = Feed(config, sources, World(), device)
     try:
-        samples = feed.train_samples(0)
+        batches = feed.train_batches(0)
         for _ in range(1 + config.data.num_workers):
-            _finished(next(samples))
-        started, batches = time.perf_counter(), 0
+            _finish(next(batches).index)
+        started, count = time.perf_counter(), 0
         least = 2 * max(1, config.data.num_workers)
-        while batches < least or time.perf_counter() - started < seconds:
-            _finished(next(samples))
-            batches += 1
-        return batches * config.train.batch_size / (time.perf_counter() - started)
+        while count < least or time.perf_counter() - started < seconds:
+            _finish(next(batches).index)
+            count += 1
+        return count * config.train.batch_size / (time.perf_counter() - started)
     finally:
         feed.close()
 
@@ -261,7 +264,7 @@ def decodes_per_sample(config: Config, source: Source) -> float:
     here = replace(config, data=replace(config.data, num_workers=0, cache="none"))
     feed = Feed(here, Sources(counted, None), World(), torch.device("cpu"))
     try:
-        sample = next(feed.train_samples(0))
-        return counted.asked / len(sample["index"])
+        batch = next(feed.train_batches(0))
+        return counted.asked / len(batch.index)
     finally:
         feed.close()

@@ -42,7 +42,7 @@ class Health(Hook):
             task.log("emb_std", spread)
             task.log("effective_rank", effective_rank(rows))
             self._warn_of_collapse(task, float(spread))
-        chance = task.loss.chance
+        chance = task.loss.chance_loss
         if chance:
             task.log("chance_ratio", task.last_batch.loss / chance)
 

@@ -80,7 +80,7 @@ class Metrics(Hook):
             "lr": task.optimizer.param_groups[0]["lr"],
             "images_per_s": self.samples / seconds,
             "data_wait": min((task.feed.data_wait_s - self.waited_s) / seconds, 1.0),
-            **_mean_over_ranks(task.loss.terms),
+            **_mean_over_ranks(task.last_batch.terms),
             **task.take_scalars(),
         }
         self.window.clear()
@@ -120,7 +120,7 @@ def _mean_over_ranks(terms: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _explain(task: Task, loss: float, step: int) -> str:
-    terms = {name: float(value) for name, value in task.loss.terms.items()}
+    terms = {name: float(value) for name, value in task.last_batch.terms.items()}
     bad = [name for name, value in terms.items() if not math.isfinite(value)]
     which = f"; terms: {', '.join(bad)}" if bad else ""
     lr = task.optimizer.param_groups[0]["lr"]

@@ -15,6 +15,7 @@ from selftask.logs import get_logger
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
+    from selftask.batch import Batch
     from selftask.task import Task
 
 log = get_logger(__name__)
@@ -30,7 +31,7 @@ class Timing(Hook):
     Works with any train step, which knows nothing of it: the parts of the task say when they are
     used. What lies between two of them belongs to the section that began last:
 
-    * ``read``: waiting for the sample, and the method's ``prepare``;
+    * ``read``: waiting for the batch, and the method's ``prepare_batch``;
     * ``forward`` and ``loss``, ``backward`` (with all of the reduction that it hides);
     * ``reduce``: what is left of the reduction after it;
     * ``update``: the optimizer;
@@ -70,7 +71,7 @@ class Timing(Hook):
     def on_phase_start(self, task: Task) -> None:
         self.listening = task.train
         if task.train:
-            task.data_iterator = self._reading(task.data_iterator)
+            task.batches = self._reading(task.batches)
 
     def on_loss_and_meter(self, task: Task) -> None:
         self._begin("backward")
@@ -100,14 +101,14 @@ class Timing(Hook):
     def on_exception(self, task: Task) -> None:
         self._begin(None)
 
-    def _reading(self, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def _reading(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:
             self._begin("read")
-            sample = next(samples, None)
+            batch = next(batches, None)
             self._begin("hooks")
-            if sample is None:
+            if batch is None:
                 return
-            yield sample
+            yield batch
 
     def _beginning(self, section: str) -> Callable[..., None]:
         def begin(*_: Any) -> None:

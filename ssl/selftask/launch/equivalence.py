@@ -66,7 +66,7 @@ def check(config: Config, *, ranks: Sequence[int], steps: int) -> Report:
     if resumed:
         rows += compare_resume(merge(runs["ranks2"]), [runs[leg.name] for leg in resumed])
     widest = runs[legs[-1].name][0]
-    silent = widest["reduces"] != "samples" and max(sizes) > 1 and widest["exchanges"] == 0
+    silent = widest["loss_reduction"] != "samples" and max(sizes) > 1 and widest["exchanges"] == 0
     return Report(rows, runs["ranks1"][0]["replaced_norms"], silent)
 
 

@@ -124,4 +124,4 @@ def _run(leg: Leg, config: Config, folder: Path) -> dict[str, Any]:
         record = task.record()
     finally:
         task.close()
-    return {**record, "replaced_norms": len(replaced), "reduces": task.loss.reduces}
+    return {**record, "replaced_norms": len(replaced), "loss_reduction": task.loss.loss_reduction}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from selftask.batch import Batch
 from selftask.config.schema import Config
 from selftask.data.dataset import Sources
 from selftask.launch.miniature import images_for
@@ -92,11 +94,11 @@ class RecordedTask(Task):
             return
         if point == "on_loss_and_meter":
             batch = self.last_batch
-            self.samples.append(batch.sample["index"].clone())
-            self.inputs.append(dict(_per_sample(batch.sample.get("input"), len(batch.target))))
+            assert batch.loss is not None
+            self.samples.append(batch.index.clone())
+            self.inputs.append(dict(_per_sample(batch.input, len(batch.index))))
             self.batch_losses.append(batch.loss.detach().clone())
-            terms = {name: torch.as_tensor(value) for name, value in self.loss.terms.items()}
-            self.terms.append({name: value.detach().clone() for name, value in terms.items()})
+            self.terms.append({name: value.clone() for name, value in batch.terms.items()})
         if point == "on_backward":
             grads = {name: p.grad for name, p in self.trained_parameters.items()}
             self.gradients.append({n: _whole(g) for n, g in grads.items() if g is not None})
@@ -183,14 +185,15 @@ class _InDouble:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._feed, name)
 
-    def train_samples(self, batch: int) -> Iterator[dict[str, Any]]:
-        return map(_to_double, self._feed.train_samples(batch))
+    def train_batches(self, first: int) -> Iterator[Batch]:
+        for batch in self._feed.train_batches(first):
+            yield replace(batch, views=_doubles(batch.views))
 
     def sweep(self) -> Iterator[dict[str, Any]]:
-        return map(_to_double, self._feed.sweep())
+        return map(_doubles, self._feed.sweep())
 
     def labelled_samples(self) -> Iterator[dict[str, Any]]:
-        return map(_to_double, self._feed.labelled_samples())
+        return map(_doubles, self._feed.labelled_samples())
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -204,13 +207,11 @@ def _whole(tensor: Any) -> Tensor:
     return full.detach().clone()
 
 
-def _to_double(sample: dict[str, Any]) -> dict[str, Any]:
-    return {key: _doubles(value) for key, value in sample.items()}
-
-
 def _doubles(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_doubles(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _doubles(item) for key, item in value.items()}
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 

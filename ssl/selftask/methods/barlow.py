@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selftask.batch import Batch
 from selftask.collectives import sum_with_grad, world_size
 from selftask.methods.base import Method
 from selftask.models.heads import mlp
@@ -26,7 +27,8 @@ from selftask.registry import limited, register_method
 class BarlowTwins(Method):
     """The cross-correlation of two views over the global batch becomes the identity; no state."""
 
-    reduces = "statistics"  # the correlation
+    loss_reduction = "statistics"  # the correlation
+    views = 2
     per_view = True
 
     @dataclass(frozen=True, kw_only=True)
@@ -37,9 +39,6 @@ class BarlowTwins(Method):
         scale: float = limited(1.0, min=0)  # of the whole loss; 0.1 in solo-learn
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            num_views = sum(group["count"] for group in config["views"].values())
-            if num_views != 2:
-                yield f"views: barlow compares two views, got {num_views}"
             if config["train"]["batch_size"] < 2:
                 yield "train.batch_size: 1; a correlation needs at least 2 images"
 
@@ -48,17 +47,20 @@ class BarlowTwins(Method):
         hidden = self.config.hidden
         return mlp(embed_dim, hidden, hidden, self.config.dim, bias=False, last_bias=False)
 
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Eq. 1, the same on every rank; ``output`` (2, B, D)."""
+    def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Eq. 1, its two terms as they enter the sum; ``output`` (2, B, D), same on all ranks."""
         correlation = cross_correlation(output[0], output[1])  # (D, D)
         diagonal = correlation.diagonal()  # (D,)
         invariance = (1 - diagonal).square().sum()
         redundancy = (correlation - diagonal.diag()).square().sum()
-        self.terms = {"invariance": invariance.detach(), "redundancy": redundancy.detach()}
-        return self.config.scale * (invariance + self.config.redundancy * redundancy)
+        scale = self.config.scale
+        return {
+            "invariance": scale * invariance,
+            "redundancy": scale * self.config.redundancy * redundancy,
+        }
 
     @property
-    def chance(self) -> float:
+    def chance_loss(self) -> float:
         """A correlation of zero everywhere."""
         return float(self.config.scale * self.config.dim)
 

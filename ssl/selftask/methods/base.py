@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
+from selftask.batch import Batch, Loss
 from selftask.hooks.base import Hook
 from selftask.models.build import embed_dim
 from selftask.models.network import Network
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class Method(nn.Module, Hook):
-    """Definitions come in the order of time: build, attach, then what each step calls.
+    """Definitions come in the order of time: build, set up, then what each step calls.
 
-    ``reduces`` says what makes W ranks with B / W samples each give the loss and the gradients of
-    one rank with B; without it a method does not register, and ``selftask check`` tries it out:
+    ``loss_reduction`` says what makes W ranks with B / W samples each give the loss and gradients
+    of one rank with B; without it a method does not register, and ``selftask check`` tries it out:
 
     * ``"samples"``: the loss is a mean over samples, to each of which the rest of the batch is
       nothing. Ranks compute it alone, and the mean of their gradients is right.
@@ -41,14 +42,15 @@ class Method(nn.Module, Hook):
     class Config:
         """Of a method without anything to choose."""
 
-    reduces: ClassVar[Literal["samples", "gathered", "statistics"]]
-    gives_scores: ClassVar[bool] = False  # whether the output is (B, C), as meters expect
+    loss_reduction: ClassVar[Literal["samples", "gathered", "statistics"]]
+    views: ClassVar[int | tuple[int, int | None]] = (1, None)
+    """Number of views, or the least and the largest; None: any number."""
+    outputs_logits: ClassVar[bool] = False  # True if the output is (B, C), as meters expect
     per_view: ClassVar[bool] = False  # whether BatchNorm statistics are those of one view, not all
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self.terms: dict[str, Tensor] = {}  # detached parts of the loss, for the log
 
     @staticmethod
     def check_backbone(backbone: nn.Module) -> None:
@@ -63,20 +65,27 @@ class Method(nn.Module, Hook):
         head = self.build_head(embed_dim(backbone))
         return Network(backbone, head, per_view=self.per_view)
 
-    def attach(self, task: Task) -> None:
+    def setup(self, task: Task) -> None:
         """Build what depends on network or data (teacher, memory), before anything is loaded."""
 
-    def prepare(self, sample: dict[str, Any], task: Task) -> None:
-        """Choose what the network sees: ``sample["input"]``; every view by default."""
-        sample["input"] = sample["views"]
+    def prepare_batch(self, batch: Batch, task: Task) -> None:
+        """Set ``batch.input``, the argument of the network: all views by default."""
+        batch.input = batch.all_views
 
-    def forward(self, output: Any, target: Tensor) -> Tensor:
-        """The loss of this rank's share of the batch, a mean over its samples."""
+    def forward(self, output: Any, batch: Batch) -> Loss:
+        """Return the loss of this rank's part of the batch, a mean over its samples.
+
+        A pure function of the output, the batch and the method's own state: it changes none of
+        them and may be called more than once in a step. Memories move in ``on_update``.
+
+        Returns:
+            A scalar, or named terms whose sum is the loss; terms are logged.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no loss")
 
     @property
-    def chance(self) -> float | None:
-        """The loss of a network that knows nothing, where that is a number."""
+    def chance_loss(self) -> float | None:
+        """The loss of a network that knows nothing; None if that is no fixed number."""
         return None
 
     def export_backbone(self, network: nn.Module) -> nn.Module:

@@ -8,14 +8,14 @@ B: images per rank, D: width of projector and predictor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selftask.batch import Batch
 from selftask.methods.base import Method
 from selftask.models.heads import mlp
 from selftask.models.precision import in_full_precision
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 class BYOL(Method):
     """Network and predictor are trained, the teacher follows ever more slowly."""
 
-    reduces = "samples"
+    loss_reduction = "samples"
+    views = 2
     per_view = True
 
     @dataclass(frozen=True, kw_only=True)
@@ -43,11 +44,6 @@ class BYOL(Method):
         # at the end of training, along a cosine
         end_momentum: float = field(default=1.0, metadata={"min": 0, "max": 1})
 
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            num_views = sum(group["count"] for group in config["views"].values())
-            if num_views != 2:
-                yield f"views: byol compares two views, got {num_views}"
-
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.predictor = mlp(config.dim, config.hidden, config.dim, last_bias=False)
@@ -57,21 +53,21 @@ class BYOL(Method):
         """The projector; its output is not normalised, unlike SimCLR's."""
         return mlp(embed_dim, self.config.hidden, self.config.dim, last_bias=False)
 
-    def attach(self, task: Task) -> None:
+    def setup(self, task: Task) -> None:
         self.teacher = Teacher(task.base_model)
 
     def on_forward(self, task: Task) -> None:
-        self.projection = self.teacher(task.last_batch.sample["input"])  # (2, B, D)
+        task.last_batch["projection"] = self.teacher(task.last_batch.input)  # (2, B, D)
 
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Eq. 2 in both directions, summed; ``output`` (2, B, D)."""
         prediction = torch.stack([self.predictor(view) for view in output])  # (2, B, D)
-        return regression_loss(prediction, self.projection.flip(0))
+        return regression_loss(prediction, batch["projection"].flip(0))
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
         """Eq. 1, after the network's own step."""
-        self.teacher.follow(task.base_model, momentum=self.momentum(task.where))
+        self.teacher.update(task.base_model, momentum=self.momentum(task.where))
 
 
 @in_full_precision

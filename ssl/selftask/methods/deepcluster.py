@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selftask.batch import Batch
 from selftask.collectives import all_gather_cat, all_reduce_sum
 from selftask.data.order import hash_words
 from selftask.errors import UserError
@@ -43,7 +44,8 @@ _CLUSTERING = 0x6B6D6E73  # "kmns": keeps these draws apart from others of the s
 class DeepCluster(Method):
     """K-means over a memory of all images at each epoch; its clusters are what to predict."""
 
-    reduces = "samples"
+    loss_reduction = "samples"
+    views = (2, None)
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -55,9 +57,6 @@ class DeepCluster(Method):
         kmeans_iterations: int = field(default=10, metadata={"min": 0})
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            num_views = sum(group["count"] for group in config["views"].values())
-            if num_views < 2:
-                yield f"views: deepcluster remembers two views of each image, got {num_views}"
             if not self.num_prototypes or min(self.num_prototypes) < 2:
                 yield (
                     f"num_prototypes: {self.num_prototypes}; one number for each clustering is "
@@ -74,12 +73,12 @@ class DeepCluster(Method):
         super().__init__(config)
         prototypes = torch.zeros(sum(config.num_prototypes), config.dim)
         self.register_buffer("prototypes", prototypes)  # (K_1 + ... + K_H, D): never trained
-        self.arrivals: list[tuple[Tensor, Tensor]] = []  # index and features since the last update
+        self.pending: list[tuple[Tensor, Tensor]] = []  # index and features since the last update
 
     def build_head(self, embed_dim: int) -> nn.Module:
         return mlp(embed_dim, self.config.hidden, self.config.dim, norm=self.config.norm)
 
-    def attach(self, task: Task) -> None:
+    def setup(self, task: Task) -> None:
         """A slot for each image. Raises UserError where there are fewer images than clusters."""
         config, num_images = self.config, task.feed.num_images
         if max(config.num_prototypes) > num_images:
@@ -139,29 +138,30 @@ class DeepCluster(Method):
             self.clusters[head, known] = clusters
 
     def on_forward(self, task: Task) -> None:
-        self.index = task.last_batch.sample["index"]  # (B,)
+        """The features of the batch take their places in the memory after the update."""
+        if task.train:
+            batch = task.last_batch
+            remembered = full_precision(batch.output[:NUM_REMEMBERED].detach())  # (2, B, D)
+            self.pending.append((batch.index, F.normalize(remembered, dim=2).transpose(0, 1)))
 
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Cross-entropy of each view with its image's cluster, averaged over heads; (V, B, D)."""
         with torch.autocast(output.device.type, enabled=False):
             features = F.normalize(full_precision(output), dim=2)  # (V, B, D)
             scores = features.flatten(0, 1) @ self.prototypes.T  # (V * B, K_1 + ... + K_H)
-        if self.training:
-            remembered = features[:NUM_REMEMBERED].detach().transpose(0, 1)  # (B, 2, D)
-            self.arrivals.append((self.index, remembered))
         by_head = (scores / self.config.temperature).split(self.config.num_prototypes, dim=1)
-        clusters = self.clusters[:, self.index].repeat(1, len(features))  # (H, V * B)
+        clusters = self.clusters[:, batch.index].repeat(1, len(features))  # (H, V * B)
         losses = [F.cross_entropy(*pair) for pair in zip(by_head, clusters, strict=True)]
         return torch.stack(losses).mean()
 
     def on_update(self, task: Task) -> None:
         """The features of the batch take their images' slots, on every rank."""
-        for index, features in self.arrivals:
+        for index, features in self.pending:
             self.memory[all_gather_cat(index)] = all_gather_cat(features)
-        self.arrivals.clear()
+        self.pending.clear()
 
     @property
-    def chance(self) -> float:
+    def chance_loss(self) -> float:
         """A prediction that gives every prototype of a head the same probability."""
         logs = [math.log(number) for number in self.config.num_prototypes]
         return sum(logs) / len(logs)

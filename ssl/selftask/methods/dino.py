@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selftask.batch import Batch
 from selftask.collectives import all_reduce_mean
 from selftask.config.duration import updates_in
 from selftask.methods.base import Method
@@ -37,7 +38,8 @@ NUM_GLOBAL = 2  # views that the teacher sees
 class DINO(Method):
     """Self-distillation without labels: a centred and sharpened teacher, multi-crop students."""
 
-    reduces = "samples"
+    loss_reduction = "samples"
+    views = (2, None)
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -61,9 +63,6 @@ class DINO(Method):
         freeze_last_layer: int | str = field(default="1 epoch", metadata={"duration": True})
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            num_views = sum(group["count"] for group in config["views"].values())
-            if num_views < 2:
-                yield f"views: dino needs two global views, local ones may follow; got {num_views}"
             for key in ("temperature", "teacher_temperature", "start_teacher_temperature"):
                 if getattr(self, key) <= 0:
                     yield f"{key}: {getattr(self, key)}; must be above 0"
@@ -86,7 +85,7 @@ class DINO(Method):
             norm=config.norm,
         )
 
-    def attach(self, task: Task) -> None:
+    def setup(self, task: Task) -> None:
         config, length = self.config, task.length
         self.teacher = Teacher(task.base_model)
         for module in self.teacher.modules():
@@ -107,20 +106,22 @@ class DINO(Method):
 
     def on_forward(self, task: Task) -> None:
         """The teacher looks at the global views: centred (eq. 4), then sharpened by tau_t."""
-        views = task.last_batch.sample["views"][:NUM_GLOBAL]
-        scores = full_precision(self.teacher(views))  # (2, B, K)
+        batch = task.last_batch
+        scores = full_precision(self.teacher(batch.all_views[:NUM_GLOBAL]))  # (2, B, K)
         temperature = self.teacher_temperature_at(task.where)
-        self.teacher_probs = F.softmax((scores - self.center) / temperature, dim=2)  # (2, B, K)
+        batch["probs"] = F.softmax((scores - self.center) / temperature, dim=2)  # (2, B, K)
         if task.train:
             self.batch_centers.append(scores.mean(dim=(0, 1)))  # (K,)
 
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Eq. 3, averaged over its pairs; ``output`` (V, B, K)."""
+    def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Eq. 3, averaged over its pairs; ``output`` (V, B, K).
+
+        The cross-entropy is split into the teacher's entropy, which has no gradient, and the rest.
+        """
         log_probs = F.log_softmax(full_precision(output) / self.config.temperature, dim=2)
-        loss = cross_entropy_of_pairs(self.teacher_probs, log_probs)
-        entropy = torch.special.entr(self.teacher_probs).sum(dim=2).mean()
-        self.terms = {"teacher_entropy": entropy, "kl": loss.detach() - entropy}
-        return loss
+        cross_entropy = cross_entropy_of_pairs(batch["probs"], log_probs)
+        entropy = torch.special.entr(batch["probs"]).sum(dim=2).mean()
+        return {"teacher_entropy": entropy, "kl": cross_entropy - entropy}
 
     def on_backward(self, task: Task) -> None:
         """The last layer waits: early gradients would move it away from a teacher still random."""
@@ -130,13 +131,13 @@ class DINO(Method):
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
         """The teacher follows the student, and the centre the teacher's mean output (eq. 4)."""
-        self.teacher.follow(task.base_model, momentum=self.momentum_at(task.where))
+        self.teacher.update(task.base_model, momentum=self.momentum_at(task.where))
         center = all_reduce_mean(torch.stack(self.batch_centers).mean(dim=0))  # (K,)
         self.center.lerp_(center, 1.0 - self.config.center_momentum)
         self.batch_centers.clear()
 
     @property
-    def chance(self) -> float:
+    def chance_loss(self) -> float:
         """A student that gives every prototype the same probability."""
         return math.log(self.config.num_prototypes)
 

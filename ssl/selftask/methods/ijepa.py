@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selftask.batch import Batch
 from selftask.draws import uniform
 from selftask.errors import UserError
 from selftask.methods.base import Method
@@ -51,10 +52,8 @@ _DRAWS = 4  # for a block: its area, its shape, its row, its column
 class IJEPA(Method):
     """The teacher sees the whole image and says what is to be predicted; it is what is kept."""
 
-    reduces = "samples"
-
-    features: Tensor  # (B, M, Q, E), what is to be predicted of the batch at hand
-    inside: Tensor  # (B, M, Q), false where a block has fewer than Q patches
+    loss_reduction = "samples"
+    views = 1
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -74,9 +73,6 @@ class IJEPA(Method):
         momentum: float = field(default=0.996, metadata={"min": 0, "max": 1})
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            num_views = sum(group["count"] for group in config["views"].values())
-            if num_views != 1:
-                yield f"views: ijepa looks at one view, got {num_views}"
             backbone = config["backbone"]
             if "patch_size" not in backbone and "model" not in backbone:  # timm's are seen later
                 yield f"backbone: ijepa needs a vision transformer, not {backbone['name']}"
@@ -131,35 +127,37 @@ class IJEPA(Method):
             initialize(vit, std=config.init_std)
         return BlockPredictor(vit, predictor)
 
-    def attach(self, task: Task) -> None:
+    def setup(self, task: Task) -> None:
         self.teacher = Teacher(task.base_model.backbone)
 
-    def prepare(self, sample: dict[str, Any], task: Task) -> None:
-        key = sample["key"].to(sample["views"][0].device, non_blocking=True)
+    def prepare_batch(self, batch: Batch, task: Task) -> None:
+        (images,) = batch.all_views
+        key = batch.key.to(images.device, non_blocking=True)
         context, targets = self.blocks.draw(task.config.train.seed, key)
-        sample["targets"] = targets
-        sample["input"] = (sample["views"][0], context, targets)
+        batch["targets"] = targets
+        batch.input = (images, context, targets)
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
         """The teacher's features of the whole image, each normalised, at the target blocks."""
-        sample = task.last_batch.sample
-        indices, padding = sample["targets"]
+        batch = task.last_batch
+        indices, _ = batch["targets"]  # (B, M, Q)
         vit = as_vit(self.teacher.network, method="ijepa")
-        features = vit.forward_features(sample["views"][0])[:, vit.num_prefix_tokens :]  # (B, N, E)
+        features = vit.forward_features(batch.all_views[0])[:, vit.num_prefix_tokens :]  # (B, N, E)
         features = F.layer_norm(full_precision(features), features.shape[-1:])
-        self.features = gather_tokens(features, indices.flatten(1)).view(*indices.shape, -1)
-        self.inside = ~padding
+        features = gather_tokens(features, indices.flatten(1))
+        batch["features"] = features.view(*indices.shape, -1)  # (B, M, Q, E)
 
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Smooth L1 distance, a mean over images, blocks and a block's patches in turn."""
-        distance = F.smooth_l1_loss(full_precision(output), self.features, reduction="none")
-        of_patch = distance.mean(dim=3) * self.inside  # (B, M, Q)
-        of_block = of_patch.sum(dim=2) / self.inside.sum(dim=2)  # (B, M)
+        distance = F.smooth_l1_loss(full_precision(output), batch["features"], reduction="none")
+        inside = ~batch["targets"][1]  # (B, M, Q), False where a block has fewer than Q patches
+        of_patch = distance.mean(dim=3) * inside  # (B, M, Q)
+        of_block = of_patch.sum(dim=2) / inside.sum(dim=2)  # (B, M)
         return of_block.mean()
 
     def on_update(self, task: Task) -> None:
-        self.teacher.follow(task.base_model.backbone, momentum=self.momentum(task.where))
+        self.teacher.update(task.base_model.backbone, momentum=self.momentum(task.where))
 
     def export_backbone(self, network: nn.Module) -> nn.Module:
         """The teacher's, as in the paper's evaluations."""

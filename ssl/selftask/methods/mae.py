@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selftask.batch import Batch
 from selftask.draws import uniform
 from selftask.errors import UserError
 from selftask.methods.base import Method
@@ -41,9 +42,8 @@ if TYPE_CHECKING:
 class MAE(Method):
     """The backbone sees only what is left; a light decoder, thrown away later, paints the rest."""
 
-    reduces = "samples"
-
-    pixels: Tensor  # (B, M, P), what is to be painted of the batch at hand
+    loss_reduction = "samples"
+    views = 1
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -54,9 +54,6 @@ class MAE(Method):
         decoder_heads: int = 16
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            num_views = sum(group["count"] for group in config["views"].values())
-            if num_views != 1:
-                yield f"views: mae looks at one view, got {num_views}"
             backbone = config["backbone"]
             if "patch_size" not in backbone and "model" not in backbone:  # timm's are seen later
                 yield f"backbone: mae needs a vision transformer, not {backbone['name']}"
@@ -99,29 +96,29 @@ class MAE(Method):
             initialize(vit)
         return MaskedAutoencoder(vit, decoder)
 
-    def prepare(self, sample: dict[str, Any], task: Task) -> None:
-        """The patches with the lowest draws are kept; ``sample["masked"]`` (B, M) are not."""
-        key = sample["key"].to(sample["views"][0].device, non_blocking=True)
+    def prepare_batch(self, batch: Batch, task: Task) -> None:
+        """The patches with the lowest draws are kept; ``batch["masked"]`` (B, M) are not."""
+        (images,) = batch.all_views
+        key = batch.key.to(images.device, non_blocking=True)
         draws = uniform(task.config.train.seed, key, self.num_patches)  # (B, N)
         order = draws.argsort(dim=1, stable=True)
         keep, masked = order[:, : self.num_keep], order[:, self.num_keep :]
-        sample["masked"] = masked
-        sample["input"] = (sample["views"][0], keep, masked)
+        batch["masked"] = masked
+        batch.input = (images, keep, masked)
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        sample = task.last_batch.sample
-        patches = patchify(sample["views"][0], self.patch_size)  # (B, N, P)
-        self.pixels = gather_tokens(patches, sample["masked"])  # (B, M, P)
-        if self.config.normalize_pixels:
-            self.pixels = normalize(self.pixels)
+        batch = task.last_batch
+        patches = patchify(batch.all_views[0], self.patch_size)  # (B, N, P)
+        pixels = gather_tokens(patches, batch["masked"])  # (B, M, P)
+        batch["pixels"] = normalize(pixels) if self.config.normalize_pixels else pixels
 
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Mean squared error over the masked patches only; ``output`` (B, M, P)."""
-        return F.mse_loss(full_precision(output), self.pixels)
+        return F.mse_loss(full_precision(output), batch["pixels"])
 
     @property
-    def chance(self) -> float | None:
+    def chance_loss(self) -> float | None:
         """Every pixel painted as its patch's mean: the variance, 1 unless a patch is flat."""
         return 1.0 if self.config.normalize_pixels else None
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selftask.batch import Batch
 from selftask.collectives import all_gather_cat, rank, world_size
 from selftask.draws import LAYER_DRAWS
 from selftask.methods.base import Method
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 class MoCo(Method):
     """Queries by the network, keys by its slow teacher, negatives from a queue of past keys."""
 
-    reduces = "samples"
+    loss_reduction = "samples"
+    views = 2
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -51,9 +53,6 @@ class MoCo(Method):
         symmetric: bool = False  # both views are queries, each with a queue of its own (v2+)
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            num_views = sum(group["count"] for group in config["views"].values())
-            if num_views != 2:
-                yield f"views: moco compares two views, got {num_views}"
             if self.temperature <= 0:
                 yield f"temperature: {self.temperature}; above 0 is expected, such as 0.2"
             train = config["train"]
@@ -75,48 +74,49 @@ class MoCo(Method):
         self.register_buffer("oldest", torch.zeros((), dtype=torch.long))
         end = config.momentum if config.end_momentum is None else config.end_momentum
         self.momentum = build_schedule("cosine", config.momentum, end)
-        self.keys: list[Tensor] = []  # of this update, (V, B * W, D) for each of its batches
+        self.pending: list[Tensor] = []  # keys (V, B * W, D) of each batch of this step
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """The two layers that v2 adds, without BatchNorm."""
         return mlp(embed_dim, self.config.hidden or embed_dim, self.config.dim, norm=False)
 
-    def attach(self, task: Task) -> None:
+    def setup(self, task: Task) -> None:
         self.teacher = Teacher(task.base_model)
 
-    def prepare(self, sample: dict[str, Any], task: Task) -> None:
+    def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Query v is view v; its key is the other view."""
-        sample["input"] = sample["views"][: len(self.queue)]
-        sample["teacher_input"] = sample["views"][::-1][: len(self.queue)]
+        batch.input = batch.all_views[: len(self.queue)]
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
         """The keys of the batch on all ranks; they join the queue after the update."""
-        views = [deal(view) for view in task.last_batch.sample["teacher_input"]]
-        with LAYER_DRAWS.exchanged(deal):
-            keys = F.normalize(full_precision(self.teacher(views)), dim=2)  # (V, B, D)
-        self.keys.append(torch.stack([undeal(key) for key in keys]))  # (V, B * W, D)
+        batch = task.last_batch
+        others = [shuffle_bn(view) for view in batch.all_views[::-1][: len(self.queue)]]
+        with LAYER_DRAWS.exchanged(shuffle_bn):
+            keys = F.normalize(full_precision(self.teacher(others)), dim=2)  # (V, B, D)
+        keys = torch.stack([unshuffle_bn(key) for key in keys])  # (V, B * W, D)
+        num_images = len(batch.index)
+        batch["keys"] = keys.narrow(1, rank() * num_images, num_images)  # (V, B, D)
+        self.pending.append(keys)
 
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Eq. 1 averaged over the queries; ``output`` (V, B, D)."""
-        num_images = output.shape[1]
-        key = self.keys[-1].narrow(1, rank() * num_images, num_images)  # (V, B, D)
-        return info_nce(output, key, self.queue, temperature=self.config.temperature)
+        return info_nce(output, batch["keys"], self.queue, temperature=self.config.temperature)
 
     @property
-    def chance(self) -> float:
+    def chance_loss(self) -> float:
         """All similarities equal: the key is one of 1 + K."""
         return math.log(1 + self.config.queue_size)
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
         """Eq. 2, then the oldest keys give way to those of this update, in global order."""
-        self.teacher.follow(task.base_model, momentum=self.momentum(task.where))
-        keys = torch.cat(self.keys, dim=1)
+        self.teacher.update(task.base_model, momentum=self.momentum(task.where))
+        keys = torch.cat(self.pending, dim=1)
         slots = torch.arange(keys.shape[1], device=keys.device) + self.oldest
         self.queue.index_copy_(1, slots % self.config.queue_size, keys.to(self.queue.dtype))
         self.oldest.add_(keys.shape[1]).remainder_(self.config.queue_size)
-        self.keys.clear()
+        self.pending.clear()
 
 
 @in_full_precision
@@ -133,7 +133,7 @@ def info_nce(query: Tensor, key: Tensor, queue: Tensor, *, temperature: float) -
     return F.cross_entropy(logits, logits.new_zeros(len(logits), dtype=torch.long))
 
 
-def deal(images: Tensor) -> Tensor:
+def shuffle_bn(images: Tensor) -> Tensor:
     """Every W-th image of the global batch, for this rank: shuffled BatchNorm (section 3.3).
 
     A query and its key are then normalised with statistics of different images, by which the one
@@ -143,7 +143,7 @@ def deal(images: Tensor) -> Tensor:
     return all_gather_cat(images)[rank() :: world_size()]
 
 
-def undeal(rows: Tensor) -> Tensor:
+def unshuffle_bn(rows: Tensor) -> Tensor:
     """Rows (B, ...) of images that were dealt out -> those of the whole batch in its own order."""
     everyone = all_gather_cat(rows).view(world_size(), *rows.shape)  # (W, B, ...)
     return everyone.transpose(0, 1).flatten(0, 1)  # (B * W, ...)

@@ -11,24 +11,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selftask.collectives import gather_cat_with_grad, rank, world_size
+from selftask.batch import Batch
+from selftask.collectives import gather_cat_with_grad, rank
 from selftask.methods.base import Method
 from selftask.models.heads import mlp
 from selftask.models.precision import in_full_precision
 from selftask.registry import limited, register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
 
 
 @register_method("simclr")
 class SimCLR(Method):
     """In-batch negatives, gathered over ranks with gradient; no state."""
 
-    reduces = "gathered"  # every view is a negative to those of all ranks
+    loss_reduction = "gathered"  # every view is a negative to those of all ranks
+    views = 2
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -41,17 +46,10 @@ class SimCLR(Method):
         # sums both directions
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            num_views = sum(group["count"] for group in config["views"].values())
-            if num_views != 2:
-                yield f"views: simclr compares two views, got {num_views}"
             if self.temperature <= 0:
                 yield f"temperature: {self.temperature}; above 0 is expected, such as 0.1"
             if config["train"]["batch_size"] < 2:
                 yield "train.batch_size: 1; the negatives are other images: at least 2 are needed"
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.num_rows = 0  # 2BW, once a batch was seen
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """g in section 2.1; the last BatchNorm has no shift, as in the paper's code."""
@@ -71,16 +69,18 @@ class SimCLR(Method):
             head[-1].bias.requires_grad_(False)  # stays 0
         return head
 
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+    def setup(self, task: Task) -> None:
+        self.num_rows = 2 * task.length.batch_size  # 2BW
+
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Eq. 1 averaged over both views; ``output`` (2, B, D)."""
-        self.num_rows = 2 * output.shape[1] * world_size()
         loss = info_nce(output[0], output[1], temperature=self.config.temperature)
         return self.config.scale * loss
 
     @property
-    def chance(self) -> float | None:
+    def chance_loss(self) -> float:
         """All similarities equal: the positive is one of the 2BW - 1 other views."""
-        return self.config.scale * math.log(self.num_rows - 1) if self.num_rows > 2 else None
+        return self.config.scale * math.log(self.num_rows - 1)
 
 
 @in_full_precision

@@ -6,19 +6,19 @@ B: images per rank, E: features of the backbone, C: classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from selftask import classy
+from selftask.batch import Batch
 from selftask.errors import UserError, nearest
 from selftask.meters.accuracy import Accuracy
 from selftask.methods.base import Method
 from selftask.models.build import embed_dim
 from selftask.models.precision import in_full_precision
-from selftask.registry import register_method
+from selftask.registry import limited, register_method
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -28,20 +28,16 @@ if TYPE_CHECKING:
 class Supervised(Method):
     """Cross-entropy, or any loss of torch.nn or Classy Vision by its name; one view."""
 
-    reduces = "samples"
-    gives_scores = True
+    loss_reduction = "samples"
+    views = 1
+    outputs_logits = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_classes: int | None = None  # C; None: as many as the data set has
+        num_classes: int | None = limited(None, min=1)  # C; None: as many as the data set has
         freeze_backbone: bool = False  # the linear probe: only the classifier is trained
         loss: str = "CrossEntropyLoss"  # of torch.nn, or classy:NAME
         loss_args: dict[str, Any] = field(default_factory=dict)
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            num_views = sum(group["count"] for group in config["views"].values())
-            if num_views != 1:
-                yield f"views: supervised looks at one view, got {num_views}"
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """The classifier. Raises UserError if the labels or the loss will not do."""
@@ -60,16 +56,16 @@ class Supervised(Method):
             if isinstance(meter, Accuracy):
                 meter.validate((1, self.num_classes), (1,))
 
-    def prepare(self, sample: dict[str, Any], task: Task) -> None:
-        sample["input"] = sample["views"][0]
+    def prepare_batch(self, batch: Batch, task: Task) -> None:
+        (batch.input,) = batch.all_views
 
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """The loss of the scores ``output`` (B, C) for the labels ``target`` (B,)."""
-        loss: Tensor = self._score(output, target)
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
+        """The loss of the scores ``output`` (B, C) for the labels (B,)."""
+        loss: Tensor = self._score(output, batch.labels)
         return loss
 
     @property
-    def chance(self) -> float | None:
+    def chance_loss(self) -> float | None:
         """Cross-entropy of equal scores."""
         return math.log(self.num_classes) if self.config.loss == "CrossEntropyLoss" else None
 

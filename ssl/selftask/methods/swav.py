@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selftask.batch import Batch
 from selftask.collectives import all_gather_cat, rank, world_size
 from selftask.config.duration import updates_in
 from selftask.methods.base import Method
@@ -36,7 +37,8 @@ NUM_ASSIGNED = 2  # views whose assignments the others predict
 class SwAV(Method):
     """Swapped prediction between views, with online, equally large clusters and multi-crop."""
 
-    reduces = "statistics"  # how full the clusters are
+    loss_reduction = "statistics"  # how full the clusters are
+    views = (2, None)
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -53,9 +55,6 @@ class SwAV(Method):
         freeze_prototypes: int | str = field(default="1 epoch", metadata={"duration": True})
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            num_views = sum(group["count"] for group in config["views"].values())
-            if num_views < 2:
-                yield f"views: swav assigns two views, local ones may follow; got {num_views}"
             batch_size = config["train"]["batch_size"]
             if 0 < self.queue_size < batch_size:
                 yield (
@@ -74,12 +73,12 @@ class SwAV(Method):
         queue = torch.zeros(config.queue_size, NUM_ASSIGNED, config.dim)
         self.register_buffer("queue", queue)  # (L, 2, D), the newest first
         self.queue_is_used = False
-        self.arrivals: list[Tensor] = []  # features (B, 2, D) of the batches since the last update
+        self.pending: list[Tensor] = []  # features (B, 2, D) of the batches since the last update
 
     def build_head(self, embed_dim: int) -> nn.Module:
         return mlp(embed_dim, self.config.hidden, self.config.dim, norm=self.config.norm)
 
-    def attach(self, task: Task) -> None:
+    def setup(self, task: Task) -> None:
         self.queue_start, self.frozen_updates = (
             updates_in(text, task.length)
             for text in (self.config.queue_start, self.config.freeze_prototypes)
@@ -92,20 +91,24 @@ class SwAV(Method):
         """
         is_full = task.clock.batch * task.length.batch_size >= len(self.queue) > 0
         self.queue_is_used = is_full and task.iteration >= self.queue_start
+        if task.train and len(self.queue):
+            assigned = full_precision(task.last_batch.output[:NUM_ASSIGNED].detach())
+            self.pending.append(F.normalize(assigned, dim=2).transpose(0, 1))
 
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Eq. 6, averaged over its pairs; ``output`` (V, B, D)."""
+    def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Eq. 6, averaged over its pairs; ``output`` (V, B, D).
+
+        The cross-entropy is split into the entropy of the assignments, which has no gradient, and
+        the rest.
+        """
         with torch.autocast(output.device.type, enabled=False):
             features = F.normalize(full_precision(output), dim=2)  # (V, B, D)
             scores = self.prototypes(features)  # (V, B, K)
             assigned = torch.stack([self.assign(scores[v], v) for v in range(NUM_ASSIGNED)])
             log_probs = F.log_softmax(scores / self.config.temperature, dim=2)  # (V, B, K)
-            loss = cross_entropy_of_pairs(assigned, log_probs)
-        if self.training and len(self.queue):
-            self.arrivals.append(features[:NUM_ASSIGNED].detach().transpose(0, 1))
+            cross_entropy = cross_entropy_of_pairs(assigned, log_probs)
         entropy = torch.special.entr(assigned).sum(dim=2).mean()
-        self.terms = {"assignment_entropy": entropy, "kl": loss.detach() - entropy}
-        return loss
+        return {"assignment_entropy": entropy, "kl": cross_entropy - entropy}
 
     @torch.no_grad()
     def assign(self, scores: Tensor, view: int) -> Tensor:
@@ -131,12 +134,12 @@ class SwAV(Method):
     def on_update(self, task: Task) -> None:
         """Prototypes return to the unit sphere; the batch's features enter the queue."""
         self.prototypes.normalize_()
-        for features in self.arrivals:
+        for features in self.pending:
             everyone = all_gather_cat(features)  # (B * W, 2, D)
             self.queue.copy_(torch.cat([everyone, self.queue])[: len(self.queue)])
-        self.arrivals.clear()
+        self.pending.clear()
 
     @property
-    def chance(self) -> float:
+    def chance_loss(self) -> float:
         """A prediction that gives every prototype the same probability."""
         return math.log(self.config.num_prototypes)

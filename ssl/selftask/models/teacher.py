@@ -30,7 +30,7 @@ class Teacher(nn.Module):
         return self.network(*args, **kwargs)
 
     @torch.no_grad()
-    def follow(self, network: nn.Module, *, momentum: float) -> None:
+    def update(self, network: nn.Module, *, momentum: float) -> None:
         """theta <- momentum * theta + (1 - momentum) * theta of ``network``, in one fused call.
 
         ``network`` must have the parameters of the one copied, in the same order.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from selftask.collectives import all_reduce_mean
 from selftask.registry import register_train_step
-from selftask.task import LastBatch, Task
+from selftask.task import Task
 
 
 @register_train_step("accumulate")
@@ -44,13 +44,12 @@ def accumulate_train_step(task: Task) -> None:
 
 def _forward(task: Task, *, share: float) -> Tensor:
     """One batch through network and loss; the loss's ``share`` of the update, with its graph."""
-    sample = next(task.data_iterator)
+    batch = task.last_batch = next(task.batches)
     with task.autocast():
-        output = task.model(sample["input"])
-        task.last_batch = batch = LastBatch(sample, output)
+        batch.output = task.model(batch.input)
         task.run_hooks("on_forward")
-        batch.local_loss = task.loss(output, sample["target"])
+        batch.local_loss = task.loss(batch.output, batch)
     batch.loss = all_reduce_mean(batch.local_loss.detach())
-    task.update_meters(output, sample["target"])
+    task.update_meters(batch)
     task.run_hooks("on_loss_and_meter")
     return batch.local_loss * share

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from selftask.collectives import all_reduce_mean
 from selftask.registry import register_train_step
-from selftask.task import LastBatch, Task
+from selftask.task import Task
 
 
 @register_train_step("standard")
 def standard_train_step(task: Task) -> None:
     """Read, forward, loss, backward, update; in a test phase, stop after the loss.
 
-    Hooks find what the step has made so far in ``task.last_batch``. ``StopIteration`` from
-    ``task.data_iterator`` passes through: the phase is over.
+    ``StopIteration`` from ``task.batches`` passes through: the phase is over.
     """
-    sample = next(task.data_iterator)
+    batch = task.last_batch = next(task.batches)
 
     with task.autocast():
-        output = task.model(sample["input"])
-        task.last_batch = batch = LastBatch(sample, output)
+        batch.output = task.model(batch.input)
         task.run_hooks("on_forward")  # the teacher sees the batch here
-        batch.local_loss = task.loss(output, sample["target"])
+        batch.local_loss = task.loss(batch.output, batch)
 
     batch.loss = all_reduce_mean(batch.local_loss.detach())
-    task.update_meters(output, sample["target"])
+    task.update_meters(batch)
     task.run_hooks("on_loss_and_meter")  # logging
 
     if not task.train:

@@ -45,14 +45,14 @@ def rows_of(config: Config, sources: Sources, num_images: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as out:  # so that a run's list of bad files stays as it is
         feed = Feed(_for_one_batch(config, num_images, out), sources, World(), torch.device("cpu"))
         try:
-            sample = next(feed.train_samples(0))
+            batch = next(feed.train_batches(0))
         finally:
             feed.close()
     groups = [group for group in config.views.values() for _ in range(group.count)]
-    views = [_to_pixels(v, group) for v, group in zip(sample["views"], groups, strict=True)]
+    views = [_to_pixels(v, group) for v, group in zip(batch.all_views, groups, strict=True)]
     return [
         Row(sources.train.path(index), sources.train[index][0], [view[place] for view in views])
-        for place, index in enumerate(sample["index"].tolist())
+        for place, index in enumerate(batch.index.tolist())
     ]
 
 

@@ -1,0 +1,95 @@
+"""The batch that flows through a train step: what was read, and what the step makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias
+
+from torch import Tensor
+
+Loss: TypeAlias = Tensor | Mapping[str, Tensor]
+"""A scalar, or named terms whose sum is the loss."""
+
+
+def total(loss: Loss) -> Tensor:
+    """Return the loss as one scalar: the sum of its terms if it has several."""
+    return loss if isinstance(loss, Tensor) else sum(loss.values(), start=0.0)  # type: ignore[return-value]
+
+
+@dataclass(eq=False, kw_only=True)
+class Batch:
+    """One batch of this rank; ``task.last_batch`` is that of the current step.
+
+    The loader fills the first five fields, ``Method.prepare_batch`` the input, the train step the
+    rest, from top to bottom. What a hook computes at ``on_forward`` (the output of a teacher)
+    is added under a name: ``batch["teacher"] = ...``.
+
+    Shape:
+        B images on this rank, C channels. The sizes of views may differ between groups.
+    """
+
+    views: dict[str, list[Tensor]]
+    """Group name -> its views, each (B, C, H, W), as in the recipe's ``views:``."""
+    labels: Tensor
+    """(B,) int64, -1 for an image without a label."""
+    index: Tensor
+    """(B,) int64, numbers of the images in the data set."""
+    key: Tensor
+    """(B, 2) int64 on the host; names the random draws of each sample, see ``selftask.draws``."""
+    number: int = 0
+    """Of the global batch, counted from the start of training."""
+    epoch: int = 0
+    """Epoch of its first sample, from 0."""
+    input: Any = None
+    """Argument of the network."""
+    output: Any = None
+    """Result of the network; (V, B, D) by default."""
+    terms: dict[str, Tensor] = field(default_factory=dict)
+    """Terms of the loss by name, detached; empty for a loss of one term."""
+    loss: Tensor | None = None
+    """Mean of the loss over ranks, detached."""
+    added: dict[str, Any] = field(default_factory=dict)
+    """Results of hooks, by name."""
+    step_data: ClassVar[dict[str, Any]] = {}
+    """Empty; Classy Vision's hooks look for timings in it."""
+
+    def __post_init__(self) -> None:
+        self._local_loss: Tensor | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.added[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.added[name] = value
+
+    @property
+    def all_views(self) -> list[Tensor]:
+        """The views of all groups in one list, in the order of the recipe."""
+        return [view for group in self.views.values() for view in group]
+
+    @property
+    def local_loss(self) -> Tensor:
+        """Loss of this rank, with its graph; set from a scalar or from named terms.
+
+        Raises AttributeError before the step has computed it.
+        """
+        if self._local_loss is None:
+            raise AttributeError("this batch has no loss yet")
+        return self._local_loss
+
+    @local_loss.setter
+    def local_loss(self, loss: Loss) -> None:
+        self._local_loss = total(loss)
+        if not isinstance(loss, Tensor):
+            self.terms = {name: term.detach() for name, term in loss.items()}
+
+    @property
+    def target(self) -> Tensor:
+        """The labels, under the name that Classy Vision's hooks use."""
+        return self.labels
+
+    @property
+    def sample(self) -> dict[str, Any]:
+        """Input, target and index, as Classy Vision's hooks look for them."""
+        return {"input": self.input, "target": self.labels, "index": self.index}
