@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 _NAMED = {("backbone",), ("method",), ("optimizer",), ("data", "sampler")}
 _SOURCES = {("data",), ("data", "val")}
-_PATHS = {*_SOURCES, ("init", "backbone"), ("resume",), ("resume", "checkpoint"), ("out",)}
+_PATHS = {
+    *_SOURCES,
+    ("data", "sampler", "weights"),
+    ("init", "backbone"),
+    ("resume",),
+    ("resume", "checkpoint"),
+    ("out",),
+}
 _PATH_FIELDS = ("path", "root", "pattern", "labels_path", "copy_to")  # of data and data.val
 _NAMED_ENTRIES = {("hooks",), ("meters",), ("eval", "evaluations")}
 
