@@ -212,15 +212,14 @@ def build(kind: str, name: str, args: dict[str, Any], out: Path | None = None) -
     known = _registry(kind)
     if bare not in known:
         raise UserError(f"Classy Vision has no {kind} named {bare!r}; {nearest(bare, known)}")
+    config = {**args, "name": bare}
     if kind == "hook":
-        args = {**_hook_defaults(bare, out or Path()), **args}
+        config = {**_hook_defaults(bare, out or Path()), **args}
         show_root_lines_of("classy_vision")  # its hooks log through the root logger
-    else:
-        args = {**args, "name": bare}
     try:
-        if kind == "hook" and "folder" in args:
-            Path(args["folder"]).mkdir(parents=True, exist_ok=True)
-        return known[bare].from_config(args)
+        if kind == "hook" and "folder" in config:
+            Path(config["folder"]).mkdir(parents=True, exist_ok=True)
+        return known[bare].from_config(config)
     except (AssertionError, KeyError, OSError, TypeError, ValueError) as error:  # its own checks
         raise UserError(
             f"Classy Vision's {kind} {bare!r} cannot be made of {args}: "
