@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 import tiny
+from selftask.cli.main import guarded
+from selftask.errors import UserError
 from selftask.hooks.preemption import StopOnSignal
 from selftask.logs import lasting_output, start_log, stop_log
 from selftask.world import STOP_SIGNALS
@@ -111,6 +113,24 @@ def test_signals_are_acknowledged_and_a_second_one_leaves(
     with pytest.raises(KeyboardInterrupt, match="SIGINT"):
         send(hook, signal.SIGINT)
     assert "SIGINT again: leaving at once" in capfd.readouterr().err
+
+
+def test_ctrl_c_inside_of_a_library_is_no_mistake_of_the_config(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """OmegaConf, interrupted, fails as it cleans up, and wraps that error in one of its own."""
+
+    def command(argv: list[str]) -> int:
+        try:
+            try:
+                raise KeyboardInterrupt
+            finally:
+                raise AttributeError("no attribute '_invalidate_flags_cache'")
+        except AttributeError as error:
+            raise UserError("eval.transforms: no attribute") from error
+
+    assert guarded(command, []) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 @pytest.mark.usefixtures("handlers")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import signal
-import sys
 
 from selftask.cli.options import HELP, asks_for_help
-from selftask.errors import RunError, UserError, nearest
+from selftask.errors import UserError, nearest
 
 COMMANDS = {
     "check": ("selftask.cli.data_check", "read every image: what is broken, what is a duplicate?"),
@@ -36,11 +34,4 @@ def main(argv: list[str]) -> int:
     if asks_for_help(argv):
         print(command.USAGE)
         return 0
-    try:
-        return int(command.main(argv[1:]))
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+    return int(command.main(argv[1:]))

@@ -58,6 +58,8 @@ def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
     try:
         return command(argv)
     except UserError as error:
+        if _hides_interrupt(error):
+            return _interrupted()
         problems = error.problems if isinstance(error, ConfigError) else [str(error)]
         for problem in problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -78,8 +80,20 @@ def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
         print(f"error: {told}", file=sys.stderr)
         return UserError.exit_code
     except KeyboardInterrupt:  # Ctrl-C where no run has begun that could tell of it
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return _interrupted()
+
+
+def _hides_interrupt(error: BaseException) -> bool:
+    """Whether Ctrl-C came inside a library, such as OmegaConf, that raised an error of its own."""
+    context = error.__context__
+    return isinstance(error, KeyboardInterrupt) or (
+        context is not None and _hides_interrupt(context)
+    )
+
+
+def _interrupted() -> int:
+    print("interrupted", file=sys.stderr)
+    return 128 + signal.SIGINT
 
 
 def _open_missing_streams() -> None:
