@@ -114,6 +114,16 @@ def test_script_is_valid_shell_and_returns_the_code_of_srun(tmp_path: Path, fake
     assert "attempt 1 of job" in done.stderr
 
 
+def test_modules_of_the_current_folder_shadow_none_in_a_job(tmp_path: Path, fake: Fake) -> None:
+    """Python 3.11 and newer heed PYTHONSAFEPATH; lines of the user's run without it."""
+    lines = "launch.slurm.teardown=['echo teardown $PYTHONSAFEPATH']"
+    script = tmp_path / "script.sh"
+    script.write_text(plan("simclr/digits", words(tmp_path, "run", *CLUSTER, lines)).script())
+    fake("srun", "echo srun $PYTHONSAFEPATH")
+    done = tiny.run(["bash", str(script)], tmp_path)
+    assert done.stdout.splitlines() == ["srun 1", "teardown"]
+
+
 def test_defaults_give_way(tmp_path: Path) -> None:
     options = ("launch.slurm.signal-delay-s=30", "launch.slurm.job_name=mine", "data.num_workers=3")
     script = plan("simclr/digits", words(tmp_path, "run", *options)).script()

@@ -151,6 +151,7 @@ def _afterwards(folder: Path) -> list[str]:
     return [
         "code=$?",
         f"[ $code = 0 ] || {{ {shlex.join(command)} $code {shlex.quote(str(folder))}; code=$?; }}",
+        "unset PYTHONSAFEPATH  # the teardown is the user's",
     ]
 
 
