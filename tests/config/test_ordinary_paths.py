@@ -37,7 +37,7 @@ def paths_in(config: Config) -> list[object]:
         val and val.args["path"],
         config.out,
         config.init.backbone,
-        config.resume,
+        config.resume.checkpoint,
         config.data.copy_to,
     ]
 
@@ -62,13 +62,13 @@ def test_in_a_recipe_as_far_as_yaml_allows(name: str) -> None:
     lines = ["defaults: [/simclr/images]", f"data: {text}", f"out: {text}", f"resume: {text}"]
     Path(name, "mine.yaml").write_text("\n".join(lines), encoding="utf-8")
     config = load_config(f"{name}/mine.yaml", [])
-    assert [config.data.source.args["path"], config.out, config.resume] == [name] * 3
+    assert [config.data.source.args["path"], config.out, config.resume.checkpoint] == [name] * 3
 
 
 def test_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     config = load_config("simclr/images", overrides("~/plain"))
-    assert config.out == config.init.backbone == config.resume == str(tmp_path / "plain")
+    assert config.out == config.init.backbone == config.resume.checkpoint == str(tmp_path / "plain")
     assert [len(source or "") for source in open_data(config.data)] == [2, 2]
     unknown = load_config("simclr/images", ["data=plain", "out=~nobody-of-this-name/x"])
     assert unknown.out == "~nobody-of-this-name/x"

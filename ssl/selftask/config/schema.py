@@ -125,7 +125,9 @@ class TrainConfig:
     async_checkpoints: bool = True  # write while training goes on, from a copy in host memory
     sharded_checkpoints: bool = _setting(False, also=["sharded", "dcp"])  # every process writes
     # its part into a folder, nothing is gathered (parallel.reduce: fsdp)
-    threads: int | Literal["auto"] = _setting("auto", min=1)  # of torch on the CPU, per process;
+    threads: int | Literal["auto"] = _setting(
+        "auto", min=1, max=1024
+    )  # of torch on the CPU, per process;
     # auto: three quarters of the cores, with a GPU those that workers leave; kept on resume
     stop_at: int | None = _setting(None, min=1)  # stop after this step as if interrupted
 

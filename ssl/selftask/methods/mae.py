@@ -77,6 +77,11 @@ class MAE(Method):
         vit = as_vit(backbone, method="mae")
         self.num_patches = num_patches(vit)
         self.num_keep = int(self.num_patches * (1 - config.mask_ratio))
+        if self.num_keep == self.num_patches:
+            raise UserError(
+                f"method.mask_ratio={config.mask_ratio} hides none of the {self.num_patches} "
+                "patches of an image; raise it"
+            )
         if self.num_keep == 0:
             raise UserError(
                 f"method.mask_ratio={config.mask_ratio} hides all {self.num_patches} patches of an "
