@@ -28,6 +28,7 @@ from selftask.config.load import load_config, to_yaml
 from selftask.hooks.export import facts
 from selftask.models.build import build_backbone
 from selftask.models.export import save_backbone
+from selftask.models.foreign_pickle import read_tensors
 
 PACKAGE = tiny.ROOT / "ssl" / "selftask"
 
@@ -93,6 +94,8 @@ IN_CONFIG = {
 
 def words_of(command: str, run: Path) -> list[str]:
     """A command line that reads the run."""
+    if command == "finetune":
+        return ["finetune", str(run), "train.max_steps=1", "out=tuned"]
     if command == "export":
         return ["export", str(run), "--out", "exported"]
     if command == "features":
@@ -103,6 +106,7 @@ def words_of(command: str, run: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("way", "command"),
     [(way, "eval") for way in IN_CONFIG]
+    + [("import", "finetune"), ("data", "finetune"), ("data.val", "finetune")]
     + [("import", "features"), ("data", "features"), ("import", "export"), ("backbone", "export")],
 )
 def test_the_config_of_a_run(
@@ -152,7 +156,8 @@ def test_what_the_user_typed_is_the_users(
     (pwned.parent / "mine.py").write_text(
         "import numpy as np\n"
         "class Set:\n"
-        "    def __len__(self): return 20\n"
+        "    targets = [i % 2 for i in range(30)]\n"
+        "    def __len__(self): return 30\n"
         "    def __getitem__(self, i): return np.zeros((8, 8, 3), 'uint8'), i % 2\n"
     )
     assert main([*words_of("eval", run), "import=[mine]", "data=mine:Set"]) == 0
@@ -221,6 +226,32 @@ def test_pickled_weights(words: str, pwned: Path, capsys: pytest.CaptureFixture[
     assert "python objects (posix.mkdir)" in told.out + told.err
     torch.load("w.pt", weights_only=False)
     assert pwned.exists()
+
+
+def test_pickled_arrays_hold_numbers_only(pwned: Path) -> None:
+    """A forged dtype would make numpy take the bytes of a file for addresses of objects."""
+    array = np.arange(6, dtype=">f4").reshape(2, 3, order="F")
+    tensors = {"a": array, "b": np.array([True, False]), "c": np.int64(3), "more": Payload(pwned)}
+    Path("w.pkl").write_bytes(pickle.dumps(tensors))
+    content, skipped = read_tensors(Path("w.pkl"))
+    assert np.array_equal(content["a"], array)
+    assert content["b"].tolist() == [True, False]
+    assert "posix.mkdir" in skipped
+    assert not pwned.exists()
+
+    class Forged:
+        def __reduce__(self) -> Any:
+            rebuild, args, (version, shape, _, order, _) = np.zeros(1, object).__reduce__()
+            return rebuild, args, (version, shape, ForgedDtype(), order, b"A" * 8)
+
+    class ForgedDtype:
+        def __reduce__(self) -> Any:
+            return np.dtype, ("O8", False, True), (3, "|", None, None, None, -1, -1, 0)
+
+    Path("w.pkl").write_bytes(pickle.dumps({"a": Forged()}))
+    left_out = read_tensors(Path("w.pkl"))[0]["a"]
+    assert left_out.size == 0
+    assert left_out.dtype == bool
 
 
 def test_a_run_to_start_from(pwned: Path, received: Callable[[dict[str, Any]], Path]) -> None:
@@ -327,7 +358,8 @@ def test_whoever_calls_by_address_is_known_to_trust() -> None:
         for path in PACKAGE.rglob("*.py")
         if "import import_object" in (text := path.read_text()) or ", import_object" in text
     }
-    assert callers == {"models/backbones/libraries.py", "data/sources/dataset_objects.py"}
+    named_custom = {"models/backbones/libraries.py", "data/sources/dataset_objects.py"}
+    assert callers == {*named_custom, "launch/plugin_code.py"}  # which copies what a run trains
     for values in (IN_CONFIG["backbone"], IN_CONFIG["data"], IN_CONFIG["data.val"]):
         assert [address for _, address in trust.code_in(values)] == ["os:mkdir"]
 

@@ -62,7 +62,7 @@ def recipe_words(address: str, words: list[str]) -> list[str]:
     architecture = facts["architecture"]
     start = address if weights in (None, PRETRAINED) else None if weights == NONE else weights
     settings = {
-        **_data_of_run(address, words),
+        **_data_of_run(address, words, trust=trust),
         "backbone": {"name": architecture["name"], **architecture["args"]},
         "init.backbone": start,
         **_transforms(facts),
@@ -90,7 +90,7 @@ def _transforms(facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _data_of_run(address: str, words: list[str]) -> dict[str, Any]:
+def _data_of_run(address: str, words: list[str], *, trust: bool) -> dict[str, Any]:
     """The images of a run, as far as ``words`` do not name others."""
     own = expand_user(address) / "config.yaml"
     keys = {word.partition("=")[0] for word in words}
@@ -98,7 +98,7 @@ def _data_of_run(address: str, words: list[str]) -> dict[str, Any]:
         return {}
     from selftask.config.load import load_config
 
-    data = load_config(str(own), []).data
+    data = load_config(str(own), [], trust=trust).data
     source = {**data.source.to_dict()}
     if data.val is not None and not any(key.startswith("data.val") for key in keys):
         source["val"] = data.val.to_dict()

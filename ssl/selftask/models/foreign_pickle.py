@@ -16,17 +16,40 @@ from typing import Any
 import numpy as np
 import torch
 
-_RECONSTRUCT = np.zeros(0).__reduce__()[0]  # numpy's own; its module moved with version 2
+
+class _Dtype:
+    """A dtype of numbers. numpy's own takes flags from a pickle, by which bytes become pointers."""
+
+    def __init__(self, code: Any, *_: Any) -> None:
+        self.dtype = np.dtype(code if isinstance(code, str) else "V")
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class _Array(np.ndarray):
+    """An array that a pickle may fill with numbers only; of anything else, it stays empty."""
+
+    def __setstate__(self, state: Any) -> None:
+        version, shape, kind, is_fortran, content = state
+        if isinstance(kind, _Dtype) and kind.dtype.kind in "biuf":
+            super().__setstate__((version, shape, kind.dtype, is_fortran, content))
+
+
+def _reconstruct(*_: Any) -> _Array:
+    return _Array(0, bool)
+
+
 _ALLOWED: dict[str, Any] = {
     "collections.OrderedDict": OrderedDict,
     "torch.Size": torch.Size,
     "torch._utils._rebuild_tensor": torch._utils._rebuild_tensor,
     "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
     "torch._utils._rebuild_parameter": torch._utils._rebuild_parameter,
-    "numpy.ndarray": np.ndarray,
-    "numpy.dtype": np.dtype,
-    "numpy.core.multiarray._reconstruct": _RECONSTRUCT,
-    "numpy._core.multiarray._reconstruct": _RECONSTRUCT,
+    "numpy.ndarray": _Array,
+    "numpy.dtype": _Dtype,
+    "numpy.core.multiarray._reconstruct": _reconstruct,  # moved with version 2
+    "numpy._core.multiarray._reconstruct": _reconstruct,
     "_codecs.encode": codecs.encode,  # of the bytes of arrays, in pickles of protocol 2
 }
 """What rebuilds tensors and arrays, and does nothing else."""
