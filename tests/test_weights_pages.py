@@ -1,0 +1,67 @@
+"""docs/finetune.md and docs/from-vissl.md: commands and keys exist, the table is the code's."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from selftask.cli.main import COMMANDS
+from selftask.config.load import load_config
+from selftask.config.schema import Config
+from selftask.models.layouts import LAYOUTS
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = {
+    name: (DOCS / name).read_text(encoding="utf-8") for name in ("finetune.md", "from-vissl.md")
+}
+RECIPES = ("moco/images", "supervised/finetune")
+
+
+def commands(page: str) -> list[list[str]]:
+    blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    return [shlex.split(line)[1:] for block in blocks for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_and_their_keys_exist(name: str, tmp_path: Path) -> None:
+    """The files that they speak of do not: all else in a train command is right."""
+    found = commands(PAGES[name])
+    assert len(found) >= 6
+    for words in found:
+        assert words[0] in COMMANDS
+        if words[0] in ("train", "finetune"):
+            given = [
+                word for word in words[2:] if not word.startswith(("init.backbone=", "weights="))
+            ]
+            recipe = words[1] if words[0] == "train" else "supervised/finetune"
+            data = [] if any(word.startswith("data=") for word in given) else ["data=digits"]
+            load_config(recipe, [*data, *given])
+
+
+def has(config: Config, key: str) -> bool:
+    values = config.to_dict()
+    for part in key.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return False
+        values = values[part]
+    return True
+
+
+def test_every_key_of_the_tables_exists() -> None:
+    configs = [load_config(recipe, ["data=no/such/folder"]) for recipe in RECIPES]
+    rows = re.findall(r"^\|.*\| (.*) \|$", PAGES["from-vissl.md"].partition("## Launch")[0], re.M)
+    keys = re.findall(r"`([\w.]+)(?:=\w+)?`", "\n".join(rows))
+    assert len(keys) > 30
+    for key in keys:
+        known = key == "supervised" or any(has(config, key) for config in configs)
+        assert known, key
+
+
+def test_the_table_of_layouts_is_that_of_the_code() -> None:
+    written = re.findall(r"^\| (.*) \| `(.*)` \|$", PAGES["finetune.md"], re.M)
+    assert [(row.writer, row.prefix) for row in LAYOUTS] == [
+        row for row in written if row[1].endswith(".")
+    ]
