@@ -71,6 +71,15 @@ def test_what_fails_is_written_down_and_raised(tmp_path: Path) -> None:
     assert log_of(tmp_path / "run")[-1].startswith("RUN FAILED at step 0 on rank 0: IndexError")
 
 
+def test_a_model_that_no_machine_has_room_for(tmp_path: Path) -> None:
+    task = tiny.task("simclr", tmp_path, "run", MORE[0])
+    task.train_step_function = lambda task: torch.empty(10**17)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        Trainer().train(task)
+    error = read_json(tmp_path / "run/status.json")["error"]
+    assert error.startswith("the machine's memory is full; try a smaller model or train.batch_size")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a machine without a GPU")
 def test_float16_on_a_cpu_is_refused_before_there_is_a_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

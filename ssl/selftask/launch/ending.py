@@ -133,6 +133,8 @@ def explain(error: BaseException) -> str:
         return f"{message}; make room and start the same command again: it goes on"
     if isinstance(error, MemoryError):
         return f"the machine's memory is full; try fewer data.num_workers\n{message}"
+    if "DefaultCPUAllocator" in message:  # a RuntimeError of torch's
+        return f"the machine's memory is full; try a smaller model or train.batch_size\n{message}"
     return message
 
 
