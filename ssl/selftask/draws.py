@@ -70,8 +70,9 @@ class LayerDraws:
         if self._samples is None:
             return
         device = self._samples.device
-        numbers = torch.tensor(list(views), device=device)
-        rows = splitmix64(self._samples, numbers[:, None]).flatten()  # (N,)
+        # filled, not copied from the host, which would wait for the device
+        numbers = torch.cat([torch.full((1, 1), view, device=device) for view in views])
+        rows = splitmix64(self._samples, numbers).flatten()  # (N,)
         layers = torch.arange(self.num_layers, device=device)
         self.words = splitmix64(rows, layers[:, None])  # (L, N)
 

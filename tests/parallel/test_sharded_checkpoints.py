@@ -159,7 +159,8 @@ def test_any_number_of_ranks_goes_on_with_the_same_tensors(folder: Path) -> None
 def assert_began_with(state: dict[str, Any], file: Path) -> None:
     """``state`` is that of the file; generators are of each rank, and one is not two."""
     saved = checkpoint.load(file)
-    assert_same({**state, "rng": 0}, {**{key: saved[key] for key in state}, "rng": 0})
+    of_ranks = {"rng": 0, "threads": 0}  # one entry for each
+    assert_same({**state, **of_ranks}, {**{key: saved[key] for key in state}, **of_ranks})
 
 
 @pytest.mark.parametrize("kind", ["shard missing", "shard cut", "bit", "rest", "metadata", "seal"])

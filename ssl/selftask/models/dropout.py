@@ -86,7 +86,7 @@ def _per_sample(library: Any, kind: _Kind) -> Any:
             return library.forward(self, x)
         words = LAYER_DRAWS.words[self._draw_number]  # (N,)
         if len(x) % len(words):
-            _refuse_recomputation()
+            _misfit(library.__name__, len(x), len(words))
             return library.forward(self, x)
         shape = x.shape[: 1 + kind.axes]
         mask = keep_mask(words, shape.numel() // len(words), 1 - rate)
@@ -114,13 +114,21 @@ def _unfuse(layer: Any) -> None:
         layer.fused_attn = False
 
 
-def _refuse_recomputation() -> None:
-    """Raise RuntimeError in a backward pass.
+@functools.cache
+def _misfit(name: str, rows: int, expected: int) -> None:
+    """Warn of rows that are not those of the samples; raise RuntimeError in a backward pass.
 
     There a backbone's own checkpointing computes a pass again, and its draws are no longer known.
     """
     if torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
-            "dropout in a block that the backbone itself computes again in the backward pass: use "
+            f"{name} in a block that the backbone itself computes again in the backward pass: use "
             "parallel.activation_checkpointing=blocks instead of the backbone's own"
         )
+    log.warning(
+        "%s got %d rows for %d images: it draws from each rank's own generator; results depend on "
+        "the number of ranks",
+        name,
+        rows,
+        expected,
+    )
