@@ -25,8 +25,8 @@ from selftask.pulse import each
 from selftask.registry import register_evaluation
 
 _TEST_ROWS = 512
-_TRAIN_ROWS = 8192  # one block of similarities has 16 MiB: larger ones leave the cache
-_SPARE = 4  # candidates in bfloat16 for each neighbour in float32
+_TRAIN_ROWS = 8192  # in float32: one block of similarities has 16 MiB, larger ones are slower
+_SPARE = 2  # candidates in bfloat16 for each neighbour in float32
 
 
 @register_evaluation("knn")
@@ -143,7 +143,8 @@ class Bank:
             return _top(queries, self._rows, k, left_out)
         num_candidates = min(_SPARE * k, len(self._rows))
         _, row = _top(queries.bfloat16(), self._candidates, num_candidates, left_out)
-        cosine = torch.einsum("be,bme->bm", queries, self._rows[row])
+        pairs = zip(queries, row, strict=True)  # one by one: their rows stay in the cache
+        cosine = torch.stack([self._rows[near] @ query for query, near in pairs])
         cosine[row == left_out[:, None]] = -torch.inf
         cosine, order = cosine.topk(k, dim=1)
         return cosine, row.gather(1, order)
@@ -153,8 +154,9 @@ def _top(queries: Tensor, bank: Tensor, k: int, left_out: Tensor) -> tuple[Tenso
     """The k largest products of each query, and their rows; one block of products at a time."""
     best = queries.new_empty(len(queries), 0)
     row = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
-    for first in each("k-NN", range(0, len(bank), _TRAIN_ROWS)):
-        products = _products(queries, bank[first : first + _TRAIN_ROWS])
+    size = _TRAIN_ROWS * torch.float32.itemsize // bank.dtype.itemsize
+    for first in each("k-NN", range(0, len(bank), size)):
+        products = _products(queries, bank[first : first + size])
         inside = (left_out >= first) & (left_out < first + products.shape[1])
         products[inside, left_out[inside] - first] = -torch.inf
         values, rows = products.topk(min(k, products.shape[1]), dim=1)
