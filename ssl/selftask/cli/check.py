@@ -175,7 +175,8 @@ def _hint(quantity: str, difference: float, reduction: str) -> str:
         return (
             "(a loss that looks at other samples of the batch, or draws from torch's generator, "
             "which ranks seed differently? see gather_cat_with_grad and sum_with_grad in "
-            "selftask.collectives, and selftask.draws)"
+            "selftask.collectives, and selftask.draws; nn.Dropout is drawn per sample, F.dropout "
+            "is not)"
         )
     if quantity in ("loss", "terms", "gradients"):
         return (
