@@ -182,5 +182,5 @@ def _rank(prefix: str) -> list[int]:
 def _differ(prefix: str, names: Mapping[str, str], state: State, chosen: State) -> bool:
     """Whether the network under ``prefix`` has other values than the chosen one."""
     other = {n[len(prefix) :]: state[key] for n, key in names.items() if n.startswith(prefix)}
-    shared = [key for key in chosen if key in other]
-    return not all(torch.equal(chosen[key], other[key]) for key in shared)
+    pairs = [(chosen[key], other[key]) for key in chosen if key in other]
+    return not all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
