@@ -124,6 +124,7 @@ def start(folder: Path, *more: str) -> subprocess.Popen[str]:
     deadline = time.monotonic() + 120
     while not (out / "metrics.jsonl").exists() or len(tiny.rows(out)) < 4:
         assert time.monotonic() < deadline
+        assert process.poll() is None
         time.sleep(0.1)
     return process
 
@@ -131,10 +132,10 @@ def start(folder: Path, *more: str) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_ranks_that_are_suspended_together_go_on(tmp_path: Path) -> None:
     """As ``scontrol suspend`` does: nobody hangs, and nobody is taken for hanging."""
-    process = start(tmp_path, "train.epochs=4000", "launch.timeout_s=8")
+    process = start(tmp_path, "train.epochs=4000", "launch.timeout_s=20")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 2
-    for number, pause in ((signal.SIGSTOP, 12), (signal.SIGCONT, 4)):
+    for number, pause in ((signal.SIGSTOP, 25), (signal.SIGCONT, 4)):
         for pid in children:
             os.kill(int(pid), number)
         time.sleep(pause)
