@@ -19,7 +19,7 @@ import pytest
 import tiny
 from selftask import environment
 from selftask.cli.main import main
-from selftask.errors import UserError
+from selftask.errors import RunError, UserError
 from selftask.launch import run_folder
 from selftask.logs import MetricsFile, read_metrics
 
@@ -338,6 +338,16 @@ def test_before_the_run_nothing_is_written(
     assert "did you mean 'train.epochs'?" in error
     assert "Traceback" not in error
     assert not (folder / "run").exists()
+
+
+def test_a_row_that_cannot_be_written_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write({"step": 1})
+    file.close()
+    with pytest.raises(RunError, match=r"^/dev/full: a row could not be written: No space"):
+        MetricsFile(Path("/dev/full")).write({"step": 2})
+    with pytest.raises(RunError, match=f"^{re.escape(str(tmp_path))}: [Ii]s a directory$"):
+        MetricsFile(tmp_path)
 
 
 def test_metrics_are_cut_back(tmp_path: Path) -> None:

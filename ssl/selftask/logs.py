@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from selftask.errors import RunError
 from selftask.file_system import exists
 
 LOGGER = logging.getLogger("selftask")
@@ -164,13 +165,24 @@ class MetricsFile:
     """``metrics.jsonl``: one object a line, appended; a resume cuts it back to its checkpoint."""
 
     def __init__(self, path: Path) -> None:
+        """Raises RunError if the file cannot be opened for writing."""
         self.path = path
-        self._file = path.open("ab")
+        try:
+            self._file = path.open("ab", buffering=0)  # so that nothing is left to fail in `close`
+        except OSError as error:
+            raise RunError(f"{path}: {error.strerror or error}") from error
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row."""
-        self._file.write(json_row(row).encode() + b"\n")
-        self._file.flush()
+        """Append one row. Raises RunError if it cannot be written, on a full disk for example."""
+        line = json_row(row).encode() + b"\n"
+        try:
+            written = self._file.write(line)
+        except OSError as error:
+            raise RunError(
+                f"{self.path}: a row could not be written: {error.strerror or error}"
+            ) from error
+        if written != len(line):
+            raise RunError(f"{self.path}: a row was written in part only: the disk is full")
 
     @property
     def length(self) -> int:

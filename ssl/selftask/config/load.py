@@ -55,7 +55,8 @@ def load_config(recipe: str, overrides: list[str], *, trust: bool = True) -> Con
 
     reader = Reader(layers)
     config = read_config(reader, values, recipe)
-    problems += reader.problems
+    given = {text.lstrip("+").partition("=")[0] for text in overrides}  # not missing but unreadable
+    problems += [text for text in reader.problems if text.partition(" is missing")[0] not in given]
     if problems or config is None:
         raise ConfigError(problems)
     for key, text in [*contradictions(config), *own_problems(config)]:
