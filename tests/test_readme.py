@@ -43,7 +43,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shortened(command: str) -> list[str]:
     """The command's words, with settings that make it a matter of seconds."""
     words = shlex.split(command)[1:]
-    if words[0] == "train":
+    if words[0] in ("train", "finetune"):
         words += SHORT if any(word.startswith("data") for word in words) else ("train.max_steps=2",)
     if any(word.startswith(("timm:", "torchvision:")) for word in words):
         words.append("weights=none")  # no network in tests
