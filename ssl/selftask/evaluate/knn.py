@@ -143,8 +143,8 @@ class Bank:
             return _top(queries, self._rows, k, left_out)
         num_candidates = min(_SPARE * k, len(self._rows))
         _, row = _top(queries.bfloat16(), self._candidates, num_candidates, left_out)
-        pairs = zip(queries, row, strict=True)  # one by one: their rows stay in the cache
-        cosine = torch.stack([self._rows[near] @ query for query, near in pairs])
+        pairs = zip(queries.unbind(), row.unbind(), strict=True)  # one by one: rows stay in cache
+        cosine = torch.stack([self._rows.index_select(0, near).mv(query) for query, near in pairs])
         cosine[row == left_out[:, None]] = -torch.inf
         cosine, order = cosine.topk(k, dim=1)
         return cosine, row.gather(1, order)
@@ -159,7 +159,7 @@ def _top(queries: Tensor, bank: Tensor, k: int, left_out: Tensor) -> tuple[Tenso
         products = _products(queries, bank[first : first + size])
         inside = (left_out >= first) & (left_out < first + products.shape[1])
         products[inside, left_out[inside] - first] = -torch.inf
-        values, rows = products.topk(min(k, products.shape[1]), dim=1)
+        values, rows = products.topk(min(k, products.shape[1]), dim=1, sorted=False)
         best, row = torch.cat([best, values], dim=1), torch.cat([row, rows + first], dim=1)
         best, order = best.topk(min(k, best.shape[1]), dim=1)
         row = row.gather(1, order)
