@@ -44,10 +44,9 @@ class Payload:
 
 
 @pytest.fixture
-def pwned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What every payload creates; the test runs in its own folder, with sys.path as it was."""
+def pwned(forget_names: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What every payload creates; the test runs in its own folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "evil", raising=False)
     (tmp_path / "photos").mkdir()
     tiny.digits_file(tmp_path)

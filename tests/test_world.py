@@ -33,7 +33,13 @@ SRUN = {
 
 
 def world(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> World:
-    for name in {**TORCHRUN, **SRUN, "SELFTASK_LAUNCHER": "", "SLURM_RESTART_COUNT": ""}:
+    for name in {
+        **TORCHRUN,
+        **SRUN,
+        "SELFTASK_LAUNCHER": "",
+        "SLURM_RESTART_COUNT": "",
+        "TORCHELASTIC_RESTART_COUNT": "",
+    }:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -45,7 +51,10 @@ def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert world(monkeypatch, TORCHRUN) == World(3, 4, 1, 2, "torchrun")
+    found = world(monkeypatch, TORCHRUN)
+    assert found == World(3, 4, 1, 2, "torchrun", attempt=found.attempt)
+    again = world(monkeypatch, TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert again.attempt != found.attempt
 
 
 def test_torchrun_inside_srun_counts_as_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,7 @@ def test_nothing_is_left_behind(project: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(recipes.shipped()))
 def test_shipped_recipes_load_and_round_trip(name: str, tmp_path: Path) -> None:
-    config = load_config(name, ["data=./photos"] if name.endswith("/images") else [])
+    config = load_config(name, ["data=./photos"] if name.endswith(("/images", "/finetune")) else [])
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(config))
     assert load_config(str(path), []) == config

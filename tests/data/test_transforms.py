@@ -336,7 +336,7 @@ def test_problems_name_the_key(name: str, args: dict[str, Any], key: str) -> Non
         ("posterize", "bits", 9, "must be at most 8"),
         ("color_jitter", "contrast", -0.1, "must be at least 0"),
         ("color_jitter", "hue", 0.7, "must be at most 0.5"),
-        ("color_jitter", "hue", "nan", "must be at least 0"),
+        ("color_jitter", "hue", "nan", "expected a number"),
         ("contrast_noise", "noise", -1.0, "must be at least 0"),
         ("random_affine", "shift", 1.5, "must be at most 1"),
         ("random_perspective", "distortion", 1.5, "must be at most 1"),
