@@ -49,7 +49,8 @@ def cases() -> list[tuple[str, str, str, str]]:
 
 @functools.cache
 def small_config(method: str, crops: str, folder: Path) -> Config:
-    return tiny.config(method, folder, "run", *QUIET, *filter(None, [crops]))
+    """The images of all, and a run folder of its own: ``folder``."""
+    return tiny.config(method, folder.parent, folder, *QUIET, *filter(None, [crops]))
 
 
 def run(method: str, crops: str, way: str, checkpointing: str, folder: Path) -> dict[str, Any]:
@@ -110,9 +111,7 @@ def _double() -> Any:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_double")
 def test_every_method_under_every_reduction(tmp_path: Path) -> None:
-    for folder in ("0", "1", "alone"):
-        (tmp_path / folder).mkdir()
-        tiny.digits_file(tmp_path / folder)
+    tiny.digits_file(tmp_path)
     first, _ = run_ranks(on_rank, 2, tmp_path, 0, len(cases()))
     expected: dict[tuple[str, str], Any] = {}
     wrong = []
