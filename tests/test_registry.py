@@ -53,6 +53,8 @@ class Apple:
 @dataclass(frozen=True, kw_only=True)
 class Pear:
     grams: float
+    ripe = (1, None)
+    shelf: ClassVar[int] = 4
 
 @dataclass(frozen=True, kw_only=True)
 class _Dried:
@@ -147,6 +149,13 @@ def test_unknown_name_is_a_user_error_with_the_nearest(things: Registry) -> None
         things["xyz"]
     assert "apple" in things
     assert "aple" not in things
+
+
+def test_a_declared_attribute_is_read_without_import(things: Registry) -> None:
+    read = [things.declared("pear", name, "default") for name in ("ripe", "shelf", "grams")]
+    assert read == [(1, None), 4, "default"]
+    assert "pantry.fruit" not in sys.modules
+    assert things["pear"].shelf == things.declared("pear", "shelf", None) == 4
 
 
 def test_taken_name_shows_both_places(things: Registry, tmp_path: Path) -> None:

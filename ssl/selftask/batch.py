@@ -21,7 +21,7 @@ def total(loss: Loss) -> Tensor:
 class Batch:
     """One batch of this rank; ``task.last_batch`` is that of the current step.
 
-    The loader fills the first five fields, ``Method.prepare_batch`` the input, the train step the
+    The loader fills the first six fields, ``Method.prepare_batch`` the input, the train step the
     rest, from top to bottom. What a hook computes at ``on_forward`` (the output of a teacher)
     is added under a name: ``batch["teacher"] = ...``.
 
@@ -51,11 +51,9 @@ class Batch:
     """Mean of the loss over ranks, detached."""
     added: dict[str, Any] = field(default_factory=dict)
     """Results of hooks, by name."""
+    _local_loss: Tensor | None = field(default=None, init=False)
     step_data: ClassVar[dict[str, Any]] = {}
     """Empty; Classy Vision's hooks look for timings in it."""
-
-    def __post_init__(self) -> None:
-        self._local_loss: Tensor | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.added[name]

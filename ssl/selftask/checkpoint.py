@@ -46,7 +46,7 @@ class DamagedCheckpoint(Exception):
 
 
 class NoCheckpoint(DamagedCheckpoint):
-    """A good file that is no checkpoint of ours."""
+    """The file is intact but is not a selftask checkpoint."""
 
 
 def save(
@@ -170,7 +170,7 @@ def find(resume: str, folder: Path, read: Read | None = None) -> tuple[dict[str,
 
 
 def load_with(entries: Mapping[str, type], path: Path, read: Read | None = None) -> dict[str, Any]:
-    """Load a checkpoint that has to have these entries, of these types.
+    """Load a checkpoint and check that it has these entries, of these types.
 
     Raises DamagedCheckpoint, or NoCheckpoint for a file of something else, and UserError for the
     format of a newer selftask.

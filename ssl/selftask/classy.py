@@ -175,7 +175,7 @@ def refusal(name: str) -> str | None:
 
 
 def _hook_defaults(name: str, out: Path) -> dict[str, Any]:
-    """What Classy asks for, although a run knows it: where to write, on which device."""
+    """Return default arguments of a Classy hook: where to write, on which device."""
     defaults: dict[str, dict[str, Any]] = {
         "ema_model_weights": {"device": "gpu" if torch.cuda.is_available() else "cpu"},
         "output_csv": {"folder": str(out), "id_key": "index"},

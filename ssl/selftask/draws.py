@@ -35,7 +35,7 @@ def uniform(seed: int, key: Tensor, n: int) -> Tensor:
 
 
 class LayerDraws:
-    """What dropout layers draw from: a function of (seed, epoch, sample, view, layer).
+    """Random words for dropout layers, a function of (seed, epoch, sample, view, layer).
 
     One for a process. A layer reads its row of ``words``; whoever passes several views through a
     network calls ``enter`` before each pass. Without such layers nothing is computed.
@@ -78,7 +78,7 @@ class LayerDraws:
 
     @contextmanager
     def exchanged(self, exchange: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Context in which this rank has other samples, those that ``exchange`` gives it."""
+        """Context in which this rank processes the samples returned by ``exchange``."""
         before = self._samples, self.words
         if self._samples is not None:
             self._samples = exchange(self._samples)
@@ -90,7 +90,7 @@ class LayerDraws:
 
     @contextmanager
     def again(self, words: Tensor | None) -> Iterator[None]:
-        """Context of a pass that is computed a second time, with the ``words`` of the first."""
+        """Context that recomputes a forward pass with the ``words`` of the first one."""
         before, self.words = self.words, words
         try:
             yield

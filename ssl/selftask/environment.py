@@ -84,7 +84,7 @@ def pick_device(name: str, world: World) -> torch.device:
 
 
 def check_precision(precision: str, device: torch.device) -> None:
-    """Raise UserError for float16 on a CPU: too small a range for what a CPU gains by it."""
+    """Raise UserError for float16 on a CPU, which gains little from it for a small range."""
     if precision == "float16" and device.type == "cpu":
         raise UserError(
             "train.precision='float16' needs a GPU, and this run is on a CPU; use 'bfloat16'"

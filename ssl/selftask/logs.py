@@ -39,7 +39,7 @@ def start_log(folder: Path, rank: int) -> None:
 
 
 class _FromRoot(logging.Handler):
-    """Logs what one package says through the root logger as lines of ours."""
+    """Forwards a package's messages on the root logger to selftask's handlers."""
 
     def __init__(self, package: str) -> None:
         super().__init__(logging.INFO)
@@ -52,7 +52,7 @@ class _FromRoot(logging.Handler):
 
 
 def show_root_lines_of(package: str) -> None:
-    """Log, until ``stop_log``, what a package says through the root logger."""
+    """Log a package's messages on the root logger, until ``stop_log``."""
     root = logging.getLogger()
     if not any(isinstance(handler, _FromRoot) for handler in root.handlers):
         root.addHandler(_FromRoot(package))
@@ -127,7 +127,7 @@ class _Lasting:
             return None
 
     def _redirect(self) -> None:
-        """By its descriptor: else what is buffered fails again at the exit of python."""
+        """Redirect the file descriptor; otherwise the buffer fails again when Python exits."""
         with suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())

@@ -6,7 +6,7 @@ from selftask.task import Task
 
 
 class Interrupted(Exception):
-    """The run was asked to stop, saved its checkpoint and may be taken up again."""
+    """The run was asked to stop and has saved a checkpoint to resume from."""
 
 
 def train_loop(task: Task) -> None:
@@ -42,7 +42,7 @@ def _run_phase(task: Task) -> None:
 
 
 def _stop_if_asked(task: Task) -> None:
-    """Between two steps, or two phases: save, and leave."""
+    """Save and raise Interrupted if a stop was requested."""
     if task.interrupted_by is not None and not task.done_training():
         task.save_checkpoint()
         raise Interrupted(task.interrupted_by)

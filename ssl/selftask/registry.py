@@ -151,7 +151,10 @@ class Registry:
         if name in self._registered:
             return getattr(self._registered[name], attribute, default)
         for node in _definition(self.address(name), self.decorator, name).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == attribute:
+            if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+                continue
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if ast.unparse(target) == attribute:
                 return ast.literal_eval(node.value)
         return default
 
@@ -190,7 +193,7 @@ def limited(
     below: float | None = None,
     max: float | None = None,
 ) -> Any:
-    """A field of a ``Config`` whose numbers have limits; of a list, each number in it.
+    """Declare a ``Config`` field with limits; in a list they hold for each number.
 
     Args:
         default: The value if the config gives none; without it, the config must give one.

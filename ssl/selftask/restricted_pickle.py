@@ -1,4 +1,4 @@
-"""Unpickling that can import and call nothing but what the caller lists."""
+"""Unpickling restricted to the names that the caller lists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """An unpickler for files from others.
+    """Unpickler for untrusted files.
 
     Args:
         file: The pickle, opened for reading.
@@ -23,7 +23,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what is listed for ``module.name``; nothing is imported."""
+        """Return the listed object for ``module.name``; import nothing."""
         try:
             return self._allowed[module, name]
         except KeyError:

@@ -93,7 +93,7 @@ def restore(task: Task, state: dict[str, Any]) -> None:
 
 
 def _keep_threads(task: Task, saved: list[int]) -> None:
-    """Compute with as many threads as before the stop: sums are split among them."""
+    """Restore the number of threads: how sums are split, and rounded, depends on it."""
     here = torch.get_num_threads()
     before = saved[task.world.rank] if len(saved) == task.world.size else here
     if before == here:
@@ -206,7 +206,7 @@ def resume(task: Task) -> bool:
 
 
 def _check_data(task: Task, state: dict[str, Any], path: Path) -> None:
-    """Refuse other training images than those of the checkpoint, or log how they differ."""
+    """Raise UserError if the training images differ from the checkpoint's, or log how."""
     changes = differences(state.get("data") or task.feed.fingerprint, task.feed.fingerprint)
     if not changes:
         return
@@ -219,7 +219,7 @@ def _check_data(task: Task, state: dict[str, Any], path: Path) -> None:
 
 
 def _log_new_length(task: Task, state: dict[str, Any]) -> None:
-    """Warn of a run that was made longer or shorter: what follows progress makes a jump."""
+    """Warn if the length of the run changed: progress and its schedules jump."""
     if "length" not in state:
         return
     before, now = RunLength(**state["length"]), task.length
@@ -239,7 +239,7 @@ def _log_new_length(task: Task, state: dict[str, Any]) -> None:
 
 
 def _check_space(task: Task) -> None:
-    """Raise UserError if the disk has no room for the next checkpoint; a lower bound is enough."""
+    """Raise UserError if the disk has no room for a checkpoint (by a lower bound)."""
     if not is_primary() and not task.config.train.sharded_checkpoints:
         return
     states = (task.base_model.state_dict(), task.loss.state_dict())

@@ -277,7 +277,10 @@ class Task(ClassyTaskNames):
         """One call of the registered train step; StopIteration when the phase is over."""
         if self.phase_begun < 0:
             raise RuntimeError("step() before on_phase_start(); Trainer().train(task) calls both")
-        (self.train_step if self.train else self.eval_step)()
+        if self.train:
+            self.train_step()
+        else:
+            self.eval_step()
         self.run_hooks("on_step")
 
     def train_step(self) -> None:

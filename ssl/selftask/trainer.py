@@ -1,4 +1,4 @@
-"""Training from Python, with the folder, log and last line that ``selftask train`` has."""
+"""Training from Python, with the same run folder and log as ``selftask train``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Interrupted", "Trainer"]
 
 
 class Trainer:
-    """Trains a task in its run folder, or goes on with the run that is there."""
+    """Trains a task in its run folder, or resumes the run that is there."""
 
     def train(self, task: Task) -> None:
-        """Train to the end. A run that is complete is loaded, not trained.
+        """Train to the end; a complete run is only loaded.
 
         Raises:
             Interrupted: A signal or ``train.stop_at`` ended it; its checkpoint is saved.

@@ -96,12 +96,12 @@ def _from_slurm() -> World:
 
 
 def slurm_attempt() -> str:
-    """The same in the batch script and in the tasks of its step, until the job starts again."""
+    """Identify the attempt of a SLURM job, in its batch script and tasks alike."""
     return f"slurm:{os.environ['SLURM_JOB_ID']}:{_number('SLURM_RESTART_COUNT', 0)}"
 
 
 def is_ignored(number: int) -> bool:
-    """Whether this process was started to ignore that signal, as by nohup."""
+    """Return whether this process ignores a signal since its start, as under nohup."""
     return signal.getsignal(number) is signal.SIG_IGN
 
 

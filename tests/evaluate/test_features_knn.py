@@ -14,7 +14,7 @@ from torch import nn
 from selftask.errors import UserError
 from selftask.evaluate import knn
 from selftask.evaluate.features import Features, extract_features
-from selftask.evaluate.knn import KNN, knn_accuracy
+from selftask.evaluate.knn import KNN
 from selftask.registry import EVALUATIONS
 
 
@@ -84,7 +84,7 @@ def test_equals_scikit_learn(
     monkeypatch.setattr(knn, "_TEST_ROWS", blocks[0])
     monkeypatch.setattr(knn, "_TRAIN_ROWS", blocks[1])
     train, test = _set(150, 0), _set(60, 1)
-    got = knn_accuracy(train, test, k=(20, 5, 1), temperature=temperature)
+    got = KNN(k=[20, 5, 1], temperature=temperature)(train, test)
     for k, key in [(20, "knn_top1"), (5, "knn_top1_k5"), (1, "knn_top1_k1")]:
         reference = KNeighborsClassifier(
             k, metric="cosine", weights=lambda d: np.exp((1 - d) / temperature)
@@ -104,25 +104,25 @@ def test_leave_one_out_is_a_loop_over_sets_without_one(
     hits = 0.0
     for i in range(40):
         rest = torch.tensor([j for j in range(40) if j != i])
-        hits += knn_accuracy(data[rest], data[torch.tensor([i])], k=(5,))["knn_top1"]
-    assert knn_accuracy(data, data, k=(5,))["knn_top1"] == pytest.approx(hits / 40)
+        hits += KNN(k=[5])(data[rest], data[torch.tensor([i])])["knn_top1"]
+    assert KNN(k=[5])(data, data)["knn_top1"] == pytest.approx(hits / 40)
     copy = Features(data.features, data.targets, data.indices)
-    assert knn_accuracy(data, copy, k=(1,))["knn_top1"] == 1.0  # there each finds itself
+    assert KNN(k=[1])(data, copy)["knn_top1"] == 1.0  # there each finds itself
 
 
 def test_classes_that_are_absent() -> None:
     train = Features(torch.eye(3), torch.tensor([0, 7, 7]), torch.arange(3))
     test = Features(torch.eye(3)[:2], torch.tensor([0, 9]), torch.arange(2))
-    got = knn_accuracy(train, test, k=(3,), temperature=0.01)  # exp(100) overflows in float32
+    got = KNN(k=[3], temperature=0.01)(train, test)  # exp(100) overflows in float32
     assert got == {"knn_top1": 0.5}
 
 
 def test_more_neighbours_than_there_are_is_refused() -> None:
     data = _set(10, 0)
     with pytest.raises(UserError, match="k: 11 neighbours are asked for, and there are 10 images"):
-        knn_accuracy(data, _set(5, 1), k=(5, 11))
+        KNN(k=[5, 11])(data, _set(5, 1))
     with pytest.raises(UserError, match="use at most 9"):
-        knn_accuracy(data, data, k=(10,))
+        KNN(k=[10])(data, data)
 
 
 @pytest.mark.parametrize("leave_one_out", [True, False])
@@ -148,7 +148,7 @@ def test_labels_are_needed() -> None:
     train = _set(10, 0)
     blank = Features(train.features, torch.full((10,), -1), train.indices)
     with pytest.raises(UserError, match="test set: 10 of 10 images have no label"):
-        knn_accuracy(train, blank)
+        KNN()(train, blank)
 
 
 def test_is_registered_with_its_fields() -> None:

@@ -33,7 +33,7 @@ normalization; `selftask config {RECIPE}` shows the recipe."""
 
 
 def main(argv: list[str]) -> int:
-    """Write out what the model says about itself, then train."""
+    """Translate the model into config overrides, then run ``selftask train``."""
     if not argv:
         print(USAGE)
         return 0
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
 
 
 def recipe_words(address: str, words: list[str]) -> list[str]:
-    """The ``key=value``s for RECIPE that the model and its run stand for, then those of ``words``.
+    """Return the overrides of RECIPE for this model and its run, followed by those in ``words``.
 
     Raises UserError for a model that is not there, or whose architecture is code without
     ``trust=true``.
@@ -72,7 +72,7 @@ def recipe_words(address: str, words: list[str]) -> list[str]:
 
 
 def _transforms(facts: dict[str, Any]) -> dict[str, Any]:
-    """Views and evaluation as the model knows images.
+    """Return overrides that give views and evaluation the model's size and normalization.
 
     The recipe's crops get the model's size and normalization. A model that was shown images as they
     are (the digits) is trained on what it was evaluated with.
@@ -91,7 +91,7 @@ def _transforms(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _data_of_run(address: str, words: list[str], *, trust: bool) -> dict[str, Any]:
-    """The images of a run, as far as ``words`` do not name others."""
+    """Return the data of the run, unless ``words`` name other data."""
     own = expand_user(address) / "config.yaml"
     keys = {word.partition("=")[0] for word in words}
     if not exists(own) or keys & {"data", "data.name", "data.path"}:
@@ -106,7 +106,7 @@ def _data_of_run(address: str, words: list[str], *, trust: bool) -> dict[str, An
 
 
 def _flow(value: Any) -> str:
-    """A value as Hydra reads it on a command line, with every text in quotes."""
+    """Format a value for Hydra's command-line grammar, with every string in quotes."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):

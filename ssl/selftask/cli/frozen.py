@@ -84,7 +84,7 @@ def open_frozen(address: str, overrides: list[str]) -> Frozen:
 
 
 def take(name: str, words: list[str]) -> tuple[str | None, list[str]]:
-    """The last value of ``name=``, and the other words."""
+    """Return the last value of ``name=``, or None, and the remaining words."""
     given = [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
     rest = [word for word in words if not word.startswith(f"{name}=")]
     return given[-1] if given else None, rest

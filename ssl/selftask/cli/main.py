@@ -84,7 +84,7 @@ def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
 
 
 def _hides_interrupt(error: BaseException) -> bool:
-    """Whether Ctrl-C came inside a library, such as OmegaConf, that raised an error of its own."""
+    """Return whether an error hides a KeyboardInterrupt, as OmegaConf's errors do."""
     context = error.__context__
     return isinstance(error, KeyboardInterrupt) or (
         context is not None and _hides_interrupt(context)
@@ -97,7 +97,7 @@ def _interrupted() -> int:
 
 
 def _open_missing_streams() -> None:
-    """Open /dev/null where stdin, stdout or stderr was closed: else the next file takes its place.
+    """Open /dev/null in place of closed standard streams; else the next file takes their number.
 
     A file that is opened takes the lowest free number, and gets what is printed.
     """

@@ -1,4 +1,4 @@
-"""What single values cannot show: sections that contradict each other."""
+"""Checks of values against each other, across sections of a config."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _views(config: Config) -> Iterator[Problem]:
 
 
 def _number_of_views(config: Config) -> Iterator[Problem]:
-    """Views that are too few or too many for what the method declares."""
+    """Yield a problem if the number of views is not the one that the method declares."""
     declared = METHODS.declared(config.method.name, "views", (1, None))
     least, most = declared if isinstance(declared, tuple) else (declared, declared)
     number = sum(group.count for group in config.views.values())

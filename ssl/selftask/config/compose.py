@@ -174,11 +174,11 @@ def _read_file(path: Path) -> tuple[dict[str, Any], Layer]:
 
 
 def _check_size(document: yaml.Node | None, path: Path) -> None:
-    """Raise ConfigError for anchors that stand for millions of values, and for too deep a nest."""
+    """Raise ConfigError if anchors expand to too many values or sections nest too deeply."""
     known: dict[int, tuple[float, float]] = {}
 
     def measure(node: yaml.Node | None) -> tuple[float, float]:
-        """Values in it, and levels."""
+        """Return the number of values and of levels."""
         if not isinstance(node, yaml.CollectionNode):
             return 1, 1
         if id(node) not in known:

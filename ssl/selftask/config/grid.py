@@ -17,7 +17,7 @@ RESIZING = (*SQUARES, "resize", "jigsaw")  # all of ours that change an image's 
 
 
 def problems(config: Config) -> Iterator[Problem]:
-    """Sizes that the vision transformer of ``config`` cannot take, as far as its config tells.
+    """Yield problems of image sizes that the config's vision transformer cannot take.
 
     Models of timm and torchvision that have to be built to know are checked by
     ``selftask.models.build.check_sizes``.
@@ -38,7 +38,7 @@ def problems(config: Config) -> Iterator[Problem]:
 def other_sizes(
     config: Config, key: Key, built: int | None, *, size: str = "img_size", dynamic: bool = True
 ) -> Iterator[Problem]:
-    """Problems of views and evaluation with a backbone that has one fixed grid.
+    """Yield problems of views and evaluation for a backbone with one fixed grid.
 
     Args:
         config: the config to check.
@@ -74,7 +74,7 @@ def other_sizes(
 
 
 def undivided_sizes(config: Config, patch: int) -> Iterator[Problem]:
-    """Problems of views and evaluation whose sizes are no multiples of ``patch`` pixels."""
+    """Yield problems of views and evaluation with sizes that are not multiples of ``patch``."""
     pipelines: dict[Key, list[Component]] = {
         ("views", name, "transforms"): group.transforms for name, group in config.views.items()
     }
@@ -91,13 +91,13 @@ def undivided_sizes(config: Config, patch: int) -> Iterator[Problem]:
 
 
 def title(backbone: Component) -> str:
-    """How messages call a backbone: ``backbone 'vit_tiny'``, ``backbone 'timm:NAME'``."""
+    """Return a backbone's name for messages: ``backbone 'vit_tiny'``, ``backbone 'timm:NAME'``."""
     model = backbone.args.get("model")
     return f"backbone {backbone.name!r}" if model is None else f"backbone '{backbone.name}:{model}'"
 
 
 def patch_size(backbone: Component) -> int | None:
-    """Pixels of a vision transformer's patch as far as its config or name tells."""
+    """Return the patch size in pixels from a config or a model's name, or None."""
     patch = backbone.args.get("patch_size", {})
     if isinstance(patch, int):
         return patch
@@ -112,7 +112,7 @@ def multiples(size: int, patch: int) -> str:
 
 
 def output_side(transforms: list[Component]) -> int | None:
-    """Side of the square images that come out, in pixels; None if that is not certain."""
+    """Return the side of a pipeline's square output in pixels, or None if it is not known."""
     for transform in reversed(transforms):
         if transform.name in SQUARES:
             side: int = transform.args["size"]

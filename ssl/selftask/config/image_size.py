@@ -59,7 +59,7 @@ def _with_drawn_size(data: DataConfig, size: int, reader: Reader) -> DataConfig:
 def _resized_views(
     config: Config, size: int, patch: int | None, reader: Reader
 ) -> dict[str, ViewConfig]:
-    """All groups of views; a problem for one of which no size is known."""
+    """Return all groups of views resized; note a problem for a group without a known size."""
     sizes = {name: nominal_size(group.transforms) for name, group in config.views.items()}
     largest = max((side for side in sizes.values() if side is not None), default=0)
     views = dict(config.views)
@@ -79,7 +79,7 @@ def _resized_views(
 def _chosen(
     before: list[Component], after: list[Component], key: Key, reader: Reader
 ) -> list[Component]:
-    """``after`` unless one of its sizes was set by itself."""
+    """Return ``after``, or ``before`` if one of its sizes was set explicitly."""
     if after == before:
         return before
     changed = [
@@ -91,7 +91,7 @@ def _chosen(
 
 
 def _may_set(keys: list[Key], reader: Reader) -> bool:
-    """Whether ``image_size`` decides about the values at ``keys``; then they get its place."""
+    """Return whether ``image_size`` overrides the values at ``keys``; if so, note its place."""
     depths = [_depth(reader.layers, key) for key in keys]
     own = _depth(reader.layers, KEY)
     for key, depth in zip(keys, depths, strict=True):
@@ -106,13 +106,13 @@ def _may_set(keys: list[Key], reader: Reader) -> bool:
 
 
 def _depth(layers: Layers, key: Key) -> int:
-    """Index of the layer that decides about ``key``; -1 if none does."""
+    """Return the index of the layer that sets ``key``, or -1."""
     decides = [layer.holds(key) or layer.replaces(key) for layer in layers]
     return max((index for index, found in enumerate(decides) if found), default=-1)
 
 
 def undivided(backbone: Component, size: int) -> str | None:
-    """What is wrong with ``size`` if it is no whole number of a transformer's patches."""
+    """Yield a problem if ``size`` is not a multiple of the transformer's patch size."""
     patch = patch_size(backbone)
     if not patch or size % patch == 0:
         return None
@@ -123,7 +123,7 @@ def undivided(backbone: Component, size: int) -> str | None:
 
 
 def resized_backbone(backbone: Component, size: int) -> Component:
-    """The same backbone for images of ``size`` pixels; what takes any size stays as it is."""
+    """Return the backbone for images of ``size`` pixels; one that takes any size is unchanged."""
     args, model = backbone.args, backbone.args.get("model", "")
     if "img_size" in args and "patch_size" in args:
         return replace(backbone, args={**args, "img_size": size})

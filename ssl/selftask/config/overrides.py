@@ -54,7 +54,7 @@ def split_override(text: str) -> tuple[Key, str | None]:
 
 
 def parse_value(text: str, key: Key) -> hydra_types.Override | None:
-    """Return what Hydra's grammar makes of a value; None for a path, which is taken as it is.
+    """Parse a value by Hydra's grammar; return None for a path, which is kept as text.
 
     Raises UserError for text that is no value.
     """

@@ -1,4 +1,4 @@
-"""What a run goes on from, as far as the names of files tell. Free of torch."""
+"""Which checkpoint a run resumes from, by file names alone. Does not import torch."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def uses_newest(config: Config) -> bool:
 
 
 def goes_on(config: Config) -> bool:
-    """Whether all weights come from a checkpoint: ``init.backbone`` is then not read."""
+    """Return whether all weights come from a checkpoint, so that ``init.backbone`` is not read."""
     asked = config.resume.checkpoint
     return has_checkpoints(config) if asked == "auto" else asked != "never"

@@ -191,7 +191,7 @@ class InitConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeConfig:
-    """What a run goes on from; yaml and command line also take ``resume=auto``, without the key."""
+    """Which checkpoint to resume from; ``resume=auto`` is short for ``resume.checkpoint=auto``."""
 
     checkpoint: str = _setting("auto", path=True)  # auto: the newest of ``out``; never; or a path
     data: Literal["refuse", "allow"] = "refuse"  # if images, names or classes are not as they were

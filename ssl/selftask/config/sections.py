@@ -151,7 +151,7 @@ def default_out(recipe: str) -> str:
 
 
 def _unknown_sections(reader: Reader, values: dict[str, Any]) -> None:
-    """A problem for each unknown top-level key; the hint looks into the sections, too."""
+    """Note a problem for each unknown top-level key; hints include keys inside sections."""
     inner: dict[str, Field[Any]] = {
         f"{section}.{field.name}": field
         for section, schema in SECTIONS.items()

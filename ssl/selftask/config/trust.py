@@ -18,7 +18,7 @@ _ADDRESSES = ("model", "dataset")  # fields of ``name: custom`` that hold packag
 
 
 def take_trust(words: list[str]) -> tuple[list[str], bool]:
-    """The other words of a command line, and whether they hold ``trust=true``."""
+    """Return the words without ``trust=``, and whether it was ``true``."""
     given = [word.partition("=")[2] for word in words if word.startswith("trust=")]
     for value in given:
         if value not in ("true", "false"):
@@ -27,7 +27,7 @@ def take_trust(words: list[str]) -> tuple[list[str], bool]:
 
 
 def code_in(values: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
-    """The key and address of all code that a config would import or call."""
+    """Yield key and address of all code that a config would import or call."""
     if isinstance(values, list):
         values = dict(enumerate(values))
     elif not isinstance(values, dict):

@@ -284,7 +284,7 @@ class BadLimit:
     max_bad: float | None  # share of the images; None: 0.1 %, but at least 3 images
 
     def allows(self, number: int) -> bool:
-        """Return whether a run goes on with so many."""
+        """Return whether a run may continue with this many unreadable images."""
         if self.max_bad is None:
             return number <= max(MIN_ALLOWED_BAD, DEFAULT_MAX_BAD * self.num_images)
         return number <= self.max_bad * self.num_images
@@ -328,7 +328,7 @@ class BadFiles:
         return len(self.reasons)
 
     def refuse(self, known: Iterable[BadImage]) -> None:
-        """Raise UserError, before the first step, if images that are known to be bad are too many.
+        """Raise UserError before the first step if too many images are known to be unreadable.
 
         Else they are recorded when they are asked for, as all others. So are those whose storage
         failed: the next try may succeed.
@@ -346,7 +346,7 @@ class BadFiles:
             self._judge(found, self.reasons)
 
     def _record(self, bad: Iterable[BadImage]) -> dict[str, str]:
-        """Add those that are new to the list; all of them, path -> reason."""
+        """Append new entries to the list file and return all entries, path -> reason."""
         found = {_one_line(error.path): error.reason for error in bad}
         new = {path: why for path, why in found.items() if path not in self.reasons}
         if new:

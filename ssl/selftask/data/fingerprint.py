@@ -36,7 +36,7 @@ def fingerprint(source: Source) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return in words how two fingerprints differ; nothing if they do not."""
+    """Return how two fingerprints differ, one phrase per difference."""
     if before["count"] != now["count"]:
         number = f"{before['count']:,} {plural('image', before['count'])}"
         return [f"{number} before, {now['count']:,} now", *_classes(before, now)]

@@ -213,7 +213,7 @@ def _refuse_bomb(size: tuple[int, int], max_pixels: int) -> None:
 
 
 def _refuse_scans(data: bytes) -> None:
-    """Each scan of a JPEG, however short, makes the decoder go over the whole image."""
+    """Raise for too many scans of a JPEG: each makes the decoder pass over the whole image."""
     if _count_marks(data) <= POLICY.max_scans:
         return
     scans = _count_scans(data)

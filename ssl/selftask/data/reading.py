@@ -61,7 +61,7 @@ class BadImage(Exception):
 
 @dataclass
 class Policy:
-    """How this process and the workers it forks read: ``data.read_timeout_s``, ..."""
+    """Read settings of this process and its forked workers: ``data.read_timeout_s``, ..."""
 
     timeout_s: float = 60.0  # 0: for ever
     retries: int = 2
@@ -73,7 +73,7 @@ POLICY = Policy()
 
 
 def set_policy(policy: Policy) -> None:
-    """Read by this policy from now on, unless a call says otherwise."""
+    """Set the process-wide read settings; arguments of a call take precedence."""
     vars(POLICY).update(vars(policy))
 
 

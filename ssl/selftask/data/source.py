@@ -43,7 +43,7 @@ class Source(ABC):
         """A name of the image for logs and lists."""
 
     def hash_names(self, add: Callable[[bytes], None]) -> None:
-        """Give the names of all images, in order, to a hash; of very many, an even choice."""
+        """Update a hash with the image names in order, or with evenly spaced ones of very many."""
         for index in range(0, len(self), max(1, len(self) // _HASHED)):
             add(os.fsencode(self.path(index)) + b"\0")
 

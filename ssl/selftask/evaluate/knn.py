@@ -10,7 +10,7 @@ training images, and the k nearest of those are the result. No rank ever holds a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -107,13 +107,6 @@ class KNN:
             cosine, row = (torch.cat(found, dim=1) for found in zip(*of_ranks, strict=True))
             cosine, order = cosine.topk(max(self.k), dim=1)
             yield torch.cat([targets for _, targets in parts]), cosine, row.gather(1, order)
-
-
-def knn_accuracy(
-    train: Features, test: Features, *, k: Sequence[int] = (20,), temperature: float = 0.07
-) -> dict[str, float]:
-    """Return ``{"knn_top1": ..., "knn_top1_k200": ...}`` for k = (20, 200): see ``KNN``."""
-    return KNN(k=list(k), temperature=temperature)(train, test)
 
 
 class Bank:

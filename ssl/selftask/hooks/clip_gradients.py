@@ -37,7 +37,7 @@ class ClipGradients(Hook):
 
 @torch.no_grad()
 def clip(parameters: list[nn.Parameter], max_norm: float, *, per_parameter: bool = False) -> Tensor:
-    """Scale gradients to a norm of at most that, of all or of each; the norm of all before.
+    """Clip the global norm, or each parameter's; return the global norm before clipping.
 
     Of sharded parameters (FSDP) each rank scales its own part by the norm of all parts.
     """

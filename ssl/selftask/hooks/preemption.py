@@ -82,7 +82,7 @@ class StopOnSignal(Hook):
 
 
 def _write_stderr(text: str) -> None:
-    """Write past the buffer of stderr: the signal may have come while that was written to."""
+    """Write to stderr unbuffered: the signal may have interrupted a buffered write."""
     if is_primary():
         with suppress(OSError):
             os.write(2, f"\n{text}\n".encode())

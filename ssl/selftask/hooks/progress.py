@@ -80,7 +80,7 @@ class ProgressBar(Hook):
 
 
 def _progress(task: Task) -> dict[str, Any]:
-    """The fields of the bar, which after a resume do not begin at zero."""
+    """Return the fields of the bar; after a resume they do not start at zero."""
     epoch = task.clock.batch / task.length.batches_per_epoch
     return {"completed": task.iteration, "epoch": epoch, "numbers": _numbers(task)}
 

@@ -75,7 +75,7 @@ def _next_attempt(
     record: Record,
     paths: submitit_files.JobPaths,
 ) -> str:
-    """Count the failure; how many attempts are left after the next one, empty if there is none."""
+    """Count the failure; return how many attempts remain after the next, or an empty string."""
     if job is None:
         return ""
     early = code == USR2  # the warning came before python could heed it
@@ -144,7 +144,7 @@ class Record:
 
 
 def _cause(code: int, log: Path, record: Record) -> tuple[str, bool]:
-    """What ended the newest attempt, and whether a rank was lost: the run is not to blame.
+    """Return the cause of the last attempt's end, and whether a rank was killed from outside.
 
     By the run's own words if it had any; else by srun's, of what ended first.
     """

@@ -24,7 +24,7 @@ class BoardLost(Exception):
 
 
 class Board:
-    """A store of our own (the process group's blocks), with a time limit for every operation.
+    """Key-value store, separate from the process group's, with a time limit per operation.
 
     torch's has none for most of them: a client waits forever for a rank 0 that is stopped. A
     thread of its own asks; whoever waits for the answer gives up after ``limit_s``. Rank 0, which
@@ -62,18 +62,18 @@ class Board:
         self._ask(self._store.set, key, value)
 
     def get(self, key: str) -> str:
-        """The value of a key that is there."""
+        """Return the value of an existing key."""
         return str(self._ask(self._store.get, key).decode())
 
     def has(self, key: str) -> bool:
         return bool(self._ask(self._store.check, [key]))
 
     def set_once(self, key: str, value: str) -> str:
-        """Set a key that is not there yet; its value, by whomever."""
+        """Set a key unless it exists; return its value."""
         return str(self._ask(self._store.compare_set, key, "", value).decode())
 
     def _ask(self, operation: Callable[..., Any], *args: Any) -> Any:
-        """The answer. Raises BoardLost without one, from then on at once."""
+        """Return the answer. Raises BoardLost on a timeout, and immediately from then on."""
         if self._is_ours:
             return operation(*args)
         if self._lost is not None:

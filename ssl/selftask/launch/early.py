@@ -1,4 +1,4 @@
-"""Errors of a rank before the process group is there: a file carries them to rank 0."""
+"""Errors of a rank before the process group exists, passed to rank 0 in a file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def report_early_errors(out: str | Path) -> Iterator[None]:
 
 
 def find_early_error(out: Path, attempt: str) -> Failure | None:
-    """Return what a rank has written in this attempt, or None."""
+    """Return the error that a rank wrote in this attempt, or None."""
     for path in sorted((out / "errors").glob("early_rank*.json")):
         content = read_json(path)
         if content.get("attempt") == attempt:

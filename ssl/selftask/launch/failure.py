@@ -1,4 +1,4 @@
-"""What ended a run, as ranks tell each other."""
+"""The cause of a run's end, in the form that ranks exchange."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 
 class Failure(Exception):
-    """What ended the run, as the rank it happened on tells it.
+    """Cause of the run's end, as reported by the rank on which it happened.
 
     ``lost``: the rank was killed from outside, or its machine is gone; the run is not to blame.
     """

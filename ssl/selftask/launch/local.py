@@ -59,7 +59,7 @@ def start(config: Config, command: list[str]) -> int:
 
 
 def _saved(config: Config) -> set[tuple[Path, int]]:
-    """The checkpoints that are there, and when they were written."""
+    """Return the existing checkpoints with their modification times."""
     found = (Path(config.out) / "checkpoints").glob("step_*")
     return {(path, path.stat().st_mtime_ns) for path in found}
 
@@ -151,7 +151,7 @@ def _tell_what_ranks_could_not(status: Status, ranks: Ranks) -> None:
 
 
 def starts_ranks(config: Config) -> bool:
-    """Whether this process is to start the ranks, and not to be one; also for one that may fail.
+    """Return whether this process starts the ranks instead of being one.
 
     Raises UserError if the launcher around this process has started another number of ranks than
     the config asks for.
@@ -174,7 +174,7 @@ def starts_ranks(config: Config) -> bool:
 
 
 def own_command(argv: list[str]) -> list[str]:
-    """This command again, as a rank runs it: started as this process was.
+    """Return the command line of a rank: this command, started in the same way.
 
     ``-m`` would look for every module in the current folder first, which the installed script
     does not.

@@ -27,7 +27,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 @contextmanager
 def batch_norm_replaced(wanted: bool = True) -> Iterator[list[str]]:
-    """Wherever a BatchNorm is built into a module, build in a norm of one sample instead, or not.
+    """Context in which modules get GroupNorm(1) in place of BatchNorm, if ``wanted``.
 
     Yields the names of those that were replaced. Models are not changed afterwards: teachers are
     copies of networks, and optimizers hold parameters.
@@ -145,7 +145,7 @@ class RecordedTask(Task):
 
 
 class _CollectiveCounter:
-    """Counts calls of torch.distributed's gathers and reductions while it is entered."""
+    """Context manager that counts calls of torch.distributed's gathers and reductions."""
 
     _NAMES = (
         "all_gather",

@@ -97,7 +97,7 @@ def _take(lock: IO[str], out: str) -> None:
 
 
 def _try(lock: IO[str], out: str) -> bool:
-    """Whether the lock is taken, or there are no locks."""
+    """Return whether the lock was acquired, or the file system has no locks."""
     try:
         _lock(lock)
     except OSError as error:
@@ -110,7 +110,7 @@ def _try(lock: IO[str], out: str) -> bool:
 
 
 def _holder(lock: Path) -> tuple[str, str]:
-    """Who has it, in words, and the SLURM job of theirs."""
+    """Return a description of the lock's holder, and its SLURM job."""
     first, _, second = lock.read_text(encoding="utf-8").strip().partition("\n")
     return first or "another process", second.removeprefix("job ")
 

@@ -14,7 +14,7 @@ from selftask.world import read_world
 
 
 def _is_alive(status: dict[str, Any]) -> bool:
-    """Whether the process of a status runs on this machine; a lock tells only where there are."""
+    """Return whether the process named in a status is running on this machine."""
     pid = status.get("pid")
     if status.get("host") != socket.gethostname() or not isinstance(pid, int):
         return False
@@ -40,12 +40,12 @@ class Status:
         return read_json(self.path)
 
     def failed_by_another(self) -> bool:
-        """Whether another rank has written the end of this attempt already."""
+        """Return whether another rank has already recorded the end of this attempt."""
         status, attempt = self.read(), read_world().attempt
         return bool(attempt and status.get("attempt") == attempt and status["state"] == "failed")
 
     def close_lost(self) -> str | None:
-        """Correct the status of an attempt that was killed; return what is to be said of it."""
+        """Correct the status of a killed attempt; return the message for the log."""
         before = self.read()
         if before.get("state") != "running" or _is_alive(before):
             return None

@@ -34,7 +34,7 @@ Sign = dict[str, Any]  # what a rank writes: host, pid, count, doing, collective
 
 
 class AwakeClock:
-    """Seconds in which this process ran: stands still while it is stopped, as by a suspension.
+    """Clock that stands still while this process is stopped or suspended.
 
     Of a time longer than ``max_gap_s`` between two questions no more than that counts.
     """
@@ -231,7 +231,7 @@ class Watch:
         return Failure(0, f"rank 0 is gone: {why}; the others cannot go on", lost=lost)
 
     def _why(self) -> tuple[str, bool]:
-        """Why a process of this machine is dead, and whether it was not for want of memory."""
+        """Return why a local process died, and whether the cause was not a lack of memory."""
         memory = self._kills.explain()
         return (f"{memory}; {ADVICE}", False) if memory else ("killed from outside", True)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Method(nn.Module, Hook):
-    """Definitions come in the order of time: build, set up, then what each step calls.
+    """Base class of methods. Definitions are in the order in which they are called.
 
     ``loss_reduction`` says what makes W ranks with B / W samples each give the loss and gradients
     of one rank with B; without it a method does not register, and ``selftask check`` tries it out:
@@ -76,7 +76,8 @@ class Method(nn.Module, Hook):
         """Return the loss of this rank's part of the batch, a mean over its samples.
 
         A pure function of the output, the batch and the method's own state: it changes none of
-        them and may be called more than once in a step. Memories move in ``on_update``.
+        them and may be called more than once in a step. Memories move in ``on_update``. (Running
+        statistics of a BatchNorm in a predictor that is called here follow every call.)
 
         Returns:
             A scalar, or named terms whose sum is the loss; terms are logged.

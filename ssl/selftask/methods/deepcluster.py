@@ -138,7 +138,7 @@ class DeepCluster(Method):
             self.clusters[head, known] = clusters
 
     def on_forward(self, task: Task) -> None:
-        """The features of the batch take their places in the memory after the update."""
+        """Keep the features of the batch for the memory, which moves in ``on_update``."""
         if task.train:
             batch = task.last_batch
             remembered = full_precision(batch.output[:NUM_REMEMBERED].detach())  # (2, B, D)

@@ -81,14 +81,14 @@ def describe_model(
     trust: bool = False,
     image_size: int | None = None,
 ) -> dict[str, Any]:
-    """Return the facts that ``open_model`` returns, but embed_dim, with nothing built or loaded."""
+    """Return the facts of ``open_model`` except embed_dim, without building or loading."""
     return _describe(address, weights, trust, image_size)[0]
 
 
 def _describe(
     address: str, weights: str, trust: bool, image_size: int | None
 ) -> tuple[dict[str, Any], _Place | None]:
-    """The facts, and the files of what is no library's."""
+    """Return the facts, and the files unless it is a library's model."""
     library, name = _split(address)
     if library:
         return _for_size(_describe_library(library, name, weights), image_size), None
@@ -188,7 +188,7 @@ def _read_facts(place: _Place) -> dict[str, Any]:
 
 
 def _for_size(facts: dict[str, Any], size: int | None) -> dict[str, Any]:
-    """The facts of the same model for images of ``size`` pixels; None changes nothing."""
+    """Return the facts for images of ``size`` pixels; None leaves them unchanged."""
     if size is None:
         return facts
     backbone = resized_backbone(Component(**facts["architecture"]), size)

@@ -21,7 +21,7 @@ log = get_logger(__name__)
 
 
 class _Kind(NamedTuple):
-    """A library's layer: the attribute that holds its rate, and how many axes it draws for."""
+    """A library's layer: the attribute that holds its rate, and the number of axes it draws for."""
 
     rate: str
     axes: int  # after the first; what lies behind them is dropped together
@@ -78,7 +78,7 @@ def draw_per_sample(modules: Iterable[nn.Module], seed: int) -> list[str]:
 
 @functools.cache
 def _per_sample(library: Any, kind: _Kind) -> Any:
-    """The ``library``'s class, drawing per sample while a batch of the run is at hand."""
+    """Return a subclass of ``library`` that draws per sample during training steps."""
 
     def forward(self: Any, x: Tensor) -> Any:
         rate = getattr(self, kind.rate)
@@ -102,21 +102,21 @@ def _in_rows(layer: nn.Module) -> bool:
 
 
 def _may_draw(layer: nn.Module) -> bool:
-    """Whether a class that is not known looks like one that draws, at a rate above 0."""
+    """Return whether an unknown class looks like a dropout layer with a rate above 0."""
     rates = [getattr(layer, name, 0) for name in _OTHER_RATES]
     is_named_so = any(word in type(layer).__name__.lower() for word in _OTHERS)
     return is_named_so and any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _unfuse(layer: Any) -> None:
-    """Have timm's attention call its dropout layer: torch's fused one draws by itself."""
+    """Disable timm's fused attention if it drops: torch's kernel draws by itself."""
     if getattr(layer, "fused_attn", False) and getattr(getattr(layer, "attn_drop", None), "p", 0):
         layer.fused_attn = False
 
 
 @functools.cache
 def _misfit(name: str, rows: int, expected: int) -> None:
-    """Warn of rows that are not those of the samples; raise RuntimeError in a backward pass.
+    """Warn if rows do not match samples; raise RuntimeError in a backward pass.
 
     There a backbone's own checkpointing computes a pass again, and its draws are no longer known.
     """

@@ -18,7 +18,7 @@ import torch
 
 
 class _Dtype:
-    """A dtype of numbers. numpy's own takes flags from a pickle, by which bytes become pointers."""
+    """A numeric dtype. NumPy's own takes flags from a pickle that turn bytes into pointers."""
 
     def __init__(self, code: Any, *_: Any) -> None:
         self.dtype = np.dtype(code if isinstance(code, str) else "V")
@@ -28,7 +28,7 @@ class _Dtype:
 
 
 class _Array(np.ndarray):
-    """An array that a pickle may fill with numbers only; of anything else, it stays empty."""
+    """An array that a pickle can fill with numbers only; otherwise it stays empty."""
 
     def __setstate__(self, state: Any) -> None:
         version, shape, kind, is_fortran, content = state
@@ -56,7 +56,7 @@ _ALLOWED: dict[str, Any] = {
 
 
 def read_tensors(path: Path) -> tuple[Any, list[str]]:
-    """Return what a file of ``torch.save`` or ``pickle`` holds, and the classes left out of it.
+    """Return the content of a ``torch.save`` or pickle file, and the classes left out.
 
     Raises pickle.UnpicklingError or what torch raises for a file that is neither.
     """
@@ -66,7 +66,7 @@ def read_tensors(path: Path) -> tuple[Any, list[str]]:
         names = skipped
 
     class Module:
-        """Looks like the module ``pickle`` to torch.load."""
+        """Module with the interface of ``pickle``, for torch.load."""
 
         Unpickler = Reader
         __name__ = "pickle"
@@ -85,7 +85,7 @@ def read_tensors(path: Path) -> tuple[Any, list[str]]:
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Finds only what rebuilds tensors; for every other name a placeholder."""
+    """Resolves only what rebuilds tensors; every other name becomes a placeholder."""
 
     names: dict[str, None]
 
@@ -101,7 +101,7 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 class _Placeholder:
-    """Stands for an object of a class that is not loaded; takes whatever is done to it."""
+    """Stand-in for an object whose class is not loaded; accepts any state."""
 
     def __new__(cls, *args: Any, **options: Any) -> _Placeholder:
         return super().__new__(cls)

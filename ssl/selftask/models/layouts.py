@@ -1,4 +1,4 @@
-"""Where the weights of a backbone lie in the files of others, and under which names.
+"""Checkpoint layouts of other frameworks: prefixes and names of backbone weights.
 
 A file is flattened to one dict of tensors with dotted keys. Whatever single prefix turns most of
 those keys into a backbone's own is removed, so that most frameworks need nothing here. ``LAYOUTS``
@@ -24,7 +24,7 @@ _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_
 
 @dataclass(frozen=True)
 class Layout:
-    """What one framework writes."""
+    """Layout of one framework's checkpoints."""
 
     writer: str
     prefix: str  # before the backbone's own keys, with the keys of the dicts around them
@@ -32,7 +32,7 @@ class Layout:
     renames: tuple[tuple[str, str], ...] = ()  # (regular expression, replacement), in this order
 
     def rename(self, key: str) -> str:
-        """The key with the names that torchvision or timm has for it."""
+        """Return the key under torchvision's or timm's name."""
         for pattern, replacement in self.renames:
             key = re.sub(pattern, replacement, key)
         return key
@@ -120,7 +120,7 @@ def flatten(content: Any) -> dict[str, Tensor]:
 
 
 def place(state: State, own: State) -> Placement:
-    """Find the tensors of a backbone, whose state dict is ``own``, among those of a file.
+    """Match the tensors of a file to a backbone with state dict ``own``.
 
     Each of ``LAYOUTS``' renames is tried on all keys, then every prefix that leaves some key as the
     backbone has it. Most tensors of the right name and shape win, then the order of ``LAYOUTS``,
@@ -158,7 +158,7 @@ def grouped(keys: Iterable[str], prefix: str) -> dict[str, int]:
 def _best_prefixes(
     names: Mapping[str, str], state: State, own: State
 ) -> tuple[tuple[int, int], list[str]]:
-    """The prefixes that leave most keys as the backbone has them, and how many of those fit."""
+    """Return the prefixes whose removal matches the most keys, and the number of fits."""
     counts: dict[str, tuple[int, int]] = {"": (0, 0)}
     for name, key in names.items():
         parts = name.split(".")
@@ -180,7 +180,7 @@ def _rank(prefix: str) -> list[int]:
 
 
 def _differ(prefix: str, names: Mapping[str, str], state: State, chosen: State) -> bool:
-    """Whether the network under ``prefix`` has other values than the chosen one."""
+    """Return whether the network under ``prefix`` differs in values from the chosen one."""
     other = {n[len(prefix) :]: state[key] for n, key in names.items() if n.startswith(prefix)}
     pairs = [(chosen[key], other[key]) for key in chosen if key in other]
     return not all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)

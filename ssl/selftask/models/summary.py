@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def opening_lines(config: Config, network: nn.Module, method: nn.Module) -> Iterator[str]:
-    """Yield the line of the run (recipe, out, seed) and that of its model and views.
+    """Yield one line for the run (recipe, out, seed) and one for its model and views.
 
     Args:
         config: the run's.

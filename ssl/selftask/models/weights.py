@@ -93,7 +93,7 @@ def refuse_sharded(path: Path) -> None:
 def load_weights(
     module: nn.Module, state: State, *, coverage: float = 1.0, what: str = "weights"
 ) -> None:
-    """Copy ``state`` into ``module``, whatever the layout (see ``layouts``) of the file it is from.
+    """Load ``state`` into ``module``, from a file of any layout in ``layouts``.
 
     The positions of a vision transformer are interpolated to the module's grid.
 
@@ -156,7 +156,7 @@ class _Match:
 
 
 def _match(module: nn.Module, state: State, what: str) -> _Match:
-    """Compare the network of the file that fits best with the module."""
+    """Compare the module with the best-matching network of the file."""
     own = module.state_dict()
     placed = place(state, own)
     if placed.rivals:
@@ -226,7 +226,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_torch(path: Path) -> Any:
-    """What torch.save wrote, or pickle; tensors and plain python only."""
+    """Read a ``torch.save`` or pickle file; tensors and plain Python objects only."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -257,7 +257,7 @@ def _read_tensors(path: Path) -> Any:
 
 
 def _tensors(content: Any) -> dict[str, Tensor]:
-    """The flat dict of tensors in what a file held."""
+    """Return the tensors of a file's content as a flat dict."""
     if isinstance(content, Mapping) and isinstance(content.get("backbone"), str):  # one of ours
         return backbone_state(content)
     return flatten(content)

@@ -67,7 +67,7 @@ def build_optimizer(
     batch: int,
     arrange: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
 ) -> Any:
-    """The optimizer of named ``modules``; ``batch`` is the number of samples behind one update.
+    """Build the optimizer of named ``modules``; ``batch`` is the number of samples per step.
 
     ``arrange`` has the last word on the groups of parameters (the reduction's, see there).
 

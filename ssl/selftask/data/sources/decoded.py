@@ -25,7 +25,7 @@ class DamagedStore(Exception):
 
 
 class Decoded(Wrapped):
-    """``source`` as a ``Store`` keeps it; what could not be read then is bad now, too.
+    """A source read from a ``Store``; images that were unreadable then stay unreadable.
 
     Raises UserError if the file was damaged since. It is then made anew by the next start.
     """

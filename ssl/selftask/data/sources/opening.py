@@ -1,4 +1,4 @@
-"""What opening a damaged or hostile file may not do: end in a traceback or fill the memory."""
+"""Guards for opening damaged or hostile files: no traceback, no exhausted memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def no_traceback(message: str) -> Iterator[None]:
 
 
 def check_memory(num_bytes: int, what: str, advice: str) -> None:
-    """Raise UserError if ``what``, so many bytes, does not fit into the memory that is free."""
+    """Raise UserError if ``what``, of this many bytes, does not fit into free memory."""
     free = available_bytes()
     if free is not None and num_bytes > free:
         raise UserError(

@@ -66,7 +66,7 @@ def fixed_folder(pattern: str) -> str:
 
 
 def match_files(pattern: str) -> list[str]:
-    """Files that match, sorted; what has braces but no wildcards need not exist."""
+    """Return matching files, sorted. Names from braces without wildcards need not exist."""
     found: set[str] = set()
     for expanded in expand_braces(pattern):
         if _MAGIC.search(expanded):

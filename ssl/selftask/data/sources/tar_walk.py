@@ -94,7 +94,7 @@ def _size(header: bytes, offset: int) -> int:
 
 
 def _number(text: str, base: int, offset: int) -> int:
-    """Return a size. ``int`` also takes a sign, and a negative size is walked for ever."""
+    """Parse a size. Reject signs, which ``int`` accepts: a negative size would loop forever."""
     if not text.isascii() or not text.isdigit() or len(text) > 20:
         raise Damaged(offset)
     try:

@@ -184,7 +184,7 @@ def _header(content: bytes, path: str) -> tuple[str, str]:
 
 
 class _Table:
-    """Facts of all images in arrays: 40 bytes an image instead of 500."""
+    """Per-image statistics in arrays: 40 bytes per image instead of 500."""
 
     def __init__(self, num_images: int) -> None:
         self.num_bytes = np.zeros(num_images, dtype=np.int64)
