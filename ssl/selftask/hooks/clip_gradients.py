@@ -46,11 +46,12 @@ def clip(parameters: list[nn.Parameter], max_norm: float, *, per_parameter: bool
         return torch.zeros(())
     is_sharded = [hasattr(grad, "to_local") for grad in grads]
     parts = [g.to_local() if part else g for g, part in zip(grads, is_sharded, strict=True)]
-    norms = torch.stack(torch._foreach_norm(parts))  # (parameters,)
+    each = torch._foreach_norm(parts)
     if any(is_sharded):
-        of_part = torch.tensor(is_sharded, device=norms.device)
-        whole = all_reduce_sum(norms.square() * of_part).sqrt()
-        norms = torch.where(of_part, whole, norms)
+        own = torch.stack([norm for norm, part in zip(each, is_sharded, strict=True) if part])
+        whole = iter(all_reduce_sum(own.square()).sqrt().unbind())
+        each = [next(whole) if part else n for n, part in zip(each, is_sharded, strict=True)]
+    norms = torch.stack(each)  # (parameters,)
     norm = norms.norm()
     scale = (max_norm / ((norms if per_parameter else norm) + 1e-6)).clamp(max=1.0)
     if per_parameter:
