@@ -1,4 +1,4 @@
-"""Questions about paths that users gave: an answer, or a UserError that says why there is none.
+"""Path queries for paths given by users; system errors become UserError.
 
 ``Path.exists`` and its like raise on a folder that may not be entered, on a name that is too long
 and on a null byte, or answer "no", depending on the version of Python. ``Path.expanduser`` raises
@@ -56,7 +56,7 @@ def names_in(folder: str | Path) -> list[str]:
 
 
 def explain(error: OSError) -> str | None:
-    """Return one line for an error that is the system's and not ours, else None.
+    """Return a one-line message for an error of the system, or None for any other.
 
     A missing file is not among them: whoever expects a file says which one, and why.
     """
@@ -85,6 +85,6 @@ def _reason(error: OSError, path: str | Path) -> str:
 
 
 def _closed_folder(path: Path) -> Path | None:
-    """The first folder on the way that may not be entered; None if that is not the reason."""
+    """Return the first folder on the path that may not be entered, or None."""
     above = [*reversed(path.absolute().parents)]
     return next((f for f in above if os.path.isdir(f) and not os.access(f, os.X_OK)), None)

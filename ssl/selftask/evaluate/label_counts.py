@@ -1,4 +1,4 @@
-"""The labels of an evaluation: counted, described and checked before features are computed.
+"""Label counts of an evaluation, checked before features are computed.
 
 C classes.
 """
@@ -73,7 +73,7 @@ class LabelCounts:
         return int(self.train.sum()) - self.leave_one_out
 
     def name(self, label: int) -> str:
-        """Name of a class, its number if it has none."""
+        """Return the name of a class, or its number."""
         return repr(self.names[label]) if self.names else str(label)
 
     def describe(self) -> str:
@@ -100,7 +100,7 @@ class LabelCounts:
         }
 
     def problems(self) -> Iterator[str]:
-        """What makes any evaluation of these labels meaningless."""
+        """Yield what makes any evaluation of these labels meaningless."""
         names = {str(name).lower() for name in self.names or ()}
         if len(names) > 1 and names <= _SPLITS:
             yield (

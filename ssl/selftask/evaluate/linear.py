@@ -105,7 +105,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class _HeldOut:
-    """What a fit reaches on held-out images."""
+    """Results of a fit on held-out images."""
 
     weights: Tensor  # (C, R + 1)
     accuracy: float
@@ -129,7 +129,7 @@ class _Problem:
         self.z, self.basis, self.variance = _principal_axes(train.features - self.mean)
 
     def subset(self, rows: Tensor) -> _Problem:
-        """The same axes and classes, with some of the images."""
+        """Return the problem for some of the images, with the same axes and classes."""
         part = copy.copy(self)
         part.z, part.target = self.z[rows], self.target[rows]
         return part
@@ -164,7 +164,7 @@ class _Problem:
         return torch.from_numpy(found.x).view(shape).to(scale) * scale
 
     def _loss_and_gradient(self, weights: Tensor) -> tuple[float, Tensor]:
-        """Of the mean cross-entropy. Products are (C, rows): the fast way for few classes."""
+        """Return the mean cross-entropy and its gradient. (C, rows) products suit few classes."""
         loss, gradient = 0.0, torch.zeros_like(weights)
         for x, target in zip(self.z.split(_ROWS), self.target.split(_ROWS), strict=True):
             error = _logits(x, weights).log_softmax(dim=0)  # (C, n)

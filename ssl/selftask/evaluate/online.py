@@ -48,7 +48,7 @@ def check_evaluations(config: Config, sources: Sources) -> str | None:
 def run_evaluations(
     components: dict[str, Component], train: Features, test: Features
 ) -> dict[str, float]:
-    """Every evaluation of the same features; their numbers together.
+    """Run every evaluation on the same features and merge their results.
 
     ``train`` and ``test`` are this rank's part. An evaluation gets those of all ranks, unless it
     has ``takes_parts = True``.

@@ -46,7 +46,7 @@ def clip(parameters: list[nn.Parameter], max_norm: float, *, per_parameter: bool
         return torch.zeros(())
     is_sharded = [hasattr(grad, "to_local") for grad in grads]
     parts = [g.to_local() if part else g for g, part in zip(grads, is_sharded, strict=True)]
-    each = torch._foreach_norm(parts)
+    each = list(torch._foreach_norm(parts))
     if any(is_sharded):
         own = torch.stack([norm for norm, part in zip(each, is_sharded, strict=True) if part])
         whole = iter(all_reduce_sum(own.square()).sqrt().unbind())
