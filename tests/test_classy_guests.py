@@ -92,7 +92,9 @@ ALONE = {
 
 
 def test_every_hook_works_or_is_refused_with_what_to_use() -> None:
-    assert set(classy.names("hook")) <= {*ALONE, *classy.INSTEAD}
+    theirs = classy._registry("hook").items()  # tests in this process register more
+    shipped = {name for name, hook in theirs if hook.__module__.startswith("classy_vision.")}
+    assert shipped <= {*ALONE, *classy.INSTEAD}
     page = (tiny.ROOT / "docs/classy.md").read_text()
     assert [name for name in {*ALONE, *classy.INSTEAD} if f"| `{name}` |" not in page] == []
     for name in classy.INSTEAD:
