@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from selftask.batch import Batch, total
-from selftask.collectives import all_reduce_mean, rank, world_size
+from selftask.config.run_length import Clock, RunLength
+from selftask.distributed.collectives import all_reduce_mean, rank, world_size
 from selftask.methods.base import Method
-from selftask.progress import Clock, RunLength
 from selftask.registry import METHODS, TRAIN_STEPS
 
 NUM_IMAGES = 24

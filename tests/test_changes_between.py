@@ -19,14 +19,14 @@ import torch
 from PIL import Image
 
 import tiny
-from selftask import checkpoint
+from selftask.checkpoint import manifest, rotation, store
 from selftask.cli.main import main
 from selftask.config.schema import Component
-from selftask.data.dataset import open_source
 from selftask.data.fingerprint import differences, fingerprint
+from selftask.data.loading.open_data import open_source
 from selftask.data.source import PathTable, arrays_of_paths
 from selftask.models.build import build_backbone
-from selftask.models.export import save_backbone
+from selftask.models.weights.export import save_backbone
 
 CLASSES = ("ant", "bee", "cat")
 
@@ -91,12 +91,12 @@ def test_changed_data_is_refused_and_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     change(stopped / "photos")
-    before = checkpoint.checkpoints(stopped / "run/checkpoints")
+    before = rotation.checkpoints(stopped / "run/checkpoints")
     assert main(words(stopped)) == 2
     told_by_run = capsys.readouterr().out
     assert told in told_by_run
     assert "resume.data=allow" in told_by_run
-    assert checkpoint.checkpoints(stopped / "run/checkpoints") == before
+    assert rotation.checkpoints(stopped / "run/checkpoints") == before
     assert main(words(stopped, "resume.data=allow", "resume=auto")) == 0
     told_by_run = capsys.readouterr().out
     assert told in told_by_run
@@ -135,7 +135,7 @@ def test_labels_alone(tmp_path: Path) -> None:
         np.savez(path, images=np.zeros((3, 8, 8, 3), np.uint8), labels=labels)
         prints.append(fingerprint(open_source(Component(name="array", args={"path": str(path)}))))
     assert differences(*prints) == ["other labels"]
-    checkpoint.check_plain(prints[0])
+    manifest.check_plain(prints[0])
 
 
 def test_the_jump_of_another_length_is_logged_before_the_first_step(
@@ -158,7 +158,7 @@ def test_a_resume_needs_no_file_that_it_does_not_use(
     stopped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``init.backbone`` and ``resume=ELSEWHERE`` are where a run began."""
-    newest = checkpoint.checkpoints(stopped / "run/checkpoints")[0]
+    newest = rotation.checkpoints(stopped / "run/checkpoints")[0]
     elsewhere = stopped / "elsewhere.pt"
     elsewhere.write_bytes(newest.read_bytes())
     for name, setting in (("a", f"init.backbone={elsewhere}"), ("b", f"resume={elsewhere}")):
@@ -179,10 +179,11 @@ def test_no_room_for_a_checkpoint_is_said_at_the_start(
     """The bound is below the real size, and most of it."""
     photographs(tmp_path / "photos")
     assert main(words(tmp_path, "train.stop_at=1")) != 0
-    size = checkpoint.checkpoints(tmp_path / "run/checkpoints")[0].stat().st_size
+    size = rotation.checkpoints(tmp_path / "run/checkpoints")[0].stat().st_size
     for free, code in ((0.7 * size, 2), (size, 0)):
         monkeypatch.setattr(
-            "selftask.snapshot.shutil.disk_usage", lambda path, f=free: type("D", (), {"free": f})
+            "selftask.task.task_state.shutil.disk_usage",
+            lambda path, f=free: type("D", (), {"free": f}),
         )
         capsys.readouterr()
         out = tmp_path / f"out{code}"
@@ -248,7 +249,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     state = torch.load(path, weights_only=True)
     change(state)
     torch.save(state, path)
-    seal = {"step": 2, "bytes": path.stat().st_size, "crc32": checkpoint.crc32(path)}
+    seal = {"step": 2, "bytes": path.stat().st_size, "crc32": manifest.crc32(path)}
     path.with_suffix(".json").write_text(json.dumps(seal))
 
 
@@ -257,7 +258,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def test_missing_entries_are_one_line(
     entry: str, value: str | None, stopped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = checkpoint.checkpoints(stopped / "run/checkpoints")[0]
+    path = rotation.checkpoints(stopped / "run/checkpoints")[0]
 
     def change(state: dict[str, Any]) -> None:
         if value is None:
@@ -285,7 +286,7 @@ def test_missing_entries_are_one_line(
 def test_the_format_of_a_newer_version_is_named(
     stopped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = checkpoint.checkpoints(stopped / "run/checkpoints")[0]
+    path = rotation.checkpoints(stopped / "run/checkpoints")[0]
     rewrite(path, lambda state: state.update(format=2))
     assert main(words(stopped)) == 2
     assert "is of format 2, made by a newer selftask" in capsys.readouterr().out
@@ -300,15 +301,15 @@ def test_the_format_of_a_newer_version_is_named(
 
 def test_a_flipped_bit_shows_without_the_seal(tmp_path: Path) -> None:
     state = {"weight": torch.arange(1000.0), "n": 1}
-    path = checkpoint.save(state, tmp_path, 1, keep=1)
+    path = store.save(state, tmp_path, 1, keep=1)
     path.with_suffix(".json").unlink()
-    assert checkpoint.load(path)["n"] == 1
+    assert store.load(path)["n"] == 1
     content = bytearray(path.read_bytes())
     content[content.index(torch.tensor(500.0).numpy().tobytes())] ^= 1
     path.write_bytes(content)
     assert torch.load(path, weights_only=True)["n"] == 1  # torch does not look
-    with pytest.raises(checkpoint.DamagedCheckpoint, match="checksum of"):
-        checkpoint.load(path)
+    with pytest.raises(manifest.DamagedCheckpoint, match="checksum of"):
+        store.load(path)
 
 
 # -- what a run keeps of its code ------------------------------------------------------------------

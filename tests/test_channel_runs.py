@@ -13,19 +13,19 @@ import yaml
 from PIL import Image
 
 import tiny
-from selftask.cli import evaluate, export
 from selftask.cli.main import main
+from selftask.cli.model import evaluate, export
 from selftask.config.load import load_config, to_yaml
 from selftask.config.schema import Config
-from selftask.data.dataset import check_data, open_data
-from selftask.data.feed import Feed
+from selftask.data.loading.data_module import Feed
+from selftask.data.loading.open_data import check_data, open_data
+from selftask.distributed.world import World
+from selftask.equivalence.tiny_recipe import images_for
 from selftask.errors import ConfigError, UserError
-from selftask.launch.miniature import images_for
-from selftask.loop import Interrupted, train_loop
-from selftask.models.address import open_model
+from selftask.models.weights.model_source import open_model
 from selftask.registry import Registry
 from selftask.task import Task
-from selftask.world import World
+from selftask.task.loop import Interrupted, train_loop
 
 CHANNELS = 5
 MOMENTS = {"mean": [0.1, 0.2, 0.3, 0.4, 0.5], "std": [0.5, 0.4, 0.3, 0.2, 0.1]}

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from selftask import checkpoint
+from selftask.checkpoint import manifest, rotation, store
 from selftask.errors import UserError
 
 
 def save(folder: Path, *steps: int, keep: int = 3) -> list[Path]:
-    return [checkpoint.save({"n": step}, folder, step, keep=keep) for step in steps]
+    return [store.save({"n": step}, folder, step, keep=keep) for step in steps]
 
 
 class Colour(enum.IntEnum):
@@ -38,7 +38,7 @@ class Colour(enum.IntEnum):
 )
 def test_only_plain_things(tmp_path: Path, value: dict[str, Any], place: str) -> None:
     with pytest.raises(TypeError, match=place):
-        checkpoint.save(value, tmp_path, 1, keep=1)
+        store.save(value, tmp_path, 1, keep=1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -49,9 +49,9 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
         "empty": torch.empty(0, 4),
         3: torch.tensor(1.0),
     }
-    path = checkpoint.save(state, tmp_path, 7, keep=1)
+    path = store.save(state, tmp_path, 7, keep=1)
     assert path.name == "step_000000007.pt"
-    loaded = checkpoint.load(path)
+    loaded = store.load(path)
     assert torch.equal(loaded.pop("t"), state["t"])
     assert loaded["nested"] == state["nested"]
     assert loaded["empty"].shape == (0, 4)
@@ -89,27 +89,27 @@ def test_damage_falls_back_and_says_so(
 ) -> None:
     first, second = save(tmp_path, 1, 2)
     damage(second, kind)
-    state, path = checkpoint.load_newest(tmp_path) or ({}, None)
+    state, path = store.load_newest(tmp_path) or ({}, None)
     assert (state, path) == ({"n": 1}, first)
     assert "step_000000002.pt is damaged" in caplog.text
     damage(first, kind)
     with pytest.raises(UserError, match="none of the 2 checkpoints"):
-        checkpoint.load_newest(tmp_path)
+        store.load_newest(tmp_path)
 
 
 def test_a_checkpoint_that_a_run_replaces_while_it_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With keep_checkpoints=1 the newest one may go under a reader's eyes."""
-    checkpoint.save({"step": 1}, tmp_path, 1, keep=1)
+    store.save({"step": 1}, tmp_path, 1, keep=1)
 
     def read(path: Path) -> dict[str, Any]:
-        if checkpoint.step_of(path) < 3:
-            step = checkpoint.step_of(path) + 1
-            checkpoint.save({"step": step}, tmp_path, step, keep=1)
-        return checkpoint.load(path)
+        if rotation.step_of(path) < 3:
+            step = rotation.step_of(path) + 1
+            store.save({"step": step}, tmp_path, step, keep=1)
+        return store.load(path)
 
-    found = checkpoint.load_newest(tmp_path, read)
+    found = store.load_newest(tmp_path, read)
     assert found is not None
     assert found[0] == {"step": 3}
     assert "damaged" not in caplog.text
@@ -119,9 +119,9 @@ def test_a_whole_file_without_its_seal_counts(tmp_path: Path) -> None:
     """Killed between the two renames; torch's own reader still sees a truncated one."""
     _, second = save(tmp_path, 1, 2)
     second.with_suffix(".json").unlink()
-    assert checkpoint.load_newest(tmp_path) == ({"n": 2}, second)
+    assert store.load_newest(tmp_path) == ({"n": 2}, second)
     second.write_bytes(second.read_bytes()[:-30])
-    found = checkpoint.load_newest(tmp_path)
+    found = store.load_newest(tmp_path)
     assert found is not None
     assert found[0] == {"n": 1}
 
@@ -129,7 +129,7 @@ def test_a_whole_file_without_its_seal_counts(tmp_path: Path) -> None:
 def test_what_a_kill_left_is_cleared_away(tmp_path: Path) -> None:
     left = tmp_path / ".step_000000004.pt.tmp"
     left.write_bytes(b"half")
-    assert checkpoint.load_newest(tmp_path) is None
+    assert store.load_newest(tmp_path) is None
     save(tmp_path, 6)
     assert not left.exists()
 
@@ -153,11 +153,11 @@ def test_every_cut_of_the_write_leaves_a_good_state(
 
         with monkeypatch.context() as patch:
             for name in ("replace", "fsync"):
-                patch.setattr(checkpoint.os, name, cut(name, getattr(checkpoint.os, name)))
+                patch.setattr(manifest.os, name, cut(name, getattr(manifest.os, name)))
             try:
                 save(tmp_path, 2)
             except KeyboardInterrupt:
-                found = checkpoint.load_newest(tmp_path)
+                found = store.load_newest(tmp_path)
                 assert found is not None
                 assert found[0]["n"] == (2 if calls >= 2 else 1), (calls, seen)
     assert first.exists()

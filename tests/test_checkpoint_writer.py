@@ -16,11 +16,12 @@ import pytest
 import torch
 
 import tiny
-from selftask import checkpoint, snapshot
-from selftask.checkpoint_writer import CheckpointWriter, HostBuffers
+from selftask.checkpoint import manifest, rotation, store
+from selftask.checkpoint.writer import CheckpointWriter, HostBuffers
 from selftask.cli.main import main
+from selftask.config.compose.recipes import folder
 from selftask.errors import RunError
-from selftask.task import Task
+from selftask.task import Task, task_state
 
 EVERY = "train.checkpoint_every='2 steps'"
 
@@ -30,7 +31,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.inside, self.most, self.lock = threading.Event(), 0, 0, threading.Lock()
-        write = checkpoint.write_checked
+        write = manifest.write_checked
 
         def held(state: dict[str, Any], path: Path) -> dict[str, int]:
             with self.lock:
@@ -42,7 +43,7 @@ class Gate:
                 self.inside -= 1
             return seal
 
-        monkeypatch.setattr(checkpoint, "write_checked", held)
+        monkeypatch.setattr(folder, "write_checked", held)
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 def fail_from(monkeypatch: pytest.MonkeyPatch, step: int, error: Exception) -> None:
     """From the checkpoint of ``step`` on, the disk is full half-way through the file."""
-    write = checkpoint.write_checked
+    write = manifest.write_checked
 
     def full(state: dict[str, Any], path: Path) -> dict[str, int]:
         if int(path.name.split("_")[1].split(".")[0]) < step:
@@ -62,7 +63,7 @@ def fail_from(monkeypatch: pytest.MonkeyPatch, step: int, error: Exception) -> N
         path.write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr(checkpoint, "write_checked", full)
+    monkeypatch.setattr(folder, "write_checked", full)
 
 
 def no_room() -> OSError:
@@ -70,7 +71,7 @@ def no_room() -> OSError:
 
 
 def steps(folder: Path) -> list[int]:
-    return [int(path.stem.split("_")[1]) for path in checkpoint.checkpoints(folder)]
+    return [int(path.stem.split("_")[1]) for path in rotation.checkpoints(folder)]
 
 
 def test_the_state_may_change_while_it_is_written(tmp_path: Path, gate: Gate) -> None:
@@ -81,10 +82,10 @@ def test_the_state_may_change_while_it_is_written(tmp_path: Path, gate: Gate) ->
     weight.add_(100)
     history.append(3)
     state["inner"]["half"] = None
-    assert checkpoint.checkpoints(tmp_path) == []
+    assert rotation.checkpoints(tmp_path) == []
     gate.open.set()
     writer.wait()
-    loaded = checkpoint.load(tmp_path / "step_000000001.pt")
+    loaded = store.load(tmp_path / "step_000000001.pt")
     assert torch.equal(loaded["weight"], torch.arange(5.0))
     assert torch.equal(loaded["inner"]["half"], torch.arange(2.0))
     assert loaded["history"] == [1, 2]
@@ -106,7 +107,7 @@ def test_one_at_a_time_and_the_wait_is_told_once(
     assert gate.most == 1
     assert steps(tmp_path) == [4, 3, 2, 1, 0]
     for step in range(5):
-        loaded = checkpoint.load(tmp_path / f"step_{step:09d}.pt")
+        loaded = store.load(tmp_path / f"step_{step:09d}.pt")
         assert loaded["weight"].tolist() == [step] * 3
     told = [record.message for record in caplog.records if "waited" in record.message]
     assert len(told) == 1
@@ -228,7 +229,7 @@ raise KeyboardInterrupt
     assert done.stdout.startswith("RunError the checkpoint of step 2 could not be written"), done
     assert "(File too large)" in done.stdout
     assert steps(tmp_path) == [3, 1]
-    found = checkpoint.load_newest(tmp_path)
+    found = store.load_newest(tmp_path)
     assert found is not None
     assert torch.equal(found[0]["a"], torch.ones(200_000))
     assert not list(tmp_path.glob(".*"))
@@ -250,8 +251,8 @@ def test_rows_are_on_disk_before_the_checkpoint_that_counts_them(
         seen.append(f"named {new.name}")
         replace(old, new)
 
-    monkeypatch.setattr(checkpoint.os, "fsync", seen_fsync)
-    monkeypatch.setattr(checkpoint.os, "replace", seen_replace)
+    monkeypatch.setattr(manifest.os, "fsync", seen_fsync)
+    monkeypatch.setattr(manifest.os, "replace", seen_replace)
     writer = CheckpointWriter(tmp_path / "checkpoints", keep=1, durable=[rows])
     writer.save({"metrics_bytes": 3}, 1)
     writer.wait()
@@ -316,7 +317,7 @@ def test_a_stop_waits_for_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
     """At step 3 another save follows the one under way; at step 4 it is the one under way."""
-    write, order = checkpoint.write_checked, []
+    write, order = manifest.write_checked, []
 
     def slow(state: dict[str, Any], path: Path) -> dict[str, int]:
         time.sleep(0.3)
@@ -325,10 +326,10 @@ def test_a_stop_waits_for_the_file(
     def left() -> None:
         order.append(steps(tmp_path / "run/checkpoints"))
 
-    monkeypatch.setattr(checkpoint, "write_checked", slow)
+    monkeypatch.setattr(folder, "write_checked", slow)
     task = tiny.task("simclr", tmp_path, "run", EVERY, f"train.stop_at={stop}")
     task.prepare()
-    monkeypatch.setattr(snapshot, "barrier", left)  # past it, other ranks may leave
+    monkeypatch.setattr(task_state, "barrier", left)  # past it, other ranks may leave
     task.on_start()
     task.on_phase_start()
     while task.interrupted_by is None:
@@ -352,11 +353,11 @@ def test_sync_and_async_files_hold_the_same(
     monkeypatch.setattr(threading.Thread, "start", start)
     more = (*short, "train.async_checkpoints=false")
     tiny.train("moco", tmp_path, "sync", *more)
-    files = checkpoint.checkpoints(tmp_path / "async/checkpoints")
+    files = rotation.checkpoints(tmp_path / "async/checkpoints")
     assert len(files) == 3
     sync = tmp_path / "sync/checkpoints"
     for file in files:
-        one, other = (checkpoint.load(path) for path in (file, sync / file.name))
+        one, other = (store.load(path) for path in (file, sync / file.name))
         for state in (one, other):
             del state["config"], state["metrics_bytes"]  # rows hold times: a digit more or less
         assert tiny.differences(one, other) == []

@@ -220,7 +220,7 @@ def overwritten(rank: int) -> tuple[float, float, float]:
     """Classy's mean over ranks of 1 and 3; what it left in its input; ours."""
     from classy_vision.generic.distributed_util import all_reduce_mean as classys
 
-    from selftask.collectives import all_reduce_mean as ours
+    from selftask.distributed.collectives import all_reduce_mean as ours
 
     theirs, kept = torch.tensor(2.0 * rank + 1), torch.tensor(2.0 * rank + 1)
     mean = classys(theirs)

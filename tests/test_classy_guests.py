@@ -13,7 +13,7 @@ import tiny
 from selftask import classy
 from selftask.config.load import load_config
 from selftask.errors import ConfigError, UserError
-from selftask.loop import train_loop
+from selftask.task.loop import train_loop
 from selftask.trainer import Trainer
 
 THEIRS = '''

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from selftask.draws import splitmix64, uniform
+from selftask.random.keyed import splitmix64, uniform
 
 MASK = (1 << 64) - 1
 

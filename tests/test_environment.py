@@ -15,15 +15,16 @@ import torch
 
 import selftask
 import tiny
-from selftask import environment
-from selftask.environment import keep_freed_memory
+from selftask.distributed import device
+from selftask.distributed.device import keep_freed_memory
+from selftask.run import environment
 from selftask.trainer import Trainer
 
 TRIM, MMAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 STEPS = """
 import resource
 import torch
-from selftask.environment import keep_freed_memory
+from selftask.run.environment import keep_freed_memory
 
 def faults_of_a_step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -114,8 +115,8 @@ CPUS = {
 def test_instructions_for_bfloat16(line: str, tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nmodel name\t: bf16 in name only\n{line}\nbugs\t\t:\n")
-    assert environment.bfloat16_instructions(info) == CPUS[line]
-    assert environment.bfloat16_instructions(tmp_path / "none") is None
+    assert device.bfloat16_instructions(info) == CPUS[line]
+    assert device.bfloat16_instructions(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize("instructions", ["amx_bf16", None])

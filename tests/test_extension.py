@@ -10,11 +10,11 @@ import torch
 
 import tiny
 from selftask.config.load import load_config
-from selftask.data.dataset import open_data
+from selftask.data.loading.open_data import open_data
 from selftask.errors import ConfigError, UserError
-from selftask.loop import train_loop
 from selftask.registry import METHODS
 from selftask.task import Task
+from selftask.task.loop import train_loop
 
 PROJECT = tiny.ROOT / "projects" / "simsiam"
 

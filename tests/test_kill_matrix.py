@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 import tiny
-from selftask import checkpoint
+from selftask.checkpoint import rotation
 from selftask.registry import METHODS
 
 pytestmark = pytest.mark.slow
@@ -265,11 +265,11 @@ print("read", len(sys.argv) - 1)
 @pytest.mark.parametrize("method", METHODS.names())
 def test_checkpoints_load_without_selftask(method: str, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    if not checkpoint.checkpoints(folder / f"{method}_whole/checkpoints"):
+    if not rotation.checkpoints(folder / f"{method}_whole/checkpoints"):
         tiny.train(method, folder, out, "train.max_steps=2")
     else:
         out = folder / f"{method}_whole"
-    paths = [str(path) for path in checkpoint.checkpoints(out / "checkpoints")]
+    paths = [str(path) for path in rotation.checkpoints(out / "checkpoints")]
     (tmp_path / "read.py").write_text(READ)
     done = subprocess.run(
         [sys.executable, "-P" if sys.version_info >= (3, 11) else "-s", "read.py", *paths],

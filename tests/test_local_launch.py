@@ -14,8 +14,8 @@ import pytest
 
 from selftask.config.load import load_config
 from selftask.errors import UserError
-from selftask.launch.local import own_command, start, starts_ranks
-from selftask.launch.status import Status
+from selftask.run.local_ranks import own_command, start, starts_ranks
+from selftask.run.status import Status
 
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 

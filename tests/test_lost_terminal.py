@@ -15,10 +15,10 @@ import pytest
 
 import tiny
 from selftask.cli.main import guarded
+from selftask.distributed.world import STOP_SIGNALS
 from selftask.errors import UserError
 from selftask.hooks.preemption import StopOnSignal
 from selftask.logs import lasting_output, start_log, stop_log
-from selftask.world import STOP_SIGNALS
 
 LONG = "train.epochs=4000"
 

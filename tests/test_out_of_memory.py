@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from selftask import memory
+from selftask.distributed import out_of_memory
 
 GROUPS = Path("/sys/fs/cgroup")
 LIMIT = 1600 << 20  # two small ranks have room in it
@@ -139,12 +139,12 @@ def test_kills_are_looked_up_where_this_process_belongs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, groups: str, file: str
 ) -> None:
     (tmp_path / "mine").write_text(groups + "\n")
-    monkeypatch.setattr(memory, "_MINE", tmp_path / "mine")
-    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
-    monkeypatch.setattr(memory, "_MACHINE", tmp_path / "vmstat")
-    assert memory.OutOfMemoryKills().explain() == ""  # nobody counts here
+    monkeypatch.setattr(out_of_memory, "_MINE", tmp_path / "mine")
+    monkeypatch.setattr(out_of_memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(out_of_memory, "_MACHINE", tmp_path / "vmstat")
+    assert out_of_memory.OutOfMemoryKills().explain() == ""  # nobody counts here
     write_counts(tmp_path, {file: 3, "vmstat": 5})
-    kills = memory.OutOfMemoryKills()
+    kills = out_of_memory.OutOfMemoryKills()
     assert kills.explain() == ""
     write_counts(tmp_path, {"vmstat": 6})
     assert "perhaps" in kills.explain()

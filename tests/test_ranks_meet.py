@@ -14,7 +14,7 @@ from ranks import run_ranks
 from selftask.data.identity import check_same_on_all_ranks
 from selftask.data.source import Source
 from selftask.errors import UserError
-from selftask.launch.early import find_early_error, report_early_errors
+from selftask.run.early_errors import find_early_error, report_early_errors
 
 
 class Named(Source):

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import tiny
-from selftask import checkpoint
+from selftask.checkpoint import rotation
 from selftask.config.load import to_yaml
 from selftask.errors import UserError
-from selftask.launch.continuity import check_same_run
 from selftask.registry import METHODS
+from selftask.run.compatibility import check_same_run
 
 LABELLED = ("meters.accuracy={topk: [1]}", "eval.evaluations={knn: {}}", "eval.every='1 epoch'")
 
@@ -83,7 +83,7 @@ def test_never_sets_the_old_run_aside(folder: Path) -> None:
     every = ("train.checkpoint_every='1 steps'", "train.keep_checkpoints=2")
     tiny.train("simclr", folder, "never", *every, "train.stop_at=6")
     tiny.train("simclr", folder, "never", *every, "train.stop_at=3", "resume=never")
-    kept = [path.name for path in checkpoint.checkpoints(out / "checkpoints")]
+    kept = [path.name for path in rotation.checkpoints(out / "checkpoints")]
     assert kept == ["step_000000003.pt", "step_000000002.pt"]
     aside = sorted(path.name for path in (out / "checkpoints/replaced_1").glob("*.pt"))
     assert aside == ["step_000000005.pt", "step_000000006.pt"]
@@ -140,7 +140,7 @@ def test_damaged_newest_falls_back(folder: Path, caplog: pytest.LogCaptureFixtur
     every = "train.checkpoint_every='1 steps'"
     tiny.train("simclr", folder, "good", "train.stop_at=6")
     tiny.train("simclr", folder, "damaged", every, "train.stop_at=5")
-    newest = checkpoint.checkpoints(folder / "damaged/checkpoints")[0]
+    newest = rotation.checkpoints(folder / "damaged/checkpoints")[0]
     newest.write_bytes(newest.read_bytes()[:-20])
     with caplog.at_level("INFO", logger="selftask"):
         task = tiny.train("simclr", folder, "damaged", every, "train.stop_at=6")
@@ -149,7 +149,7 @@ def test_damaged_newest_falls_back(folder: Path, caplog: pytest.LogCaptureFixtur
     assert "step 4," in caplog.text
     assert task.iteration == 6
     assert tiny.rows(folder / "damaged") == tiny.rows(folder / "good")
-    for path in checkpoint.checkpoints(folder / "damaged/checkpoints"):
+    for path in rotation.checkpoints(folder / "damaged/checkpoints"):
         path.write_bytes(b"")
     with pytest.raises(UserError, match="none of the 3 checkpoints"):
         tiny.train("simclr", folder, "damaged")

@@ -17,11 +17,10 @@ from subprocess import PIPE
 import pytest
 
 import tiny
-from selftask import environment
 from selftask.cli.main import main
 from selftask.errors import RunError, UserError
-from selftask.launch import run_folder
 from selftask.logs import MetricsFile, read_metrics
+from selftask.run import environment, run_folder
 
 EXTENSION = '''
 import errno

@@ -25,8 +25,8 @@ import pytest
 from submitit.core.utils import FailedJobError
 
 import tiny
-from selftask.launch.submit import plan
 from selftask.logs import read_metrics
+from selftask.slurm.plan import plan
 
 # Tried once more, visibly: when signals come, jobs start and nodes fail is SLURM's affair, which
 # on a loaded machine may be later than a run lasts. What these tests compare does not vary.

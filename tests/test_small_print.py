@@ -12,7 +12,7 @@ import pytest
 
 import tiny
 from selftask.cli.main import main
-from selftask.data import workers
+from selftask.data.loading import workers
 from selftask.hooks import progress
 from selftask.logs import json_row
 

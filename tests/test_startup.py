@@ -63,6 +63,6 @@ def test_training_loads_only_what_it_uses(tmp_path: Path) -> None:
         "timm",
         "torchvision",
     }
-    code = "import selftask.launch.run, selftask.methods.simclr, selftask.train_steps.standard"
+    code = "import selftask.run.run, selftask.methods.simclr, selftask.train_steps.standard"
     code += "".join(f", selftask.hooks.{hook}" for hook in DEFAULT_HOOKS)
     assert not modules_after(code, tmp_path) & unused

@@ -23,11 +23,12 @@ from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.config.schema import LaunchConfig
 from selftask.errors import RunError, UserError
-from selftask.launch import jobs, slurm
-from selftask.launch.after import after
-from selftask.launch.submission import Submission
-from selftask.launch.submit import plan
 from selftask.logs import write_json
+from selftask.run import slurm_job
+from selftask.slurm import queue
+from selftask.slurm.batch_epilogue import after
+from selftask.slurm.job import Submission
+from selftask.slurm.plan import plan
 
 Fake = Callable[[str, str], None]  # of conftest
 
@@ -93,7 +94,7 @@ def test_submission_ends_as_its_run_does(
         write_json(Path(config.out) / "status.json", {"error": "too warm", **ends})
         return int(ends["code"])
 
-    monkeypatch.setattr("selftask.launch.run.run", run)
+    monkeypatch.setattr("selftask.run.run.run", run)
     assert submission() == submission.out
     ends.update(code=1, state="failed")
     with pytest.raises(RunError, match="code 1: too warm"):
@@ -145,7 +146,7 @@ def test_departure(
     fake: Fake, in_job: None, answer: str, state: str, code: int, outlook: str
 ) -> None:
     fake("scontrol", answer)
-    leaving = slurm.depart("SIGUSR2", LaunchConfig(max_requeues=3), first=True)
+    leaving = slurm_job.depart("SIGUSR2", LaunchConfig(max_requeues=3), first=True)
     assert (leaving.state, leaving.code) == (state, code)
     assert outlook in leaving.outlook
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # SLURM sends it with a requeue
@@ -153,7 +154,7 @@ def test_departure(
 
 def test_departure_without_requeues_left(fake: Fake, in_job: None) -> None:
     fake("scontrol", controller("RUNNING", requeue="exit 1"))
-    leaving = slurm.depart("SIGTERM", LaunchConfig(max_requeues=1), first=True)
+    leaving = slurm_job.depart("SIGTERM", LaunchConfig(max_requeues=1), first=True)
     assert (leaving.state, leaving.code) == ("interrupted", 143)
     assert "max_requeues=1 is used up" in leaving.outlook
 
@@ -163,11 +164,11 @@ def test_departure_of_others_and_of_runs_outside(
 ) -> None:
     fake("scontrol", "echo asked >&2; exit 1")
     launch = LaunchConfig()
-    assert slurm.depart("SIGUSR2", launch, first=False).code == 0
-    assert slurm.depart("SIGINT", launch, first=True).code == 130
-    assert slurm.depart("train.stop_at=3", launch, first=True).code == 75
+    assert slurm_job.depart("SIGUSR2", launch, first=False).code == 0
+    assert slurm_job.depart("SIGINT", launch, first=True).code == 130
+    assert slurm_job.depart("train.stop_at=3", launch, first=True).code == 75
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert slurm.depart("SIGTERM", launch, first=True).code == 143
+    assert slurm_job.depart("SIGTERM", launch, first=True).code == 143
 
 
 @pytest.fixture
@@ -190,8 +191,8 @@ def folder(submission: Submission, in_job: None) -> Path:
 ATTEMPT = "slurm:12:1"
 
 
-def job(state: str = "RUNNING", restarts: int = 1) -> slurm.Job:
-    return slurm.Job("12", state, "None", restarts, attempt=1, batch=True)
+def job(state: str = "RUNNING", restarts: int = 1) -> slurm_job.Job:
+    return slurm_job.Job("12", state, "None", restarts, attempt=1, batch=True)
 
 
 def told(folder: Path) -> tuple[str, str]:
@@ -288,7 +289,7 @@ def test_what_the_user_has_to_mend_does_not_start_again(folder: Path, fake: Fake
     ],
 )
 def test_nothing_is_requeued_twice(
-    folder: Path, now: slurm.Job | None, code: int, state: str, line: str
+    folder: Path, now: slurm_job.Job | None, code: int, state: str, line: str
 ) -> None:
     assert after(143, folder, now) == code
     assert told(folder)[0] == state
@@ -334,7 +335,7 @@ def test_jobs_shows_state_step_and_last_line(
     for name in names:
         (tmp_path / "s" / name).mkdir(parents=True)
     runs = {tmp_path / "s" / name: f"7_{number}" for number, name in enumerate(names)}
-    jobs.note(tmp_path / "s", runs)
+    queue.note(tmp_path / "s", runs)
     states = {"going": "running", "back": "requeued", "done": "finished", "gone": "running"}
     for name, state in {**states, "taken": "running"}.items():
         write_json(tmp_path / "s" / name / "status.json", {"state": state})
@@ -354,15 +355,15 @@ def test_jobs_shows_state_step_and_last_line(
         "lost: job unknown to SLURM",
         "cancelled",
     ]
-    assert [run.out.name for run in jobs.stand([tmp_path / "s" / "back"])] == ["back"]
+    assert [run.out.name for run in queue.stand([tmp_path / "s" / "back"])] == ["back"]
     with pytest.raises(UserError, match="no submitted run"):
-        jobs.find([tmp_path])
+        queue.find([tmp_path])
 
 
 def test_cancel_by_folder_and_by_id(
     tmp_path: Path, fake: Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    jobs.note(tmp_path / "s", {tmp_path / "s" / "a": "7_0", tmp_path / "s" / "b": "7_1"})
+    queue.note(tmp_path / "s", {tmp_path / "s" / "a": "7_0", tmp_path / "s" / "b": "7_1"})
     fake("scancel", f'echo "$@" >> {tmp_path}/cancelled')
     assert main(["cancel", str(tmp_path / "s"), "31"]) == 0
     assert (tmp_path / "cancelled").read_text() == "7_0 7_1\n31\n"

@@ -15,12 +15,12 @@ from submitit.core.utils import DelayedSubmission
 
 import tiny
 from selftask.cli.main import main
-from selftask.config.sbatch import minutes, show_minutes
-from selftask.config.sweep import expand_sweep
+from selftask.config.checks.sbatch import minutes, show_minutes
+from selftask.config.compose.sweep import expand_sweep
 from selftask.errors import ConfigError, UserError
-from selftask.launch import jobs
-from selftask.launch.submit import plan
 from selftask.logs import write_json
+from selftask.slurm import queue
+from selftask.slurm.plan import plan
 
 CLUSTER = ("launch.nodes=2", "launch.processes=4", "launch.slurm.time=2:30:00")
 Fake = Callable[[str, str], None]  # of conftest
@@ -84,7 +84,7 @@ def test_dry_run_shows_plan_and_script(
         "#SBATCH --job-name=run",
         "--kill-on-bad-exit=1",
         "python -u -m submitit.core._submit",
-        f"-m selftask.launch.after $code {tmp_path / 'run' / 'slurm'}",
+        f"-m selftask.slurm.batch_epilogue $code {tmp_path / 'run' / 'slurm'}",
     ):
         assert fact in shown
     assert not (tmp_path / "run").exists()
@@ -97,7 +97,7 @@ def test_script_is_what_submitit_hands_in(tmp_path: Path, fake: Fake) -> None:
     made = planned.submit()
     assert [job.job_id for job in made] == ["77"]
     assert (tmp_path / "handed_in").read_text() == planned.script()
-    assert jobs.noted(tmp_path / "run") == {tmp_path / "run": "77"}
+    assert queue.noted(tmp_path / "run") == {tmp_path / "run": "77"}
     loaded = DelayedSubmission.load(tmp_path / "run" / "slurm" / "77_submitted.pkl")
     assert loaded.function == planned.submissions[0]
 
@@ -231,7 +231,7 @@ def test_partitions_of_the_cluster(tmp_path: Path, fake: Fake) -> None:
 
 
 def test_a_run_is_not_submitted_twice(tmp_path: Path, fake: Fake) -> None:
-    jobs.note(tmp_path / "run", {tmp_path / "run": "12"})
+    queue.note(tmp_path / "run", {tmp_path / "run": "12"})
     fake("squeue", "echo '12|PENDING|Priority'")
     with pytest.raises(UserError, match=r"job 12 \(PENDING \(Priority\)\) makes"):
         plan("simclr/digits", words(tmp_path, "run"))

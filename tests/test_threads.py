@@ -11,8 +11,8 @@ import torch
 
 import tiny
 from selftask.config.schema import Config
-from selftask.launch import run
-from selftask.launch.run import num_threads
+from selftask.run import run
+from selftask.run.run import num_threads
 
 CORES = {1: 1, 2: 1, 3: 2, 4: 3, 8: 6, 16: 12, 64: 48}
 

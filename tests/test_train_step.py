@@ -17,16 +17,16 @@ from ranks import run_ranks
 from selftask.batch import Batch
 from selftask.classy import schedulers
 from selftask.config.load import load_config
+from selftask.config.run_length import Clock, RunLength
 from selftask.config.schema import OptimizerConfig
-from selftask.data.dataset import open_data
+from selftask.data.loading.open_data import open_data
 from selftask.hooks.base import POINTS, Hook
 from selftask.hooks.print_hooks import describe_hooks
-from selftask.loop import train_loop
 from selftask.optim.build import build_optimizer
 from selftask.parallel.manual import ManualReduction
-from selftask.progress import Clock, RunLength
 from selftask.registry import HOOKS
 from selftask.task import Task
+from selftask.task.loop import train_loop
 
 CALLS: list[tuple[str, str, bool, int, bool]] = []  # spy, point, task.train, iteration, grad mode
 

@@ -21,14 +21,14 @@ import yaml
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import tiny
-from selftask import checkpoint, sharded
+from selftask.checkpoint import manifest, rotation, sharded, store
 from selftask.cli.main import main
-from selftask.config import trust
+from selftask.config.checks import trust
 from selftask.config.load import load_config, to_yaml
 from selftask.hooks.export import facts
 from selftask.models.build import build_backbone
-from selftask.models.export import save_backbone
-from selftask.models.foreign_pickle import read_tensors
+from selftask.models.weights.export import save_backbone
+from selftask.models.weights.foreign_pickle import read_tensors
 
 PACKAGE = tiny.ROOT / "ssl" / "selftask"
 
@@ -64,7 +64,7 @@ def received(pwned: Path) -> Callable[[dict[str, Any]], Path]:
         backbone = build_backbone(config.backbone)
         weights = {f"backbone.{key}": value for key, value in backbone.state_dict().items()}
         state = {"backbone": "model.backbone", "model": weights, "clock": {"iteration": 1}}
-        checkpoint.save(state, run / "checkpoints", 1, keep=1)
+        store.save(state, run / "checkpoints", 1, keep=1)
         save_backbone(backbone, run / "export", facts(config, 1, 3))
         values = yaml.safe_load(to_yaml(config)) | changes
         if "defaults" in changes:
@@ -278,10 +278,10 @@ def sharded_checkpoint(
     torch.save(rest, folder / sharded.REST)
     files = {path.name: path for path in folder.iterdir()}
     seals = {
-        name: {"bytes": path.stat().st_size, "crc32": checkpoint.crc32(path)}
+        name: {"bytes": path.stat().st_size, "crc32": manifest.crc32(path)}
         for name, path in files.items()
     }
-    (folder / checkpoint.SEAL).write_text(json.dumps({"step": 1, "files": seals}))
+    (folder / manifest.SEAL).write_text(json.dumps({"step": 1, "files": seals}))
 
 
 def test_the_metadata_of_sharded_checkpoints(
@@ -289,10 +289,10 @@ def test_the_metadata_of_sharded_checkpoints(
 ) -> None:
     good = pwned.parent / "good" / "step_000000001"
     sharded_checkpoint(good)
-    assert torch.equal(checkpoint.load(good)["model"]["weight"], torch.arange(6.0))
+    assert torch.equal(store.load(good)["model"]["weight"], torch.arange(6.0))
 
     run = received({})
-    checkpoint.discard(checkpoint.checkpoints(run / "checkpoints")[0])
+    rotation.discard(rotation.checkpoints(run / "checkpoints")[0])
     evil = run / "checkpoints" / "step_000000002"
 
     def plant(table: Any) -> Any:
@@ -302,8 +302,8 @@ def test_the_metadata_of_sharded_checkpoints(
     sharded_checkpoint(evil, metadata=plant)
     assert main(words_of("export", run)) == 2
     assert not pwned.exists()
-    with pytest.raises(checkpoint.DamagedCheckpoint, match=r"names (posix|nt)\.mkdir"):
-        checkpoint.load(evil)
+    with pytest.raises(manifest.DamagedCheckpoint, match=r"names (posix|nt)\.mkdir"):
+        store.load(evil)
     pickle.loads((evil / ".metadata").read_bytes())
     assert pwned.exists()
 

@@ -11,7 +11,7 @@ import pytest
 from selftask.cli.main import COMMANDS
 from selftask.config.load import load_config
 from selftask.config.schema import Config
-from selftask.models.layouts import LAYOUTS
+from selftask.models.weights.layouts import LAYOUTS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = {

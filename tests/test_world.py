@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import tiny
+from selftask.distributed.world import World, expand_counts, first_host, read_world
 from selftask.errors import UserError
-from selftask.launch.local import starts_ranks
-from selftask.world import World, expand_counts, first_host, read_world
+from selftask.run.local_ranks import starts_ranks
 
 TORCHRUN = {
     "RANK": "3",

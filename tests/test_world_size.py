@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import tiny
 from selftask.cli.check import load, main
+from selftask.equivalence.compare import compare, merge, relative_difference
+from selftask.equivalence.tiny_recipe import images_for, miniature
+from selftask.equivalence.trace import batch_norm_replaced
 from selftask.errors import ConfigError, UserError
-from selftask.launch.comparison import compare, merge, relative_difference
-from selftask.launch.miniature import images_for, miniature
-from selftask.launch.recording import batch_norm_replaced
 from selftask.models.heads import mlp
 from selftask.registry import METHODS, REDUCTIONS, register_method
 

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from selftask import checkpoint
+from selftask.checkpoint import rotation, store
 from selftask.config.load import load_config
 from selftask.config.schema import Config
-from selftask.data.dataset import open_data
+from selftask.data.loading.open_data import open_data
 from selftask.logs import read_metrics
-from selftask.loop import Interrupted, train_loop
 from selftask.registry import METHODS
 from selftask.task import Task
+from selftask.task.loop import Interrupted, train_loop
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS_PER_EPOCH = 5
@@ -137,7 +137,7 @@ def status(out: Path) -> dict[str, Any]:
 
 def last_state(out: Path, without: Iterable[str] = ("config", "metrics_bytes")) -> dict[str, Any]:
     """The newest checkpoint of a run, without what may differ between equal runs."""
-    state = checkpoint.load(checkpoint.checkpoints(out / "checkpoints")[0])
+    state = store.load(rotation.checkpoints(out / "checkpoints")[0])
     return {key: item for key, item in state.items() if key not in without}
 
 

@@ -12,12 +12,12 @@ import sys
 from torch import nn
 
 from selftask.config.load import load_config
-from selftask.data.dataset import open_data
-from selftask.environment import pick_device
+from selftask.data.loading.open_data import open_data
+from selftask.distributed.device import pick_device
+from selftask.distributed.world import World
 from selftask.evaluate.offline import evaluate_backbone
-from selftask.models.address import open_model
 from selftask.models.build import build_backbone
-from selftask.world import World
+from selftask.models.weights.model_source import open_model
 
 EVALUATIONS = "eval.evaluations={knn: {}, linear: {few_labels: [10], repeats: 3}}"
 

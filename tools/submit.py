@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ssl"))
 
 from selftask.cli.main import guarded
-from selftask.launch.submit import plan
+from selftask.slurm.plan import plan
 
 
 def main(argv: list[str]) -> int:

@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ssl"))
 
 from selftask.cli.main import guarded
 from selftask.config.load import load_config
-from selftask.data.dataset import check_data, open_data
-from selftask.launch.early import report_early_errors
-from selftask.launch.local import start, starts_ranks
+from selftask.data.loading.open_data import check_data, open_data
+from selftask.run.early_errors import report_early_errors
+from selftask.run.local_ranks import start, starts_ranks
 
 
 def main(argv: list[str]) -> int:
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
         if starts_ranks(config):
             return start(config, [sys.executable, *sys.argv])
 
-        from selftask.launch.run import run
+        from selftask.run.run import run
 
         return run(config, sources)
 

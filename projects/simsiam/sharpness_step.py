@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selftask.batch import total
-from selftask.collectives import all_reduce_mean
+from selftask.distributed.collectives import all_reduce_mean
 from selftask.registry import register_train_step
 from selftask.task import Task
 

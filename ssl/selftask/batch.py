@@ -36,7 +36,7 @@ class Batch:
     index: Tensor
     """(B,) int64, numbers of the images in the data set."""
     key: Tensor
-    """(B, 2) int64 on the host; names the random draws of each sample, see ``selftask.draws``."""
+    """(B, 2) int64 on the host; names the random draws of each sample, see ``random.keyed``."""
     number: int = 0
     """Of the global batch, counted from the start of training."""
     epoch: int = 0

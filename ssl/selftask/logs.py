@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from selftask.errors import RunError
-from selftask.file_system import exists
+from selftask.files.paths import exists
 
 LOGGER = logging.getLogger("selftask")
 _TIME = "%Y-%m-%d %H:%M:%S"

@@ -293,9 +293,11 @@ TRAIN_STEPS = Registry("train_step", "selftask.train_steps")
 HOOKS = Registry("hook", "selftask.hooks")
 BACKBONES = Registry("backbone", "selftask.models.backbones")
 SOURCES = Registry("source", "selftask.data.sources")
-SAMPLERS = Registry("sampler", "selftask.data.samplers")
+SAMPLERS = Registry("sampler", "selftask.data.sampling")
 TRANSFORMS = Registry("transform", "selftask.data.transforms")
-BATCHED_FORMS = Registry("batched_form", "selftask.data.device")  # by the transform's name
+BATCHED_FORMS = Registry(
+    "batched_form", "selftask.data.device.transforms"
+)  # by the transform's name
 OPTIMIZERS = Registry("optimizer", "selftask.optim")
 SCHEDULES = Registry("schedule", "selftask.optim")
 METERS = Registry("meter", "selftask.meters")

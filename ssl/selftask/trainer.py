@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from selftask.launch.run import run_task
-from selftask.launch.status import Status
-from selftask.loop import Interrupted
+from selftask.run.run import run_task
+from selftask.run.status import Status
 from selftask.task import Task
+from selftask.task.loop import Interrupted
 
 __all__ = ["Interrupted", "Trainer"]
 

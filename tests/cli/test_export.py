@@ -14,7 +14,7 @@ from selftask.cli.main import main
 from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.build import build_backbone
-from selftask.models.export import check_library
+from selftask.models.weights.export import check_library
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> str:

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import tiny
-from selftask import checkpoint
-from selftask.cli.finetune import RECIPE, recipe_words
+from selftask.checkpoint import rotation, store
 from selftask.cli.main import main
+from selftask.cli.model.finetune import RECIPE, recipe_words
 from selftask.config.load import load_config
 from selftask.config.schema import Component, Config
 from selftask.errors import UserError
 from selftask.models.build import build_backbone
-from selftask.models.export import save_backbone
+from selftask.models.weights.export import save_backbone
 
 MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.25, 0.3]
 
@@ -77,7 +77,7 @@ def test_from_a_run_on_the_images_of_the_run(
     words += ["train.threads=1", "data.num_workers=0", "train.device=cpu"]
     assert main([*words, "optimizer.lr=0"]) == 0
     out = tmp_path / "runs/finetune_pretrained"
-    state = checkpoint.load(checkpoint.checkpoints(out / "checkpoints")[0])["model"]
+    state = store.load(rotation.checkpoints(out / "checkpoints")[0])["model"]
     before = torch.load(tmp_path / "pretrained/export/backbone.pt")
     weights = [key for key in before if "running" not in key and "num_batches" not in key]
     assert all(torch.equal(state[f"backbone.{key}"], before[key]) for key in weights)

@@ -14,14 +14,14 @@ import torchvision
 from PIL import Image
 from torch import Tensor
 
-from selftask.cli.frozen import open_frozen
 from selftask.cli.main import main
+from selftask.cli.model.load_model import open_frozen
 from selftask.config.schema import Component, Config
 from selftask.data.views import build_pipeline
 from selftask.errors import UserError
-from selftask.models import address
 from selftask.models.build import build_backbone
-from selftask.models.export import save_backbone
+from selftask.models.weights import model_source
+from selftask.models.weights.export import save_backbone
 
 MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.25, 0.3]
 
@@ -73,7 +73,7 @@ def test_trained_models_see_images_as_their_library_shows_them(
     def download(library: str, model: str) -> dict[str, Tensor]:
         return dict(build_backbone(Component(name=library, args={"model": model})).state_dict())
 
-    monkeypatch.setattr(address, "_download", download)
+    monkeypatch.setattr(model_source, "_download", download)
     frozen = open_frozen(name, [f"data={images}", "train.device=cpu"])
     library, _, model = name.partition(":")
     if library == "timm":

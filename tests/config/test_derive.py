@@ -7,29 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from selftask.config import derive
 from selftask.config.load import load_config
+from selftask.config.values import auto_values
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A node of 16 cores; what its control groups say can be written into the folder."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    monkeypatch.setattr(derive, "_CGROUP", tmp_path)
+    monkeypatch.setattr(auto_values, "_CGROUP", tmp_path)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     return tmp_path
 
 
 def test_cores_are_those_this_process_may_use(machine: Path) -> None:
-    assert derive.cores() == 16
+    assert auto_values.cores() == 16
     (machine / "cpu.max").write_text("max 100000\n")
-    assert derive.cores() == 16
+    assert auto_values.cores() == 16
     (machine / "cpu.max").write_text("350000 100000\n")
-    assert derive.cores() == 4
+    assert auto_values.cores() == 4
     (machine / "cpu.max").write_text("10000 100000\n")
-    assert derive.cores() == 1
+    assert auto_values.cores() == 1
     (machine / "cpu.max").write_text("6400000 100000\n")
-    assert derive.cores() == 16
+    assert auto_values.cores() == 16
 
 
 def test_cores_of_older_control_groups(machine: Path) -> None:
@@ -37,7 +37,7 @@ def test_cores_of_older_control_groups(machine: Path) -> None:
     (machine / "cpu/cpu.cfs_period_us").write_text("100000\n")
     for quota, expected in (("-1", 16), ("250000", 3)):
         (machine / "cpu/cpu.cfs_quota_us").write_text(f"{quota}\n")
-        assert derive.cores() == expected
+        assert auto_values.cores() == expected
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_workers_share_the_cores_of_a_node(
 ) -> None:
     if local_world_size is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
-    assert derive.num_workers(processes)[0] == expected
+    assert auto_values.num_workers(processes)[0] == expected
 
 
 def test_a_config_gets_its_workers_under_torchrun(

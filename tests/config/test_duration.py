@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from selftask.config.duration import Duration, parse_duration
+from selftask.config.values.duration import Duration, parse_duration
 
 
 @pytest.mark.parametrize(

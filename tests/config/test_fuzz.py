@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from selftask.config import recipes
+from selftask.config.compose import recipes
 from selftask.config.load import load_config, to_yaml
 from selftask.errors import UserError
 

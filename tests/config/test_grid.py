@@ -11,10 +11,10 @@ import pytest
 
 import tiny
 from selftask.config.load import load_config
-from selftask.data.dataset import open_data
+from selftask.data.loading.open_data import open_data
 from selftask.errors import ConfigError, UserError
-from selftask.launch.run import run
 from selftask.models.build import build_backbone, check_backbone, check_sizes, embed_dim
+from selftask.run.run import run
 
 CROP = "{name: random_resized_crop, size: 32}"
 SURELY = f"{{name: random_apply, p: 1.0, transforms: [{CROP}]}}"

@@ -11,9 +11,15 @@ from typing import Any
 import pytest
 
 from selftask.config.load import load_config
-from selftask.config.read import Schema, check_limits, default_of, has_default, iter_problems
 from selftask.config.schema import Component
-from selftask.config.typed import Mismatch, convert
+from selftask.config.schema_reader import (
+    Schema,
+    check_limits,
+    default_of,
+    has_default,
+    iter_problems,
+)
+from selftask.config.values.coerce import Mismatch, convert
 from selftask.errors import ConfigError
 from selftask.registry import REGISTRIES, limited
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from selftask.config import recipes
+from selftask.config.compose import recipes
 from selftask.config.load import load_config, to_yaml
 from selftask.config.schema import DEFAULT_HOOKS, Config, DataConfig, OptimizerConfig
 from selftask.errors import ConfigError

@@ -8,10 +8,10 @@ import pytest
 import yaml
 from PIL import Image
 
+from selftask.config.compose.sweep import expand_sweep
 from selftask.config.load import load_config, to_yaml
 from selftask.config.schema import Config
-from selftask.config.sweep import expand_sweep
-from selftask.data.dataset import open_data
+from selftask.data.loading.open_data import open_data
 
 NAMES = (
     *("fotos_für", "photos (1)", "O'Brien", "x#y", "a&b", "x!y", "a,b", "x=y", "x[1]", "{q}"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from selftask.config import recipes
+from selftask.config.compose import recipes
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
 

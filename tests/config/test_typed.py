@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from selftask.config.typed import Mismatch, convert
+from selftask.config.values.coerce import Mismatch, convert
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from selftask.data.index import Index
+from selftask.data.reading.index import Index
 
 LONG_AGO = 1_000_000_000  # a time of change that is believed: older than any clock's tick
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from selftask.config.schema import Component, ViewConfig
-from selftask.data.dataset import ViewDataset
-from selftask.data.loader import Batches
-from selftask.data.reading import BadImage
+from selftask.data.loading.dataset import ViewDataset
+from selftask.data.loading.loader import Batches
+from selftask.data.reading.files import BadImage
 from selftask.data.views import Views
 
 CROP = Component(name="random_resized_crop", args={"size": 8})

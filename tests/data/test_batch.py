@@ -11,10 +11,10 @@ from numbered import CROP, Numbers
 
 from selftask.config.schema import Component, ViewConfig
 from selftask.data import kernel
-from selftask.data.batch import Places
-from selftask.data.dataset import Dataset, EvalDataset, ViewDataset
+from selftask.data.loading.collate import Places
+from selftask.data.loading.dataset import Dataset, EvalDataset, ViewDataset
+from selftask.data.loading.workers import BatchReader
 from selftask.data.views import Views, build_pipeline
-from selftask.data.workers import BatchReader
 
 JITTER = Component(name="color_jitter", args={"brightness": 0.5, "hue": 0.1})
 NOISE = Component(name="gaussian_noise", args={"p": 1.0})

@@ -12,13 +12,14 @@ import torch
 from PIL import Image
 
 from selftask.config.schema import Component, ViewConfig
-from selftask.data.dataset import EvalDataset, ViewDataset, open_source
-from selftask.data.reading import BadImage
+from selftask.data.loading.dataset import EvalDataset, ViewDataset
+from selftask.data.loading.open_data import open_source
+from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.data.transforms.channels import by_groups, channel_problems, for_channels
-from selftask.data.view_draws import draw_rng
 from selftask.data.views import Pipeline, Views, build_pipeline
 from selftask.errors import ConfigError, UserError
+from selftask.random.views import draw_rng
 from selftask.registry import TRANSFORMS, Registry
 
 MANY = (1, 2, 4, 5, 13)

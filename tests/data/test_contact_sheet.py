@@ -14,10 +14,10 @@ from PIL import Image
 from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.config.schema import Config
-from selftask.data.dataset import open_data
-from selftask.data.feed import Feed
-from selftask.data.survey.contact_sheet import Row, draw, rows_of, view_names
-from selftask.world import World
+from selftask.data.inspect.contact_sheet import Row, draw, rows_of, view_names
+from selftask.data.loading.data_module import Feed
+from selftask.data.loading.open_data import open_data
+from selftask.distributed.world import World
 
 MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])  # ImageNet's
 VIEWS = (

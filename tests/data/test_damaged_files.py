@@ -14,12 +14,12 @@ import pytest
 from odd_files import encoded
 
 from selftask.cli.main import guarded
+from selftask.config.compose.data_forms import expand_source
 from selftask.config.schema import Component
-from selftask.data.dataset import open_source
-from selftask.data.reading import BadImage
-from selftask.data.shorthand import expand_source
+from selftask.data.loading.open_data import open_source
+from selftask.data.reading import guards
+from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
-from selftask.data.sources import opening
 from selftask.errors import UserError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 8, 9, 3), dtype=np.uint8)
@@ -267,7 +267,7 @@ def test_what_would_fill_the_memory_is_refused(
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("images", (10**9, 8, 8, 3), np.uint8, chunks=(1, 8, 8, 3))
         file.create_dataset("labels", (10**9,), np.int64, chunks=(1000,))
-    monkeypatch.setattr(opening, "available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr(guards, "available_bytes", lambda: 1_000_000)
     with pytest.raises(UserError, match=r"'images' of .*x\.npz would take 1\.2 MB of memory"):
         opened(tmp_path / "x.npz")
     with pytest.raises(UserError, match=r"'labels' of .*x\.h5 would take 8\.0 GB of memory"):

@@ -20,13 +20,13 @@ from odd_files import bomb, make_bad, make_odd_but_sound, make_photographs
 
 import tiny
 from selftask.cli.data import COMMANDS
+from selftask.cli.inspect_data.inspect_commands import CountDone
 from selftask.cli.main import main
 from selftask.cli.options import take_options
-from selftask.cli.surveys import CountDone
-from selftask.data.reading import BadImage
+from selftask.data.inspect.check import check
+from selftask.data.inspect.worker_pool import Lost, look_at_all
+from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
-from selftask.data.survey.check import check
-from selftask.data.survey.crew import Lost, look_at_all
 from selftask.errors import RunError, UserError
 
 
@@ -199,7 +199,9 @@ def test_every_image_is_looked_at_once(num_workers: int) -> None:
 
 
 def test_processes_that_cannot_even_start_end_the_survey(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selftask.data.survey.crew._look_at_chunk", lambda *words: os._exit(7))
+    monkeypatch.setattr(
+        "selftask.data.inspect.worker_pool._look_at_chunk", lambda *words: os._exit(7)
+    )
     with pytest.raises(RunError, match=r"before they have read anything.*code 7"):
         list(look_at_all(lambda index: index, range(10), 2))
 
@@ -220,7 +222,7 @@ def test_a_killed_survey_leaves_no_processes(tmp_path: Path) -> None:
     """Workers whose parent is gone notice it, although their siblings hold its end of the pipe."""
     code = (
         "import os, signal, sys, time\n"
-        "from selftask.data.survey import crew\n"
+        "from selftask.data.inspect import crew\n"
         "sys.stdout.flush()\n"
         "found = crew.look_at_all(lambda i: time.sleep(0.002) or os.getpid(), range(1000), 2)\n"
         "print(*{next(found)[1] for _ in range(900)}, flush=True)\n"
@@ -346,7 +348,7 @@ def test_progress_on_a_terminal_and_in_a_log(
 ) -> None:
     stream, now = Terminal(is_terminal), [0.0]
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr("selftask.cli.surveys.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("selftask.cli.inspect_data.inspect_commands.time.monotonic", lambda: now[0])
     with CountDone("read", 1000) as count:
         for done in range(1, 1001):
             now[0] += 0.0625
@@ -365,10 +367,10 @@ def test_progress_on_a_terminal_and_in_a_log(
 def test_an_interrupt_ends_a_survey_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("selftask.data.survey.check.check", _failing(KeyboardInterrupt()))
+    monkeypatch.setattr("selftask.data.inspect.check.check", _failing(KeyboardInterrupt()))
     assert main(["data", "check", "digits"]) == 130
     assert capfd.readouterr().err.splitlines()[-1] == "interrupted"
-    monkeypatch.setattr("selftask.data.survey.check.check", _failing(RunError("they all end")))
+    monkeypatch.setattr("selftask.data.inspect.check.check", _failing(RunError("they all end")))
     assert main(["data", "check", "digits"]) == 1
     assert capfd.readouterr().err.splitlines()[-1] == "error: they all end"
 

@@ -14,8 +14,8 @@ from PIL import Image
 
 from selftask.cli.main import main
 from selftask.config.load import load_config
+from selftask.data.inspect.pixel_statistics import choose, measure, sums_of_pixels
 from selftask.data.source import Source
-from selftask.data.survey.pixel_statistics import choose, measure, sums_of_pixels
 from selftask.errors import UserError
 
 

@@ -12,9 +12,10 @@ import pytest
 from PIL import Image
 
 from selftask.config.schema import Component, DataConfig
-from selftask.data.dataset import BadFiles, open_source
-from selftask.data.decode_once import decode_once
-from selftask.data.reading import BadImage
+from selftask.data.cache.fill import decode_once
+from selftask.data.loading.dataset import BadFiles
+from selftask.data.loading.open_data import open_source
+from selftask.data.reading.files import BadImage
 from selftask.data.source import Source, Wrapped
 from selftask.errors import UserError
 
@@ -95,7 +96,7 @@ def test_files_are_not_read_again(photos: Path, cache: str) -> None:
 
 def test_the_next_run_finds_the_file(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = all_of(decoded(opened(photos), "disk"))
-    monkeypatch.setattr("selftask.data.decode_once.EvalBatches", None)  # nothing is read
+    monkeypatch.setattr("selftask.data.cache.fill.EvalBatches", None)  # nothing is read
     assert all_of(decoded(opened(photos), "disk")) == expected
 
 
@@ -130,8 +131,8 @@ def test_too_many_bad_files(photos: Path) -> None:
 
 @pytest.mark.parametrize("cache", ["ram", "disk"])
 def test_too_little_space(photos: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selftask.data.decode_once.free_bytes", lambda device: 1000)
-    monkeypatch.setattr("selftask.data.decode_once._SHARE", 0.9 if cache == "ram" else -1.0)
+    monkeypatch.setattr("selftask.data.cache.fill.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("selftask.data.cache.fill._SHARE", 0.9 if cache == "ram" else -1.0)
     with pytest.raises(UserError, match=rf"data.cache={cache}: 7 decoded images would take about"):
         decoded(opened(photos), cache)
 

@@ -24,12 +24,12 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from selftask.config.schema import Component, ViewConfig
 from selftask.data.device.engine import Engine
 from selftask.data.device.resampling import filter_matrix, resample
-from selftask.data.device.streams import Streams, uniforms
 from selftask.data.transforms.geometry import HorizontalFlip
 from selftask.data.transforms.transform import Transform
-from selftask.data.view_draws import draw_rng
 from selftask.data.views import Views
 from selftask.errors import ConfigError, UserError
+from selftask.random.batched_views import Streams, uniforms
+from selftask.random.views import draw_rng
 from selftask.registry import TRANSFORMS
 
 JITTER = part("color_jitter", brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, p=0.8)

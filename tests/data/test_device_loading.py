@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from selftask.config.schema import Component, ViewConfig
-from selftask.data.dataset import BadFiles, ViewDataset
-from selftask.data.device.ahead import Ahead
+from selftask.data.cache.on_device import CachedBatches, free_bytes
 from selftask.data.device.batches import DeviceDataset, shrunk
-from selftask.data.device.cache import CachedBatches, free_bytes
 from selftask.data.device.engine import Engine
-from selftask.data.loader import Batches, EvalBatches
-from selftask.data.reading import BadImage
+from selftask.data.device.prefetch import Ahead
+from selftask.data.loading.dataset import BadFiles, ViewDataset
+from selftask.data.loading.loader import Batches, EvalBatches
+from selftask.data.reading.files import BadImage
 from selftask.data.views import Views
 from selftask.errors import UserError
 
@@ -243,7 +243,7 @@ def test_bad_files_are_counted_while_the_cache_is_filled() -> None:
 
 
 def test_a_cache_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selftask.data.device.cache.free_bytes", lambda device: 30_000)
+    monkeypatch.setattr("selftask.data.cache.on_device.free_bytes", lambda device: 30_000)
     with pytest.raises(UserError, match=r"30 images in 30x22 take 0.0 GiB.*data.cache=none"):
         next(cached(Photos()))
 

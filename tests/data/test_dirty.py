@@ -19,16 +19,16 @@ from PIL import Image
 
 from selftask.config.load import load_config
 from selftask.config.schema import Config
-from selftask.data import reading
-from selftask.data.dataset import Sources, open_data
-from selftask.data.feed import Feed
-from selftask.data.reading import BadImage, Policy, read_bytes
+from selftask.data.loading.data_module import Feed
+from selftask.data.loading.open_data import Sources, open_data
+from selftask.data.reading import files
+from selftask.data.reading.files import BadImage, Policy, read_bytes
 from selftask.data.sources.dataset_objects import DatasetSource
 from selftask.data.sources.files import FileSource
+from selftask.distributed.world import World
 from selftask.errors import RunError, UserError
-from selftask.loop import train_loop
 from selftask.task import Task
-from selftask.world import World
+from selftask.task.loop import train_loop
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _usual_patience() -> Iterator[None]:
     yield
-    reading.set_policy(Policy())
+    files.set_policy(Policy())
 
 
 def config_for(folder: Path, out: Path, *more: str) -> Config:
@@ -186,7 +186,7 @@ def test_a_read_that_never_ends_is_given_up(
         assert open_data(config.data).train.describe().endswith(" 1 unreadable")
     reason = "no answer from the file system within 0.3 s (tried 2 times)"
     assert listed(out) == {str(stuck): reason}
-    while any(thread.is_alive() for thread in reading._STUCK):  # those of this process may leave
+    while any(thread.is_alive() for thread in files._STUCK):  # those of this process may leave
         with open(stuck, "wb", buffering=0) as writer:
             writer.write(b"x")
         time.sleep(0.01)
@@ -210,7 +210,7 @@ def test_a_dead_disk_ends_a_run_at_once_and_is_named(
     config = config_for(folder, out, "data.max_bad=1", f"data.num_workers={num_workers}")
     feed = Feed(config, open_data(config.data), World(), CPU)
     monkeypatch.setattr(os, "open", fail)
-    monkeypatch.setattr(reading, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(files, "FIRST_PAUSE_S", 0.001)
     reason = r"last 5 reads failed.*\.jpg: input/output error \(tried 3 times\)$"
     with pytest.raises(UserError, match=reason):
         next(feed.train_batches(0) if loop == "train" else feed.labelled_samples())
@@ -251,9 +251,9 @@ def test_limits_on_encoded_images_are_set_by_the_config(tmp_path: Path) -> None:
 def test_patience_is_set_by_the_config(tmp_path: Path) -> None:
     make_photographs(tmp_path, 10)
     open_data(config_for(tmp_path, tmp_path, "data.read_timeout_s=7", "data.read_retries=5").data)
-    assert Policy(7.0, 5) == reading.POLICY
+    assert Policy(7.0, 5) == files.POLICY
     open_data(config_for(tmp_path, tmp_path).data)
-    assert Policy(60.0, 2) == reading.POLICY
+    assert Policy(60.0, 2) == files.POLICY
 
 
 class Crashing(FileSource):

@@ -9,13 +9,13 @@ import torch
 
 from selftask.batch import Batch
 from selftask.config.load import load_config
-from selftask.data.dataset import open_data
+from selftask.data.cache.decoded import Decoded
+from selftask.data.cache.on_device import CachedBatches
 from selftask.data.device.batches import DeviceDataset
-from selftask.data.device.cache import CachedBatches
-from selftask.data.feed import Feed
-from selftask.data.sources.decoded import Decoded
+from selftask.data.loading.data_module import Feed
+from selftask.data.loading.open_data import open_data
+from selftask.distributed.world import World
 from selftask.errors import ConfigError
-from selftask.world import World
 
 
 @pytest.fixture(autouse=True)

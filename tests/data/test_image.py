@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from selftask.data.image import (
+from selftask.data.reading.files import BadImage
+from selftask.data.reading.image import (
     as_picture,
     check_header,
     decode_image,
@@ -19,7 +20,6 @@ from selftask.data.image import (
     read_image,
     to_rgb,
 )
-from selftask.data.reading import BadImage
 
 ODD_IMAGES = Path(__file__).parents[3] / "shared" / "data" / "odd_images"
 

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from indexed import LONG_AGO, paths_of
 
-from selftask.data import index as store
-from selftask.data import scan
-from selftask.data.index import Index, StoredPaths, load, save
-from selftask.data.path_list import read_list
-from selftask.data.scan import scan_folder
+from selftask.data.reading import index as store
+from selftask.data.reading import scan
+from selftask.data.reading.index import Index, StoredPaths, load, save
+from selftask.data.reading.path_list import read_list
+from selftask.data.reading.scan import scan_folder
 from selftask.data.sources.files import Folder
 from selftask.errors import UserError
 from selftask.logs import LOGGER
@@ -235,7 +235,7 @@ def test_a_folder_that_may_not_be_read(root: Path, monkeypatch: pytest.MonkeyPat
 def test_progress_is_told(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("selftask.data.notices._EVERY_S", -1.0)
+    monkeypatch.setattr("selftask.data.reading.progress_log._EVERY_S", -1.0)
     scan_folder(str(root), ENDINGS)
     told = capsys.readouterr().err.splitlines()  # threads may lose a count
     assert re.fullmatch(rf"data: {root}: \d images in \d folders so far \(0 s\)", told[-1])

@@ -11,20 +11,14 @@ import torch
 from numbered import Numbers, assert_same, dataset, read
 
 from selftask.config.schema import Component, DataConfig, ViewConfig
-from selftask.data.dataset import (
-    BadFiles,
-    EvalDataset,
-    ViewDataset,
-    check_data,
-    open_data,
-    open_source,
-)
+from selftask.data.cache.on_device import CachedBatches
 from selftask.data.device.batches import DeviceDataset
-from selftask.data.device.cache import CachedBatches
 from selftask.data.device.engine import Engine
-from selftask.data.loader import Batches, EvalBatches
-from selftask.data.sampler import Pool
-from selftask.data.samplers.repeated import Repeated
+from selftask.data.loading.dataset import BadFiles, EvalDataset, ViewDataset
+from selftask.data.loading.loader import Batches, EvalBatches
+from selftask.data.loading.open_data import check_data, open_data, open_source
+from selftask.data.sampling.repeated import Repeated
+from selftask.data.sampling.sampler import Pool
 from selftask.data.transforms.pretext import drawn_rotation
 from selftask.data.views import Views, build_pipeline
 from selftask.errors import ConfigError

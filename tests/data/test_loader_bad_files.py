@@ -12,9 +12,10 @@ from numbered import Numbers, assert_same, dataset, read
 from PIL import Image
 
 from selftask.config.schema import Component, ViewConfig
-from selftask.data.dataset import BadFiles, ViewDataset, open_source
-from selftask.data.loader import Batches
-from selftask.data.reading import BadImage
+from selftask.data.loading.dataset import BadFiles, ViewDataset
+from selftask.data.loading.loader import Batches
+from selftask.data.loading.open_data import open_source
+from selftask.data.reading.files import BadImage
 from selftask.data.views import Views
 from selftask.errors import UserError
 

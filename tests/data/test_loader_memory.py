@@ -15,13 +15,13 @@ import pytest
 import torch
 from numbered import Numbers, assert_same, dataset, read
 
-from selftask.data import handover
-from selftask.data.batch import Batch, broken
-from selftask.data.device.cache import Pictures
-from selftask.data.handover import Memory, Outbox, Parcel
-from selftask.data.loader import Batches, EvalBatches
-from selftask.data.reading import BadImage
-from selftask.data.workers import PREFETCH
+from selftask.data.cache.on_device import Pictures
+from selftask.data.loading import shared_memory
+from selftask.data.loading.collate import Batch, broken
+from selftask.data.loading.loader import Batches, EvalBatches
+from selftask.data.loading.shared_memory import Memory, Outbox, Parcel
+from selftask.data.loading.workers import PREFETCH
+from selftask.data.reading.files import BadImage
 from selftask.errors import UserError
 
 
@@ -119,7 +119,7 @@ def test_no_worker_takes_the_end_of_the_file_away(
 ) -> None:
     """Not even one that looked how long the file is before another one added to it."""
     memory.map(9, 5000)[4999] = 77
-    monkeypatch.setattr(handover.os, "fstat", lambda file: SimpleNamespace(st_size=0))
+    monkeypatch.setattr(shared_memory.os, "fstat", lambda file: SimpleNamespace(st_size=0))
     memory.map(4, 5000)[4999] = 55
     memory._mapped.clear()
     assert [memory.map(slot, 5000)[4999] for slot in (9, 4)] == [77, 55]
@@ -192,7 +192,7 @@ def test_no_memory_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return mapped(file, size, offset=offset)
 
-    monkeypatch.setattr(handover.mmap, "mmap", small_ones)
+    monkeypatch.setattr(shared_memory.mmap, "mmap", small_ones)
     batches = Batches(dataset(Numbers(99)), batch_size=99, seed=0, num_workers=1)
     with pytest.raises(UserError, match="data: no memory to share a batch of 1 MiB: Cannot all"):
         Memory().map(0, 1 << 20)

@@ -13,9 +13,9 @@ import pytest
 from numbered import Numbers, dataset, read
 
 import selftask
-from selftask.data.loader import Batches
+from selftask.data.loading.loader import Batches
+from selftask.distributed.world import STOP_SIGNALS
 from selftask.errors import RunError
-from selftask.world import STOP_SIGNALS
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(selftask.__file__).parents[1])}
 START_WORKERS = """

@@ -14,8 +14,8 @@ import pytest
 
 from selftask.config.load import load_config, to_yaml
 from selftask.data.views import Views
+from selftask.equivalence.tiny_recipe import _small_views
 from selftask.errors import ConfigError
-from selftask.launch.miniature import _small_views
 from selftask.registry import TRANSFORMS
 
 IMAGE = np.random.default_rng(0).integers(0, 256, (12, 16, 3), dtype=np.uint8)

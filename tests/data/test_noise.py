@@ -11,7 +11,7 @@ import pytest
 import torch
 import torchvision.transforms as tv
 
-from selftask.config.typed import Mismatch, convert
+from selftask.config.values.coerce import Mismatch, convert
 from selftask.registry import TRANSFORMS
 
 IMAGE = np.full((40, 60, 3), 128, dtype=np.uint8)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from selftask.data.order import BLOCK, FeistelOrder, SetOrders, SortedOrder, epoch_order
+from selftask.random.permutation import BLOCK, FeistelOrder, SetOrders, SortedOrder, epoch_order
 
 KINDS = [SortedOrder, FeistelOrder]
 SIZES = [97, 1000, 4097, 65_536]  # primes, just above a power of two, and one

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from indexed import LONG_AGO, paths_of
 
-from selftask.data import index as store
-from selftask.data import path_list
-from selftask.data.path_list import read_list
+from selftask.data.reading import index as store
+from selftask.data.reading import path_list
+from selftask.data.reading.path_list import read_list
 from selftask.data.source import PathTable
 from selftask.errors import UserError
 

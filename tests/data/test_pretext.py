@@ -13,9 +13,9 @@ import torch
 
 from selftask.config.schema import Component, ViewConfig
 from selftask.data.transforms.pretext import drawn_permutation, drawn_rotation, permutations
-from selftask.data.view_draws import draw_rng
 from selftask.data.views import Views
 from selftask.errors import UserError
+from selftask.random.views import draw_rng
 from selftask.registry import TRANSFORMS
 
 IMAGE = np.random.default_rng(0).integers(0, 256, (36, 48, 3), dtype=np.uint8)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from selftask.data import reading
-from selftask.data.reading import BadImage, last_file, now_reading, read_bytes
+from selftask.data.reading import files
+from selftask.data.reading.files import BadImage, last_file, now_reading, read_bytes
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def stuck_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
         os, "open", lambda p, flags, *mode: real_open(p, flags & ~os.O_NONBLOCK, *mode)
     )
     yield path
-    while any(thread.is_alive() for thread in reading._STUCK):
+    while any(thread.is_alive() for thread in files._STUCK):
         with open(path, "wb", buffering=0) as writer:
             writer.write(b"x")
         time.sleep(0.01)
@@ -111,8 +111,8 @@ def test_silence_has_an_end_and_the_next_file_is_read(stuck_pipe: Path) -> None:
 def test_a_dead_file_system_does_not_collect_threads(
     stuck_pipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "MAX_STUCK", 2)
-    monkeypatch.setattr(reading, "_IDLE", [])
+    monkeypatch.setattr(files, "MAX_STUCK", 2)
+    monkeypatch.setattr(files, "_IDLE", [])
     for _ in range(2):
         with pytest.raises(BadImage, match="no answer"):
             read_bytes(str(stuck_pipe), timeout_s=0.05, retries=0)
@@ -135,7 +135,7 @@ def test_errors_that_pass_are_tried_again(
             raise failures.pop()
         return real_open(path, flags, *mode)
 
-    monkeypatch.setattr(reading, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(files, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(os, "open", opened)
     assert read_bytes(str(tmp_path / "a"), 5, retries=2) == b"here"
     failures[:] = [OSError(number, os.strerror(number))] * 3
@@ -209,7 +209,7 @@ def test_no_idle_thread_is_there_when_a_process_is_forked(tmp_path: Path) -> Non
     if not child:
         os._exit(0)
     os.waitpid(child, 0)
-    stuck = set(reading._STUCK)
+    stuck = set(files._STUCK)
     assert not [t for t in threading.enumerate() if t.name == "reader" and t not in stuck]
     assert read_bytes(str(tmp_path / "a"), 5) == b"a"
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from selftask.data.order import FeistelOrder, epoch_order
-from selftask.data.sampler import BatchSampler, Pool, Sampler, epoch_of
-from selftask.data.samplers.shuffled import Shuffled
+from selftask.data.sampling.sampler import BatchSampler, Pool, Sampler, epoch_of
+from selftask.data.sampling.shuffled import Shuffled
 from selftask.errors import ConfigError, UserError
+from selftask.random.permutation import FeistelOrder, epoch_order
 from selftask.registry import SAMPLERS
 
 LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(6), [70, 40, 25, 12, 10, 3]))
@@ -149,7 +149,7 @@ def test_four_thousand_ranks_share_a_billion_samples(monkeypatch: pytest.MonkeyP
     with a bitmap is ``tools/bench/sampler.py --prove``.
     """
     n, ranks, per_rank, seed = 10**9, 4096, 64, 5
-    monkeypatch.setattr("selftask.data.sampler.BLOCK", per_rank)  # no reading ahead
+    monkeypatch.setattr("selftask.data.sampling.sampler.BLOCK", per_rank)  # no reading ahead
     sampler = Shuffled(None, Pool(n, ranks * per_rank, seed))
     steps = BatchSampler(sampler).steps_per_epoch
     assert steps == n // (ranks * per_rank) == 3814

@@ -12,8 +12,8 @@ import torch
 import tiny
 from selftask.cli.main import main
 from selftask.config.load import load_config
-from selftask.data.dataset import check_data, open_data
-from selftask.data.sampler import build_sampler, steps_per_epoch
+from selftask.data.loading.open_data import check_data, open_data
+from selftask.data.sampling.sampler import build_sampler, steps_per_epoch
 from selftask.errors import ConfigError, UserError
 from selftask.logs import LOGGER
 from selftask.registry import SAMPLERS

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from selftask.data.reading import BadImage
-from selftask.data.shorthand import expand_source
+from selftask.config.compose.data_forms import expand_source
+from selftask.data.reading.files import BadImage
 from selftask.data.source import PathTable, Source
 from selftask.errors import UserError
 from selftask.registry import SOURCES
@@ -142,7 +142,7 @@ def test_digits_are_sklearns() -> None:
 
 def test_opening_sources_does_not_import_torch_or_sklearn(tree: Path) -> None:
     code = (
-        "import sys; from selftask.registry import SOURCES; import selftask.data.dataset\n"
+        "import sys; from selftask.registry import SOURCES; import selftask.data.loading.dataset\n"
         "for name, args in [('digits', {}), ('folder', {'path': sys.argv[1]})]:\n"
         "    cls = SOURCES[name]; cls(cls.Config(**args)).describe()\n"
         "assert not {'torch', 'sklearn', 'torchvision'} & set(sys.modules)\n"

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from selftask.data.reading import BadImage
+from selftask.data.reading.files import BadImage
 from selftask.data.source import Source, Wrapped
-from selftask.data.sources.local_copy import copied
+from selftask.data.staging.staged_source import copied
 from selftask.errors import UserError
 from selftask.registry import SOURCES
 

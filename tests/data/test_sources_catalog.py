@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from selftask.config.compose.data_forms import expand_source
 from selftask.config.load import load_config
-from selftask.data.shorthand import expand_source
 from selftask.errors import UserError
 
 CATALOG = """

@@ -17,11 +17,11 @@ import pytest
 from PIL import Image
 
 from selftask.config.schema import Component
-from selftask.data.dataset import Sources, copy_data, open_source
-from selftask.data.reading import BadImage
+from selftask.data.loading.open_data import Sources, copy_data, open_source
+from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
-from selftask.data.sources import copies
-from selftask.data.sources.local_copy import copied
+from selftask.data.staging import copies
+from selftask.data.staging.staged_source import copied
 from selftask.errors import UserError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 5, 7, 3), dtype=np.uint8)

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from selftask.config.load import load_config
-from selftask.data.reading import BadImage
+from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.errors import ConfigError, UserError
 from selftask.registry import SOURCES

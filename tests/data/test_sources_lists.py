@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from selftask.config.compose.data_forms import expand_source
 from selftask.config.load import load_config
-from selftask.data.dataset import open_data
-from selftask.data.reading import BadImage
-from selftask.data.shorthand import expand_source
+from selftask.data.loading.open_data import open_data
+from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
-from selftask.data.sources.patterns import expand_braces, match_files
+from selftask.data.sources.glob_pattern import expand_braces, match_files
 from selftask.errors import UserError
 from selftask.registry import SOURCES
 
@@ -101,7 +101,7 @@ def test_parquet(tmp_path: Path, pixels: list[np.ndarray]) -> None:
 def test_a_large_table_is_read_once(
     tmp_path: Path, pixels: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("selftask.data.index.MIN_INDEXED", 2)
+    monkeypatch.setattr("selftask.data.reading.index.MIN_INDEXED", 2)
     file = tmp_path / "x.csv"
     file.write_text("path,label\na/0.png,1\na/1.png,0\n")
     os.utime(file, (1, 1))

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from selftask.data.reading import BadImage
-from selftask.data.shorthand import expand_source
+from selftask.config.compose.data_forms import expand_source
+from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.errors import UserError
 from selftask.registry import SOURCES

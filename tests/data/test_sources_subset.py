@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from selftask.config.load import load_config, to_yaml
-from selftask.data.dataset import open_data
+from selftask.data.loading.open_data import open_data
 from selftask.data.source import Source
-from selftask.data.sources.subset import Subset, subset_of
+from selftask.data.subset import Subset, subset_of
 from selftask.errors import ConfigError, UserError
 from selftask.registry import SOURCES
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from selftask.data.reading import BadImage
+from selftask.data.reading import storage
+from selftask.data.reading.files import BadImage
+from selftask.data.reading.tar_walk import Damaged, Member, walk
 from selftask.data.source import Source
-from selftask.data.sources import storage
-from selftask.data.sources.tar_walk import Damaged, Member, walk
 from selftask.errors import UserError
 from selftask.registry import SOURCES
 
@@ -113,7 +113,7 @@ def test_a_distant_store_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None
             return super().cat_file(path, **part)
 
     monkeypatch.setattr("selftask.data.reading.FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr("selftask.data.sources.storage._store", lambda path: (Flaky(), "/flaky/x"))
+    monkeypatch.setattr("selftask.data.reading.storage._store", lambda path: (Flaky(), "/flaky/x"))
     assert storage.read_part("memory://flaky/x", 2, 3, "x") == b"234"
     assert len(asked) == 3
     asked.clear()
@@ -172,7 +172,7 @@ def test_index_is_made_once_and_again_when_a_shard_changes(
 ) -> None:
     build(path=shards)
     (made,) = (path for path in (cache / "tar").iterdir() if path.is_dir())
-    monkeypatch.setattr("selftask.data.sources.tar_index._build", None)
+    monkeypatch.setattr("selftask.data.reading.tar_index._build", None)
     check(build(path=shards), [0, 1, 2, 0, 1, 2, 0])  # without building
     monkeypatch.undo()
     monkeypatch.setenv("SELFTASK_CACHE", str(cache))

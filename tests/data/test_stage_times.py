@@ -17,18 +17,18 @@ from odd_files import make_photographs
 from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.config.schema import Config
-from selftask.data.dataset import Sources, open_data
-from selftask.data.reading import BadImage
-from selftask.data.source import Source
-from selftask.data.stage_report import advice, table
-from selftask.data.stage_times import (
+from selftask.data.inspect.profile import (
     StageTimes,
     decodes_per_sample,
     loader_rate,
     measure,
     transform_shares,
 )
-from selftask.data.waiting import Cores, WaitWatch, wait_advice, workers_advice
+from selftask.data.inspect.profile_report import advice, table
+from selftask.data.loading.data_stall import Cores, WaitWatch, wait_advice, workers_advice
+from selftask.data.loading.open_data import Sources, open_data
+from selftask.data.reading.files import BadImage
+from selftask.data.source import Source
 from selftask.hooks import metrics
 
 CPU = torch.device("cpu")

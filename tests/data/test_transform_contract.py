@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from selftask.data.view_draws import draw_rng
 from selftask.data.views import Pipeline
+from selftask.random.views import draw_rng
 from selftask.registry import TRANSFORMS, Registry
 
 BUILT_IN = Registry("transform", "selftask.data.transforms").names()  # none of another test

@@ -18,9 +18,9 @@ from PIL import Image
 
 from selftask.config.load import load_config
 from selftask.data import kernel
-from selftask.data.view_draws import ViewDraws
 from selftask.data.views import Pipeline
 from selftask.errors import ConfigError
+from selftask.random.views import ViewDraws
 from selftask.registry import TRANSFORMS
 
 

@@ -13,9 +13,9 @@ import torchvision.transforms.functional as F
 from selftask.config.schema import Component, ViewConfig
 from selftask.data import views as views_module
 from selftask.data.transforms.normalize import STATISTICS
-from selftask.data.view_draws import ViewDraws, draw_rng
 from selftask.data.views import ToFloat, Views, build_pipeline
 from selftask.errors import ConfigError
+from selftask.random.views import ViewDraws, draw_rng
 
 CROP = Component(name="random_resized_crop", args={"size": 8})
 SMALL = Component(name="random_resized_crop", args={"size": 6})

@@ -15,14 +15,14 @@ from PIL import Image
 import tiny
 from selftask.cli.main import main
 from selftask.config.schema import Component
-from selftask.data.dataset import open_data
+from selftask.data.loading.open_data import open_data
 from selftask.errors import UserError
 from selftask.evaluate import offline
 from selftask.evaluate.features import Features
 from selftask.evaluate.label_counts import LabelCounts, count_shared_images
-from selftask.launch.run import run
 from selftask.models.build import build_backbone
-from selftask.models.export import save_backbone
+from selftask.models.weights.export import save_backbone
+from selftask.run.run import run
 
 
 @pytest.fixture(scope="module")

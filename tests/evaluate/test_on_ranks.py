@@ -10,16 +10,16 @@ import torch
 
 import tiny
 from ranks import run_ranks
-from selftask.collectives import rank, world_size
-from selftask.data.dataset import open_data
+from selftask.data.loading.open_data import open_data
+from selftask.distributed.collectives import rank, world_size
+from selftask.distributed.world import World
 from selftask.evaluate.features import Features
 from selftask.evaluate.knn import KNN
 from selftask.evaluate.offline import evaluate_backbone
 from selftask.evaluate.online import evaluate_task
-from selftask.loop import Interrupted, train_loop
-from selftask.models.address import open_model
+from selftask.models.weights.model_source import open_model
 from selftask.task import Task
-from selftask.world import World
+from selftask.task.loop import Interrupted, train_loop
 
 METHODS = ("simclr", "byol", "dino", "moco")
 

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
 from selftask.methods.dino import DINO
-from selftask.models.assignment import cross_entropy_of_pairs
+from selftask.models.clustering import cross_entropy_of_pairs
 from selftask.registry import OPTIMIZERS
 
 SMALL: dict[str, Any] = {

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import tiny
-from selftask.data.dataset import open_data
-from selftask.data.feed import Feed
+from selftask.data.loading.data_module import Feed
+from selftask.data.loading.open_data import open_data
+from selftask.distributed.world import World
 from selftask.task import Task
-from selftask.world import World
 
 TIMES = 4
 REPEATED = f"data.sampler={{name: repeated, times: {TIMES}}}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minitask import MiniTask, largest_difference
 from ranks import run_ranks
-from selftask.collectives import world_size
+from selftask.distributed.collectives import world_size
 from selftask.methods.moco import MoCo, info_nce, shuffle_bn, unshuffle_bn
 from selftask.registry import METHODS
 

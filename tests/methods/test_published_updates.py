@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from selftask.cli.check import load
-from selftask.launch.miniature import EPS, miniature
-from selftask.launch.recording import RecordedTask
+from selftask.equivalence.tiny_recipe import EPS, miniature
+from selftask.equivalence.trace import RecordedTask
 
 STEPS, EPOCHS, WARMUP, BATCH = 6, 3, 2, 8
 Rule = Callable[..., tuple[np.ndarray, dict[str, Any]]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from selftask.models.assignment import sinkhorn_knopp, spherical_kmeans
+from selftask.models.clustering import sinkhorn_knopp, spherical_kmeans
 
 
 def _paper_sinkhorn(

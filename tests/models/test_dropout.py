@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from selftask.draws import LAYER_DRAWS, keep_mask, splitmix64
 from selftask.models.dropout import draw_per_sample
 from selftask.models.network import Network
 from selftask.parallel.activation_checkpointing import checkpoint_blocks
 from selftask.parallel.blocks import find_blocks
+from selftask.random.keyed import LAYER_DRAWS, keep_mask, splitmix64
 
 CPU = torch.device("cpu")
 

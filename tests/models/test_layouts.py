@@ -19,8 +19,8 @@ import torchvision
 from torch import Tensor, nn
 
 from selftask.errors import UserError
-from selftask.models.layouts import LAYOUTS
-from selftask.models.weights import load_weights, read_state
+from selftask.models.weights.layouts import LAYOUTS
+from selftask.models.weights.load import load_weights, read_state
 
 State = dict[str, Tensor]
 

@@ -15,15 +15,15 @@ import torchvision
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from selftask import checkpoint
+from selftask.checkpoint import store
 from selftask.config.schema import Component
 from selftask.errors import UserError
-from selftask.models.address import open_model, read_weights
 from selftask.models.build import build_backbone
-from selftask.models.export import portable_state, save_backbone
 from selftask.models.network import Network
 from selftask.models.teacher import Teacher
-from selftask.models.weights import load_weights, read_state
+from selftask.models.weights.export import portable_state, save_backbone
+from selftask.models.weights.load import load_weights, read_state
+from selftask.models.weights.model_source import open_model, read_weights
 
 RESNET = Component(name="resnet18", args={"stem": "imagenet"})
 
@@ -265,7 +265,7 @@ def test_the_export_of_an_earlier_end_is_told(
     meta = {"architecture": {"name": "resnet18", "args": {}}, "step": 10}
     save_backbone(build_backbone(RESNET), tmp_path / "export", meta)
     for step, told in ((10, False), (15, True)):
-        checkpoint.save({"step": step}, tmp_path / "checkpoints", step, keep=3)
+        store.save({"step": step}, tmp_path / "checkpoints", step, keep=3)
         open_model(str(tmp_path))
         assert ("is of step 10, and the newest checkpoint of step 15" in caplog.text) is told
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from selftask.config.run_length import RunLength
 from selftask.config.schema import OptimizerConfig
 from selftask.optim.build import build_optimizer
 from selftask.optim.larc import LARC
 from selftask.optim.lars import LARS
-from selftask.progress import RunLength
 
 STEPS = 6
 MOMENTUM, DECAY, TRUST = 0.9, 0.1, 0.02

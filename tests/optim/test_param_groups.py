@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from selftask.config.run_length import RunLength
 from selftask.config.schema import OptimizerConfig
 from selftask.optim.build import build_optimizer, lr_schedule
 from selftask.optim.param_groups import merge_alike, split_decay
-from selftask.progress import RunLength
 
 LENGTH = RunLength(num_samples=80, batch_size=8, epochs=2)  # 20 updates
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tiny
-from selftask.config.budget import Budget, parse_budget
+from selftask.config.values.budget import Budget, parse_budget
 from selftask.parallel.activation_budget import ActivationBudget, choose
 from selftask.parallel.activation_checkpointing import checkpoint_blocks
 

@@ -18,12 +18,12 @@ from torch import Tensor
 import tiny
 from ranks import run_ranks
 from selftask.batch import Batch
-from selftask.collectives import rank, world_size
 from selftask.config.schema import DEFAULT_HOOKS, Config, ParallelConfig
-from selftask.data.dataset import open_data
+from selftask.data.loading.open_data import open_data
+from selftask.distributed.collectives import rank, world_size
+from selftask.distributed.world import World
 from selftask.registry import METHODS
 from selftask.task import Task
-from selftask.world import World
 
 STEPS = 3
 TOLERANCE = 1e-8  # AdamW divides gradients that are nothing but rounding by their own size

@@ -13,12 +13,12 @@ from test_matrix import COMPARED, differences, make_double
 
 import tiny
 from ranks import run_ranks
-from selftask import checkpoint
-from selftask.collectives import rank, world_size
-from selftask.data.dataset import open_data
-from selftask.loop import Interrupted, train_loop
+from selftask.checkpoint import rotation
+from selftask.data.loading.open_data import open_data
+from selftask.distributed.collectives import rank, world_size
+from selftask.distributed.world import World
 from selftask.task import Task
-from selftask.world import World
+from selftask.task.loop import Interrupted, train_loop
 
 LENGTH = 4
 WAYS = ("manual", "ddp")
@@ -84,7 +84,7 @@ def test_shards_are_taken_up_by_whatever_comes_next(tmp_path: Path) -> None:
     two(tmp_path, *[leg for way in WAYS for leg in ((way, "fsdp", 3), (way, way, LENGTH))])
     expected = tiny.last_state(tmp_path / "whole")
     for way in WAYS:
-        paths = checkpoint.checkpoints(tmp_path / way / "checkpoints")
+        paths = rotation.checkpoints(tmp_path / way / "checkpoints")
         assert [path.suffix for path in paths] == [".pt", "", ".pt"], "of 4, the newest 3 are kept"
         found = tiny.last_state(tmp_path / way)
         for key in COMPARED:

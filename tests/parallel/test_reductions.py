@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from selftask.collectives import rank, world_size
-from selftask.config.budget import Budget
+from selftask.config.values.budget import Budget
+from selftask.distributed.collectives import rank, world_size
 from selftask.errors import RunError
 from selftask.hooks.clip_gradients import clip
 from selftask.optim.larc import LARC

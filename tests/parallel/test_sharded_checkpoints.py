@@ -17,17 +17,17 @@ import torch
 
 import tiny
 from ranks import run_ranks
-from selftask import checkpoint
+from selftask.checkpoint import rotation, store
 from selftask.cli.main import main
-from selftask.collectives import rank, world_size
 from selftask.config.schema import Config
-from selftask.data.dataset import open_data
+from selftask.data.loading.open_data import open_data
+from selftask.distributed.collectives import rank, world_size
+from selftask.distributed.world import World
 from selftask.errors import UserError
-from selftask.loop import Interrupted, train_loop
-from selftask.models.address import open_model, read_weights
-from selftask.models.weights import read_state
+from selftask.models.weights.load import read_state
+from selftask.models.weights.model_source import open_model, read_weights
 from selftask.task import Task
-from selftask.world import World
+from selftask.task.loop import Interrupted, train_loop
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +102,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checkpoints(folder: Path, name: str) -> list[Path]:
-    return checkpoint.checkpoints(folder / name / "checkpoints")
+    return rotation.checkpoints(folder / name / "checkpoints")
 
 
 def comparable(state: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def test_the_shards_are_the_plain_file(folder: Path) -> None:
     assert [path.name for path in plain] == [f"step_{n:09d}.pt" for n in range(LENGTH, 0, -1)]
     assert [f"{path.name}.pt" for path in shards] == [path.name for path in plain]
     for file, whole in zip(shards, plain, strict=True):
-        loaded, expected = checkpoint.load(file), checkpoint.load(whole)
+        loaded, expected = store.load(file), store.load(whole)
         assert_same(loaded, expected)
         assert list(loaded["model"]) == list(expected["model"])
         assert {type(tensor) for tensor in loaded["model"].values()} == {torch.Tensor}
@@ -150,7 +150,7 @@ def test_any_number_of_ranks_goes_on_with_the_same_tensors(folder: Path) -> None
     began = two(folder, *[(run, None) for run in runs])
     for state, file in zip(began, files, strict=True):
         assert_began_with(state, file)
-    end = {run: checkpoint.load(checkpoints(folder, run)[0]) for run in (*runs, "plain")}
+    end = {run: store.load(checkpoints(folder, run)[0]) for run in (*runs, "plain")}
     assert_same(end["stopped"], end["plain"])
     assert_same(end["damaged"], end["plain"])
     assert_same(end["legs_sharded"], end["legs_plain"])
@@ -158,7 +158,7 @@ def test_any_number_of_ranks_goes_on_with_the_same_tensors(folder: Path) -> None
 
 def assert_began_with(state: dict[str, Any], file: Path) -> None:
     """``state`` is that of the file; generators are of each rank, and one is not two."""
-    saved = checkpoint.load(file)
+    saved = store.load(file)
     of_ranks = {"rng": 0, "threads": 0}  # one entry for each
     assert_same({**state, **of_ranks}, {**{key: saved[key] for key in state}, **of_ranks})
 
@@ -169,7 +169,7 @@ def test_damage_falls_back_and_says_so(
 ) -> None:
     for path in checkpoints(folder, "sharded")[-2:]:
         shutil.copytree(path, tmp_path / path.name)
-    newest, before = checkpoint.checkpoints(tmp_path)
+    newest, before = rotation.checkpoints(tmp_path)
     names = {"rest": "rest.pt", "metadata": ".metadata", "seal": "seal.json"}
     file = newest / names.get(kind, "__1_0.distcp")
     content = bytearray(file.read_bytes())
@@ -180,20 +180,20 @@ def test_damage_falls_back_and_says_so(
         file.write_bytes(content[:-1])
     else:
         file.unlink()
-    found = checkpoint.load_newest(tmp_path)
+    found = store.load_newest(tmp_path)
     assert found is not None
     assert found[1] == before
     assert f"{newest.name} is damaged ({file.name}" in caplog.text
     (before / "seal.json").write_text("{}")
     with pytest.raises(UserError, match="none of the 2 checkpoints"):
-        checkpoint.load_newest(tmp_path)
+        store.load_newest(tmp_path)
 
 
 def test_export_makes_the_one_plain_file(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = folder / "sharded"
-    (run / "config.yaml").write_text(checkpoint.load(checkpoints(folder, run.name)[0])["config"])
+    (run / "config.yaml").write_text(store.load(checkpoints(folder, run.name)[0])["config"])
     assert main(["export", str(run), "--to", "checkpoint", "--out", str(tmp_path)]) == 0
     path = Path(capsys.readouterr().out.splitlines()[-1])
     assert path == tmp_path / f"step_{LENGTH:09d}.pt"
@@ -224,10 +224,10 @@ def test_the_last_few_are_kept_whatever_their_kind(folder: Path, tmp_path: Path)
         shutil.copytree(path, tmp_path / path.name)
     (tmp_path / ".step_000000005.tmp").mkdir()
     (tmp_path / ".step_000000005.tmp/__0_0.distcp").write_bytes(b"half")
-    checkpoint.save({"n": 4}, tmp_path, LENGTH, keep=2)
+    store.save({"n": 4}, tmp_path, LENGTH, keep=2)
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert kept == ["step_000000003", "step_000000004.json", "step_000000004.pt"]
-    checkpoint.set_aside(tmp_path, 2)
+    rotation.set_aside(tmp_path, 2)
     assert (tmp_path / "replaced_1/step_000000003/seal.json").exists()
 
 
@@ -266,6 +266,6 @@ def test_a_rank_killed_half_way_through_its_shards_leaves_no_trace(folder: Path)
     assert "killed/checkpoints/step_000000001: step 1" in done.stdout
     killed, whole = (checkpoints(folder, f"{way}") for way in ("killed", "plain"))
     assert not list(killed[0].parent.glob(".*"))
-    ends = [checkpoint.load(paths[0]) for paths in (killed, whole)]
+    ends = [store.load(paths[0]) for paths in (killed, whole)]
     for part in ("model", "method", "optimizer", "clock"):
         assert tiny.differences(ends[0][part], ends[1][part]) == []

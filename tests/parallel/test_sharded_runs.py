@@ -12,14 +12,14 @@ import torch
 
 import tiny
 from ranks import run_ranks
-from selftask import checkpoint
-from selftask.collectives import rank, world_size
+from selftask.checkpoint import rotation
 from selftask.config.schema import ParallelConfig
-from selftask.data.dataset import open_data
+from selftask.data.loading.open_data import open_data
+from selftask.distributed.collectives import rank, world_size
+from selftask.distributed.world import World
 from selftask.evaluate.online import evaluate_task
-from selftask.loop import Interrupted, train_loop
 from selftask.task import Task
-from selftask.world import World
+from selftask.task.loop import Interrupted, train_loop
 
 LABELS = "eval.evaluations={knn: {k: [3]}}"
 OF_A_RANK = ("emb_std", "effective_rank")  # of the embeddings on the first rank
@@ -109,4 +109,4 @@ def assert_alike(a: Path, b: Path, without: tuple[str, ...] = ()) -> None:
         assert type(tensor) is torch.Tensor
         held = states[1][place[0]][f"{place[2]}.{name}"]
         assert torch.equal(held, tensor), f"{b}: {name} of export and checkpoint"
-    assert checkpoint.checkpoints(b / "checkpoints")
+    assert rotation.checkpoints(b / "checkpoints")

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, empty
 
-from selftask import checkpoint, sharded
-from selftask.checkpoint_writer import CheckpointWriter
+from selftask.checkpoint import sharded, sharded_writer, store
+from selftask.checkpoint.writer import CheckpointWriter
 from selftask.errors import RunError
 
 SHAPES = {"even": (4, 3), "odd": (5, 2), "one row": (1, 7), "vector": (3,)}
@@ -47,12 +47,12 @@ def written_on_two(rank: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
     cut = state_of(lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]))
     cut["optimizer"]["norm"] = distribute_tensor(torch.tensor(7.0), mesh, [Replicate()])
-    writer = sharded.ShardedWriter(folder, keep=2)
+    writer = sharded_writer.ShardedWriter(folder, keep=2)
     writer.save(cut, 1)
     for tensor in cut["model"].values():
         tensor.zero_()
     writer.wait()
-    first = checkpoint.load(folder / "step_000000001")
+    first = store.load(folder / "step_000000001")
     fresh = state_of(lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]))
     told = []
     for breaks, step in ((FullDisk, 2), (Bug, 3)):
@@ -141,7 +141,7 @@ def test_two_ranks_write_one_checkpoint(told: list[dict[str, Any]]) -> None:
     assert names == ["step_000000004", "step_000000005"], "two are kept, nothing half is left"
     whole = state_of(lambda tensor: tensor)
     assert first["first"]["optimizer"].pop("norm") == 7
-    for read in (first["first"], *[checkpoint.load(folder / name) for name in names]):
+    for read in (first["first"], *[store.load(folder / name) for name in names]):
         assert read["clock"] == whole["clock"]
         assert list(read["model"]) == list(whole["model"])
         for key, tensor in whole["model"].items():

@@ -40,7 +40,7 @@ import torch
 from PIL import Image, ImageFilter
 
 from selftask.config.schema import Component, ViewConfig
-from selftask.data.image import decode_image
+from selftask.data.reading.image import decode_image
 from selftask.data.views import Views
 
 Work = Callable[[Sequence[Any]], None]  # all views of all images

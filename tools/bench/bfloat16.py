@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from selftask.config.schema import Component
-from selftask.environment import bfloat16_instructions
+from selftask.distributed.device import bfloat16_instructions
 from selftask.models.build import build_backbone
 
 NETS = {  # backbone -> batch, pixels of a side

@@ -40,7 +40,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
 
-from selftask.checkpoint_writer import CheckpointWriter
+from selftask.checkpoint.writer import CheckpointWriter
 
 QUIET_STEPS, PRODUCTS = 200, 40
 

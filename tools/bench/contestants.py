@@ -25,13 +25,13 @@ from selftask import logs
 from selftask.batch import Batch
 from selftask.config.load import load_config
 from selftask.config.schema import Config
-from selftask.data.dataset import Sources
+from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source
-from selftask.loop import train_loop
 from selftask.methods.simclr import info_nce
 from selftask.models.heads import mlp
 from selftask.registry import register_backbone
 from selftask.task import Task
+from selftask.task.loop import train_loop
 
 LR, MOMENTUM = 0.01, 0.9
 WARM_UP = 20  # steps of each turn that do not count

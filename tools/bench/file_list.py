@@ -41,9 +41,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
 
-from selftask.data import index as store
-from selftask.data.path_list import read_list
-from selftask.data.scan import scan_folder
+from selftask.data.reading import index as store
+from selftask.data.reading.path_list import read_list
+from selftask.data.reading.scan import scan_folder
 from selftask.data.sources.files import EXTENSIONS
 
 try:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torchvision
 
-from selftask.environment import keep_freed_memory
+from selftask.distributed.device import keep_freed_memory
 
 
 def work(pipe: Connection, keeps: bool, batch: int, size: int) -> None:

@@ -29,7 +29,7 @@ from sklearn.linear_model import LogisticRegression
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
 
-from selftask.environment import keep_freed_memory
+from selftask.distributed.device import keep_freed_memory
 from selftask.evaluate import linear
 from selftask.evaluate.features import Features
 from selftask.evaluate.linear import Linear

@@ -35,12 +35,13 @@ import torch
 from augment import CONTESTS, jpegs, view_configs
 from torch.utils.data import DataLoader, Dataset
 
-from selftask.data.dataset import Sample, ViewDataset
-from selftask.data.image import decode_image
-from selftask.data.loader import Batches
+from selftask.data.loading.dataset import ViewDataset
+from selftask.data.loading.loader import Batches
+from selftask.data.loading.sample import Sample
+from selftask.data.reading.image import decode_image
 from selftask.data.source import NO_LABEL, Source
 from selftask.data.views import Views
-from selftask.environment import keep_freed_memory
+from selftask.distributed.device import keep_freed_memory
 
 _IDLE_S = 0.005  # between two looks that find a process asleep
 

@@ -40,8 +40,8 @@ from torch.utils.data import DistributedSampler, RandomSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
 
-from selftask.data.sampler import BatchSampler, Pool
-from selftask.data.samplers.shuffled import Shuffled
+from selftask.data.sampling.sampler import BatchSampler, Pool
+from selftask.data.sampling.shuffled import Shuffled
 
 BATCH = 64  # of a rank
 MAX_OF_OTHERS = 10**7

@@ -25,11 +25,11 @@ from augment import arrays, jpegs
 from PIL import Image
 
 from selftask.config.load import load_config
-from selftask.data.dataset import open_data
+from selftask.data.loading.open_data import open_data
 from selftask.hooks.base import Hook
-from selftask.loop import train_loop
 from selftask.registry import register_hook
 from selftask.task import Task
+from selftask.task.loop import train_loop
 
 RECIPES = {  # name -> images of one step
     "simclr/digits": 64,

@@ -38,16 +38,16 @@ def main(argv: list[str]) -> int:
         raise UserError("--seconds 0: nothing can be measured in no time")
 
     from selftask.config.load import load_config
-    from selftask.data.dataset import copy_data, open_data
+    from selftask.data.loading.open_data import copy_data, open_data
 
     config = load_config(words[1], words[2:])
     sources = copy_data(open_data(replace(config.data, val=None)), config.data.copy_to)
 
-    from selftask.data.stage_report import advice, as_json, table
-    from selftask.data.stage_times import measure
-    from selftask.environment import keep_freed_memory, pick_device
-    from selftask.launch.run import num_threads
-    from selftask.world import World
+    from selftask.data.inspect.profile import measure
+    from selftask.data.inspect.profile_report import advice, as_json, table
+    from selftask.distributed.device import keep_freed_memory, pick_device
+    from selftask.distributed.world import World
+    from selftask.run.run import num_threads
 
     device = pick_device(config.train.device, World())
     keep_freed_memory(device)

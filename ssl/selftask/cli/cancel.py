@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from selftask.errors import UserError
-from selftask.file_system import exists
-from selftask.launch import jobs
+from selftask.files.paths import exists
+from selftask.slurm import queue
 
 USAGE = """\
 usage: selftask cancel OUT|JOBID [...]
@@ -25,9 +25,9 @@ def main(argv: list[str]) -> int:
         if re.fullmatch(r"\d+(_\d+)?", word) and not exists(word):
             ids = [word]
         else:
-            ids = list(jobs.noted(Path(word)).values())
+            ids = list(queue.noted(Path(word)).values())
             if not ids:
                 raise UserError(f"{word}: neither a job's id nor a submitted run or sweep")
-        jobs.cancel(ids)
+        queue.cancel(ids)
         print(f"cancelled {', '.join(ids)}")
     return 0

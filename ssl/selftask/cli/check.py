@@ -12,7 +12,7 @@ from selftask.registry import METHODS, REDUCTIONS
 
 if TYPE_CHECKING:
     from selftask.config.schema import Config
-    from selftask.launch.equivalence import Report
+    from selftask.equivalence.check import Report
 
 USAGE = """\
 usage: selftask check METHOD [key=value ...] [--ranks 1,2,4] [--steps 3]
@@ -72,7 +72,7 @@ def _check_all(settings: list[str], ranks: list[int], steps: int) -> int:
 
 def _check(name: str, settings: list[str], ranks: list[int], steps: int) -> int:
     config = load(name, settings)
-    from selftask.launch.miniature import miniature
+    from selftask.equivalence.tiny_recipe import miniature
 
     least = math.lcm(*ranks)
     small = miniature(config, batch_size=-(-MIN_BATCH // least) * least, steps=steps)
@@ -82,7 +82,7 @@ def _check(name: str, settings: list[str], ranks: list[int], steps: int) -> int:
             raise ConfigError([f"train.batch_size={batch} cannot be divided among {size} ranks"])
     print(_heading(small, steps), flush=True)
 
-    from selftask.launch.equivalence import check
+    from selftask.equivalence.check import check
 
     started = time.perf_counter()
     try:
@@ -98,7 +98,7 @@ def _check(name: str, settings: list[str], ranks: list[int], steps: int) -> int:
 
 def load(name: str, settings: list[str]) -> Config:
     """The config of a recipe, or of a method that has none, on data that is never read."""
-    from selftask.config import recipes
+    from selftask.config.compose import recipes
     from selftask.config.load import load_config
 
     settings = ["data={name: digits}", *settings]
@@ -169,24 +169,24 @@ def _hint(quantity: str, difference: float, reduction: str) -> str:
     if quantity in ("samples", "inputs"):
         return (
             "(what is drawn for a sample must be a function of (seed, epoch, sample): "
-            "selftask.draws.uniform on the device, the generator that a transform is given)"
+            "selftask.random.keyed.uniform on the device, the generator that a transform is given)"
         )
     if quantity in ("loss", "terms", "gradients") and reduction == "samples":
         return (
             "(a loss that looks at other samples of the batch, or draws from torch's generator, "
             "which ranks seed differently? see gather_cat_with_grad and sum_with_grad in "
-            "selftask.collectives, and selftask.draws; nn.Dropout is drawn per sample, F.dropout "
-            "is not)"
+            "selftask.distributed.collectives, and selftask.random.keyed; nn.Dropout is drawn per "
+            "sample, F.dropout is not)"
         )
     if quantity in ("loss", "terms", "gradients"):
         return (
             "(is each sum over the batch made with sum_with_grad, each comparison with "
-            "gather_cat_with_grad of selftask.collectives, and is the loss a mean over this "
-            "rank's samples, or the same on all ranks?)"
+            "gather_cat_with_grad of selftask.distributed.collectives, and is the loss a mean over "
+            "this rank's samples, or the same on all ranks?)"
         )
     return (
         "(what the method remembers must be of all ranks, in the order of the global batch: "
-        "all_gather_cat, all_reduce_mean in selftask.collectives)"
+        "all_gather_cat, all_reduce_mean in selftask.distributed.collectives)"
     )
 
 

@@ -8,9 +8,12 @@ from selftask.cli.options import HELP, asks_for_help
 from selftask.errors import UserError, nearest
 
 COMMANDS = {
-    "check": ("selftask.cli.data_check", "read every image: what is broken, what is a duplicate?"),
-    "stats": ("selftask.cli.data_stats", "mean and std of the pixels, sizes of the images"),
-    "show": ("selftask.cli.data_show", "a picture of the views that the network gets"),
+    "check": (
+        "selftask.cli.inspect_data.check",
+        "read every image: what is broken, what is a duplicate?",
+    ),
+    "stats": ("selftask.cli.inspect_data.stats", "mean and std of the pixels, sizes of the images"),
+    "show": ("selftask.cli.inspect_data.show", "a picture of the views that the network gets"),
 }  # name -> module with USAGE and main(argv) -> exit code, one line
 
 USAGE = """\

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from selftask import __version__
-from selftask.config.derive import cores
+from selftask.config.values.auto_values import cores
 from selftask.data import kernel
 from selftask.errors import UserError
 
@@ -88,7 +88,7 @@ def _precisions(torch: Any, cuda: bool) -> Iterator[str]:
     """The values of ``train.precision`` that the device ``auto`` picks can run."""
     yield "float32"
     if not cuda:
-        from selftask.environment import bfloat16_instructions
+        from selftask.distributed.device import bfloat16_instructions
 
         instructions = bfloat16_instructions()
         yield f"bfloat16 ({instructions})" if instructions else "bfloat16"

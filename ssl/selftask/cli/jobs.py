@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from selftask.launch.jobs import find, stand
+from selftask.slurm.queue import find, stand
 
 USAGE = """\
 usage: selftask jobs [OUT ...]

@@ -39,7 +39,7 @@ def _names(registry: Registry) -> Iterable[tuple[str, str, str]]:
 
 def _recipes() -> Iterable[tuple[str, str, str]]:
     """Each recipe with its promise: the second line of its header, the first being its title."""
-    from selftask.config.recipes import shipped
+    from selftask.config.compose.recipes import shipped
 
     for name, recipe in shipped().items():
         title, promise = [*recipe.header, "", ""][:2]

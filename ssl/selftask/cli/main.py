@@ -11,19 +11,23 @@ import signal
 import sys
 from collections.abc import Callable
 
-from selftask import file_system
 from selftask.cli.options import HELP, asks_for_help
 from selftask.errors import ConfigError, RunError, UserError, nearest
+from selftask.files import paths
 
 COMMANDS = {
     "train": ("selftask.cli.train", "RECIPE [key=value ...]", "pretrain; again: resume"),
     "submit": ("selftask.cli.submit", "RECIPE [key=value ...]", "the same on SLURM; a=1,2 sweeps"),
     "jobs": ("selftask.cli.jobs", "[OUT ...]", "how submitted runs stand"),
     "cancel": ("selftask.cli.cancel", "OUT|JOBID [...]", "take them out of the queue"),
-    "eval": ("selftask.cli.evaluate", "knn|linear RUN_OR_MODEL data=...", "judge features"),
-    "finetune": ("selftask.cli.finetune", "RUN_OR_MODEL data=...", "train it on labelled images"),
-    "features": ("selftask.cli.features", "RUN_OR_MODEL out=DIR data=...", "keep features"),
-    "export": ("selftask.cli.export", "RUN [--to FORMAT]", "write the backbone for others"),
+    "eval": ("selftask.cli.model.evaluate", "knn|linear RUN_OR_MODEL data=...", "judge features"),
+    "finetune": (
+        "selftask.cli.model.finetune",
+        "RUN_OR_MODEL data=...",
+        "train it on labelled images",
+    ),
+    "features": ("selftask.cli.model.features", "RUN_OR_MODEL out=DIR data=...", "keep features"),
+    "export": ("selftask.cli.model.export", "RUN [--to FORMAT]", "write the backbone for others"),
     "check": ("selftask.cli.check", "METHOD|--all [key=value ...]", "same on 1, 2, 4 ranks?"),
     "data": ("selftask.cli.data", "check|stats SOURCE, show RECIPE", "look at the images"),
     "bench": ("selftask.cli.bench", "data RECIPE [key=value ...]", "where a loader's time goes"),
@@ -74,7 +78,7 @@ def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        told = file_system.explain(error)
+        told = paths.explain(error)
         if told is None:
             raise
         print(f"error: {told}", file=sys.stderr)

@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     words, options = take_options(argv, OPTIONS)
     if not words or "=" in words[0]:
         raise UserError(f"submit needs a RECIPE before any key=value\n{USAGE}")
-    from selftask.launch.submit import plan
+    from selftask.slurm.plan import plan
 
     planned = plan(words[0], words[1:])
     print(planned.describe())

@@ -16,9 +16,9 @@ def main(argv: list[str]) -> int:
     if not argv or "=" in argv[0]:
         raise UserError(f"train needs a RECIPE before any key=value\n{USAGE}")
     from selftask.config.load import load_config
-    from selftask.data.dataset import check_data, open_data
-    from selftask.launch.early import report_early_errors
-    from selftask.launch.local import own_command, start, starts_ranks
+    from selftask.data.loading.open_data import check_data, open_data
+    from selftask.run.early_errors import report_early_errors
+    from selftask.run.local_ranks import own_command, start, starts_ranks
 
     config = load_config(argv[0], argv[1:])
     with report_early_errors(config.out):
@@ -28,6 +28,6 @@ def main(argv: list[str]) -> int:
         if starts_ranks(config):
             return start(config, own_command(argv))
 
-        from selftask.launch.run import run  # imports torch: not before the config is right
+        from selftask.run.run import run  # imports torch: not before the config is right
 
         return run(config, sources)

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from selftask.config.layers import show_path
+from selftask.config.compose.provenance import show_path
 from selftask.errors import ConfigError, UserError, nearest
 
 GROUP = "selftask"  # the entry point group: NAME = package.module, imported before names are used

@@ -13,17 +13,17 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from selftask.config import recipes
-from selftask.config.checks import contradictions
-from selftask.config.compose import compose_recipe
+from selftask.config.checks.checks import contradictions
+from selftask.config.checks.trust import code_in, refuse_code
+from selftask.config.compose import recipes
+from selftask.config.compose.compose import compose_recipe
+from selftask.config.compose.overrides import Override, apply_overrides, parse_overrides
+from selftask.config.compose.provenance import Key, Layers
+from selftask.config.compose.short_forms import expand
 from selftask.config.extensions import import_entry_points, import_extensions
-from selftask.config.layers import Key, Layers
-from selftask.config.overrides import Override, apply_overrides, parse_overrides
-from selftask.config.read import Reader
 from selftask.config.schema import Config
+from selftask.config.schema_reader import Reader
 from selftask.config.sections import OURS, own_problems, read_config
-from selftask.config.shorthand import expand
-from selftask.config.trust import code_in, refuse_code
 from selftask.errors import ConfigError
 
 

@@ -8,18 +8,9 @@ from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from selftask.config import derive
-from selftask.config.checks import pipelines
-from selftask.config.image_size import with_image_size
-from selftask.config.layers import Key
-from selftask.config.read import (
-    Reader,
-    Schema,
-    check_limits,
-    has_default,
-    hint_for,
-    iter_problems,
-)
+from selftask.config.checks.checks import pipelines
+from selftask.config.checks.image_size import with_image_size
+from selftask.config.compose.provenance import Key
 from selftask.config.schema import (
     DEFAULT_HOOKS,
     Component,
@@ -34,7 +25,16 @@ from selftask.config.schema import (
     TrainConfig,
     ViewConfig,
 )
-from selftask.config.typed import Mismatch, convert
+from selftask.config.schema_reader import (
+    Reader,
+    Schema,
+    check_limits,
+    has_default,
+    hint_for,
+    iter_problems,
+)
+from selftask.config.values import auto_values
+from selftask.config.values.coerce import Mismatch, convert
 from selftask.registry import (
     BACKBONES,
     EVALUATIONS,
@@ -205,7 +205,7 @@ def _read_data(reader: Reader, value: Any, processes: int) -> DataConfig | None:
         value = dict(value)
         val, sampler = value.pop("val", None), value.pop("sampler", None)
         if value.get("num_workers", "auto") == "auto":
-            value["num_workers"], derived = derive.num_workers(processes)
+            value["num_workers"], derived = auto_values.num_workers(processes)
     source, ours = reader.component(value, SOURCES, ("data",), ours=DATA)
     if derived:
         reader.places["data.num_workers"] = derived

@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from selftask.collectives import gather_objects, world_size
 from selftask.data.fingerprint import fingerprint
 from selftask.data.source import Source
+from selftask.distributed.collectives import gather_objects, world_size
 from selftask.errors import UserError, plural
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.image import MAX_PIXELS
-from selftask.data.reading import BadImage
+from selftask.data.reading.files import BadImage
+from selftask.data.reading.image import MAX_PIXELS
 
 NO_LABEL = -1
 _HASHED = 100_000  # names: a fraction of a second

@@ -14,8 +14,8 @@ from selftask.data import kernel
 from selftask.data.transforms.channels import RGB, for_channels, list_problems
 from selftask.data.transforms.normalize import Normalize
 from selftask.data.transforms.transform import Transform
-from selftask.data.view_draws import ViewDraws
 from selftask.errors import ConfigError
+from selftask.random.views import ViewDraws
 from selftask.registry import TRANSFORMS
 
 if TYPE_CHECKING:

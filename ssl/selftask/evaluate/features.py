@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from selftask.errors import UserError
 from selftask.models.build import check_images
-from selftask.models.modes import in_eval_mode
+from selftask.models.eval_mode import in_eval_mode
 
 
 @dataclass(frozen=True)

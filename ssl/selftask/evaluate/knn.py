@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selftask.collectives import gather_objects, rank, world_size
+from selftask.distributed.collectives import gather_objects, rank, world_size
+from selftask.distributed.heartbeat import each
 from selftask.evaluate.features import Features, check_targets
 from selftask.evaluate.label_counts import LabelCounts, require_labels
-from selftask.pulse import each
 from selftask.registry import register_evaluation
 
 _TEST_ROWS = 512

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from selftask.config.schema import Component
-from selftask.data.dataset import Sources
+from selftask.data.loading.open_data import Sources
 from selftask.errors import ConfigError, UserError
 from selftask.evaluate.features import Features
 from selftask.registry import EVALUATIONS

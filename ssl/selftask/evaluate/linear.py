@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selftask.distributed.heartbeat import during
 from selftask.errors import plural
 from selftask.evaluate.features import Features
 from selftask.evaluate.label_counts import LabelCounts, require_labels
-from selftask.pulse import during
 from selftask.registry import limited, register_evaluation
 
 _ROWS = 8192  # images whose logits exist at a time

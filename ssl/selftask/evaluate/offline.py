@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from selftask.config.schema import Config
-from selftask.data.dataset import BadFiles, EvalDataset, Sources
-from selftask.data.loader import EvalBatches
+from selftask.data.loading.dataset import BadFiles, EvalDataset
+from selftask.data.loading.loader import EvalBatches
+from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source, channels_of
 from selftask.data.views import build_pipeline
 from selftask.errors import UserError

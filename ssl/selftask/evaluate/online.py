@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from selftask.collectives import gather_objects, world_size
+from selftask.distributed.collectives import gather_objects, world_size
 from selftask.evaluate.features import Features, extract_features
 from selftask.evaluate.label_counts import LabelCounts, check_label_counts
 from selftask.registry import EVALUATIONS
 
 if TYPE_CHECKING:
     from selftask.config.schema import Component, Config
-    from selftask.data.dataset import Sources
+    from selftask.data.loading.open_data import Sources
     from selftask.task import Task
 
 

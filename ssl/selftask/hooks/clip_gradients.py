@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from selftask.collectives import all_reduce_sum
+from selftask.distributed.collectives import all_reduce_sum
 from selftask.hooks.base import Hook
 from selftask.registry import limited, register_hook
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from selftask.config.duration import updates_in
+from selftask.config.values.duration import updates_in
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
 from selftask.registry import register_hook

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from selftask.collectives import is_primary
 from selftask.data.transforms.normalize import Normalize
+from selftask.distributed.collectives import is_primary
 from selftask.hooks.base import Hook
-from selftask.models.export import save_backbone
+from selftask.models.weights.export import save_backbone
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:

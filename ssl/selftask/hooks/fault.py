@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from selftask.collectives import rank
+from selftask.distributed.collectives import rank
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
 from selftask.registry import limited, register_hook

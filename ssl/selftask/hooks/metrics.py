@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from selftask.collectives import all_reduce_mean, rank
-from selftask.config.derive import cores
-from selftask.data.waiting import Cores, WaitWatch, wait_advice
+from selftask.config.values.auto_values import cores
+from selftask.data.loading.data_stall import Cores, WaitWatch, wait_advice
+from selftask.distributed.collectives import all_reduce_mean, rank
 from selftask.errors import RunError
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from selftask.collectives import AnyRank, is_primary
+from selftask.distributed.collectives import AnyRank, is_primary
+from selftask.distributed.world import STOP_SIGNALS, is_ignored
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
 from selftask.registry import register_hook
-from selftask.world import STOP_SIGNALS, is_ignored
 
 if TYPE_CHECKING:
     from selftask.task import Task

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from selftask.collectives import is_primary
+from selftask.distributed.collectives import is_primary
 from selftask.hooks.base import Hook
 from selftask.logs import draw_over
 from selftask.registry import register_hook

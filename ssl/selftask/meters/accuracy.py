@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from selftask.classy import ClassyMeter
-from selftask.collectives import gather_objects
+from selftask.distributed.collectives import gather_objects
 from selftask.errors import UserError
 from selftask.registry import register_meter
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from selftask.batch import Batch
-from selftask.collectives import sum_with_grad, world_size
+from selftask.distributed.collectives import sum_with_grad, world_size
 from selftask.methods.base import Method
 from selftask.models.heads import mlp
 from selftask.models.precision import in_full_precision

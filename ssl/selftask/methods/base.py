@@ -34,8 +34,8 @@ class Method(nn.Module, Hook):
     * ``"statistics"``: sums over the batch of all ranks (a mean, a correlation, the sizes of
       clusters) enter the loss: ``collectives.sum_with_grad``, or without gradient.
 
-    Whatever a method draws is a function of (seed, epoch, sample), see ``selftask.draws``, and
-    what it remembers enters its memory in the order of the global batch.
+    Whatever a method draws is a function of (seed, epoch, sample), see ``random.keyed``, and what
+    it remembers enters its memory in the order of the global batch.
     """
 
     @dataclass(frozen=True, kw_only=True)

@@ -20,14 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
-from selftask.collectives import all_gather_cat, all_reduce_sum
-from selftask.data.order import hash_words
+from selftask.distributed.collectives import all_gather_cat, all_reduce_sum
 from selftask.errors import UserError
 from selftask.logs import get_logger
 from selftask.methods.base import Method
-from selftask.models.assignment import spherical_kmeans
+from selftask.models.clustering import spherical_kmeans
 from selftask.models.heads import mlp
 from selftask.models.precision import full_precision
+from selftask.random.permutation import hash_words
 from selftask.registry import limited, register_method
 
 if TYPE_CHECKING:

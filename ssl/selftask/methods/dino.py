@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
-from selftask.collectives import all_reduce_mean
-from selftask.config.duration import updates_in
+from selftask.config.values.duration import updates_in
+from selftask.distributed.collectives import all_reduce_mean
 from selftask.methods.base import Method
-from selftask.models.assignment import cross_entropy_of_pairs
+from selftask.models.clustering import cross_entropy_of_pairs
 from selftask.models.heads import DINOHead
 from selftask.models.precision import full_precision
 from selftask.models.teacher import Teacher

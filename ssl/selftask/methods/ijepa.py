@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
-from selftask.draws import uniform
 from selftask.errors import UserError
 from selftask.methods.base import Method
 from selftask.models.masked_vit import (
@@ -37,6 +36,7 @@ from selftask.models.network import Network
 from selftask.models.precision import full_precision
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
+from selftask.random.keyed import uniform
 from selftask.registry import limited, register_method
 
 if TYPE_CHECKING:

@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
-from selftask.collectives import all_gather_cat, rank, world_size
-from selftask.draws import LAYER_DRAWS
+from selftask.distributed.collectives import all_gather_cat, rank, world_size
 from selftask.methods.base import Method
 from selftask.models.heads import mlp
 from selftask.models.precision import full_precision, in_full_precision
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
+from selftask.random.keyed import LAYER_DRAWS
 from selftask.registry import limited, register_method
 
 if TYPE_CHECKING:

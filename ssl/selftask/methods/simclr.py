@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
-from selftask.collectives import gather_cat_with_grad, rank
+from selftask.distributed.collectives import gather_cat_with_grad, rank
 from selftask.methods.base import Method
 from selftask.models.heads import mlp
 from selftask.models.precision import in_full_precision

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
-from selftask.collectives import all_gather_cat, rank, world_size
-from selftask.config.duration import updates_in
+from selftask.config.values.duration import updates_in
+from selftask.distributed.collectives import all_gather_cat, rank, world_size
 from selftask.methods.base import Method
-from selftask.models.assignment import cross_entropy_of_pairs, sinkhorn_knopp
+from selftask.models.clustering import cross_entropy_of_pairs, sinkhorn_knopp
 from selftask.models.heads import Prototypes, mlp
 from selftask.models.precision import full_precision
 from selftask.registry import limited, register_method

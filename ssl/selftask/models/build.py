@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from selftask.config import grid
+from selftask.config.checks import grid
 from selftask.errors import ConfigError, UserError
-from selftask.models.modes import in_eval_mode
+from selftask.models.eval_mode import in_eval_mode
 from selftask.registry import BACKBONES, METHODS
 
 if TYPE_CHECKING:

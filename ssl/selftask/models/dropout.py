@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from selftask.collectives import world_size
-from selftask.draws import LAYER_DRAWS, keep_mask
+from selftask.distributed.collectives import world_size
 from selftask.logs import get_logger
+from selftask.random.keyed import LAYER_DRAWS, keep_mask
 
 log = get_logger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selftask.draws import LAYER_DRAWS
+from selftask.random.keyed import LAYER_DRAWS
 
 
 class Network(nn.Module):

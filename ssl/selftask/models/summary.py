@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from selftask.config.grid import output_side
+from selftask.config.checks.grid import output_side
 
 if TYPE_CHECKING:
     from selftask.config.schema import Component, Config, ViewConfig

@@ -11,11 +11,11 @@ from torch import nn
 
 from selftask import classy
 from selftask.classy import ClassyOptimizer, UpdateInterval
-from selftask.config.duration import updates_in
+from selftask.config.run_length import RunLength
 from selftask.config.schema import OptimizerConfig
+from selftask.config.values.duration import updates_in
 from selftask.optim.param_groups import merge_alike, split_decay
 from selftask.optim.schedules import Schedule, build_schedule, classy_schedule
-from selftask.progress import RunLength
 from selftask.registry import OPTIMIZERS
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selftask.collectives import gather_objects
-from selftask.config.budget import Budget, show_bytes
+from selftask.config.values.budget import Budget, show_bytes
+from selftask.distributed.collectives import gather_objects
 from selftask.logs import get_logger
 from selftask.parallel.activation_checkpointing import (
     checkpoint_blocks,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from selftask.draws import LAYER_DRAWS
+from selftask.random.keyed import LAYER_DRAWS
 
 
 def checkpoint_blocks(blocks: Iterable[nn.Module]) -> None:

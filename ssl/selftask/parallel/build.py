@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from selftask.collectives import world_size
-from selftask.config.budget import Budget, parse_budget
 from selftask.config.schema import ParallelConfig
+from selftask.config.values.budget import Budget, parse_budget
+from selftask.distributed.collectives import world_size
 from selftask.errors import UserError
 from selftask.parallel.activation_budget import ActivationBudget
 from selftask.parallel.activation_checkpointing import checkpoint_blocks

@@ -27,7 +27,7 @@ from torch.distributed.tensor import empty as empty_shards
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from selftask.collectives import is_primary, world_size
+from selftask.distributed.collectives import is_primary, world_size
 from selftask.errors import RunError
 from selftask.logs import get_logger
 from selftask.parallel.blocks import find_blocks

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from selftask.collectives import new_group, world_size
+from selftask.distributed.collectives import new_group, world_size
+from selftask.distributed.heartbeat import collective
 from selftask.errors import RunError
 from selftask.logs import get_logger
 from selftask.parallel.reduction import Named, Reduction
 from selftask.parallel.unused import count_ranks, describe
-from selftask.pulse import collective
 
 log = get_logger(__name__)
 

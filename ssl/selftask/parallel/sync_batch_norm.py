@@ -14,7 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from selftask.collectives import gather_objects, new_group, rank, sum_with_grad, world_size
+from selftask.distributed.collectives import (
+    gather_objects,
+    new_group,
+    rank,
+    sum_with_grad,
+    world_size,
+)
 from selftask.errors import UserError
 
 _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

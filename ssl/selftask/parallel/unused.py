@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from selftask.collectives import world_size
-from selftask.pulse import collective
+from selftask.distributed.collectives import world_size
+from selftask.distributed.heartbeat import collective
 
 _MAX_NAMES = 12
 

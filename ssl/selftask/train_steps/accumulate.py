@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
-from selftask.collectives import all_reduce_mean
+from selftask.distributed.collectives import all_reduce_mean
 from selftask.registry import register_train_step
 from selftask.task import Task
 

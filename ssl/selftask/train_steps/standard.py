@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from selftask.collectives import all_reduce_mean
+from selftask.distributed.collectives import all_reduce_mean
 from selftask.registry import register_train_step
 from selftask.task import Task
 

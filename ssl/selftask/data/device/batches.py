@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selftask.data.batch import Batch, Listed, New, Places
-from selftask.data.dataset import Sample, ViewDataset
 from selftask.data.device.engine import Engine
 from selftask.data.device.packing import Packed
+from selftask.data.loading.collate import Batch, Listed, New, Places
+from selftask.data.loading.dataset import ViewDataset
+from selftask.data.loading.sample import Sample
 from selftask.data.source import Source
 from selftask.data.transforms.resampling import resize
 from selftask.data.views import Views

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selftask.config.checks import unbatched
-from selftask.data.device.chain import Chain, differ, listed
+from selftask.config.checks.checks import unbatched
+from selftask.data.device.compose import Chain, differ, listed
 from selftask.data.device.operation import Images, find_form
 from selftask.data.device.packing import Packed, Steps, pack
-from selftask.data.device.streams import Streams
-from selftask.data.view_draws import ViewDraws
 from selftask.data.views import Views
 from selftask.errors import ConfigError, UserError
+from selftask.random.batched_views import Streams
+from selftask.random.views import ViewDraws
 
 if TYPE_CHECKING:
     from selftask.config.schema import ViewConfig

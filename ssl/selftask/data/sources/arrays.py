@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.image import from_array
+from selftask.data.labels import name_classes, number_labels
+from selftask.data.reading.guards import check_memory, no_traceback
+from selftask.data.reading.image import from_array
 from selftask.data.source import Source
-from selftask.data.sources.labels import name_classes, number_labels
-from selftask.data.sources.opening import check_memory, no_traceback
 from selftask.errors import UserError, nearest
-from selftask.file_system import is_file
+from selftask.files.paths import is_file
 from selftask.registry import register_source
 
 _LABELS = "labels"  # the default key: used if it is there

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from selftask.config.extensions import explain_failure, import_object
-from selftask.data.image import as_picture
-from selftask.data.reading import BadImage, now_reading
+from selftask.data.reading.files import BadImage, now_reading
+from selftask.data.reading.image import as_picture
 from selftask.data.source import NO_LABEL, Source
 from selftask.errors import UserError, nearest
-from selftask.file_system import is_folder
+from selftask.files.paths import is_folder
 from selftask.registry import register_source
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
-from selftask.data.image import from_array
+from selftask.data.reading.image import from_array
 from selftask.data.source import Source
 from selftask.errors import UserError
 from selftask.registry import limited, register_source

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.image import check_header, read_image
-from selftask.data.passed_over import ARCHIVES, describe, kind_of
-from selftask.data.path_list import read_list
-from selftask.data.reading import BadImage
-from selftask.data.scan import scan_folder
+from selftask.data.labels import name_top_folders
+from selftask.data.reading.files import BadImage
+from selftask.data.reading.image import check_header, read_image
+from selftask.data.reading.path_list import read_list
+from selftask.data.reading.scan import scan_folder
+from selftask.data.reading.skipped_files import ARCHIVES, describe, kind_of
 from selftask.data.source import PathTable, Source
-from selftask.data.sources.labels import name_top_folders
 from selftask.errors import UserError, nearest_path, plural
-from selftask.file_system import exists, expand_user, is_file, is_folder
+from selftask.files.paths import exists, expand_user, is_file, is_folder
 from selftask.registry import register_source
 
 EXTENSIONS = (

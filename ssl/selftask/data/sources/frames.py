@@ -9,10 +9,10 @@ from typing import Literal
 
 import numpy as np
 
-from selftask.data.passed_over import describe
+from selftask.data.labels import label_top_folders
+from selftask.data.reading.skipped_files import describe
 from selftask.data.source import Source
 from selftask.data.sources.files import Folder
-from selftask.data.sources.labels import label_top_folders
 from selftask.registry import register_source
 
 _NUMBER = re.compile(r"(\d+)")

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.image import from_array
-from selftask.data.reading import BadImage, now_reading
+from selftask.data.labels import number_labels
+from selftask.data.reading.encoded import decode, image_of
+from selftask.data.reading.files import BadImage, now_reading
+from selftask.data.reading.guards import check_memory, no_traceback
+from selftask.data.reading.handles import PerProcess
+from selftask.data.reading.image import from_array
+from selftask.data.reading.storage import find_files
 from selftask.data.source import Source
-from selftask.data.sources.encoded import decode, image_of
-from selftask.data.sources.handles import PerProcess
-from selftask.data.sources.labels import number_labels
-from selftask.data.sources.opening import check_memory, no_traceback
 from selftask.data.sources.packages import require
-from selftask.data.sources.storage import find_files
 from selftask.errors import UserError, nearest
 from selftask.registry import register_source
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.image import read_image
-from selftask.data.reading import BadImage, now_reading
+from selftask.data.labels import number_labels
+from selftask.data.reading.encoded import decode, image_of
+from selftask.data.reading.files import BadImage, now_reading
+from selftask.data.reading.handles import PerProcess
+from selftask.data.reading.image import read_image
 from selftask.data.source import Source
-from selftask.data.sources.encoded import decode, image_of
-from selftask.data.sources.handles import PerProcess
-from selftask.data.sources.labels import number_labels
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest
-from selftask.file_system import is_file
+from selftask.files.paths import is_file
 from selftask.registry import register_source
 
 _LABELS = ("label", "labels")  # columns that hold the labels if nothing else is said

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.reading import BadImage, now_reading
+from selftask.data.labels import number_labels
+from selftask.data.reading.encoded import decode, image_of
+from selftask.data.reading.files import BadImage, now_reading
+from selftask.data.reading.guards import no_traceback
 from selftask.data.source import PathTable, Source
-from selftask.data.sources.encoded import decode, image_of
-from selftask.data.sources.labels import number_labels
-from selftask.data.sources.opening import no_traceback
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest_path
-from selftask.file_system import is_file, is_folder
+from selftask.files.paths import is_file, is_folder
 from selftask.registry import limited, register_source
 
 _LABEL = ".cls"  # how the key of a label ends, as in WebDataset's shards

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selftask.data import index as store
-from selftask.data.index import Index
+from selftask.data.labels import name_classes, number_labels
+from selftask.data.reading import index as store
+from selftask.data.reading.guards import no_traceback
+from selftask.data.reading.index import Index
 from selftask.data.source import arrays_of_paths
 from selftask.data.sources.files import FileSource
-from selftask.data.sources.labels import name_classes, number_labels
-from selftask.data.sources.opening import no_traceback
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest, nearest_path
-from selftask.file_system import exists, expand_user, is_file, is_folder
+from selftask.files.paths import exists, expand_user, is_file, is_folder
 from selftask.registry import register_source
 
 PATH_COLUMNS = (

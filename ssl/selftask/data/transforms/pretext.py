@@ -21,8 +21,8 @@ import numpy as np
 
 from selftask.data.transforms.channels import by_groups, needs_rgb
 from selftask.data.transforms.transform import Certain, Transform
-from selftask.data.view_draws import draw_rng
 from selftask.errors import UserError
+from selftask.random.views import draw_rng
 from selftask.registry import register_transform
 
 ROTATION, PERMUTATION = 1 << 63, (1 << 63) + 1  # blocks of a stream that other draws never reach

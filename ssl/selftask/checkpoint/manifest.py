@@ -1,0 +1,155 @@
+"""Files with a manifest of length and checksum, written so that a crash cannot damage them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zipfile
+import zlib
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SEAL = "seal.json"  # of a sharded one
+
+
+_SCALARS = (bool, int, float, str, type(None))
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint that cannot be trusted."""
+
+
+class NoCheckpoint(DamagedCheckpoint):
+    """The file is intact but is not a selftask checkpoint."""
+
+
+def write_checked(state: dict[str, Any], path: Path) -> dict[str, int]:
+    """Write the file and bring it to the disk; its length in bytes and its CRC-32."""
+    with path.open("wb") as file:
+        writer = _Checked(file)
+        try:
+            torch.save(state, writer)  # type: ignore[arg-type]  # writing is all that it needs
+        except RuntimeError:
+            if writer.error is not None:  # torch tells of its own trouble that came of it
+                raise writer.error from None
+            raise
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": writer.length, "crc32": writer.crc}
+
+
+def _verify_zip(path: Path) -> None:
+    """Compare the records of a file with their own checksums, which torch.load does not."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error) as error:
+        raise DamagedCheckpoint(str(error)) from error
+    if damaged is not None:
+        raise DamagedCheckpoint(f"checksum of {damaged} differs")
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The state that a file holds. Raises DamagedCheckpoint."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises five kinds for a damaged zip
+        raise DamagedCheckpoint(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+    if not isinstance(state, dict):
+        raise DamagedCheckpoint("holds no state dict")
+    return state
+
+
+def check_plain(value: Any, key: str = "state") -> None:
+    """Raise TypeError naming the first key whose value only pickle could store.
+
+    Subclasses do not count: numpy's float64 is a float, and yet ``weights_only`` refuses it.
+    """
+    if type(value) in (dict, OrderedDict):
+        for name, item in value.items():
+            check_plain(name, f"a key of {key}")
+            check_plain(item, f"{key}.{name}")
+    elif type(value) in (list, tuple):
+        for number, item in enumerate(value):
+            check_plain(item, f"{key}[{number}]")
+    elif type(value) not in _SCALARS and not isinstance(value, torch.Tensor):
+        raise TypeError(f"{key} is a {type(value).__name__}: checkpoints hold tensors and scalars")
+
+
+def read_seal(path: Path) -> dict[str, Any]:
+    """What is in a seal. Raises DamagedCheckpoint."""
+    try:
+        seal = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path.name} is not a seal") from error
+    if not isinstance(seal, dict):
+        raise DamagedCheckpoint(f"{path.name} is not a seal")
+    return seal
+
+
+def verify(path: Path, seal: Any, *, content: bool = True) -> None:
+    """Compare a file with what its seal says of it; without ``content``, its length only.
+
+    Raises DamagedCheckpoint.
+    """
+    try:
+        length, expected_crc = seal["bytes"], seal["crc32"]
+    except (KeyError, TypeError) as error:
+        raise DamagedCheckpoint("its seal lacks the length or the checksum") from error
+    size = path.stat().st_size
+    if size != length:
+        raise DamagedCheckpoint(f"{size} of {length} bytes")
+    if content and crc32(path) != expected_crc:
+        raise DamagedCheckpoint("checksum differs")
+
+
+def crc32(path: Path) -> int:
+    """The CRC-32 of a file."""
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+class _Checked(io.RawIOBase):
+    """A file that adds up length and CRC-32 of what passes through, in order."""
+
+    def __init__(self, file: io.BufferedWriter) -> None:
+        self.file, self.length, self.crc = file, 0, 0
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, block: Any) -> int:
+        self.crc = zlib.crc32(block, self.crc)
+        self.length += len(block)
+        try:
+            return self.file.write(block)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a small file that is on the disk before it has its name."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,69 @@
+"""The checkpoints of a folder: their names, their order, and which are removed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from selftask.checkpoint.manifest import SEAL
+from selftask.logs import get_logger
+
+log = get_logger(__name__)
+
+NAME = re.compile(r"step_(\d+)(\.pt)?")
+
+
+def clear(folder: Path) -> None:
+    """Make the folder, and remove what a run that was killed while it saved has left in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left_over in folder.glob(".step_*.tmp"):
+        discard(left_over)
+
+
+def rotate(newest: Path, keep: int) -> None:
+    """Remove all but the newest ``keep``, and one of the other kind of the same step."""
+    for path in checkpoints(newest.parent):
+        if path != newest and step_of(path) == step_of(newest):
+            discard(path)
+    for path in checkpoints(newest.parent)[keep:]:
+        discard(path)
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint, its seal first: without that, what is left of a folder is none."""
+    if path.is_dir():
+        (path / SEAL).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.with_suffix(".json").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, newest first: files, and the folders of sharded ones."""
+    found = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step after which a checkpoint was saved."""
+    return int(path.stem.removeprefix("step_"))
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Move checkpoints after ``step`` to ``folder/replaced_N``: another course of the run begins.
+
+    Left in place, they would be taken for its newest ones by ``keep`` and by the next resume.
+    """
+    newer = [path for path in checkpoints(folder) if step_of(path) > step]
+    if not newer:
+        return
+    aside = folder / f"replaced_{sum(1 for _ in folder.glob('replaced_*')) + 1}"
+    aside.mkdir()
+    for path in newer:
+        for file in (path, path.with_suffix(".json")):
+            if file.exists():
+                os.replace(file, aside / file.name)
+    log.info("moved %d checkpoints after step %d to %s", len(newer), max(step, 0), aside)

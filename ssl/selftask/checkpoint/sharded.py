@@ -1,0 +1,136 @@
+"""Checkpoints of which every rank writes its own shards: nothing is gathered, a folder for a file.
+
+``step_N/`` holds the sharded tensors, as torch.distributed.checkpoint (DCP) writes them; in
+``rest.pt`` everything else, plain, with None where a sharded tensor goes; in ``seal.json`` length
+and CRC-32 of every file. The folder gets its name when all of that is on disk. Any number of ranks
+reads it, each its own part; one alone, without a process group, reads the whole.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.tensor import DTensor, Shard
+
+from selftask.checkpoint import manifest
+from selftask.checkpoint.manifest import SEAL, DamagedCheckpoint
+from selftask.checkpoint.restricted_pickle import RestrictedUnpickler
+
+T = TypeVar("T")
+
+REST = "rest.pt"
+
+_CLASSES = {
+    metadata: (
+        *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
+    ),
+    filesystem: ("_StorageInfo",),
+    torch.serialization: ("_get_layout",),
+    torch: ("Size",),
+}
+_METADATA = {
+    **{(module.__name__, n): getattr(module, n) for module, ns in _CLASSES.items() for n in ns},
+    **{("torch", n): t for n, t in vars(torch).items() if isinstance(t, torch.dtype)},
+    ("pathlib", "PosixPath"): lambda *parts: "/".join(parts),
+}
+"""All that the pickle ``.metadata`` of DCP may name."""
+
+
+def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor]]:
+    """What goes into ``rest.pt``, and the sharded tensors by a name; every rank calls.
+
+    Sharded are those of which each rank has some rows; what is distributed otherwise is made whole.
+    """
+    shards: dict[str, DTensor] = {}
+    places: dict[str, list[Any]] = {}
+
+    def cut(value: Any, place: list[Any]) -> Any:
+        if isinstance(value, DTensor) and value.placements != (Shard(0),):
+            return value.full_tensor().detach()
+        if isinstance(value, DTensor):
+            name = ".".join(map(str, place))
+            assert name not in shards, name
+            shards[name], places[name] = value, place
+            return None
+        if isinstance(value, dict):
+            fresh = copy.copy(value)
+            for key, item in value.items():
+                fresh[key] = cut(item, [*place, key])
+            return fresh
+        if isinstance(value, list | tuple):
+            return type(value)(cut(item, [*place, n]) for n, item in enumerate(value))
+        return value
+
+    return {"state": cut(state, []), "places": places}, shards
+
+
+def load(
+    path: Path,
+    *,
+    empty: Callable[..., Tensor] = torch.empty,
+    checker: int = 0,
+    num_checkers: int = 1,
+) -> dict[str, Any]:
+    """Read and verify a sharded checkpoint. Raises DamagedCheckpoint.
+
+    ``empty(shape, dtype=...)`` makes what a sharded tensor is read into: the whole on the CPU, or
+    this rank's part. Of several that read, each may compare the checksums of a part of the files.
+    """
+    try:
+        _verify(path, checker, num_checkers)
+        rest = manifest.read_file(path / REST)
+        tensors = _read_shards(path, empty)
+        for name, place in rest["places"].items():
+            _put(rest["state"], place, tensors[name])
+    except DamagedCheckpoint:
+        raise
+    except Exception as error:  # DCP and pickle raise many kinds for what is no checkpoint
+        raise DamagedCheckpoint(f"{type(error).__name__}: {error}") from error
+    state: dict[str, Any] = rest["state"]
+    return state
+
+
+def _verify(path: Path, checker: int, num_checkers: int) -> None:
+    if not (path / SEAL).exists():
+        raise DamagedCheckpoint(f"{SEAL} is missing")
+    files = manifest.read_seal(path / SEAL)["files"]
+    for number, (name, seal) in enumerate(sorted(files.items())):
+        if not (path / name).exists():
+            raise DamagedCheckpoint(f"{name} is missing")
+        try:
+            manifest.verify(path / name, seal, content=number % num_checkers == checker)
+        except DamagedCheckpoint as damage:
+            raise DamagedCheckpoint(f"{name}: {damage}") from damage
+
+
+def _read_shards(path: Path, empty: Callable[..., Tensor]) -> dict[str, Tensor]:
+    """DCP's own steps of a load, without its talk between ranks: each knows what it wants."""
+    reader = FileSystemReader(path)
+    with (path / ".metadata").open("rb") as file:  # read_metadata() would run any pickle
+        table: Any = RestrictedUnpickler(file, _METADATA).load()
+    tensors = {
+        name: empty(kind.size, dtype=kind.properties.dtype)
+        for name, kind in table.state_dict_metadata.items()
+    }
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(tensors, table, True)
+    reader.set_up_storage_reader(table, True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+    return tensors
+
+
+def _put(state: Any, place: list[Any], tensor: Tensor) -> None:
+    """Set the item at the end of a chain of keys; the containers around tensors are dicts."""
+    for key in place[:-1]:
+        state = state[key]
+    state[place[-1]] = tensor

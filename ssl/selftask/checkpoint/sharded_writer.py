@@ -1,0 +1,129 @@
+"""Writing sharded checkpoints: every rank its own shards, a folder in place of a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_together
+from torch.distributed.tensor import DTensor
+
+from selftask.checkpoint import manifest, rotation
+from selftask.checkpoint.manifest import SEAL
+from selftask.checkpoint.sharded import REST, T, split
+from selftask.checkpoint.writer import CheckpointWriter
+from selftask.distributed.collectives import is_primary, new_group, rank, world_size
+from selftask.errors import RunError
+
+
+class ShardedWriter(CheckpointWriter):
+    """The same for shards: every rank calls, copies its own, and a thread of each writes them.
+
+    The threads talk over a group of their own. What fails on one rank is raised on all.
+    """
+
+    _group: dist.ProcessGroup | None = None
+
+    def save(self, state: dict[str, Any], step: int, *, last: bool = False) -> None:
+        """As with one file; on one process, where nothing is sharded, it is one."""
+        self._wait_for_the_one_before()
+        rest, shards = split(state)
+        if not shards:
+            super().save(state, step, last=last)
+            return
+        self._group = self._group or new_group(backend="gloo")
+        self._specs = {name: shard._spec for name, shard in shards.items()}
+        mine = {name: shard.to_local().detach() for name, shard in shards.items()}
+        super().save({"rest": rest if is_primary() else {}, "shards": mine}, step, last=last)
+
+    def _write(self, state: dict[str, Any], step: int) -> None:
+        if state.keys() != {"rest", "shards"}:
+            super()._write(state, step)
+            return
+        aside = self.folder / f".step_{step:09d}.tmp"
+        try:
+            self._on_first(lambda: self._begin(aside))
+            self._write_shards(state["shards"], aside)
+            seals = self._on_all(lambda: _seal(aside.glob(f"__{rank()}_*")))
+            files = {name: seal for part in seals for name, seal in part.items()}
+            self._on_first(lambda: self._finish(state["rest"], aside, step, files))
+        except BaseException:
+            if is_primary():
+                rotation.discard(aside)
+            raise
+
+    def _begin(self, aside: Path) -> None:
+        rotation.clear(self.folder)
+        aside.mkdir()
+
+    def _write_shards(self, local: dict[str, Tensor], aside: Path) -> None:
+        shards = {
+            name: DTensor(tensor, self._specs[name], requires_grad=False)
+            for name, tensor in local.items()
+        }
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            save_together(
+                shards,
+                storage_writer=FileSystemWriter(aside, sync_files=True),
+                planner=planner,
+                process_group=self._group,
+            )
+        except CheckpointException as failure:  # the same on every rank; no Exception
+            where, (error, _) = min(failure.failures.items(), key=lambda item: item[0])
+            raise _of_rank(where, error) from failure
+
+    def _finish(
+        self, rest: dict[str, Any], aside: Path, step: int, files: dict[str, dict[str, int]]
+    ) -> None:
+        """All that the first rank writes, once the shards are on disk; then the name."""
+        files[REST] = manifest.write_checked(rest, aside / REST)
+        files |= _seal([aside / ".metadata"])
+        for file in self.durable:
+            manifest.sync(file)
+        manifest.write_durably(aside / SEAL, json.dumps({"step": step, "files": files}))
+        manifest.sync(aside)
+        path = self.folder / f"step_{step:09d}"
+        rotation.discard(path)  # a damaged one of the same step, if any
+        os.replace(aside, path)
+        manifest.sync(self.folder)
+        rotation.rotate(path, self.keep)
+
+    def _on_first(self, work: Callable[[], None]) -> None:
+        self._on_all(work if is_primary() else lambda: None)
+
+    def _on_all(self, work: Callable[[], T]) -> list[T]:
+        """What each rank's work gives, once all are done; an error of one is raised on all."""
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as raised:  # noqa: BLE001 - raised below
+            error = _of_rank(rank(), raised)
+        told: list[Any] = [None] * world_size()
+        dist.all_gather_object(told, (result, error), group=self._group)
+        for _, failure in told:
+            if failure is not None:
+                raise failure
+        return [given for given, _ in told]
+
+
+def _seal(files: Any) -> dict[str, dict[str, int]]:
+    """Length and CRC-32 of files, by name."""
+    return {
+        file.name: {"bytes": file.stat().st_size, "crc32": manifest.crc32(file)} for file in files
+    }
+
+
+def _of_rank(where: int, error: BaseException) -> Exception:
+    """The error of a rank, to be raised on all; one of the disk stays one."""
+    if isinstance(error, OSError):
+        return OSError(error.errno, f"{error.strerror or error}, on rank {where}")
+    return RunError(f"rank {where}: {type(error).__name__}: {error}")

@@ -1,0 +1,181 @@
+"""How a state reaches the disk and comes back: atomic, checked, the last few kept.
+
+What is in a state is the task's business; when to save is a hook's. A file holds tensors and plain
+python only, so ``torch.load(path, weights_only=True)`` reads it where selftask is not installed.
+A folder in the place of a file is a sharded checkpoint (``sharded``), under the same rules.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from selftask.checkpoint import sharded
+from selftask.checkpoint.manifest import (
+    SEAL,
+    DamagedCheckpoint,
+    NoCheckpoint,
+    _verify_zip,
+    check_plain,
+    read_file,
+    read_seal,
+    sync,
+    verify,
+    write_checked,
+    write_durably,
+)
+from selftask.checkpoint.rotation import NAME, checkpoints, clear, rotate
+from selftask.errors import UserError
+from selftask.files.paths import expand_user
+from selftask.logs import get_logger
+
+log = get_logger(__name__)
+
+
+FORMAT = 1  # of what this version writes; it reads those up to it
+_ENTRIES = {
+    **dict.fromkeys(("model", "method", "optimizer", "scaler", "clock", "hooks", "scalars"), dict),
+    **dict.fromkeys(("meters", "rng"), list),
+    "metrics_bytes": int,
+}
+
+
+def save(
+    state: dict[str, Any], folder: Path, step: int, *, keep: int, durable: Sequence[Path] = ()
+) -> Path:
+    """Write ``folder/step_N.pt`` so that a kill at any instant leaves it whole or absent.
+
+    Temporary file, fsync, rename, fsync of the folder; beside it a small JSON with length and
+    CRC-32. The ``durable`` files, which the state refers to, are brought to the disk before the
+    rename. All but the newest ``keep`` are removed. Raises TypeError, naming the key, for a state
+    that holds anything but tensors and plain python; OSError if there is no room or no access, and
+    then leaves the folder as it was.
+    """
+    check_plain(state)
+    clear(folder)
+    path = write(state, folder, step, durable=durable)
+    rotate(path, keep)
+    return path
+
+
+def write(state: dict[str, Any], folder: Path, step: int, *, durable: Sequence[Path] = ()) -> Path:
+    """The same, of a plain state, and without removing any other."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step_{step:09d}.pt"
+    temporary = folder / f".{path.name}.tmp"
+    try:
+        seal = {"step": step, **write_checked(state, temporary)}
+        for file in durable:
+            sync(file)
+        seal_path = path.with_suffix(".json")
+        seal_path.unlink(missing_ok=True)  # of a damaged file of the same step, if any
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # on a full disk, half a file is in the way
+        raise
+    write_durably(seal_path, json.dumps(seal))
+    sync(folder)
+    return path
+
+
+Read = Callable[[Path], dict[str, Any]]
+
+
+def find(resume: str, folder: Path, read: Read | None = None) -> tuple[dict[str, Any], Path] | None:
+    """The state that ``resume`` asks for, and its path; None to start anew.
+
+    ``auto``: the newest good one of ``folder``. ``never``: none. A file of ``folder``: that one. A
+    file from elsewhere is where a run starts; once ``folder`` has a checkpoint, the run goes on
+    with that, so that the same command again resumes. ``read`` is ``load``, or does as it does.
+    Raises UserError for a damaged file.
+    """
+    if resume == "never":
+        return None
+    path = expand_user(resume)
+    read = partial(load_with, _ENTRIES, read=read)
+    if resume == "auto" or (checkpoints(folder) and path.resolve().parent != folder.resolve()):
+        return load_newest(folder, read)
+    if path.is_dir() and not (path / SEAL).exists():
+        raise UserError(f"resume={resume}: {_instead_of_folder(path)}")
+    try:
+        return read(path), path
+    except NoCheckpoint as error:
+        raise UserError(
+            f"resume={resume}: is not a checkpoint of selftask; if it holds weights to start from, "
+            f"init.backbone={resume}"
+        ) from error
+    except (DamagedCheckpoint, OSError) as error:
+        raise UserError(f"resume={resume}: cannot be read ({error})") from error
+
+
+def load_with(entries: Mapping[str, type], path: Path, read: Read | None = None) -> dict[str, Any]:
+    """Load a checkpoint and check that it has these entries, of these types.
+
+    Raises DamagedCheckpoint, or NoCheckpoint for a file of something else, and UserError for the
+    format of a newer selftask.
+    """
+    state = (read or load)(path)
+    if "clock" not in state:
+        raise NoCheckpoint("has no entry 'clock'")
+    written = state.get("format")
+    if isinstance(written, int) and written > FORMAT:
+        raise UserError(
+            f"{path}: is of format {written}, made by a newer selftask; this one reads formats up "
+            f"to {FORMAT}: install the newer one"
+        )
+    for name, kind in entries.items():
+        if not isinstance(state.get(name), kind):
+            found = f"is {type(state[name]).__name__}" if name in state else "is missing"
+            raise DamagedCheckpoint(f"its entry {name!r} {found}")
+    return state
+
+
+def _instead_of_folder(path: Path) -> str:
+    """What was meant by a folder that is no sharded checkpoint: of a run, one that lies in it."""
+    there = checkpoints(path) or checkpoints(path / "checkpoints")
+    hint = f"name one of its checkpoints, such as {there[0]}" if there else "there is none in it"
+    return f"is a folder and not a checkpoint; {hint}"
+
+
+def load_newest(folder: Path, read: Read | None = None) -> tuple[dict[str, Any], Path] | None:
+    """The newest good checkpoint and its path; None where there is none at all.
+
+    A damaged file is named in the log and the one before it is taken. One that is removed while it
+    is read has been replaced by a run that trains there: the newest one is read then. Raises
+    UserError when all are damaged: starting anew silently would throw a run away.
+    """
+    damaged: set[Path] = set()
+    while left := [path for path in checkpoints(folder) if path not in damaged]:
+        path = left[0]
+        try:
+            return (read or load)(path), path
+        except (DamagedCheckpoint, FileNotFoundError) as damage:
+            if os.path.lexists(path):
+                damaged.add(path)
+                log.warning("%s is damaged (%s); trying the one before it", path.name, damage)
+    if damaged:
+        raise UserError(
+            f"none of the {len(damaged)} checkpoints in {folder} can be read; "
+            "use resume=never (and another out=) to start anew"
+        )
+    return None
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read and verify one checkpoint, onto the CPU. Raises DamagedCheckpoint.
+
+    Of a sharded one every tensor is made whole.
+    """
+    if path.is_dir():
+        return sharded.load(path)
+    seal_path = path.with_suffix(".json")
+    if NAME.fullmatch(path.name) and seal_path.exists():  # a kill before the last rename: none yet
+        verify(path, read_seal(seal_path))
+    elif zipfile.is_zipfile(path):
+        _verify_zip(path)
+    return read_file(path)

@@ -1,0 +1,194 @@
+"""Checkpoints off the critical path: the state is copied at once, and written during training.
+
+A thread does the writing. torch.save, zlib.crc32, write and fsync let go of the interpreter's lock
+while they work on bytes, so that a process of its own would disturb the training no less (measured:
+docs/benchmarks.md) and would cost memory, a start-up, and a second way to be left behind.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selftask.checkpoint import manifest, rotation, store
+from selftask.distributed.heartbeat import during
+from selftask.errors import RunError
+from selftask.logs import get_logger
+
+log = get_logger(__name__)
+
+WORTH_TELLING_S = 0.1  # a wait that a user would want to know of
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run into ``folder``, never more than one at a time.
+
+    A write that fails is told in the log at once, and raised where the training asks next: at the
+    next ``save`` or ``wait``. The thread is no daemon: python ends only after it.
+    """
+
+    def __init__(
+        self, folder: Path, *, keep: int, background: bool = True, durable: Sequence[Path] = ()
+    ) -> None:
+        """``durable``: files that a state refers to, on disk before it is (``metrics.jsonl``)."""
+        self.folder, self.keep, self.durable = folder, keep, durable
+        self.background = background
+        self._buffers = HostBuffers()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._told_of_wait = False
+
+    def save(self, state: dict[str, Any], step: int, *, last: bool = False) -> None:
+        """Copy ``state`` and return, the file follows; the ``last`` one is on disk on return.
+
+        Raises TypeError for a state that is not plain, RunError if this write or the one before it
+        failed.
+        """
+        manifest.check_plain(state)
+        self._wait_for_the_one_before()
+        if last or not self.background:  # nothing changes the state meanwhile: no copy
+            self._save_file(on_host(state), step)
+            return
+        copied, copying = self._buffers.copy(state)
+        self._thread = threading.Thread(
+            target=self._run, args=(copied, copying, step), name="checkpoint", daemon=False
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until what was saved is on disk. Raises RunError, once, if it could not be written."""
+        if self._thread is not None:
+            with during("waiting for the checkpoint to be written"):
+                self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    @property
+    def busy(self) -> bool:
+        """Whether a file is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def settle(self) -> None:
+        """Let the write under way end when something else went wrong, which is what counts."""
+        try:
+            self.wait()
+        except Exception:  # noqa: BLE001 - the log has it already
+            log.warning("the newest checkpoint is missing, too")
+
+    def _wait_for_the_one_before(self) -> None:
+        start = time.perf_counter()
+        self.wait()
+        waited = time.perf_counter() - start
+        if waited > WORTH_TELLING_S and not self._told_of_wait:
+            self._told_of_wait = True
+            log.warning(
+                "waited %.1f s until the checkpoint before was written: "
+                "train.checkpoint_every is shorter than that takes here (said once)",
+                waited,
+            )
+
+    def _run(self, state: dict[str, Any], copying: list[torch.cuda.Event], step: int) -> None:
+        """What the thread does; what goes wrong is told, and kept for ``wait``."""
+        try:
+            for event in copying:
+                event.synchronize()
+            self._save_file(state, step)
+        except BaseException as error:  # noqa: BLE001 - raised again in the training loop
+            self._failure = error
+            log.error("%s", error)
+
+    def _save_file(self, state: dict[str, Any], step: int) -> None:
+        try:
+            self._write(state, step)
+        except OSError as error:
+            raise self._explain(error, step) from error
+
+    def _write(self, state: dict[str, Any], step: int) -> None:
+        store.save(state, self.folder, step, keep=self.keep, durable=self.durable)
+
+    def _explain(self, error: OSError, step: int) -> RunError:
+        before = rotation.checkpoints(self.folder)
+        start = f"from {before[0].name}" if before else "at the beginning"
+        return RunError(
+            f"the checkpoint of step {step} could not be written to {self.folder} "
+            f"({error.strerror or error}); make room or access there and start the same command "
+            f"again: it goes on {start}"
+        )
+
+
+class HostBuffers:
+    """Host memory for the copy of a state, kept from one save to the next; pinned for a GPU's.
+
+    Fresh memory costs more than the copy itself, page by page; so only the first save pays for it.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, tuple[Any, Tensor]] = {}  # place in the state -> what it fits
+
+    def copy(self, state: dict[str, Any]) -> tuple[dict[str, Any], list[torch.cuda.Event]]:
+        """The state as it is now, in buffers that the next call overwrites; may change at once.
+
+        Tensors on a GPU are still on their way: wait for the events, which need no training step
+        to wait for them. Copies are queued behind the kernels that made the tensors, and whatever
+        changes them later is queued behind the copies.
+        """
+        before, self._buffers = self._buffers, {}
+        copies: dict[Any, Tensor] = {}  # tied tensors are copied, and stored, once
+        devices: set[torch.device] = set()
+
+        def copied(tensor: Tensor, place: str) -> Tensor:
+            if tensor.layout != torch.strided:
+                return tensor.detach().to("cpu", copy=True)
+            kind = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda)
+            same = (tensor.data_ptr(), kind)
+            buffer = copies.get(same)
+            if buffer is None:
+                fits, buffer = before.get(place, (None, tensor))
+                if fits != kind:
+                    buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                if tensor.is_cuda:
+                    devices.add(tensor.device)
+                buffer.copy_(tensor, non_blocking=tensor.is_cuda)  # the others are not pinned
+                self._buffers[place], copies[same] = (kind, buffer), buffer
+            return buffer
+
+        with torch.no_grad():
+            result = _map_tensors(copied, state)
+        return result, [_event_after_queue(device) for device in devices]
+
+
+def on_host(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with every tensor on the CPU, so that a machine without the GPU loads the file."""
+    host: dict[str, Any] = _map_tensors(lambda tensor, place: tensor.detach().cpu(), state)
+    return host
+
+
+def _map_tensors(change: Callable[[Tensor, str], Tensor], value: Any, place: str = "") -> Any:
+    """The same nested containers, fresh, with ``change(tensor, place)`` for each tensor."""
+    if isinstance(value, Tensor):
+        return change(value, place)
+    if isinstance(value, dict):
+        fresh = copy.copy(value)  # with the attributes of a module's OrderedDict
+        for name, item in value.items():
+            fresh[name] = _map_tensors(change, item, f"{place}.{name!r}")
+        return fresh
+    if isinstance(value, list | tuple):
+        items = enumerate(value)
+        return type(value)(_map_tensors(change, item, f"{place}[{n}]") for n, item in items)
+    return value
+
+
+def _event_after_queue(device: torch.device) -> torch.cuda.Event:
+    """Happens once all that is now queued on the device's current stream is done."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event

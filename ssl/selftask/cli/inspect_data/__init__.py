@@ -1,0 +1,1 @@
+"""`selftask data check|stats|show`."""

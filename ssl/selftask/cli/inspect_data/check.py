@@ -1,0 +1,60 @@
+"""``selftask data check``: read every image once and say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from selftask.cli.inspect_data.inspect_commands import CountDone, open_for_survey
+from selftask.cli.options import take_options
+from selftask.config.checks.trust import TRUST
+from selftask.errors import UserError
+from selftask.files.paths import is_folder
+
+if TYPE_CHECKING:
+    from selftask.data.inspect.check import Bad
+
+USAGE = f"""\
+usage: selftask data check SOURCE [--workers N] [--out FILE] [--json] [key=value ...]
+
+Reads every image of SOURCE (what data= takes) in N processes (default: one for each core), as
+training would, and reports formats, modes, sizes, duplicates by content and what cannot be read.
+--out FILE   writes what cannot be read, one `path<TAB>reason` a line
+--json       prints the report as one line of JSON instead
+data.max_pixels=N, data.read_timeout_s=S, ... are set as for training.
+{TRUST}
+Exit code 0: all can be read; 1: some cannot. The last line begins with CHECK."""
+
+OPTIONS = {"--workers": int, "--out": str, "--json": bool}
+
+
+def main(argv: list[str]) -> int:
+    """Read everything; 1 if something cannot be read."""
+    words, options = take_options(argv, OPTIONS)
+    out = Path(options["--out"]) if "--out" in options else None
+    if out is not None and not is_folder(out.absolute().parent):
+        raise UserError(f"--out {out}: there is no folder {out.absolute().parent}")
+    survey = open_for_survey("check", words, options.get("--workers"), USAGE)
+
+    from selftask.data.inspect.check import check, lines_of, verdict
+
+    with CountDone("read", len(survey.source)) as count:
+        report = check(survey.source, survey.num_workers, progress=count)
+    if out is not None:
+        _write(out, report.unreadable)
+    if options.get("--json"):
+        print(json.dumps({"source": survey.name, **report.to_dict()}))
+    else:
+        lines = [f"{'source':<11}{survey.name}", *lines_of(report)]
+        for line in [*lines, verdict(report, survey.config.max_bad)]:
+            sys.stdout.buffer.write(os.fsencode(line) + b"\n")  # names of files are any bytes
+        sys.stdout.flush()
+    return 1 if report.unreadable else 0
+
+
+def _write(path: Path, unreadable: list[Bad]) -> None:
+    """As in the ``bad_files.txt`` of a run."""
+    path.write_bytes(b"".join(os.fsencode(f"{bad.path}\t{bad.reason}\n") for bad in unreadable))

@@ -1,0 +1,90 @@
+"""What commands that look at a whole data set share: opening it, and counting on a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+from selftask.config.checks.trust import take_trust
+from selftask.errors import UserError
+
+if TYPE_CHECKING:
+    from selftask.config.schema import DataConfig
+    from selftask.data.source import Source
+
+BLANK = "base/evaluate.yaml"  # a recipe in which only the data is looked at
+
+
+class Survey(NamedTuple):
+    """An opened source and how many processes are to look at it."""
+
+    name: str
+    source: Source
+    config: DataConfig
+    num_workers: int
+
+
+def open_for_survey(command: str, words: list[str], num_workers: int | None, usage: str) -> Survey:
+    """Open the SOURCE among the words of a command line; the rest is ``key=value``.
+
+    Raises UserError as ``selftask train data=SOURCE key=value`` would, and for code that only a
+    catalog names, without ``trust=true``.
+    """
+    words, trust = take_trust(words)
+    if not words or not is_source(words[0]):
+        raise UserError(f"data {command} needs a SOURCE before any key=value\n{usage}")
+    if num_workers == 0:
+        raise UserError("--workers 0: at least one process has to look at the images")
+
+    from selftask.config.compose import recipes
+    from selftask.config.load import load_config
+    from selftask.config.values.auto_values import cores
+    from selftask.data.loading.open_data import open_data
+
+    recipe = str(recipes.folder() / BLANK)
+    data = load_config(recipe, [f"data={words[0]}", *words[1:]], trust=trust).data
+    return Survey(words[0], open_data(data).train, data, num_workers or cores())
+
+
+def is_source(word: str) -> bool:
+    """Whether a word is no ``key=value``: a path may hold a =, but not before its first slash."""
+    return "=" not in word.split("/")[0] or word.startswith(("/", ".", "{"))
+
+
+class CountDone:
+    """Context: shows how many images are done; on a terminal in place, else once in 30 seconds.
+
+    On stderr, so that stdout holds the report alone.
+    """
+
+    def __init__(self, doing: str, total: int) -> None:
+        self.doing, self.total = doing, total
+        self.in_place = sys.stderr.isatty()
+        self.every_s = 0.2 if self.in_place else 30.0
+
+    def __enter__(self) -> CountDone:
+        self.started = self.shown = time.monotonic()
+        return self
+
+    def __call__(self, done: int) -> None:
+        now = time.monotonic()
+        if now - self.shown < self.every_s:
+            return
+        self.shown = now
+        rate = done / (now - self.started)
+        left = (self.total - done) / rate
+        text = f"{self.doing} {done:,} of {self.total:,}, {rate:,.0f} images/s, {left:,.0f} s left"
+        print(f"\r{text}\033[K" if self.in_place else text, end="", file=sys.stderr, flush=True)
+        if not self.in_place:
+            print(file=sys.stderr, flush=True)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.in_place:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

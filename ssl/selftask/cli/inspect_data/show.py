@@ -1,0 +1,63 @@
+"""``selftask data show``: see what the network sees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from selftask.cli.options import take_options
+from selftask.errors import UserError, plural
+from selftask.files.paths import expand_user, is_folder
+
+USAGE = """\
+usage: selftask data show RECIPE [--images 8] [--out views.png] [key=value ...]
+
+Writes a PNG: a row for each image with the image itself and every view of it, named by its group in
+`views:`. They are the first images of epoch 0, with the very draws that training would make for
+them (seed, epoch, sample, view), taken from the batch of floats and un-normalised. Of more
+than three channels the first three are drawn, of one or two the first in gray."""
+
+OPTIONS = {"--images": int, "--out": str}
+
+
+def main(argv: list[str]) -> int:
+    """Check the config as train does, then make the views and draw them."""
+    words, options = take_options(argv, OPTIONS)
+    named = [word.removeprefix("out=") for word in words if word.startswith("out=")]
+    words = [word for word in words if not word.startswith("out=")]
+    number = options.get("--images", 8)
+    out = expand_user(options.get("--out", named[-1] if named else "views.png"))
+    if not words or "=" in words[0]:
+        raise UserError(f"data show needs a RECIPE before any key=value\n{USAGE}")
+    if number == 0:
+        raise UserError("--images 0: at least one image has to be shown")
+    if out.suffix.lower() != ".png":
+        raise UserError(f"--out {out}: the sheet is a PNG; its name has to end with .png")
+    if not is_folder(out.absolute().parent):
+        raise UserError(f"--out {out}: there is no folder {out.absolute().parent}")
+
+    from selftask.config.load import load_config
+    from selftask.data.loading.open_data import open_data
+
+    config = load_config(words[0], words[1:])
+    sources = open_data(replace(config.data, val=None))
+
+    from selftask.data.inspect.contact_sheet import draw, rows_of, view_names
+
+    rows = rows_of(config, sources, number)
+    draw(rows, view_names(config.views)).save(out)
+    sizes = {f"{view.shape[1]}x{view.shape[0]}": None for view in rows[0].views}
+    shown = f"{len(rows)} {plural('image', len(rows))}"
+    print(
+        f"SHOW wrote {out}: {shown} with {len(rows[0].views)} views of {', '.join(sizes)} "
+        f"(seed {config.train.seed}, epoch 0){_drawn(rows[0].original.shape[2])}"
+    )
+    return 0
+
+
+def _drawn(channels: int) -> str:
+    """What is drawn of other than RGB pictures."""
+    if channels == 3:
+        return ""
+    drawn = "channels 0 to 2 as red, green and blue" if channels > 3 else "channel 0 in gray"
+    number = f"{channels} channels" if channels > 1 else "1 channel"
+    return f"; of {number} it shows {drawn}"

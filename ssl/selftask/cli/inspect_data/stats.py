@@ -1,0 +1,91 @@
+"""``selftask data stats``: mean and std for ``normalize``, and how large the images are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from selftask.cli.inspect_data.inspect_commands import CountDone, open_for_survey
+from selftask.cli.options import take_options
+from selftask.errors import UserError
+
+if TYPE_CHECKING:
+    from selftask.data.inspect.pixel_statistics import Statistics
+
+USAGE = """\
+usage: selftask data stats SOURCE [--workers N] [--max N] [--seed 0] [--json] [key=value ...]
+
+Mean and standard deviation of the pixels of SOURCE (what data= takes) on the scale [0, 1], and the
+distribution of sizes. Sums are exact: the same for any number of processes.
+--max N      reads N images only, drawn without replacement by --seed
+--json       prints everything as one line of JSON instead
+The last line is the transform to paste under views.*.transforms; each image weighs the same in it,
+as crops of one size do."""
+
+OPTIONS = {"--workers": int, "--max": int, "--seed": int, "--json": bool}
+_SAME = 5e-5  # moments that differ by less print the same four digits
+
+
+def main(argv: list[str]) -> int:
+    """Measure and print."""
+    words, options = take_options(argv, OPTIONS)
+    most = options.get("--max")
+    if most == 0:
+        raise UserError("--max 0: at least one image has to be read")
+    survey = open_for_survey("stats", words, options.get("--workers"), USAGE)
+
+    from selftask.data.inspect.pixel_statistics import measure
+
+    number = min(most or len(survey.source), len(survey.source))
+    with CountDone("measured", number) as count:
+        found = measure(
+            survey.source,
+            survey.num_workers,
+            most=most,
+            seed=options.get("--seed", 0),
+            progress=count,
+        )
+    if options.get("--json"):
+        print(json.dumps({"source": survey.name, "of": len(survey.source), **found.to_dict()}))
+        return 0
+    print(f"{'source':<13}{survey.name}")
+    for line in lines_of(found, len(survey.source)):
+        print(line)
+    return 0
+
+
+def lines_of(found: Statistics, num_images: int) -> Iterator[str]:
+    """The report for people; the line to paste last."""
+    rate = found.num_images / max(found.seconds, 1e-9)
+    unreadable = f", {found.num_unreadable:,} unreadable" if found.num_unreadable else ""
+    yield (
+        f"{'measured':<13}{found.num_images:,} of {num_images:,} images{unreadable} "
+        f"in {found.seconds:.1f} s, {rate:,.0f} images/s"
+    )
+    yield f"{'':<13}{'least':>8}{'5%':>8}{'25%':>8}{'median':>8}{'75%':>8}{'95%':>8}{'most':>8}"
+    for name, values in found.quantiles().items():
+        digits = 2 if "/" in name else 0
+        yield f"{name:<13}" + "".join(f"{value:>8.{digits}f}" for value in values)
+    yield f"{'mean':<13}{_numbers(found.by_image.mean)}"
+    yield f"{'std':<13}{_numbers(found.by_image.std)}"
+    by_image, by_pixel = (
+        [*moments.mean, *moments.std] for moments in (found.by_image, found.by_pixel)
+    )
+    if any(abs(a - b) > _SAME for a, b in zip(by_image, by_pixel, strict=True)):
+        mean, std = _numbers(found.by_pixel.mean), _numbers(found.by_pixel.std)
+        yield f"{'by pixel':<13}mean {mean}, std {std} (large images weigh more)"
+    if min(found.by_image.std) < _SAME:
+        yield "(a channel is constant: std has to be above 0; put your own number there)"
+    yield "put this last under views.*.transforms and eval.transforms:"
+    yield normalize_line(found)
+
+
+def normalize_line(found: Statistics) -> str:
+    """``- {name: normalize, mean: [...], std: [...]}``."""
+    mean, std = _numbers(found.by_image.mean), _numbers(found.by_image.std)
+    return f"- {{name: normalize, mean: {mean}, std: {std}}}"
+
+
+def _numbers(values: list[float]) -> str:
+    return f"[{', '.join(f'{value:.4f}' for value in values)}]"

@@ -1,0 +1,117 @@
+"""``selftask finetune``: train a pretrained backbone on labelled images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from selftask.cli.model.load_model import MODEL, take
+from selftask.config.checks.trust import TRUST, take_trust
+from selftask.errors import UserError
+from selftask.files.paths import exists, expand_user
+
+RECIPE = "supervised/finetune"
+USAGE = f"""\
+usage: selftask finetune RUN_OR_MODEL [data=DIR data.val=DIR] [key=value ...]
+
+{MODEL}
+data=DIR      labelled images, one folder a class; default: those of the run
+data.val=DIR  labelled images to test on after each epoch; without it, no accuracy is measured
+data.subset='{{count: 10, per_class: true}}' or 0.1: train on fewer of the labels
+train.epochs=50 train.batch_size=32 optimizer.lr=1e-3: what to change first
+method.freeze_backbone=true  trains the classifier alone
+weights=FILE  for timm: and torchvision: the weights to start from
+init.backbone=null  starts from random weights: what pretraining is to be compared with
+image_size=PIXELS  default: that of the model; positions of a vision transformer are interpolated
+out=DIR       default: runs/finetune_NAME; the same command again goes on after a stop
+{TRUST}
+
+It is `selftask train {RECIPE} init.backbone=RUN_OR_MODEL` with the model's backbone, size and
+normalization; `selftask config {RECIPE}` shows the recipe."""
+
+
+def main(argv: list[str]) -> int:
+    """Translate the model into config overrides, then run ``selftask train``."""
+    if not argv:
+        print(USAGE)
+        return 0
+    if "=" in argv[0]:
+        raise UserError(f"finetune needs a run or model before any key=value\n{USAGE}")
+    from selftask.cli import train
+
+    return train.main([RECIPE, *recipe_words(argv[0], argv[1:])])
+
+
+def recipe_words(address: str, words: list[str]) -> list[str]:
+    """Return the overrides of RECIPE for this model and its run, followed by those in ``words``.
+
+    Raises UserError for a model that is not there, or whose architecture is code without
+    ``trust=true``.
+    """
+    from selftask.models.weights.model_source import NONE, PRETRAINED, describe_model
+
+    words, trust = take_trust(words)
+    weights, words = take("weights", words)
+    asked_size, words = take("image_size", words)
+    if asked_size is not None and not asked_size.isdecimal():
+        raise UserError(f"image_size={asked_size}: expected a whole number of pixels")
+    size = int(asked_size) if asked_size else None
+    facts = describe_model(address, weights=weights or PRETRAINED, trust=trust, image_size=size)
+    architecture = facts["architecture"]
+    start = address if weights in (None, PRETRAINED) else None if weights == NONE else weights
+    settings = {
+        **_data_of_run(address, words, trust=trust),
+        "backbone": {"name": architecture["name"], **architecture["args"]},
+        "init.backbone": start,
+        **_transforms(facts),
+        "out": f"runs/finetune_{Path(address.rpartition(':')[2]).stem}",
+    }
+    return [*(f"{key}={_flow(value)}" for key, value in settings.items()), *words]
+
+
+def _transforms(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return overrides that give views and evaluation the model's size and normalization.
+
+    The recipe's crops get the model's size and normalization. A model that was shown images as they
+    are (the digits) is trained on what it was evaluated with.
+    """
+    shown = facts.get("transforms")
+    if not shown:
+        return {}
+    side = facts.get("input_size")
+    if side is None:
+        return {"views.main.transforms": shown, "eval.transforms": shown}
+    return {
+        "views.main.transforms.0.size": side,
+        "views.main.transforms.2": shown[-1],
+        "eval.transforms": shown,
+    }
+
+
+def _data_of_run(address: str, words: list[str], *, trust: bool) -> dict[str, Any]:
+    """Return the data of the run, unless ``words`` name other data."""
+    own = expand_user(address) / "config.yaml"
+    keys = {word.partition("=")[0] for word in words}
+    if not exists(own) or keys & {"data", "data.name", "data.path"}:
+        return {}
+    from selftask.config.load import load_config
+
+    data = load_config(str(own), [], trust=trust).data
+    source = {**data.source.to_dict()}
+    if data.val is not None and not any(key.startswith("data.val") for key in keys):
+        source["val"] = data.val.to_dict()
+    return {"data": source}
+
+
+def _flow(value: Any) -> str:
+    """Format a value for Hydra's command-line grammar, with every string in quotes."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    return str(yaml.safe_dump(value, default_flow_style=True)).split("\n")[0]

@@ -1,0 +1,90 @@
+"""A model whose weights stay as they are, and the images it is shown: `eval` and `features`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from selftask.config.checks.trust import TRUST, take_trust
+from selftask.errors import UserError
+from selftask.files.paths import exists, expand_user
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from selftask.config.schema import Config
+    from selftask.data.loading.open_data import Sources
+
+SHIPPED = "base/evaluate.yaml"  # the recipe for models that no run made
+MODEL = """\
+RUN_OR_MODEL  a run's folder, an exported backbone.pt, timm:NAME or torchvision:NAME"""
+WEIGHTS = f"""\
+weights=FILE  for timm: and torchvision: the weights instead of the pretrained ones, or `none`
+image_size=PIXELS      of the images; the positions of a vision transformer are interpolated
+eval.transforms=[...]  how images are shown; default: as in the run, or as the library does
+{TRUST}"""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What there is to run: the model on the CPU, its facts, the images and where to compute."""
+
+    backbone: nn.Module
+    facts: dict[str, Any]
+    config: Config
+    sources: Sources
+    device: torch.device
+
+
+def open_frozen(address: str, overrides: list[str]) -> Frozen:
+    """The model at ``address`` and the images of its run, or of ``overrides``.
+
+    Images are shown as the run's config says; without a run, as the model's own facts say. Settings
+    in ``overrides`` count more than both. ``trust=true`` among them allows code that the run or
+    file names. Raises UserError for whatever is not there or does not fit, mistakes in
+    ``overrides`` before anything is loaded.
+    """
+    from selftask.config.compose import recipes
+    from selftask.config.load import load_config
+
+    overrides, trust = take_trust(overrides)
+    weights, overrides = take("weights", overrides)
+    own = expand_user(address) / "config.yaml"
+    recipe = str(own if exists(own) else recipes.folder() / SHIPPED)
+    config = load_config(recipe, overrides, trust=trust)
+    asked_size, rest = take("image_size", overrides)
+    size = int(asked_size) if asked_size and asked_size != "null" else None
+
+    from selftask.data.loading.open_data import copy_data, open_data
+    from selftask.data.source import channels_of
+    from selftask.distributed.device import keep_freed_memory, pick_device
+    from selftask.distributed.world import World
+    from selftask.logs import info_on_stderr
+    from selftask.models.weights.model_source import PRETRAINED, open_model
+
+    asked = config.place("data.copy_to").startswith("command line")
+    copy_to = config.data.copy_to if trust or asked else None  # a received run writes nowhere
+    sources = copy_data(open_data(config.data), copy_to)
+    chosen = weights or PRETRAINED
+    with info_on_stderr():
+        backbone, facts = open_model(address, weights=chosen, trust=trust, image_size=size)
+    if not exists(own) and facts.get("transforms"):
+        shown = yaml.safe_dump(facts["transforms"], default_flow_style=True, width=float("inf"))
+        shown = f"eval.transforms={shown.strip()}"
+        config = load_config(recipe, [shown, *rest], trust=trust)
+    taken, there = facts.get("channels", 3), channels_of(sources.train)
+    if taken != there:
+        raise UserError(f"data: its images have {there} channels, and {address} takes {taken}")
+    device = pick_device(config.train.device, World())
+    keep_freed_memory(device)
+    return Frozen(backbone, facts, config, sources, device)
+
+
+def take(name: str, words: list[str]) -> tuple[str | None, list[str]]:
+    """Return the last value of ``name=``, or None, and the remaining words."""
+    given = [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
+    rest = [word for word in words if not word.startswith(f"{name}=")]
+    return given[-1] if given else None, rest

@@ -1,0 +1,1 @@
+"""Checks of a config across its sections."""

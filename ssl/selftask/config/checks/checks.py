@@ -1,0 +1,225 @@
+"""Checks of values against each other, across sections of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from selftask.config.checks import grid, sbatch
+from selftask.config.checks.resuming import goes_on, uses_newest
+from selftask.config.compose.provenance import Key
+from selftask.config.schema import Component, Config, ViewConfig
+from selftask.config.schema_reader import classy_has, inner_components
+from selftask.config.values.budget import parse_budget
+from selftask.errors import UserError, nearest, plural
+from selftask.files.paths import is_file, is_folder
+from selftask.registry import BATCHED_FORMS, METHODS, SCHEDULES, TRAIN_STEPS, TRANSFORMS, Registry
+
+Problem = tuple[Key, str]
+
+
+def contradictions(config: Config) -> Iterator[Problem]:
+    """The key meant and what is wrong, for each contradiction in a config whose types are right."""
+    yield from _names(config)
+    yield from _length(config)
+    yield from _batch(config)
+    yield from _precision(config)
+    yield from _views(config)
+    yield from grid.problems(config)
+    yield from _engine(config)
+    yield from _weights(config)
+    yield from _slurm(config)
+    yield from _parallel(config)
+
+
+def pipelines(config: Config) -> dict[Key, list[Component]]:
+    """Every list of transforms by its key."""
+    return {**_of_views(config.views), ("eval", "transforms"): config.eval.transforms}
+
+
+def _of_views(views: Mapping[str, ViewConfig]) -> dict[Key, list[Component]]:
+    return {("views", name, "transforms"): group.transforms for name, group in views.items()}
+
+
+def _names(config: Config) -> Iterator[Problem]:
+    yield from _known(TRAIN_STEPS, config.train.step, ("train", "step"))
+    lr = config.optimizer.lr
+    if not isinstance(lr, dict):
+        yield from _known(SCHEDULES, config.optimizer.schedule, ("optimizer", "schedule"))
+    elif not isinstance(lr.get("name"), str):
+        text = f"optimizer.lr={lr}: a scheduler of Classy Vision needs its name"
+        yield ("optimizer", "lr"), f"{text}, as in {{name: cosine, start_value: 0.1, end_value: 0}}"
+    else:
+        from selftask import classy  # imports torch: only if it is asked for
+
+        try:
+            classy.build("schedule", lr["name"], {k: v for k, v in lr.items() if k != "name"})
+        except UserError as error:
+            yield ("optimizer", "lr"), f"optimizer.lr: {error}"
+
+
+def _known(registry: Registry, name: str, key: Key) -> Iterator[Problem]:
+    if name not in registry and not classy_has(registry.kind, name):
+        yield key, f"no {registry.kind} named {name!r}; {nearest(name, registry.names())}"
+
+
+def _length(config: Config) -> Iterator[Problem]:
+    if config.train.epochs is None and config.train.max_steps is None:
+        yield ("train",), "train.epochs and train.max_steps are both null; give at least one"
+
+
+def _batch(config: Config) -> Iterator[Problem]:
+    train, world = config.train, config.launch.world_size
+    if train.batch_size % world:
+        right = max(train.batch_size // world, 1) * world
+        text = (
+            f"train.batch_size={train.batch_size} is the global batch and must be divisible by "
+            f"the {world} processes of launch; try {right}"
+        )
+        yield ("train", "batch_size"), text
+    if train.accumulate > 1 and train.step == "standard":
+        text = (
+            f"train.accumulate={train.accumulate} has no effect with train.step='standard'; "
+            "use train.step=accumulate"
+        )
+        yield ("train", "accumulate"), text
+
+
+def _precision(config: Config) -> Iterator[Problem]:
+    if config.train.precision == "float16" and config.train.device == "cpu":
+        text = "train.precision='float16' needs a GPU and train.device is 'cpu'; use 'bfloat16'"
+        yield ("train", "precision"), text
+
+
+def _views(config: Config) -> Iterator[Problem]:
+    if not config.views:
+        yield ("views",), "views is empty: a method needs at least one group of views"
+    else:
+        yield from _number_of_views(config)
+    for key, transforms in pipelines(config).items():
+        names = [transform.name for transform in transforms]
+        if key[0] == "eval" and not names and not config.eval.evaluations:
+            continue
+        if not names or names[-1] != "normalize":
+            last = f"its last is {names[-1]!r}" if names else "it is empty"
+            yield key, f"{'.'.join(key)} must end with 'normalize' ({last})"
+        for index, name in enumerate(names[:-1]):
+            if name == "normalize":
+                where = (*key, str(index))
+                yield where, f"{'.'.join(where)}: 'normalize' must come last, once"
+
+
+def _number_of_views(config: Config) -> Iterator[Problem]:
+    """Yield a problem if the number of views is not the one that the method declares."""
+    declared = METHODS.declared(config.method.name, "views", (1, None))
+    least, most = declared if isinstance(declared, tuple) else (declared, declared)
+    number = sum(group.count for group in config.views.values())
+    if number < least or (most is not None and number > most):
+        wanted = f"{least} {plural('view', least)}" + ("" if most == least else " or more")
+        if most not in (None, least):
+            wanted = f"{least} to {most} views"
+        yield ("views",), f"views: {config.method.name} needs {wanted} of an image, got {number}"
+
+
+def _engine(config: Config) -> Iterator[Problem]:
+    """What only one of the two engines can do."""
+    data = config.data
+    if data.engine == "device":
+        yield from unbatched(config.views)
+        return
+    if data.cache == "device":
+        yield ("data", "cache"), "data.cache='device' needs data.engine=device"
+    if data.shrink is not None and data.cache not in ("ram", "disk"):
+        text = (
+            f"data.shrink={data.shrink} has no effect with data.engine='cpu' without a cache; use "
+            "data.engine=device, or data.cache=ram or disk"
+        )
+        yield ("data", "shrink"), text
+
+
+def unbatched(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
+    """The transforms, also those in others, that data.engine=device cannot do to whole batches."""
+    for key, transforms in _of_views(views).items():
+        for index, transform in enumerate(transforms):
+            yield from _unbatched(transform, TRANSFORMS, (*key, str(index)))
+
+
+def _unbatched(transform: Component, registry: Registry, key: Key) -> Iterator[Problem]:
+    for inner in inner_components(transform, registry, key):
+        yield from _unbatched(*inner)
+    name = transform.name
+    if name in BATCHED_FORMS or name == "normalize" or name not in TRANSFORMS:
+        return
+    own = TRANSFORMS.imported(name)
+    if not (hasattr(own, "on_batch") and hasattr(own, "draw")):
+        text = (
+            f"{'.'.join(key)}: {name!r} has no form for whole batches, which data.engine='device' "
+            "needs; set data.engine=cpu, give it a method on_batch(images, drawn), or take one "
+            f"that has a form ({nearest(name, BATCHED_FORMS.names())})"
+        )
+        yield key, text
+
+
+def _weights(config: Config) -> Iterator[Problem]:
+    resume = config.resume.checkpoint
+    if resume != "never" and not uses_newest(config) and not _can_be_read(resume):
+        hint = nearest(resume, ["auto", "never"])
+        text = f"resume={resume!r}: neither 'auto', 'never' nor an existing checkpoint; {hint}"
+        yield ("resume", "checkpoint"), text
+    start = None if goes_on(config) else config.init.backbone
+    library = start is not None and start.startswith(("timm:", "torchvision:"))
+    if start is not None and not library and not _can_be_read(start):
+        text = f"init.backbone={start!r}: neither a file or run nor timm:NAME or torchvision:NAME"
+        yield ("init", "backbone"), text
+
+
+def _can_be_read(path: str) -> bool:
+    """Return whether a file or folder is there; reading a pipe would wait for ever."""
+    return is_file(path) or is_folder(path)
+
+
+def _parallel(config: Config) -> Iterator[Problem]:
+    """Options of one way of reducing gradients that another one knows nothing of."""
+    parallel, train = config.parallel, config.train
+    if parallel.compress != "none" and parallel.reduce != "manual":
+        text = (
+            f"parallel.compress={parallel.compress!r} has no effect with "
+            f"parallel.reduce={parallel.reduce!r}; use parallel.reduce=manual"
+        )
+        yield ("parallel", "compress"), text
+    if parallel.static_graph and parallel.reduce != "ddp":
+        text = (
+            "parallel.static_graph has no effect with "
+            f"parallel.reduce={parallel.reduce!r}; use parallel.reduce=ddp"
+        )
+        yield ("parallel", "static_graph"), text
+    if parallel.static_graph and train.accumulate > 1:
+        text = "parallel.static_graph does not go with train.accumulate; take one of them out"
+        yield ("parallel", "static_graph"), text
+    if parallel.reduce == "fsdp" and train.precision == "float16":
+        text = "train.precision='float16' does not go with parallel.reduce='fsdp'; use 'bfloat16'"
+        yield ("train", "precision"), text
+    if train.sharded_checkpoints and parallel.reduce != "fsdp":
+        text = (
+            "train.sharded_checkpoints=true has no effect with "
+            f"parallel.reduce={parallel.reduce!r}, which shards nothing; use parallel.reduce=fsdp"
+        )
+        yield ("train", "sharded_checkpoints"), text
+    if parallel.activation_checkpointing not in ("none", "blocks"):
+        try:
+            parse_budget(parallel.activation_checkpointing)
+        except ValueError as error:
+            text = (
+                f"parallel.activation_checkpointing={parallel.activation_checkpointing!r}: {error}"
+            )
+            yield ("parallel", "activation_checkpointing"), text
+    if train.compile and (parallel.reduce == "fsdp" or parallel.activation_checkpointing != "none"):
+        text = (
+            "train.compile goes with neither parallel.reduce='fsdp' nor "
+            "parallel.activation_checkpointing; take one of them out"
+        )
+        yield ("train", "compile"), text
+
+
+def _slurm(config: Config) -> Iterator[Problem]:
+    for key, text in sbatch.problems(config.launch.slurm):
+        yield ("launch", "slurm", key), text

@@ -1,0 +1,138 @@
+"""Image sizes of views and evaluation, compared with the patch grid of a vision transformer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from selftask.config.compose.provenance import Key
+from selftask.config.schema import Component, Config
+from selftask.config.schema_reader import inner_components
+from selftask.registry import TRANSFORMS
+
+Problem = tuple[Key, str]
+
+SQUARES = ("center_crop", "random_crop", "random_resized_crop")  # of args["size"] pixels
+RESIZING = (*SQUARES, "resize", "jigsaw")  # all of ours that change an image's size
+
+
+def problems(config: Config) -> Iterator[Problem]:
+    """Yield problems of image sizes that the config's vision transformer cannot take.
+
+    Models of timm and torchvision that have to be built to know are checked by
+    ``selftask.models.build.check_sizes``.
+    """
+    key: Key = ("backbone",)
+    args = config.backbone.args
+    name = args.get("model", "")
+    if config.backbone.name == "timm" and name.startswith("vit_"):
+        key = ("backbone", "args")
+        args = {"dynamic_img_size": False, **args["args"]}
+    patch = patch_size(config.backbone)
+    if not args.get("dynamic_img_size", True):  # absent: no ViT, or no fixed grid
+        yield from other_sizes(config, key, args.get("img_size"))
+    elif patch and args.get("dynamic_img_size") and not args.get("dynamic_img_pad"):
+        yield from undivided_sizes(config, patch)
+
+
+def other_sizes(
+    config: Config, key: Key, built: int | None, *, size: str = "img_size", dynamic: bool = True
+) -> Iterator[Problem]:
+    """Yield problems of views and evaluation for a backbone with one fixed grid.
+
+    Args:
+        config: the config to check.
+        key: the section that holds the backbone's size.
+        built: pixels that the backbone takes, or None if it is built for the size of the views.
+        size: the field at ``key`` that sets the size.
+        dynamic: whether the backbone takes ``dynamic_img_size``.
+    """
+    sides = _view_sides(config)
+    known = {side for side in sides.values() if side is not None}
+    taken = min(known, default=None) if built is None else built
+    name = title(config.backbone)
+    if len(known | {taken}) > 1:
+        one = len(set(sides.values())) == 1
+        field = size if one or not dynamic else "dynamic_img_size"
+        value = "true" if field == "dynamic_img_size" else max(known)
+        shown = [f"views.{name}: {side}" for name, side in sides.items() if side is not None]
+        fixed = "" if built is None else f" for images of {built} pixels"
+        others = "" if one or dynamic else ", and all views to that size"
+        text = (
+            f"{name} has one grid of patches{fixed}, and the views are of other sizes "
+            f"({', '.join(shown)}); set {'.'.join(key)}.{field}={value}{others}"
+        )
+        yield (*key, field), text
+        return
+    side = output_side(config.eval.transforms)
+    if _evaluates(config) and len({side, taken, None}) > 2:
+        text = (
+            f"eval.transforms: images of {side} pixels, and {name} takes those of {taken} only; "
+            f"image_size={taken} sets views, evaluation and backbone together"
+        )
+        yield ("eval", "transforms"), text
+
+
+def undivided_sizes(config: Config, patch: int) -> Iterator[Problem]:
+    """Yield problems of views and evaluation with sizes that are not multiples of ``patch``."""
+    pipelines: dict[Key, list[Component]] = {
+        ("views", name, "transforms"): group.transforms for name, group in config.views.items()
+    }
+    if _evaluates(config):
+        pipelines["eval", "transforms"] = config.eval.transforms
+    for key, transforms in pipelines.items():
+        side = output_side(transforms)
+        if side is not None and side % patch:
+            text = (
+                f"{'.'.join(key)}: images of {side} pixels cannot be divided into the patches of "
+                f"{patch} pixels of {title(config.backbone)}; {multiples(side, patch)}"
+            )
+            yield key, text
+
+
+def title(backbone: Component) -> str:
+    """Return a backbone's name for messages: ``backbone 'vit_tiny'``, ``backbone 'timm:NAME'``."""
+    model = backbone.args.get("model")
+    return f"backbone {backbone.name!r}" if model is None else f"backbone '{backbone.name}:{model}'"
+
+
+def patch_size(backbone: Component) -> int | None:
+    """Return the patch size in pixels from a config or a model's name, or None."""
+    patch = backbone.args.get("patch_size", {})
+    if isinstance(patch, int):
+        return patch
+    named = re.search(r"patch(\d+)", backbone.args.get("model", ""))
+    return int(named[1]) if named else None
+
+
+def multiples(size: int, patch: int) -> str:
+    """The nearest multiples of ``patch``, as a hint: ``try 96 or 112``."""
+    below = size // patch * patch
+    return f"try {below} or {below + patch}" if below else f"try {patch}"
+
+
+def output_side(transforms: list[Component]) -> int | None:
+    """Return the side of a pipeline's square output in pixels, or None if it is not known."""
+    for transform in reversed(transforms):
+        if transform.name in SQUARES:
+            side: int = transform.args["size"]
+            return side
+        if not keeps_size(transform):
+            break
+    return None
+
+
+def keeps_size(transform: Component) -> bool:
+    """Whether a transform, with those inside of it, never changes an image's size."""
+    name = transform.name
+    ours = name in TRANSFORMS and TRANSFORMS.address(name).module.startswith("selftask.")
+    inner = inner_components(transform, TRANSFORMS, ())
+    return ours and name not in RESIZING and all(keeps_size(part) for part, *_ in inner)
+
+
+def _view_sides(config: Config) -> Mapping[str, int | None]:
+    return {name: output_side(group.transforms) for name, group in config.views.items()}
+
+
+def _evaluates(config: Config) -> bool:
+    return config.data.val is not None and bool(config.eval.evaluations)

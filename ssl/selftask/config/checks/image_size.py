@@ -1,0 +1,183 @@
+"""``image_size=96``: one key for the sizes of views, evaluation and a vision transformer's grid.
+
+A short form, as ``data=DIR`` is one: it is written out into the keys that it stands for, and the
+resolved config holds those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from selftask.config.checks.grid import RESIZING, keeps_size, multiples, patch_size, title
+from selftask.config.compose.provenance import Key, Layers
+from selftask.config.schema import Component, Config, DataConfig, ViewConfig
+from selftask.config.schema_reader import Reader
+from selftask.registry import SOURCES
+
+KEY: Key = ("image_size",)
+_SIZED = ("vit_", "deit", "beit", "eva", "swin", "cait")  # timm's models that take img_size
+
+
+def with_image_size(config: Config, size: int, reader: Reader) -> Config:
+    """Return ``config`` with all its image sizes set for images of ``size`` pixels.
+
+    The largest views get ``size``, smaller ones (multi-crop) keep their share of it, and so does a
+    resize before a crop. A size set by a later layer than ``image_size`` (by the command line over
+    a recipe, say) stays; another one set by the same layer is a problem of ``reader``.
+    """
+    if text := undivided(config.backbone, size):
+        reader.problem(KEY, text)
+        return config
+    patch = patch_size(config.backbone)
+    data = _with_drawn_size(config.data, size, reader)
+    views, drawn = _resized_views(config, size, patch, reader), data is not config.data
+    key = ("eval", "transforms")
+    before = config.eval.transforms
+    after = before if drawn and nominal_size(before) is None else resized_pipeline(before, size)
+    evaluation = replace(config.eval, transforms=_chosen(before, after, key, reader))
+    backbone = resized_backbone(config.backbone, size)
+    if backbone != config.backbone:
+        places: list[Key] = [("backbone", "args", "img_size"), ("backbone", "args", "image_size")]
+        if "patch_size" in backbone.args:
+            places = [("backbone", "img_size")]
+        backbone = backbone if _may_set(places, reader) else config.backbone
+    return replace(config, data=data, views=views, eval=evaluation, backbone=backbone)
+
+
+def _with_drawn_size(data: DataConfig, size: int, reader: Reader) -> DataConfig:
+    """The same data for a source of ours that makes its images in a size of its config (digits)."""
+    if not _has_size(data.source) or not _may_set([("data", "size")], reader):
+        return data
+    val = data.val
+    if val is not None and _has_size(val) and _may_set([("data", "val", "size")], reader):
+        val = replace(val, args={**val.args, "size": size})
+    source = replace(data.source, args={**data.source.args, "size": size})
+    return replace(data, source=source, val=val)
+
+
+def _resized_views(
+    config: Config, size: int, patch: int | None, reader: Reader
+) -> dict[str, ViewConfig]:
+    """Return all groups of views resized; note a problem for a group without a known size."""
+    sizes = {name: nominal_size(group.transforms) for name, group in config.views.items()}
+    largest = max((side for side in sizes.values() if side is not None), default=0)
+    views = dict(config.views)
+    for name, group in config.views.items():
+        key, side = ("views", name, "transforms"), sizes[name]
+        if side is None:
+            if not _has_size(config.data.source):
+                text = f"image_size: {'.'.join(key)} has no crop or resize whose size it could set"
+                reader.problem(KEY, text)
+            continue
+        share = size if side == largest else _rounded(side * size / largest, patch)
+        after = resized_pipeline(group.transforms, share)
+        views[name] = replace(group, transforms=_chosen(group.transforms, after, key, reader))
+    return views
+
+
+def _chosen(
+    before: list[Component], after: list[Component], key: Key, reader: Reader
+) -> list[Component]:
+    """Return ``after``, or ``before`` if one of its sizes was set explicitly."""
+    if after == before:
+        return before
+    changed = [
+        (*key, str(index), "size")
+        for index, (old, new) in enumerate(zip(before, after, strict=False))
+        if old.args.get("size") != new.args.get("size")
+    ]
+    return after if _may_set(changed if len(before) == len(after) else [key], reader) else before
+
+
+def _may_set(keys: list[Key], reader: Reader) -> bool:
+    """Return whether ``image_size`` overrides the values at ``keys``; if so, note its place."""
+    depths = [_depth(reader.layers, key) for key in keys]
+    own = _depth(reader.layers, KEY)
+    for key, depth in zip(keys, depths, strict=True):
+        if depth == own:
+            text = f"{'.'.join(key)} and image_size set the same size differently; leave one out"
+            reader.problem(key, text)
+    if max(depths) >= own:
+        return False
+    for key in keys:
+        reader.places[".".join(key)] = reader.layers.place(KEY) or "image_size"
+    return True
+
+
+def _depth(layers: Layers, key: Key) -> int:
+    """Return the index of the layer that sets ``key``, or -1."""
+    decides = [layer.holds(key) or layer.replaces(key) for layer in layers]
+    return max((index for index, found in enumerate(decides) if found), default=-1)
+
+
+def undivided(backbone: Component, size: int) -> str | None:
+    """Yield a problem if ``size`` is not a multiple of the transformer's patch size."""
+    patch = patch_size(backbone)
+    if not patch or size % patch == 0:
+        return None
+    return (
+        f"image_size={size} cannot be divided into the patches of {patch} pixels of "
+        f"{title(backbone)}; {multiples(size, patch)}"
+    )
+
+
+def resized_backbone(backbone: Component, size: int) -> Component:
+    """Return the backbone for images of ``size`` pixels; one that takes any size is unchanged."""
+    args, model = backbone.args, backbone.args.get("model", "")
+    if "img_size" in args and "patch_size" in args:
+        return replace(backbone, args={**args, "img_size": size})
+    if backbone.name == "timm" and model.startswith(_SIZED):
+        return replace(backbone, args={**args, "args": {**args["args"], "img_size": size}})
+    if backbone.name == "torchvision" and model.startswith("vit_"):
+        return replace(backbone, args={**args, "args": {**args["args"], "image_size": size}})
+    return backbone
+
+
+def resized_pipeline(transforms: list[Component], size: int) -> list[Component]:
+    """The same transforms for images of ``size`` pixels.
+
+    Sizes before the last one keep their ratio to it. A pipeline that keeps the size of its images
+    gets a resize and a crop of the middle first.
+    """
+    nominal = nominal_size(transforms)
+    if nominal is None and transforms and all(keeps_size(t) for t in transforms):
+        crop = Component(name="center_crop", args={"size": size})
+        resize = Component(name="resize", args={"size": size, "interpolation": "bilinear"})
+        return [resize, crop, *transforms]
+    if nominal is None or nominal == size:
+        return transforms
+    factor = size / nominal
+    scaled = [_scaled({"name": t.name, **t.args}, factor) for t in transforms]
+    return [Component(name=args.pop("name"), args=args) for args in scaled]
+
+
+def nominal_size(transforms: list[Component]) -> int | None:
+    """Size argument of the last transform that changes the size of images; None without one."""
+    for transform in reversed(transforms):
+        if transform.name in RESIZING and isinstance(transform.args.get("size"), int):
+            return int(transform.args["size"])
+    return None
+
+
+def _scaled(value: Any, factor: float) -> Any:
+    """A named thing as in the yaml, with its size, and those of things inside, times ``factor``."""
+    if isinstance(value, list):
+        return [_scaled(item, factor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    args = {key: _scaled(item, factor) for key, item in value.items()}
+    if args.get("name") in RESIZING and isinstance(args.get("size"), int):
+        args["size"] = max(1, round(args["size"] * factor))
+    return args
+
+
+def _rounded(side: float, patch: int | None) -> int:
+    """A whole number of pixels, and of patches."""
+    return max(1, round(side / (patch or 1))) * (patch or 1)
+
+
+def _has_size(source: Component) -> bool:
+    """Whether a source of ours makes its images in a size that its config sets."""
+    ours = source.name in SOURCES and SOURCES.address(source.name).module.startswith("selftask.")
+    return ours and isinstance(source.args.get("size"), int)

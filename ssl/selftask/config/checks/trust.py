@@ -1,0 +1,61 @@
+"""Code that a received file names. Reading commands refuse it without ``trust=true``.
+
+A recipe that one trains with is code; a run, an export or a catalog that one only reads is not. See
+docs/security.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from selftask.config.compose.provenance import Key
+from selftask.errors import UserError
+
+TRUST = "trust=true   import and call code that the run, file or catalog names (docs/security.md)"
+_ADDRESSES = ("model", "dataset")  # fields of ``name: custom`` that hold package.module:callable
+
+
+def take_trust(words: list[str]) -> tuple[list[str], bool]:
+    """Return the words without ``trust=``, and whether it was ``true``."""
+    given = [word.partition("=")[2] for word in words if word.startswith("trust=")]
+    for value in given:
+        if value not in ("true", "false"):
+            raise UserError(f"trust={value}: expected true or false")
+    return [word for word in words if not word.startswith("trust=")], given[-1:] == ["true"]
+
+
+def code_in(values: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
+    """Yield key and address of all code that a config would import or call."""
+    if isinstance(values, list):
+        values = dict(enumerate(values))
+    elif not isinstance(values, dict):
+        return
+    if not key and values.get("import"):
+        names = values["import"]
+        yield from (
+            ((*key, "import"), str(n)) for n in (names if isinstance(names, list) else [names])
+        )
+    if values.get("name") == "custom":
+        yield from (((*key, f), str(values[f])) for f in _ADDRESSES if values.get(f))
+    for name, item in values.items():
+        yield from code_in(item, (*key, str(name)))
+
+
+def refuse_code(found: Iterable[tuple[Key, str]], received: str, typed: Sequence[str] = ()) -> None:
+    """Raise UserError naming the code that ``received`` would run, if the user did not type it."""
+    named = [f"{'.'.join(key)}: {text}" for key, text in found if not _is_typed(key, text, typed)]
+    if named:
+        raise UserError(
+            f"{received}: names code of its own, which reading it would run: {'; '.join(named)}. "
+            "If you trust where it comes from, add trust=true"
+        )
+
+
+def _is_typed(key: Key, address: str, typed: Sequence[str]) -> bool:
+    """Whether the command line itself holds the address; modules count under ``import=`` only."""
+    pattern = re.compile(rf"(?<![\w.]){re.escape(address)}(?![\w.])")
+    if key == ("import",):
+        typed = [word for word in typed if word.lstrip("+").startswith("import=")]
+    return any(pattern.search(word) for word in typed)

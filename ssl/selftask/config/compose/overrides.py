@@ -1,0 +1,149 @@
+"""``key=value`` of the command line, in Hydra's grammar; keys need no ``+``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from hydra.core.override_parser import types as hydra_types
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from selftask.config.compose.provenance import Key, Layer, Layers
+from selftask.config.compose.short_forms import expand, is_path
+from selftask.errors import UserError, nearest, shorten
+from selftask.files.paths import exists, expand_user
+
+MAX_KEY = 300  # characters
+
+
+@dataclass(frozen=True)
+class Override:
+    """One parsed ``key=value`` or ``~key``."""
+
+    text: str
+    key: Key
+    value: Any = None
+    delete: bool = False
+
+    @property
+    def place(self) -> str:
+        """How messages refer to it."""
+        return f"command line: {shorten(self.text)}"
+
+
+def parse_overrides(texts: list[str]) -> tuple[list[Override], list[str]]:
+    """The overrides, short forms written out, and what is wrong with those that are none."""
+    parsed, problems = [], []
+    for text in texts:
+        try:
+            parsed.append(_parse(text))
+        except UserError as error:
+            problems.append(f"command line: {shorten(text)}: {error}")
+    return parsed, problems
+
+
+def split_override(text: str) -> tuple[Key, str | None]:
+    """``a.b[0]=value`` as the key ``(a, b, 0)`` and the text of the value, None without one."""
+    name, equals, value = text.lstrip("+").partition("=")
+    key = tuple(name.strip().replace("[", ".").replace("]", "").split("."))
+    return key, value if equals else None
+
+
+def parse_value(text: str, key: Key) -> hydra_types.Override | None:
+    """Parse a value by Hydra's grammar; return None for a path, which is kept as text.
+
+    Raises UserError for text that is no value.
+    """
+    null = text.lower() == "null"  # ./null is the folder
+    if is_path(key) and not null and (not _is_structured(text) or exists(expand_user(text))):
+        return None
+    try:
+        # The grammar of values only: its keys allow neither `classy:NAME` nor much else.
+        return _parser().parse_override(f"key={text}")
+    except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        hint = "put a value with special characters in quotes inside quotes: 'key=\"value\"'"
+        raise UserError(f"{shorten(reason)}; {hint}") from error
+
+
+def _parse(text: str) -> Override:
+    """Raises UserError for text that is no override."""
+    if text.startswith("-"):
+        raise UserError("there are no options; settings are written key=value")
+    key, value = split_override(text.removeprefix("~"))
+    if len(text.partition("=")[0]) > MAX_KEY:
+        raise UserError(f"no key has more than {MAX_KEY} characters")
+    if not all(key) or (value is None and not text.startswith("~")):
+        raise UserError("expected key=value")
+    if text.startswith("~"):
+        return Override(text, key, delete=True)
+    assert value is not None
+    parsed = parse_value(value, key)
+    if parsed is None:
+        return Override(text, key, expand(value, key))
+    if parsed.is_sweep_override():
+        raise UserError(
+            "several values, where one is wanted; a list is written key=[a,b], "
+            "a text with a comma 'key=\"a,b\"'"
+        )
+    return Override(text, key, expand(_plain(parsed.value()), key))
+
+
+def _is_structured(text: str) -> bool:
+    """Whether the value of a path is written as a section, a list or a quoted text."""
+    ends = text[:1] + text[-1:]
+    return len(text) > 1 and ends in ("{}", "[]", "''", '""')
+
+
+@cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
+
+
+def apply_overrides(config: DictConfig, layers: Layers, overrides: list[Override]) -> list[str]:
+    """Merge them into ``config`` and add them to ``layers`` as the last one; returns problems."""
+    problems = []
+    layer = Layer({})
+    for override in overrides:
+        problem = (_delete if override.delete else _set)(config, override)
+        if problem:
+            problems.append(problem)
+        elif override.delete:
+            for below in [*layers, layer]:
+                below.drop(override.key)
+        else:
+            layer.record(override.key, override.value, override.place)
+    layers.append(layer)
+    return problems
+
+
+def _set(config: DictConfig, override: Override) -> str | None:
+    try:
+        OmegaConf.update(config, ".".join(override.key), override.value, merge=True, force_add=True)
+    except (OmegaConfBaseException, IndexError, TypeError, ValueError) as error:
+        return f"{override.place}: cannot be set: {str(error).splitlines()[0]}"
+    return None
+
+
+def _delete(config: DictConfig, override: Override) -> str | None:
+    parent, name = ".".join(override.key[:-1]), override.key[-1]
+    section = OmegaConf.select(config, parent) if parent else config
+    if isinstance(section, DictConfig) and name in section:
+        del section[name]
+        return None
+    known = [str(key) for key in section] if isinstance(section, DictConfig) else []
+    wrong, hint = ".".join(override.key), nearest(name, known)
+    return f"{override.place}: there is no {wrong!r} to delete; {hint}"
+
+
+def _plain(value: Any) -> Any:
+    """Hydra's quoted texts as texts."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, int | float | bool | None) else str(value)

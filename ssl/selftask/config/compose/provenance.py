@@ -1,0 +1,168 @@
+"""What each file and the command line contributed, and at which line.
+
+Merging forgets where a value came from; layers remember. ``Layers.place(path)`` answers with
+``configs/simclr/digits.yaml:7`` or ``command line: train.epochs=3``.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from selftask.config.compose.short_forms import default_name, is_path, named_places
+
+Key = tuple[str, ...]  # ("train", "epochs"); the index of a list item is a key, too
+
+
+@dataclass
+class Layer:
+    """The values of one source and the places of its keys."""
+
+    values: dict[str, Any]
+    marks: dict[Key, str] = field(default_factory=dict)
+
+    def holds(self, key: Key) -> bool:
+        """Whether this layer sets ``key``."""
+        return _walk(self.values, key)[0]
+
+    def replaces(self, key: Key) -> bool:
+        """Whether this layer holds a list or a plain value at or above ``key``.
+
+        Merging then took nothing from the layers below.
+        """
+        return any(
+            found and not isinstance(value, dict)
+            for found, value in (_walk(self.values, key[:n]) for n in range(1, len(key) + 1))
+        )
+
+    def place(self, key: Key) -> str | None:
+        """The mark of ``key``, else of what is around it."""
+        for length in range(len(key), 0, -1):
+            if key[:length] in self.marks:
+                return self.marks[key[:length]]
+        return None
+
+    def record(self, key: Key, value: Any, place: str) -> None:
+        """Set ``key`` as an override does: sections merge, everything else replaces."""
+        self.marks[key] = place
+        if isinstance(value, dict) and value:
+            for name, item in value.items():
+                self.record((*key, name), item, place)
+            return
+        section = self.values
+        for name in key[:-1]:
+            inner = section.get(name)
+            section[name] = section = inner if isinstance(inner, dict) else {}
+        section[key[-1]] = value
+
+    def drop(self, key: Key) -> None:
+        """Forget that this layer sets ``key``."""
+        found, parent = _walk(self.values, key[:-1])
+        if found and isinstance(parent, dict):
+            parent.pop(key[-1], None)
+
+
+class Layers(list[Layer]):
+    """All layers, those that win last."""
+
+    def place(self, key: Key) -> str | None:
+        """Where ``key`` got its value; None for one that no layer sets."""
+        for layer in reversed(self):
+            if layer.holds(key):
+                return layer.place(key)
+            if layer.replaces(key):
+                return None
+        return None
+
+    def place_or_around(self, key: Key) -> str | None:
+        """Where ``key``, or else the section around it, was set."""
+        places = (self.place(key[:length]) for length in range(len(key), 0, -1))
+        return next((place for place in places if place is not None), None)
+
+    def forget_renamed(self, values: dict[str, Any], fixed: dict[Key, frozenset[str]]) -> None:
+        """Drop from ``values`` what was said for a name that a later layer replaced by another.
+
+        ``backbone=resnet18`` over ``{name: small_resnet, width: 32}`` must not keep the width.
+        ``fixed`` are, by section, the fields of ours: they stay (the ``lr``, whatever optimizer).
+        """
+        for place in sorted(named_places(values), key=len, reverse=True):  # data.val before data
+            renamed = self._last_renaming(place)
+            section = _walk(values, place)[1]
+            if not renamed or not isinstance(section, dict):
+                continue
+            keep = {"name", *fixed.get(place, ())}
+            for name in [name for name in section if name not in keep]:
+                for layer in self[:renamed]:
+                    layer.drop((*place, name))
+                if not any(layer.holds((*place, name)) for layer in self[renamed:]):
+                    del section[name]
+
+    def _last_renaming(self, place: Key) -> int:
+        """Index of the last layer that gives the section there another name; 0 without one."""
+        name, renamed = None, 0
+        for index, layer in enumerate(self):
+            found, section = _walk(layer.values, place)
+            if not found or not isinstance(section, dict):
+                continue
+            new = section.get("name", name or default_name(place))
+            if name is not None and new != name:
+                renamed = index
+            name = new
+        return renamed
+
+
+def read_marks(node: yaml.Node | None, path: Path) -> dict[Key, str]:
+    """``file:line`` of every key of a yaml document."""
+    marks: dict[Key, str] = {}
+    shown = show_path(path)
+
+    def visit(node: yaml.Node, key: Key) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for name, value in node.value:
+                inner = (*key, str(name.value))
+                marks[inner] = f"{shown}:{name.start_mark.line + 1}"
+                visit(value, inner)
+        elif isinstance(node, yaml.SequenceNode):
+            for index, value in enumerate(node.value):
+                inner = (*key, str(index))
+                marks[inner] = f"{shown}:{value.start_mark.line + 1}"
+                visit(value, inner)
+
+    if node is not None:
+        visit(node, ())
+    return marks
+
+
+def take_path_texts(values: Any, node: yaml.Node | None, key: Key = ()) -> Any:
+    """The values of a document, those of paths as they are written: a folder ``1e3`` is no 1000."""
+    if isinstance(values, dict) and isinstance(node, yaml.MappingNode):
+        inner = {str(name.value): value for name, value in node.value}
+        return {
+            name: take_path_texts(value, inner.get(str(name)), (*key, str(name)))
+            for name, value in values.items()
+        }
+    if isinstance(values, int | float) and isinstance(node, yaml.ScalarNode) and is_path(key):
+        return node.value
+    return values
+
+
+def show_path(path: Path) -> str:
+    """A path as short as it can be written from here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _walk(value: Any, key: Key) -> tuple[bool, Any]:
+    """Whether there is something at ``key``, and what."""
+    for name in key:
+        if isinstance(value, list) and name.isdigit() and int(name) < len(value):
+            value = value[int(name)]
+        elif isinstance(value, dict) and name in value:
+            value = value[name]
+        else:
+            return False, None
+    return True, value

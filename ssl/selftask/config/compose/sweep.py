@@ -1,0 +1,78 @@
+"""Comma lists on the command line: ``train.seed=1,2 optimizer.lr=0.1,0.2`` are four runs."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass
+
+from selftask.config.compose.overrides import parse_value, split_override
+from selftask.config.compose.short_forms import is_path
+from selftask.errors import ConfigError, UserError
+from selftask.files.paths import exists, expand_user
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep: its overrides, and a name for its folder (empty without a sweep)."""
+
+    overrides: list[str]
+    name: str
+
+
+def expand_sweep(overrides: list[str]) -> list[Point]:
+    """The product of all comma lists, in the order of writing; one point without any.
+
+    What does not parse is passed on: the config's reader tells what is wrong with it.
+    Raises ConfigError for a list that cannot be swept over.
+    """
+    choices = [_choices(text) for text in overrides]
+    keys = [key for key, values in choices if len(values) > 1]
+    if "out" in keys:
+        raise ConfigError(["command line: out= takes one folder; each run of a sweep gets its own"])
+    shared = [key for key in keys if key.startswith("launch.")]
+    if shared:
+        raise ConfigError([f"command line: {shared[0]}: all runs of a sweep share one value"])
+    if len(keys) != len(set(keys)):
+        raise ConfigError([f"command line: {keys[0]} is swept over twice"])
+    short = {key: key.rpartition(".")[2] for key in keys}
+    if len(set(short.values())) < len(short):
+        short = {key: key for key in keys}
+    points = []
+    for values in itertools.product(*(values for _, values in choices)):
+        chosen = [
+            f"{short[key]}_{_plain(value)}"
+            for (key, all_values), value in zip(choices, values, strict=True)
+            if len(all_values) > 1
+        ]
+        points.append(Point(list(values), "_".join(chosen)))
+    names = [point.name for point in points]
+    if len(set(names)) < len(names):  # values that differ in signs no folder may have
+        points = [Point(p.overrides, f"{i}_{p.name}") for i, p in enumerate(points)]
+    return points
+
+
+def _choices(text: str) -> tuple[str, list[str]]:
+    """The key of an override and the overrides it stands for."""
+    key, value = split_override(text)
+    name = ".".join(key)
+    if value is None or text.startswith("~"):
+        return name, [text]
+    if is_path(key) and exists(expand_user(value)):  # with a comma in its name
+        return name, [text]
+    try:
+        parsed = parse_value(value, key)
+    except UserError:
+        return name, [text]
+    if parsed is None:
+        return name, [f"{name}={one}" for one in value.split(",")]
+    if not parsed.is_sweep_override() or not parsed.is_choice_sweep():
+        return name, [text]
+    if name.startswith("launch.slurm."):  # a list as sbatch knows it: partition=a,b
+        return name, [f"{name}='{value}'"]
+    return name, [f"{name}={one}" for one in parsed.sweep_string_iterator()]
+
+
+def _plain(override: str) -> str:
+    """The value of an override as a part of a file name."""
+    return re.sub(r"[^\w.+-]+", "-", override.partition("=")[2]).strip("-")

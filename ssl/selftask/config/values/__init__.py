@@ -1,0 +1,1 @@
+"""Amounts of time and memory, conversion to annotated types, automatic values."""

@@ -1,0 +1,51 @@
+"""Lengths of training as people say them: ``10 epochs``, ``500 steps``, ``5%``, or plain steps."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from selftask.config.run_length import RunLength
+
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(epochs?|steps?|%)?\s*")
+
+
+@dataclass(frozen=True)
+class Duration:
+    """``value`` epochs, steps or per cent of the whole training."""
+
+    value: float
+    unit: Literal["epoch", "step", "%"]
+
+    def steps(self, steps_per_epoch: int, total_steps: int) -> int:
+        """This length in optimizer steps, rounded to the nearest."""
+        whole = {"epoch": steps_per_epoch, "step": 1, "%": total_steps / 100}[self.unit]
+        return round(self.value * whole)
+
+
+def parse_duration(text: str | int) -> Duration:
+    """Read ``10 epochs``, ``0.5 epoch``, ``500 steps``, ``5%`` or a number of steps.
+
+    Raises ValueError, with the accepted forms, for anything else.
+    """
+    match = None if isinstance(text, bool) else _PATTERN.fullmatch(str(text))
+    if match is None:
+        raise ValueError(
+            "not a duration: write '10 epochs', '500 steps', '5%' or a number of steps"
+        )
+    value, word = float(match[1]), match[2] or "step"
+    if word == "%":
+        if value > 100:
+            raise ValueError(f"{value:g}% is more than the whole training")
+        return Duration(value, "%")
+    unit: Literal["epoch", "step"] = "epoch" if word.startswith("epoch") else "step"
+    if unit == "step" and value != int(value):
+        raise ValueError(f"steps are whole: {value:g} is not")
+    return Duration(value, unit)
+
+
+def updates_in(text: str | int, length: RunLength) -> int:
+    """What a key such as ``warmup: 10 epochs`` comes to in a run of this length, in updates."""
+    return parse_duration(text).steps(length.updates_per_epoch, length.total_updates)

@@ -1,0 +1,1 @@
+"""Decoded images kept in memory, on disk or on the device."""

@@ -1,0 +1,171 @@
+"""The pictures of another source, decoded once and kept: bytes in one file that processes share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import zlib
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from selftask.data.reading.files import BadImage
+from selftask.data.source import Source, Wrapped
+from selftask.errors import UserError
+
+_VERSION = "2"  # of the files; others are not read
+_LOOKED_AT = 8  # pictures that are compared when a kept file is found
+
+
+class DamagedStore(Exception):
+    """The file, or the table beside it, does not hold what was written."""
+
+
+class Decoded(Wrapped):
+    """A source read from a ``Store``; images that were unreadable then stay unreadable.
+
+    Raises UserError if the file was damaged since. It is then made anew by the next start.
+    """
+
+    def __init__(self, source: Source, store: Store) -> None:
+        super().__init__(source)
+        self.store = store
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        try:
+            picture = self.store.picture(index)
+        except DamagedStore as error:
+            self.store.remove()
+            raise UserError(
+                f"data.cache: {error}; it is removed: the same command makes it anew and goes on"
+            ) from error
+        if picture is None:
+            raise BadImage(self.path(index), self.store.reasons[index])
+        return picture, int(self.store.labels[index])
+
+
+class Store:
+    """Pictures of any sizes one after the other in a file, which is written and then mapped."""
+
+    def __init__(self, num_images: int, channels: int) -> None:
+        self.channels = channels  # of each
+        self.offsets = np.zeros(num_images, dtype=np.int64)
+        self.sizes = np.zeros((num_images, 2), dtype=np.int64)  # height and width
+        self.labels = np.full(num_images, -1, dtype=np.int64)
+        self.checksums = np.zeros(num_images, dtype=np.uint32)  # crc32 of the bytes
+        self.reasons: dict[int, str] = {}  # why a picture could not be read
+        self.length = 0  # bytes
+        self._blob = np.zeros(0, dtype=np.uint8)
+        self._checked: np.ndarray | None = None  # by this process; None: nothing to check
+        self._files: tuple[Path, Path] | None = None  # pixels and table, unless only in memory
+
+    def put(self, file: IO[bytes], index: int, picture: np.ndarray, label: int) -> None:
+        """Append one picture; raises OSError."""
+        pixels = np.ascontiguousarray(picture).data
+        file.write(pixels)
+        self.checksums[index] = zlib.crc32(pixels)
+        self.offsets[index] = self.length
+        self.sizes[index] = picture.shape[:2]
+        self.labels[index] = label
+        self.length += picture.nbytes
+
+    def map(self, file: IO[bytes]) -> None:
+        """Read from the file from now on; changes to what is read stay this process's own."""
+        file.flush()
+        if self.length:
+            self._blob = np.memmap(file, dtype=np.uint8, mode="c", shape=(self.length,))
+
+    def picture(self, index: int) -> np.ndarray | None:
+        """uint8 (H, W, C), or None for one that could not be read.
+
+        Raises DamagedStore for one whose bytes have changed, when a process first asks for it.
+        """
+        if index in self.reasons:
+            return None
+        (height, width), first = self.sizes[index].tolist(), int(self.offsets[index])
+        shape = height, width, self.channels
+        pixels = self._blob[first : first + math.prod(shape)]
+        if self._checked is not None and not self._checked[index]:
+            if zlib.crc32(pixels.data) != self.checksums[index]:
+                assert self._files is not None
+                raise DamagedStore(f"{self._files[0]} has changed since it was written")
+            self._checked[index] = True
+        return np.asarray(pixels).reshape(shape)
+
+    def save_table(self, path: Path) -> None:
+        """What is needed beside the file; appears whole or not at all."""
+        new = path.with_suffix(f".{os.getpid()}.npz")
+        reasons = json.dumps({str(index): why for index, why in self.reasons.items()})
+        with open(new, "wb") as file:
+            np.savez(
+                file,
+                offsets=self.offsets,
+                sizes=self.sizes,
+                labels=self.labels,
+                checksums=self.checksums,
+                length=np.array(self.length),
+                reasons=np.array(reasons),
+            )
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+
+    def remove(self) -> None:
+        """Remove the table, without which nobody uses the file any more."""
+        if self._files is not None:
+            self._files[1].unlink(missing_ok=True)
+
+    @staticmethod
+    def open(pixels: Path, table: Path, channels: int) -> Store:
+        """What ``save_table`` and the file beside it hold; raises DamagedStore."""
+        try:
+            with np.load(table) as saved:
+                store = Store(len(saved["labels"]), channels)
+                store.offsets, store.sizes = saved["offsets"], saved["sizes"]
+                store.labels, store.length = saved["labels"], int(saved["length"])
+                store.checksums = saved["checksums"]
+                reasons: dict[str, str] = json.loads(str(saved["reasons"]))
+        except Exception as error:  # a damaged zip raises anything at all
+            raise DamagedStore(f"{table} cannot be read: {error}") from error
+        there = pixels.stat().st_size
+        if there != store.length:
+            raise DamagedStore(f"{pixels} has {there} bytes, and {store.length} were written")
+        store.reasons = {int(index): why for index, why in reasons.items()}
+        with open(pixels, "rb") as file:
+            store.map(file)
+        store._checked = np.zeros(len(store.labels), dtype=bool)
+        store._files = pixels, table
+        return store
+
+
+def fingerprint(source: Source, shrink: int | None) -> str:
+    """A name for the decoded pictures of a source: another one for other files or other pixels.
+
+    Made of all names, of the size and time of those that are files, and of a few pictures, which
+    tell what is no file apart.
+    """
+    number = len(source)
+    what: list[Any] = [_VERSION, type(source).__name__, source.describe(), number]
+    digest = hashlib.sha256(repr([*what, shrink, source.max_pixels]).encode())
+    for index in range(number):
+        path = source.path(index)
+        digest.update(f"{path}\0{_stamp(path)}\0".encode("utf-8", "surrogateescape"))
+    for index in np.unique(np.linspace(0, number - 1, _LOOKED_AT).astype(int)).tolist():
+        try:
+            image, label = source[index]
+        except BadImage as error:
+            digest.update(error.reason.encode())
+        else:
+            digest.update(f"{image.shape} {label} {zlib.crc32(image.tobytes())}".encode())
+    return digest.hexdigest()[:24]
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):  # a name within something else
+        return None
+    return status.st_size, status.st_mtime_ns

@@ -1,0 +1,128 @@
+"""``data.cache=ram`` and ``disk``: workers decode every picture once, before the first step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from typing import IO, TYPE_CHECKING
+
+import torch
+
+from selftask.data.cache.decoded import DamagedStore, Decoded, Store, fingerprint
+from selftask.data.cache.on_device import Pictures, free_bytes
+from selftask.data.loading.dataset import BadFiles
+from selftask.data.loading.loader import EvalBatches
+from selftask.data.reading.cache_dir import cache_folder, locked
+from selftask.data.source import channels_of
+from selftask.errors import UserError
+from selftask.logs import get_logger
+
+if TYPE_CHECKING:
+    from selftask.config.schema import DataConfig
+    from selftask.data.source import Source
+
+log = get_logger(__name__)
+
+_SHARE = 0.9  # of the free space that pictures may take
+_READ_AT_ONCE = 64  # pictures of a batch while reading
+
+
+def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decoded:
+    """The same source from decoded pictures, as ``data.cache`` says where they are to be kept.
+
+    In memory each process of a run keeps its own for its workers; on disk all of a machine share
+    one file, below ``$SELFTASK_CACHE``, which the next run finds. Raises UserError for too many
+    bad files and for too little space.
+    """
+    fill = _Filling(source, data, bad_files)
+    if data.cache == "ram":
+        with _memory_file() as file:
+            return Decoded(source, fill.into(file, lambda: free_bytes(torch.device("cpu"))))
+    folder = cache_folder() / "decoded"
+    pixels = folder / f"{fingerprint(source, data.shrink)}.pixels"
+    table = pixels.with_suffix(".npz")
+    with locked(pixels.with_suffix(".lock")):
+        if table.exists() and pixels.exists():
+            log.info("data.cache=disk: decoded pictures of an earlier run, %s", pixels)
+            try:
+                return Decoded(source, Store.open(pixels, table, channels_of(source)))
+            except DamagedStore as error:
+                log.warning("data.cache=disk: %s; it is made anew", error)
+        new = pixels.with_suffix(".new")
+        try:
+            with open(new, "w+b") as file:
+                store = fill.into(file, lambda: shutil.disk_usage(folder).free)
+                os.fsync(file.fileno())
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        os.replace(new, pixels)
+        store.save_table(table)
+        return Decoded(source, Store.open(pixels, table, channels_of(source)))
+
+
+def _memory_file() -> IO[bytes]:
+    """A file in memory. Unlike one in /dev/shm (64 MB in docker), nothing but memory limits it."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("selftask-decoded"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+class _Filling:
+    """Reading all images of a source into a file."""
+
+    def __init__(self, source: Source, data: DataConfig, bad_files: BadFiles) -> None:
+        self.source = source
+        self.data = data
+        self.bad_files = bad_files
+
+    def into(self, file: IO[bytes], free: Callable[[], int]) -> Store:
+        """Write to an empty file, of a disk with ``free()`` bytes left, and map it."""
+        started = time.perf_counter()
+        store = Store(len(self.source), channels_of(self.source))
+        pictures = EvalBatches(
+            Pictures(self.source, self.data.shrink),
+            batch_size=_READ_AT_ONCE,
+            num_workers=self.data.num_workers,
+            bad_files=self.bad_files,
+        )
+        missing = set(range(len(self.source)))
+        try:
+            for sample in pictures:
+                self._put(file, store, sample)
+                missing -= set(sample["index"].tolist())
+                if store.length and len(self.source) - len(missing) <= _READ_AT_ONCE:
+                    self._check_space(store, free())
+        except OSError as error:
+            raise UserError(f"data.cache={self.data.cache}: {error}") from error
+        for index in missing:
+            path = self.source.path(index)
+            store.reasons[index] = self.bad_files.reasons.get(path, "could not be read when cached")
+        store.map(file)
+        took = time.perf_counter() - started
+        kept, size = len(self.source) - len(missing), store.length / 2**20
+        log.info(
+            "data.cache=%s: %d images, %.0f MiB, read in %.0f s", self.data.cache, kept, size, took
+        )
+        return store
+
+    def _put(self, file: IO[bytes], store: Store, sample: dict[str, torch.Tensor]) -> None:
+        sizes = sample["sizes"].tolist()
+        labels = sample["target"].tolist()
+        for place, index in enumerate(sample["index"].tolist()):
+            height, width = sizes[place]
+            picture = sample["input"][place, :height, :width].numpy()
+            store.put(file, index, picture, labels[place])
+
+    def _check_space(self, store: Store, free: int) -> None:
+        """Judge by the first pictures whether all will fit."""
+        expected = store.length / max(1, int((store.sizes[:, 0] > 0).sum())) * len(self.source)
+        if expected > _SHARE * (free + store.length):
+            raise UserError(
+                f"data.cache={self.data.cache}: {len(self.source)} decoded images would take about "
+                f"{expected / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; a smaller "
+                "data.shrink makes them smaller"
+            )

@@ -1,0 +1,249 @@
+"""A small data set whole on the device: read once at the start, and no worker afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selftask.data.device.batches import DeviceDataset, shrunk, to_canvas
+from selftask.data.device.engine import Engine
+from selftask.data.device.packing import Packed
+from selftask.data.loading.collate import Batch, Listed, Places
+from selftask.data.loading.dataset import MAX_REPLACEMENTS, BadFiles, EvalDataset, replacement
+from selftask.data.loading.loader import Batches, EvalBatches
+from selftask.data.loading.sample import Sample
+from selftask.data.loading.workers import PREFETCH
+from selftask.data.sampling.sampler import epoch_of
+from selftask.data.source import Source, channels_of
+from selftask.data.views import Pipeline
+from selftask.distributed.out_of_memory import available_bytes
+from selftask.errors import UserError
+from selftask.logs import get_logger
+
+log = get_logger(__name__)
+
+_SHARE = 0.8  # of the free memory that pictures may take
+_READ_AT_ONCE = 256  # pictures of a batch while reading
+_Keys = list[tuple[int, int]]  # of a batch: epoch or occasion, and index
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a batch that the host decides."""
+
+    shown: Tensor  # (B,) int64, of the pictures
+    sizes: Tensor | None  # (B, 2) float32; None: all fill the canvas
+    packed: Packed
+    key: Tensor  # (B, 2) int64, what the draws are those of
+    epoch: int
+
+    def pin_memory(self) -> Plan:
+        """The same in page-locked memory."""
+        sizes = None if self.sizes is None else self.sizes.pin_memory()
+        packed = self.packed.pin_memory()
+        return replace(self, shown=self.shown.pin_memory(), sizes=sizes, packed=packed)
+
+
+class CachedBatches(Batches):
+    """``Batches`` from pictures on the device: the same samples, but no file is read again.
+
+    They are read when training starts, by worker processes, under the policy for bad files; one
+    that cannot be read is replaced as ever. Each rank keeps all of them.
+    """
+
+    dataset: DeviceDataset
+    _cache: Cache | None = None
+
+    def _open_reader(self) -> Any:
+        if self._cache is None:
+            self._cache = Cache.read(self.dataset, self.num_workers, self.device, self.bad_files)
+        planner = Planner(self._cache, self.dataset.engine, self.dataset.seed)
+        return PlannedAhead(planner, iter(self.sampler), pin=self.device.type == "cuda")
+
+    def _make(self) -> dict[str, Any]:
+        assert self._cache is not None and self._reader is not None
+        plan: Any = next(self._reader)
+        shown = plan.shown.to(self.device, non_blocking=True)
+        sizes = None if plan.sizes is None else plan.sizes.to(self.device, non_blocking=True)
+        pixels = self._cache.pixels.index_select(0, shown)
+        return {
+            "views": self.dataset.engine(pixels, sizes, plan.packed.to(self.device)),
+            "target": self._cache.targets.index_select(0, shown),
+            "index": shown,
+            "key": plan.key,
+            "epoch": plan.epoch,
+        }
+
+
+class Cache:
+    """All pictures of a source in one tensor on a device."""
+
+    def __init__(self, num_images: int, device: torch.device, channels: int) -> None:
+        self.device = device
+        self.pixels = torch.empty((num_images, 0, 0, channels), dtype=torch.uint8, device=device)
+        self.targets = torch.full((num_images,), -1, dtype=torch.int64, device=device)
+        self.sizes = np.zeros((num_images, 2), dtype=np.int64)  # 0: could not be read
+
+    @staticmethod
+    def read(
+        dataset: DeviceDataset, num_workers: int, device: torch.device, bad_files: BadFiles
+    ) -> Cache:
+        """Read all images; raises UserError for too many bad ones, and for too little memory."""
+        started = time.perf_counter()
+        cache = Cache(len(dataset), device, channels_of(dataset.source))
+        pictures = EvalBatches(
+            Pictures(dataset.source, dataset.shrink),
+            batch_size=_READ_AT_ONCE,
+            num_workers=num_workers,
+            bad_files=bad_files,
+        )
+        for sample in pictures:
+            cache.put(sample)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # other streams will read this
+        log.info(
+            "data.cache=device: %d images of up to %dx%d, %.0f MiB on %s, read in %.0f s",
+            (cache.sizes[:, 0] > 0).sum(),
+            *(cache.pixels.shape[2], cache.pixels.shape[1], cache.pixels.nbytes / 2**20, device),
+            time.perf_counter() - started,
+        )
+        return cache
+
+    def put(self, sample: dict[str, Any]) -> None:
+        """Keep the pictures of a batch: ``input`` is their canvas."""
+        canvas, index = sample["input"], sample["index"]
+        height, width = canvas.shape[1:3]
+        self._make_room(height, width)
+        where = index.to(self.device)
+        self.pixels[where, :height, :width] = canvas.to(self.device)
+        self.targets[where] = sample["target"].to(self.device)
+        self.sizes[index.numpy()] = sample["sizes"]
+
+    def _make_room(self, height: int, width: int) -> None:
+        """Widen the canvas if a picture is larger than all before."""
+        number, *old, channels = self.pixels.shape
+        new = max(height, old[0]), max(width, old[1])
+        if tuple(old) == new:
+            return
+        needed, free = number * new[0] * new[1] * channels, free_bytes(self.device)
+        if needed > _SHARE * free:
+            raise UserError(
+                f"data.cache=device: {number} images in {new[1]}x{new[0]} take "
+                f"{needed / 2**30:.1f} GiB, and {self.device} has {free / 2**30:.1f} GiB free, of "
+                f"which they may take {_SHARE:.0%}; use data.cache=none, or a smaller data.shrink"
+            )
+        pixels = torch.zeros((number, *new, channels), dtype=torch.uint8, device=self.device)
+        pixels[:, : old[0], : old[1]] = self.pixels
+        self.pixels = pixels
+
+
+class Pictures(EvalDataset):
+    """The images of a source as they are cached, for ``EvalBatches``; bad ones are left out."""
+
+    def __init__(self, source: Source, shrink: int | None) -> None:
+        super().__init__(source, Pipeline([]))
+        self.shrink = shrink
+
+    def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
+        sample = super().sample(key)
+        if self.shrink is None:
+            return sample
+        return replace(sample, views=[shrunk(picture, self.shrink) for picture in sample.views])
+
+    def collate(self, samples: Iterable[Sample], places: Places) -> PictureBatch:
+        """Pictures of any sizes in one canvas."""
+        listed = Listed()
+        pictures = [sample.views[0] for sample in samples if listed.add(sample)]
+        if not pictures:
+            return PictureBatch(views=[], **listed.fields())
+        canvas, sizes = to_canvas(pictures, places.new)
+        return PictureBatch(views=[canvas], **listed.fields(), sizes=sizes)
+
+
+@dataclass(frozen=True)
+class PictureBatch(Batch):
+    """Pictures in one canvas, and their sizes (B, 2) int64."""
+
+    sizes: np.ndarray | None = None
+
+    def to_sample(self, device: torch.device, to_float: Any) -> dict[str, Any]:
+        """As they are."""
+        known = {"target": self.target, "index": self.index, "sizes": self.sizes}
+        return {"views": self.views, **known}
+
+
+class Planner:
+    """From the keys of a batch to what the device has to know."""
+
+    def __init__(self, cache: Cache, engine: Engine, seed: int) -> None:
+        self._sizes = cache.sizes
+        self._engine = engine
+        self._seed = seed
+
+    def plan(self, keys: _Keys) -> Plan:
+        """Which pictures, and the draws for all their views; raises UserError."""
+        epochs, indices = np.array(keys, dtype=np.int64).T
+        shown = indices.copy()
+        for place in np.flatnonzero(self._sizes[indices, 0] == 0):
+            shown[place] = self._instead(*keys[place])
+        sizes = self._sizes[shown]
+        packed = self._engine.draw_batch(self._seed, epochs, indices, sizes)
+        canvas_is_full = (sizes == self._sizes.max(0)).all()
+        return Plan(
+            shown=torch.from_numpy(shown),
+            sizes=None if canvas_is_full else torch.from_numpy(sizes.astype(np.float32)),
+            packed=packed,
+            key=torch.tensor(keys),
+            epoch=epoch_of(keys[0][0]),
+        )
+
+    def _instead(self, epoch: int, index: int) -> int:
+        """The image in place of one that could not be read, as ``ViewDataset`` chooses it."""
+        for attempt in range(MAX_REPLACEMENTS):
+            shown = replacement(self._seed, epoch, index, attempt, len(self._sizes))
+            if self._sizes[shown, 0]:
+                return shown
+        raise UserError("data: no readable image was found in place of an unreadable one")
+
+
+class PlannedAhead:
+    """The plans of batches, made by a thread a few batches ahead."""
+
+    def __init__(self, planner: Planner, batches: Iterator[_Keys], *, pin: bool) -> None:
+        self._planner = planner
+        self._batches = batches
+        self._pin = pin
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="draws")
+        self._plans: deque[Future[Plan]] = deque()
+
+    def __next__(self) -> Plan:
+        while len(self._plans) < PREFETCH:
+            self._plans.append(self._thread.submit(self._plan, next(self._batches)))
+        return self._plans.popleft().result()
+
+    def _plan(self, keys: _Keys) -> Plan:
+        plan = self._planner.plan(keys)
+        return plan.pin_memory() if self._pin else plan
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that a device has left; on the host, what can be had without swapping."""
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    available = available_bytes()
+    if available is None:
+        raise UserError("data.cache: this machine does not say how much memory is available")
+    return available

@@ -1,0 +1,113 @@
+"""Operations one after the other: those of a view, or of a list within a transform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from selftask.data.device.operation import Images, Operation
+from selftask.data.device.packing import Step, Steps, Tree
+from selftask.errors import UserError
+
+if TYPE_CHECKING:
+    from selftask.random.batched_views import Streams
+
+
+class Chain:
+    """Operations in their order; the pictures that it is given stay as they were."""
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self.operations = list(operations)
+
+    @property
+    def vectorised(self) -> bool:
+        """Whether ``draw`` draws for many pictures at once."""
+        return all(operation.vectorised for operation in self.operations)
+
+    def draw_for(self, rng: np.random.Generator, height: int, width: int) -> list[Any]:
+        """What the cpu engine draws for one picture of that size, for each operation."""
+        size, drawn = (height, width), []
+        for operation in self.operations:
+            drawn.append(operation.draw_for(rng, *size))
+            size = operation.size_after(*size, drawn[-1])
+        return drawn
+
+    def size_after(self, height: int, width: int, drawn: Sequence[Any]) -> tuple[int, int]:
+        """Height and width of what is made of a picture of that size."""
+        size = height, width
+        for operation, one in zip(self.operations, drawn, strict=True):
+            size = operation.size_after(*size, one)
+        return size
+
+    def pack(self, drawn: Sequence[Sequence[Any]], sizes: np.ndarray) -> tuple[Steps, np.ndarray]:
+        """The draws of a batch, and the sizes that its pictures have afterwards, (B, 2) int64.
+
+        Raises UserError where pictures would have to be of one size and are not.
+        """
+        return self.lay_out(
+            lambda at, operation, now: operation.pack([one[at] for one in drawn], now), sizes
+        )
+
+    def draw(self, streams: Streams, sizes: np.ndarray) -> tuple[Steps, np.ndarray]:
+        """``draw_for`` and ``pack`` for all pictures at once, if this is ``vectorised``."""
+        return self.lay_out(lambda _, operation, now: operation.draw(streams, now), sizes)
+
+    def lay_out(
+        self, pack: Callable[[int, Operation, np.ndarray], Tree], sizes: np.ndarray
+    ) -> tuple[Steps, np.ndarray]:
+        """``pack(number, operation, sizes)`` of all operations."""
+        before, steps = canvas_of(sizes), []
+        for at, operation in enumerate(self.operations):
+            ragged = differ(sizes)
+            if ragged and not operation.ragged:
+                raise UserError(
+                    f"{type(operation.transform).__name__} comes before any crop, where images "
+                    f"have different sizes ({listed(sizes)}); put a crop first, or set "
+                    "data.engine=cpu"
+                )
+            packed = pack(at, operation, sizes)
+            sizes = operation.sizes_after(sizes, packed)
+            steps.append(Step(packed, canvas_of(sizes), ragged))
+        return Steps(before, tuple(steps)), sizes
+
+    def apply(self, images: Images, steps: Steps) -> Images:
+        """The changed pictures; ``steps`` are those of ``pack`` on the device."""
+        images = _narrowed(images, *steps.canvas)
+        given = images.values
+        for operation, step in zip(self.operations, steps.steps, strict=True):
+            if operation.in_place and images.values is given:
+                images = replace(images, values=given.clone())
+            if not step.ragged:
+                images = replace(images, sizes=None)
+            images = operation.apply(images, step.packed, step.canvas)
+        return images
+
+
+def canvas_of(sizes: np.ndarray) -> tuple[int, int]:
+    """Height and width that hold pictures of these sizes, (B, 2)."""
+    height, width = sizes.max(0).tolist()
+    return height, width
+
+
+def differ(sizes: np.ndarray) -> bool:
+    """Whether pictures (B, 2) have different sizes."""
+    return bool((sizes != sizes[0]).any())
+
+
+def listed(sizes: np.ndarray) -> str:
+    """Some of the sizes, for a message."""
+    return ", ".join(sorted({f"{width}x{height}" for height, width in sizes.tolist()})[:3])
+
+
+def _narrowed(images: Images, height: int, width: int) -> Images:
+    """In a canvas of that size, no larger than the one they are in."""
+    values, sizes = images.values, images.sizes
+    if values.shape[2:] == (height, width):
+        return images
+    if sizes is not None:  # of pictures that are not meant, too
+        sizes = torch.stack([sizes[:, 0].clamp(max=height), sizes[:, 1].clamp(max=width)], 1)
+    return images.with_values(values[:, :, :height, :width], sizes)

@@ -1,0 +1,87 @@
+"""Batched Gaussian blur, each picture by its own sigma."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selftask.data.device.operation import (
+    Arrays,
+    Images,
+    Operation,
+    Tensors,
+    on_chosen,
+    to_levels,
+)
+from selftask.data.device.resampling import resample
+from selftask.data.transforms.color import GaussianBlur
+from selftask.registry import register_batched_form
+
+if TYPE_CHECKING:
+    from selftask.random.batched_views import Streams
+
+_LEAST = 1e-2  # pixels: below, a Gaussian is no more than its middle
+
+
+@register_batched_form("gaussian_blur")
+class BatchedGaussianBlur(Operation):
+    """Two matrices a picture, as for resizing."""
+
+    transform: GaussianBlur
+
+    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
+        sigma = np.array([one or 0.0 for one in drawn], dtype=np.float32)
+        return {"sigma": sigma}
+
+    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
+        chance, draw = streams.random(2).T
+        low, high = self.transform.sigma
+        sigma = np.where(chance < self.transform.p, low + (high - low) * draw, 0.0)
+        return {"sigma": sigma.astype(np.float32)}
+
+    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
+        blur = partial(_blur, radius=round(6 * self.transform.sigma[1] + 1) // 2)
+        return on_chosen(images, packed["sigma"], blur, packed["sigma"])
+
+
+def _blur(values: Tensor, sigma: Tensor, radius: int) -> Tensor:
+    height, width = values.shape[2:]
+    across = blur_matrix(sigma, width, radius)
+    down = across if height == width else blur_matrix(sigma, height, radius)
+    return to_levels(resample(values, down, across))
+
+
+def blur_matrix(sigma: Tensor, size: int, radius: int) -> Tensor:
+    """(B, size, size): Gaussian weights cut off as OpenCV cuts 8-bit ones, mirrored at the ends.
+
+    The pixel at an end is not repeated. No sigma reaches farther than ``radius``. Pictures smaller
+    than that would be mirrored more than once; their weights make up for what is missing.
+    """
+    sigma = sigma.clamp(min=_LEAST)[:, None]
+    steps = torch.arange(radius + 1, device=sigma.device, dtype=torch.float32)
+    weights = torch.exp(steps.square() * (-0.5 / sigma.square())) * (steps <= _radius(sigma))
+    weights = weights / (2 * weights.sum(1, keepdim=True) - weights[:, :1])  # (B, radius + 1)
+    matrix = (weights @ _reach(size, radius, sigma.device)).view(-1, size, size)
+    return matrix if size > radius else matrix / matrix.sum(2, keepdim=True)
+
+
+def _radius(sigma: Tensor) -> Tensor:
+    """Pixels to either side that OpenCV's kernel for 8-bit pictures takes."""
+    return torch.floor(torch.round(6 * sigma + 1) / 2)
+
+
+def _reach(size: int, radius: int, device: torch.device) -> Tensor:
+    """(radius + 1, size * size): how often a pixel is so many steps from another, with mirrors."""
+    at = torch.arange(size, device=device)
+    to, last = at[:, None], size - 1
+    none = 2 * size + radius  # steps that nobody goes
+    steps = torch.arange(radius + 1, device=device)[:, None, None]
+    reach = ((at - to).abs() == steps).float()
+    reach += torch.where(at > 0, at + to, none) == steps
+    reach += torch.where(at < last, 2 * last - at - to, none) == steps
+    return reach.flatten(1)

@@ -1,0 +1,112 @@
+"""Batched gray, solarize, posterize, invert and contrast with noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selftask.data.device.operation import (
+    Arrays,
+    ByChance,
+    Images,
+    Operation,
+    Tensors,
+    per_image,
+    to_levels,
+)
+from selftask.data.transforms.color import LUMA, ContrastNoise
+from selftask.registry import register_batched_form
+
+if TYPE_CHECKING:
+    from selftask.random.batched_views import Streams
+
+
+@register_batched_form("grayscale")
+class BatchedGrayscale(ByChance):
+    """Luma in all three channels."""
+
+    def change(self, values: Tensor) -> Tensor:
+        return luma(values).round_().expand_as(values)
+
+
+@register_batched_form("solarize")
+class BatchedSolarize(ByChance):
+    """255 - x from the threshold on."""
+
+    def change(self, values: Tensor) -> Tensor:
+        return solarize(values, self.transform.threshold)
+
+
+@register_batched_form("posterize")
+class BatchedPosterize(ByChance):
+    """The highest bits of each value."""
+
+    def change(self, values: Tensor) -> Tensor:
+        return posterize(values, 2.0 ** (8 - self.transform.bits))
+
+
+@register_batched_form("invert")
+class BatchedInvert(ByChance):
+    """255 - x."""
+
+    def change(self, values: Tensor) -> Tensor:
+        return values.neg_().add_(255)
+
+
+@register_batched_form("contrast_noise")
+class BatchedContrastNoise(Operation):
+    """x * factor + offset + noise, with the noise that was drawn.
+
+    Noise is no function of a few numbers, so it travels with the batch, and many pictures' worth
+    cannot be drawn at once.
+    """
+
+    transform: ContrastNoise
+
+    def __init__(self, transform: ContrastNoise) -> None:
+        super().__init__(transform)
+        self.vectorised = not transform.noise
+
+    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
+        factors, offsets, noises = zip(*drawn, strict=True)
+        packed = {"factor": np.array(factors, np.float32), "offset": np.array(offsets, np.float32)}
+        if self.transform.noise:
+            packed["noise"] = np.stack(noises)[..., 0]
+        return packed
+
+    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
+        (low, high), (least, most) = self.transform.contrast, self.transform.offset
+        factor, offset = streams.random(2).T
+        return {
+            "factor": (low + (high - low) * factor).astype(np.float32),
+            "offset": (255 * (least + (most - least) * offset)).astype(np.float32),
+        }
+
+    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
+        values = images.values.mul_(per_image(packed["factor"]))
+        added = per_image(packed["offset"])
+        if self.transform.noise:
+            added = packed["noise"][:, None] + added
+        return images.with_values(to_levels(values.add_(added)))
+
+
+def solarize(values: Tensor, threshold: float | Tensor) -> Tensor:
+    """255 - x from the threshold on; of all pictures, or (B, 1, 1, 1) of each."""
+    return torch.where(values >= threshold, 255 - values, values)
+
+
+def posterize(values: Tensor, step: float | Tensor) -> Tensor:
+    """Down to a multiple of the step, a power of two; likewise, in place."""
+    return values.div_(step).floor_().mul_(step)
+
+
+def luma(values: Tensor) -> Tensor:
+    """(B, 1, H, W) of (B, C, H, W), not rounded; if there are not three channels, their mean."""
+    if values.shape[1] != len(LUMA):
+        return values.mean(1, keepdim=True)
+    red, green, blue = values.unbind(1)
+    return red.mul(LUMA[0]).add_(green, alpha=LUMA[1]).add_(blue, alpha=LUMA[2])[:, None]

@@ -1,0 +1,157 @@
+"""Batched colour jitter: each picture's own factors, in its own order, clipped in between.
+
+Brightness, contrast and saturation are one formula, x * gain + luma(x) * a + mean(luma) * b. So a
+picture's jitter is up to three such steps before the hue is turned, the turn, and up to three
+after it; a step that a picture does not have leaves it exactly as it is. The dear one, the turn,
+is done once for all pictures, at whatever place in the order it comes for each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selftask.data.device.operation import (
+    Arrays,
+    Images,
+    Operation,
+    Tensors,
+    on_chosen,
+    per_image,
+    to_levels,
+)
+from selftask.data.device.transforms.color import luma
+from selftask.data.transforms.color import ColorJitter, Jitter
+from selftask.registry import register_batched_form
+
+if TYPE_CHECKING:
+    from selftask.random.batched_views import Streams
+
+HUE = 3  # number of the operation; 0 brightness, 1 contrast, 2 saturation
+STEPS = 3  # at most, before the turn and after it
+_ORDERS = np.array(list(itertools.permutations(range(4))))  # as the transform numbers them
+
+
+@register_batched_form("color_jitter")
+class BatchedColorJitter(Operation):
+    """Colour jitter in each picture's own order."""
+
+    transform: ColorJitter
+
+    def pack(self, drawn: Sequence[Jitter | None], sizes: np.ndarray) -> Arrays:
+        none = Jitter((1.0, 1.0, 1.0), 0.0, tuple(range(4)))
+        given = [one or none for one in drawn]
+        return self._pack(
+            np.array([one is not None for one in drawn]),
+            np.array([one.factors for one in given]),
+            np.array([one.turn for one in given]),
+            np.array([one.order for one in given]),
+        )
+
+    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
+        jitter = self.transform
+        draws = streams.random(6)
+        strengths = np.array((jitter.brightness, jitter.contrast, jitter.saturation))
+        low = np.maximum(0.0, 1.0 - strengths)
+        return self._pack(
+            draws[:, 0] < jitter.p,
+            low + (1.0 + strengths - low) * draws[:, 1:4],
+            jitter.hue * (2 * draws[:, 4] - 1),
+            _ORDERS[(draws[:, 5] * len(_ORDERS)).astype(np.int64)],
+        )
+
+    def _pack(
+        self, chosen: np.ndarray, factors: np.ndarray, turn: np.ndarray, order: np.ndarray
+    ) -> Arrays:
+        """From (B,), (B, 3), (B,) and (B, 4) to the coefficients of each step, (B, 6)."""
+        jitter = self.transform
+        active = np.array((jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)) != 0
+        place = np.zeros(len(order), dtype=np.int64)
+        gain, of_luma, of_mean = np.ones((len(order), 2 * STEPS)), *np.zeros((2, len(order), 6))
+        before = np.full(len(order), STEPS)  # steps before the turn
+        for operation in order.T:
+            is_hue = active[HUE] & (operation == HUE)
+            before[is_hue], place[is_hue] = place[is_hue], STEPS
+            (does,) = np.nonzero(active[operation] & (operation != HUE))
+            at, what = place[does], operation[does]
+            factor = factors[does, what]
+            gain[does, at] = factor
+            of_luma[does, at] = np.where(what == 2, 1 - factor, 0.0)
+            of_mean[does, at] = np.where(what == 1, 1 - factor, 0.0)
+            place[does] += 1
+        arrays = {"gain": gain, "luma": of_luma, "mean": of_mean, "before": before}
+        arrays |= {"turn": np.trunc(turn * 255) / 256, "chosen": chosen}  # as adjust_hue has it
+        return {name: array.astype(np.float32) for name, array in arrays.items()}
+
+    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
+        steps = torch.stack([packed["gain"], packed["luma"], packed["mean"]], 2)  # (B, 6, 3)
+        if images.dense:
+            return on_chosen(images, packed["chosen"], self._dense, steps, packed["turn"])
+        order = torch.where(packed["chosen"] != 0, packed["before"], -1.0).sort()
+        skipped = int((order.values < 0).sum())
+        rows, before = order.indices[skipped:], order.values[skipped:].contiguous()
+        if len(rows):
+            values, steps = images.values[rows], steps[rows]
+            ends = torch.searchsorted(before, torch.arange(STEPS + 1.0)).tolist()
+            for step in range(STEPS):  # sorted, so that those with one step more come last
+                adjust(values[ends[step + 1] :], steps[ends[step + 1] :, step])
+            if self.transform.hue:
+                values = turn_hue(values, packed["turn"][rows])
+            for step in range(STEPS):
+                last = ends[STEPS - step]
+                adjust(values[:last], steps[:last, STEPS + step])
+            images.values[rows] = values
+        return images
+
+    def _dense(self, values: Tensor, steps: Tensor, turn: Tensor) -> Tensor:
+        for step in range(STEPS):
+            values = adjust(values, steps[:, step])
+        if self.transform.hue:
+            values = turn_hue(values, turn)
+            for step in range(STEPS, 2 * STEPS):
+                values = adjust(values, steps[:, step])
+        return values
+
+
+def adjust(values: Tensor, step: Tensor) -> Tensor:
+    """One step, in place; ``step`` is (B, 3): the weights of x, of its luma and of their mean."""
+    if not len(values):
+        return values
+    gain, of_luma, of_mean = (per_image(one) for one in step.unbind(1))
+    gray = luma(values)
+    mean = gray.mean((2, 3), keepdim=True).add_(0.5).floor_()  # rounded as Pillow does
+    return to_levels(values.mul_(gain).add_(gray.mul_(of_luma).add_(mean * of_mean)))
+
+
+def turn_hue(values: Tensor, turn: Tensor) -> Tensor:
+    """(B, 3, H, W) with the hue turned by fractions (B,) of the colour circle.
+
+    With h in 0..6 on the circle, a channel is min + range * w(h): w is 1 for a third of the
+    circle around the channel's own colour, and falls to 0 within a sixth on both sides.
+    """
+    red, green, blue = values.unbind(1)
+    high, low = values.amax(1), values.amin(1)
+    span = high - low
+    scale = span.clamp(min=0.5).reciprocal_()  # levels are whole: a span below 1 is none
+    hue = torch.where(
+        high == red,
+        green - blue,
+        torch.where(
+            high == green,
+            torch.add(blue - red, span, alpha=2),
+            torch.add(red - green, span, alpha=4),
+        ),
+    )
+    hue.mul_(scale).add_((6 * turn)[:, None, None])
+    hue.sub_(hue.mul(1 / 6).floor_(), alpha=6)
+    red_weight = (hue - 3).abs_().sub_(1)
+    green_weight = (hue - 2).abs_().neg_().add_(2)
+    blue_weight = hue.sub_(4).abs_().neg_().add_(2)
+    weights = (red_weight, green_weight, blue_weight)
+    turned = [torch.addcmul(low, weight.clamp_(0, 1), span) for weight in weights]
+    return torch.stack(turned, 1).round_()

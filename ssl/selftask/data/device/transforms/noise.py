@@ -1,0 +1,180 @@
+"""Batched noise and holes.
+
+Noise is no function of a few numbers: it is drawn for one picture at a time and travels with the
+batch, as bytes or short numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selftask.data.device.operation import Arrays, Images, Operation, Tensors, to_levels
+from selftask.data.transforms.noise import (
+    TRIES,
+    Cutout,
+    GaussianNoise,
+    Hole,
+    RandomErasing,
+    SaltAndPepper,
+)
+from selftask.registry import register_batched_form
+
+if TYPE_CHECKING:
+    from selftask.random.batched_views import Streams
+
+WHITE, BLACK = 1, 2
+
+
+class BatchedHoles(Operation):
+    """Rectangles filled with one colour, or with the noise that was drawn."""
+
+    in_place = False
+    transform: RandomErasing | Cutout
+
+    def __init__(self, transform: RandomErasing | Cutout) -> None:
+        super().__init__(transform)
+        self._noisy = transform.fill == "noise"
+        self.vectorised = not self._noisy
+
+    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
+        holes = [_holes(one) for one in drawn]
+        box = np.zeros((len(holes), max(1, *map(len, holes)), 4))
+        for place, some in zip(box, holes, strict=True):
+            for number, hole in enumerate(some):
+                place[number] = hole[:4]
+        packed = {"box": box}
+        if self._noisy:
+            packed["values"] = self._noise(holes, *sizes[0].tolist())
+        return packed
+
+    def _noise(self, holes: list[list[Hole]], height: int, width: int) -> np.ndarray:
+        """What the holes are filled with, in their places: uint8 (B, H, W, C)."""
+        noise = np.zeros((len(holes), height, width, self.transform.channels), dtype=np.uint8)
+        for place, some in zip(noise, holes, strict=True):
+            for hole in some:
+                place[hole.top : hole.bottom, hole.left : hole.right] = hole.values
+        return noise
+
+    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
+        values = images.values
+        inside = _inside(packed["box"], *values.shape[2:])
+        if self._noisy:
+            fill = packed["values"].permute(0, 3, 1, 2).to(values.dtype)
+        else:
+            fill = _colour(self.transform.fill, values)
+        return images.with_values(torch.where(inside, fill, values))
+
+
+@register_batched_form("random_erasing")
+class BatchedRandomErasing(BatchedHoles):
+    """One rectangle."""
+
+    transform: RandomErasing
+
+    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
+        """The tries of all pictures together; each goes on until its rectangle fits."""
+        erasing, (height, width) = self.transform, sizes.T
+        box = np.zeros((len(sizes), 1, 4))
+        low, high = math.log(erasing.ratio[0]), math.log(erasing.ratio[1])
+        (rows,) = np.nonzero(streams.random(1)[:, 0] < erasing.p)
+        for _ in range(TRIES):
+            if not len(rows):
+                break
+            of_area, of_ratio, of_left, of_top = streams.random(4, rows).T
+            height, width = sizes[rows].T
+            area = height * width * (erasing.scale[0] + np.ptp(erasing.scale) * of_area)
+            ratio = np.exp(low + (high - low) * of_ratio)
+            h, w = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
+            left, top = np.floor(of_left * (width - w + 1)), np.floor(of_top * (height - h + 1))
+            fits = (h < height) & (w < width)
+            box[rows[fits], 0] = np.stack([left, top, left + w, top + h], axis=1)[fits]
+            rows = rows[~fits]
+        return {"box": box}
+
+
+@register_batched_form("cutout")
+class BatchedCutout(BatchedHoles):
+    """Squares, as many for each picture."""
+
+    transform: Cutout
+
+    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
+        cutout = self.transform
+        box = np.zeros((len(sizes), cutout.num_holes, 4))
+        (rows,) = np.nonzero(streams.random(1)[:, 0] < cutout.p)
+        ends = sizes[rows, None, ::-1]  # width and height
+        places = streams.random(2 * cutout.num_holes, rows).reshape(len(rows), cutout.num_holes, 2)
+        first = np.floor(places * ends) - cutout.length // 2
+        last = np.minimum(first + cutout.length, ends)
+        box[rows] = np.concatenate([np.maximum(first, 0), last], axis=2)
+        return {"box": box}
+
+
+@register_batched_form("gaussian_noise")
+class BatchedGaussianNoise(Operation):
+    """The noise that was drawn is added."""
+
+    vectorised = False
+    transform: GaussianNoise
+
+    def pack(self, drawn: Sequence[np.ndarray | None], sizes: np.ndarray) -> Arrays:
+        channels = 1 if self.transform.gray else self.transform.channels
+        noise = np.zeros((len(drawn), *sizes[0], channels), dtype=np.int16)
+        for place, one in zip(noise, drawn, strict=True):
+            if one is not None:
+                place[:] = one[..., :channels]
+        return {"noise": noise}
+
+    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
+        noise = packed["noise"].permute(0, 3, 1, 2)
+        return images.with_values(to_levels(images.values.add_(noise)))
+
+
+@register_batched_form("salt_and_pepper")
+class BatchedSaltAndPepper(Operation):
+    """White and black where they were drawn; what was drawn for both is black."""
+
+    vectorised = False
+    transform: SaltAndPepper
+
+    def pack(self, drawn: Sequence[np.ndarray | None], sizes: np.ndarray) -> Arrays:
+        grains = np.zeros((len(drawn), *sizes[0]), dtype=np.uint8)
+        for place, one in zip(grains, drawn, strict=True):
+            if one is not None:
+                half = -(-len(one) // 2)
+                place.reshape(-1)[one[:half]] = WHITE
+                place.reshape(-1)[one[half:]] = BLACK
+        return {"grains": grains}
+
+    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
+        grains = packed["grains"][:, None]
+        values = images.values.masked_fill_(grains == WHITE, 255.0)
+        return images.with_values(values.masked_fill_(grains == BLACK, 0.0))
+
+
+def _holes(drawn: Hole | list[Hole] | None) -> list[Hole]:
+    if drawn is None:
+        return []
+    return [drawn] if isinstance(drawn, Hole) else drawn
+
+
+def _inside(box: Tensor, height: int, width: int) -> Tensor:
+    """(B, 1, H, W): whether a pixel is in one of the boxes (B, K, 4)."""
+    left, top, right, bottom = box[..., None].unbind(2)  # (B, K, 1)
+    x = torch.arange(width, device=box.device)
+    y = torch.arange(height, device=box.device)
+    across, down = (x >= left) & (x < right), (y >= top) & (y < bottom)
+    return (down[..., None] & across[:, :, None]).any(1, keepdim=True)
+
+
+def _colour(fill: Any, values: Tensor) -> Tensor:
+    """A grey level or a level for each channel, to be broadcast to ``values``."""
+    levels = fill if isinstance(fill, list) else [fill]
+    one = torch.stack([values.new_full((), level) for level in levels])
+    return one[:, None, None]

@@ -1,0 +1,183 @@
+"""Batched automatic augmentation: each picture's own operations, one after the other.
+
+What is drawn is a place for each operation of each picture, with a kind and numbers. Operations of
+one kind are one formula: all maps of the frame, all blends with gray or black, all inversions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from selftask.data.device.operation import (
+    Arrays,
+    Images,
+    Operation,
+    Tensors,
+    on_chosen,
+    per_image,
+    to_levels,
+)
+from selftask.data.device.transforms.color import posterize, solarize
+from selftask.data.device.transforms.geometry import warped
+from selftask.data.device.transforms.jitter import adjust
+from selftask.data.device.transforms.tones import autocontrast, equalize, sharpen
+from selftask.data.transforms.policies import (
+    AugMix,
+    AutoAugment,
+    RandAugment,
+    TrivialAugmentWide,
+    affine_of,
+)
+from selftask.data.transforms.policy_tables import GEOMETRY
+from selftask.random.batched_views import replayed
+from selftask.registry import register_batched_form
+
+if TYPE_CHECKING:
+    from selftask.random.batched_views import Streams
+
+NONE, WARP, BLEND, SHARPEN, POSTERIZE, SOLARIZE, AUTOCONTRAST, EQUALIZE = range(-1, 7)
+_KINDS = {
+    "Identity": NONE,
+    **dict.fromkeys(GEOMETRY, WARP),
+    **dict.fromkeys(("Brightness", "Color", "Contrast"), BLEND),
+    "Sharpness": SHARPEN,
+    "Posterize": POSTERIZE,
+    "Solarize": SOLARIZE,
+    "Invert": SOLARIZE,  # from 0 on
+    "AutoContrast": AUTOCONTRAST,
+    "Equalize": EQUALIZE,
+}
+_BLENDS = {"Brightness": None, "Color": 1, "Contrast": 2}  # with black, each pixel's luma, its mean
+_NUMBERS = 6  # of an operation: a matrix, three weights, or one number
+
+Drawn = Sequence[tuple[str, float]]  # operations of a picture, as transforms.policies draws them
+
+
+class BatchedPolicy(Operation):
+    """One chain of operations."""
+
+    transform: RandAugment | TrivialAugmentWide | AutoAugment
+    num_ops: int  # at most
+    num_draws: int
+
+    def pack(self, drawn: Sequence[Drawn], sizes: np.ndarray) -> Arrays:
+        return packed_operations(drawn, self.num_ops, sizes)
+
+    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
+        draws = streams.random(self.num_draws)
+        return self.pack(replayed(self.transform, draws, sizes), sizes)
+
+    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
+        return perform(images, packed["kind"], packed["numbers"], self.transform)
+
+
+@register_batched_form("rand_augment")
+class BatchedRandAugment(BatchedPolicy):
+    """As many operations for each picture."""
+
+    def __init__(self, transform: RandAugment) -> None:
+        super().__init__(transform)
+        self.num_ops, self.num_draws = transform.num_ops, 2 * transform.num_ops
+
+
+@register_batched_form("trivial_augment_wide")
+class BatchedTrivialAugment(BatchedPolicy):
+    """One operation."""
+
+    num_ops, num_draws = 1, 3
+
+
+@register_batched_form("auto_augment")
+class BatchedAutoAugment(BatchedPolicy):
+    """Up to two operations."""
+
+    num_ops, num_draws = 2, 5
+
+
+@register_batched_form("aug_mix")
+class BatchedAugMix(Operation):
+    """A weighted mean of the picture and of chains."""
+
+    in_place = False
+    vectorised = False  # its draws are not uniform
+    transform: AugMix
+
+    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Any:
+        depth = self.transform.depth or 3
+        chains = [
+            packed_operations([chains[number] for _, chains in drawn], depth, sizes)
+            for number in range(self.transform.num_chains)
+        ]
+        weights = np.array([weights for weights, _ in drawn])
+        return {"weights": weights, **{str(at): chain for at, chain in enumerate(chains)}}
+
+    def apply(self, images: Images, packed: Any, canvas: tuple[int, int]) -> Images:
+        kept, *weights = packed["weights"].unbind(1)
+        mixed = images.values * per_image(kept)
+        for number, weight in enumerate(weights):
+            copy = images.with_values(images.values.clone())
+            chain = packed[str(number)]
+            made = perform(copy, chain["kind"], chain["numbers"], self.transform)
+            mixed.add_(made.values * per_image(weight))
+        return images.with_values(to_levels(mixed))
+
+
+def packed_operations(drawn: Sequence[Drawn], most: int, sizes: np.ndarray) -> Arrays:
+    """The kinds (B, K) of up to K operations of each picture, and their numbers (B, K, 6)."""
+    height, width = sizes[0].tolist()
+    kind = np.full((len(drawn), most), NONE)
+    numbers = np.zeros((len(drawn), most, _NUMBERS))
+    for row, operations in enumerate(drawn):
+        for place, (name, size) in enumerate(operations):
+            kind[row, place] = _KINDS[name]
+            own = _numbers(name, size, height, width)
+            numbers[row, place, : len(own)] = own
+    return {"kind": kind, "numbers": numbers}
+
+
+def _numbers(name: str, size: float, height: int, width: int) -> Sequence[float]:
+    """What the formula of an operation's kind needs."""
+    if name in GEOMETRY:
+        return affine_of(name, size, height, width)
+    if name in _BLENDS:
+        weights, other = [1 + size, 0.0, 0.0], _BLENDS[name]
+        if other is not None:
+            weights[other] = -size
+        return weights
+    if name == "Posterize":
+        return (2.0 ** (8 - int(size)),)
+    if name == "Solarize":
+        return (math.ceil(size),)  # as float32, a hair above a level would be that level
+    return (1 + size if name == "Sharpness" else 0.0,)
+
+
+def perform(images: Images, kind: Tensor, numbers: Tensor, transform: Any) -> Images:
+    """The operations of each picture in their order; may write into the values it is given.
+
+    ``transform`` has the interpolation and the fill of the geometric ones.
+    """
+
+    def warp(values: Tensor, numbers: Tensor) -> Tensor:
+        return warped(values, numbers, transform)
+
+    changes: dict[int, Callable[[Tensor, Tensor], Tensor]] = {WARP: warp, **_CHANGES}
+    for place in range(kind.shape[1]):
+        for number, change in changes.items():
+            chosen = kind[:, place] == number
+            images = on_chosen(images, chosen, change, numbers[:, place])
+    return images
+
+
+_CHANGES: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
+    BLEND: lambda values, numbers: adjust(values, numbers[:, :3]),
+    SHARPEN: lambda values, numbers: sharpen(values, numbers[:, 0]),
+    POSTERIZE: lambda values, numbers: posterize(values, per_image(numbers[:, 0])),
+    SOLARIZE: lambda values, numbers: solarize(values, per_image(numbers[:, 0])),
+    AUTOCONTRAST: lambda values, _: autocontrast(values),
+    EQUALIZE: lambda values, _: equalize(values),
+}

@@ -1,0 +1,148 @@
+"""Batched pretext views: quarter turns, jigsaw puzzles, Lab colours and fewer channels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selftask.data.device.operation import (
+    Arrays,
+    Images,
+    Operation,
+    Tensors,
+    fitted,
+    per_image,
+    to_levels,
+)
+from selftask.data.transforms.pretext import ChannelDrop, Jigsaw, Puzzle, Rotate90, permutations
+from selftask.random.batched_views import replayed
+from selftask.registry import register_batched_form
+
+if TYPE_CHECKING:
+    from selftask.random.batched_views import Streams
+
+# Linear sRGB to X, Y and Z over those of white (D65), as OpenCV has them
+_XYZ = (
+    (0.412453 / 0.950456, 0.357580 / 0.950456, 0.180423 / 0.950456),
+    (0.212671, 0.715160, 0.072169),
+    (0.019334 / 1.088754, 0.119193 / 1.088754, 0.950227 / 1.088754),
+)
+
+
+@register_batched_form("rotate_90")
+class BatchedRotate90(Operation):
+    """Quarter turns; height and width change places for an odd number."""
+
+    in_place = False
+    vectorised = False  # its draw lies elsewhere in the stream
+    transform: Rotate90
+
+    def size_after(self, height: int, width: int, drawn: int | None = None) -> tuple[int, int]:
+        return (width, height) if (drawn or 0) % 2 else (height, width)
+
+    def sizes_after(self, sizes: np.ndarray, packed: Any) -> np.ndarray:
+        return np.where(packed["turns"][:, None] % 2, sizes[:, ::-1], sizes)
+
+    def pack(self, drawn: Sequence[int | None], sizes: np.ndarray) -> Arrays:
+        turns = np.array([one or 0 for one in drawn])
+        return {"turns": turns, "after": self.sizes_after(sizes, {"turns": turns})}
+
+    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
+        made = fitted(images.values, canvas)
+        for turns in sorted({*self.transform.turns} - {0}):
+            turned = fitted(images.values.rot90(turns, (2, 3)), canvas)
+            made = torch.where(per_image(packed["turns"]) == turns, turned, made)
+        return images.with_values(made, packed["after"])
+
+
+@register_batched_form("jigsaw")
+class BatchedJigsaw(Operation):
+    """Tiles of each picture in an order of its own."""
+
+    in_place = False
+    vectorised = False  # the permutation lies elsewhere in the stream
+    transform: Jigsaw
+
+    def size_after(self, height: int, width: int, drawn: Any = None) -> tuple[int, int]:
+        rows, columns = self.transform.tile_size(height, width)
+        return self.transform.grid * rows, self.transform.grid * columns
+
+    def pack(self, drawn: Sequence[Puzzle], sizes: np.ndarray) -> Arrays:
+        """Where the tile at each place of the puzzle begins in the picture, (B, T) in pixels."""
+        grid, (height, width) = self.transform.grid, sizes[0]
+        orders = permutations(grid**2, self.transform.num_permutations)
+        tile = orders[[puzzle.permutation for puzzle in drawn]].astype(np.int64)  # (B, T)
+        down, across = np.divmod(tile, grid)
+        tops, lefts = (np.array([getattr(one, side) for one in drawn]) for side in ("top", "left"))
+        return {
+            "top": down * (height // grid) + np.take_along_axis(tops, tile, 1),
+            "left": across * (width // grid) + np.take_along_axis(lefts, tile, 1),
+        }
+
+    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
+        values, grid = images.values, self.transform.grid
+        rows, columns = (side // grid for side in canvas)
+        y, x = (torch.arange(side, device=values.device) for side in canvas)
+        place = (y // rows)[:, None] * grid + x // columns  # (H', W')
+        top, left = (packed[side].long()[:, place] for side in ("top", "left"))  # (B, H', W')
+        at = (top + (y % rows)[:, None]) * values.shape[3] + left + x % columns
+        taken = values.flatten(2).gather(2, at.flatten(1)[:, None].expand(-1, values.shape[1], -1))
+        return images.with_values(taken.view(*values.shape[:2], *canvas))
+
+
+@register_batched_form("lab")
+class BatchedLab(Operation):
+    """CIE L*a*b* in 8 bits."""
+
+    in_place = False
+
+    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
+        return {}
+
+    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
+        return {}
+
+    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
+        x, y, z = _linear(images.values).unbind(1)
+        x, y, z = (_cube_root(a * x + b * y + c * z) for a, b, c in _XYZ)
+        lab = torch.stack([(116 * y - 16) * 2.55, 500 * (x - y) + 128, 200 * (y - z) + 128], 1)
+        return images.with_values(to_levels(lab))
+
+
+def _linear(values: Tensor) -> Tensor:
+    """Light of sRGB levels 0..255, in [0, 1]."""
+    level = values / 255
+    return torch.where(level > 0.04045, ((level + 0.055) / 1.055) ** 2.4, level / 12.92)
+
+
+def _cube_root(light: Tensor) -> Tensor:
+    """CIE's: a straight line near black, where the root would be too steep."""
+    root = light.clamp(min=1e-6) ** (1 / 3)
+    return torch.where(light > (6 / 29) ** 3, root, light * (841 / 108) + 4 / 29)
+
+
+@register_batched_form("channel_drop")
+class BatchedChannelDrop(Operation):
+    """Some channels of each picture overwritten."""
+
+    in_place = False
+    transform: ChannelDrop
+
+    def pack(self, drawn: Sequence[np.ndarray | None], sizes: np.ndarray) -> Arrays:
+        dropped = np.zeros((len(drawn), self.transform.channels))
+        for row, channels in enumerate(drawn):
+            if channels is not None:
+                dropped[row, channels] = 1
+        return {"dropped": dropped}
+
+    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
+        draws = streams.random(1 + self.transform.channels)
+        return self.pack(replayed(self.transform, draws, sizes), sizes)
+
+    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
+        dropped = packed["dropped"][:, :, None, None] != 0
+        return images.with_values(images.values.masked_fill(dropped, self.transform.fill))

@@ -1,0 +1,107 @@
+"""Batched tones: equalize, autocontrast and sharpness."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selftask.data.device.operation import (
+    Arrays,
+    ByChance,
+    Images,
+    Operation,
+    Tensors,
+    on_chosen,
+    per_image,
+    to_levels,
+)
+from selftask.data.transforms.tones import Sharpness
+from selftask.registry import register_batched_form
+
+if TYPE_CHECKING:
+    from selftask.random.batched_views import Streams
+
+
+@register_batched_form("equalize")
+class BatchedEqualize(ByChance):
+    """Each channel's values to their places in its order."""
+
+    def change(self, values: Tensor) -> Tensor:
+        return equalize(values)
+
+
+@register_batched_form("autocontrast")
+class BatchedAutocontrast(ByChance):
+    """Each channel stretched to 0..255."""
+
+    def change(self, values: Tensor) -> Tensor:
+        return autocontrast(values)
+
+
+@register_batched_form("sharpness")
+class BatchedSharpness(Operation):
+    """Away from or towards a smoothed picture."""
+
+    transform: Sharpness
+
+    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
+        return {
+            "factor": np.array([1.0 if one is None else one for one in drawn]),
+            "chosen": np.array([one is not None for one in drawn]),
+        }
+
+    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
+        chance, draw = streams.random(2).T
+        low, high = self.transform.factor
+        return {"factor": low + (high - low) * draw, "chosen": chance < self.transform.p}
+
+    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
+        return on_chosen(images, packed["chosen"], sharpen, packed["factor"])
+
+
+def equalize(values: Tensor) -> Tensor:
+    """transforms.tones.equalize: Pillow's tables, in whole numbers."""
+    levels = values.flatten(2).long()  # (B, C, H * W)
+    counts = levels.new_zeros((*levels.shape[:2], 256))
+    counts.scatter_add_(2, levels, torch.ones_like(levels))
+    present = (counts > 0).long()
+    steps = torch.arange(256, device=values.device)
+    last = (present * steps).argmax(2, keepdim=True)  # the highest value that there is
+    step = (levels.shape[2] - counts.gather(2, last)) // 255
+    step = torch.where(present.sum(2, keepdim=True) > 1, step, 0)
+    below = counts.cumsum(2) - counts
+    flat = ((step // 2 + below) // step.clamp(min=1)).clamp(max=255)
+    return _look_up(levels, torch.where(step > 0, flat, steps)).view(values.shape)
+
+
+def autocontrast(values: Tensor) -> Tensor:
+    """transforms.tones.autocontrast: tables in double precision, as they decide what is whole."""
+    low, high = (of(values.flatten(2), 2, keepdim=True).double() for of in (torch.amin, torch.amax))
+    stretched = high > low
+    scale = torch.where(stretched, 255 / (high - low).clamp(min=1), 1.0)
+    offset = torch.where(stretched, -low * scale, 0.0)
+    tables = torch.arange(256, device=values.device) * scale + offset  # (B, C, 256)
+    levels = values.flatten(2).long()
+    return _look_up(levels, tables.clamp_(0, 255).floor_()).view(values.shape)
+
+
+def _look_up(levels: Tensor, tables: Tensor) -> Tensor:
+    """float32 (B, C, N) of int64 (B, C, N), by a table (B, C, 256) for each channel."""
+    return tables.float().gather(2, levels)
+
+
+def sharpen(values: Tensor, factor: Tensor) -> Tensor:
+    """transforms.tones.adjust_sharpness, each picture by its own factor (B,); in place."""
+    if min(values.shape[2:]) < 3:
+        return values  # all of it is border
+    middle = values[:, :, 1:-1, 1:-1]
+    smooth = per_image((1 - factor) / 13)
+    rows = values[:, :, :-2] + values[:, :, 1:-1] + values[:, :, 2:]
+    mean = (rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]).mul_(1 / 9).round_()
+    changed = mean.mul_(9 * smooth).add_(middle * (per_image(factor) + 4 * smooth))
+    middle.copy_(to_levels(changed))
+    return values

@@ -1,0 +1,1 @@
+"""Surveys of a data set for `selftask data` and `selftask bench`."""

@@ -1,0 +1,153 @@
+"""A picture of what the network gets: each image in its row, then its views."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from selftask.data.loading.data_module import Feed
+from selftask.data.transforms.normalize import Normalize
+from selftask.distributed.world import World
+
+if TYPE_CHECKING:
+    from selftask.config.schema import Config, ViewConfig
+    from selftask.data.loading.open_data import Sources
+
+MIN_SIDE = 96  # pixels; smaller views are enlarged by a whole number
+_LARGEST_ORIGINAL = 256
+_GAP, _LINE, _TEXT = 8, 16, 13  # pixels between pictures, of a line of text, of its letters
+_PAPER, _INK = (228, 228, 228), (30, 30, 30)  # no image is likely to be just as gray
+
+
+@dataclass(frozen=True)
+class Row:
+    """One image on its way into the network."""
+
+    name: str  # path, or what the source calls it
+    original: np.ndarray  # uint8 (H, W, C)
+    views: list[np.ndarray]  # V uint8 (h, w, C): what the network gets, before normalisation
+
+
+def rows_of(config: Config, sources: Sources, num_images: int) -> list[Row]:
+    """The first images of epoch 0 and their views, with the draws that training makes for them.
+
+    They go the whole way into a batch of floats and are un-normalised from there. Images that
+    cannot be read are replaced as in training, but stop nothing.
+    """
+    num_images = min(num_images, len(sources.train))
+    with tempfile.TemporaryDirectory() as out:  # so that a run's list of bad files stays as it is
+        feed = Feed(_for_one_batch(config, num_images, out), sources, World(), torch.device("cpu"))
+        try:
+            batch = next(feed.train_batches(0))
+        finally:
+            feed.close()
+    groups = [group for group in config.views.values() for _ in range(group.count)]
+    views = [_to_pixels(v, group) for v, group in zip(batch.all_views, groups, strict=True)]
+    return [
+        Row(sources.train.path(index), sources.train[index][0], [view[place] for view in views])
+        for place, index in enumerate(batch.index.tolist())
+    ]
+
+
+def view_names(views: Mapping[str, ViewConfig]) -> list[str]:
+    """``global 1``, ``global 2``, ``local 1``, ... in the order in which the method gets them."""
+    return [
+        f"{name} {number}" if group.count > 1 else name
+        for name, group in views.items()
+        for number in range(1, group.count + 1)
+    ]
+
+
+def _for_one_batch(config: Config, num_images: int, out: str) -> Config:
+    return replace(
+        config,
+        out=out,
+        data=replace(config.data, num_workers=0, cache="none", on_error="skip", max_bad=1.0),
+        train=replace(config.train, batch_size=num_images, accumulate=1),
+    )
+
+
+def _to_pixels(view: Tensor, group: ViewConfig) -> np.ndarray:
+    """uint8 (B, H, W, C) of float32 (B, C, H, W): the inverse of the group's normalisation."""
+    last = group.transforms[-1] if group.transforms else None
+    normalize = last is not None and last.name == "normalize"
+    scale, shift = (
+        Normalize(**last.args).scale_and_shift(view.shape[1])
+        if last is not None and normalize
+        else (np.float32(1 / 255), np.float32(0))
+    )
+    values = view.permute(0, 2, 3, 1).numpy()
+    return np.rint((values - shift) / scale).clip(0, 255).astype(np.uint8)
+
+
+def draw(rows: list[Row], names: list[str]) -> Image.Image:
+    """The sheet: a heading over each column, a row for each image, its name below."""
+    cells = [[_fit(row.original), *map(_enlarge, row.views)] for row in rows]
+    widths = [max(cell.width for cell in column) for column in zip(*cells, strict=True)]
+    heights = [max(cell.height for cell in row) for row in cells]
+    headings = ["original", *names]
+    font = ImageFont.load_default(size=_TEXT)
+    widths = [max(w, int(font.getlength(h))) for w, h in zip(widths, headings, strict=True)]
+    size = (
+        sum(widths) + _GAP * (len(widths) + 1),
+        sum(heights) + (_GAP + _LINE) * (len(rows) + 1) + _GAP,
+    )
+    sheet = Image.new("RGB", size, _PAPER)
+    pen = ImageDraw.Draw(sheet)
+    for left, heading in zip(_starts(widths), headings, strict=True):
+        pen.text((left, _GAP), heading, fill=_INK, font=font)
+    top = _GAP + _LINE + _GAP
+    for row, row_cells, height in zip(rows, cells, heights, strict=True):
+        for left, cell in zip(_starts(widths), row_cells, strict=True):
+            sheet.paste(cell, (left, top))
+        line = _shortened(_printable(row.name), font, size[0] - 2 * _GAP)
+        pen.text((_GAP, top + height), line, fill=_INK, font=font)
+        top += height + _LINE + _GAP
+    return sheet
+
+
+def as_seen(picture: np.ndarray) -> np.ndarray:
+    """What can be drawn of (H, W, C): the first three channels, or the first one in gray."""
+    return picture[..., :3] if picture.shape[2] >= 3 else picture[..., 0]
+
+
+def _starts(widths: list[int]) -> Iterator[int]:
+    left = _GAP
+    for width in widths:
+        yield left
+        left += width + _GAP
+
+
+def _enlarge(view: np.ndarray) -> Image.Image:
+    """A view in its own pixels, each a square of several where the view is small."""
+    times = -(-MIN_SIDE // max(1, min(view.shape[:2])))
+    return Image.fromarray(as_seen(view).repeat(times, axis=0).repeat(times, axis=1))
+
+
+def _fit(original: np.ndarray) -> Image.Image:
+    """An image as a whole, shrunk to the sheet; small ones are enlarged like views."""
+    if max(original.shape[:2]) <= MIN_SIDE:
+        return _enlarge(original)
+    image = Image.fromarray(np.ascontiguousarray(as_seen(original)))
+    image.thumbnail((_LARGEST_ORIGINAL, _LARGEST_ORIGINAL))
+    return image
+
+
+def _printable(name: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in name)
+
+
+def _shortened(name: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+    """The end of a name that is too long for a line."""
+    shown = name
+    while font.getlength(shown) > width and len(shown) > 1:
+        name = name[1:]
+        shown = "..." + name
+    return shown

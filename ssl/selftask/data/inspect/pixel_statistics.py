@@ -1,0 +1,198 @@
+"""Mean and standard deviation of the pixels, and how large the images are.
+
+All sums are sums of integers, so they are exact, and the same in any order and with any number of
+processes; rounding begins with the last division.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import fsum, sqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from selftask.data.inspect.worker_pool import look_at_all
+from selftask.data.reading.files import BadImage, now_reading
+from selftask.data.source import Source
+from selftask.errors import UserError
+
+_FULL = 255  # of an 8-bit pixel: mean and std are given on the scale [0, 1], as `normalize` takes
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+
+
+class Sums(NamedTuple):
+    """Of one image, or of all images with as many pixels."""
+
+    width: int
+    height: int
+    sums: tuple[int, ...]  # of the pixel values, one for each channel
+    squares: tuple[int, ...]  # of their squares
+
+
+class Moments(NamedTuple):
+    """On the scale [0, 1], one number for each channel."""
+
+    mean: list[float]
+    std: list[float]
+
+
+@dataclass
+class Statistics:
+    """What ``measure`` found."""
+
+    num_images: int  # that were read
+    num_unreadable: int
+    by_image: Moments  # each image weighs the same, as its crops do in training
+    by_pixel: Moments  # each pixel weighs the same, so that large images weigh more
+    sides: np.ndarray  # (num_images, 2) int32: width and height, in no order
+    seconds: float
+    num_workers: int
+
+    def quantiles(self) -> dict[str, list[float]]:
+        """QUANTILES of width, height, short side, long side and width / height."""
+        width, height = self.sides[:, 0], self.sides[:, 1]
+        measures = {
+            "width": width,
+            "height": height,
+            "short side": np.minimum(width, height),
+            "long side": np.maximum(width, height),
+            "width/height": width / height,
+        }
+        return {
+            name: np.quantile(values, QUANTILES, method="inverted_cdf").tolist()
+            for name, values in measures.items()
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "images": self.num_images,
+            "unreadable": self.num_unreadable,
+            "mean": self.by_image.mean,
+            "std": self.by_image.std,
+            "pixel_mean": self.by_pixel.mean,
+            "pixel_std": self.by_pixel.std,
+            "quantiles": {"at": list(QUANTILES), **self.quantiles()},
+            "seconds": round(self.seconds, 3),
+            "workers": self.num_workers,
+        }
+
+
+def choose(num_images: int, most: int | None, seed: int) -> np.ndarray:
+    """Indices to look at, ascending: all, or ``most`` drawn without replacement by ``seed``."""
+    if most is None or most >= num_images:
+        return np.arange(num_images)
+    drawn = np.random.default_rng(seed).choice(num_images, most, replace=False, shuffle=False)
+    return np.sort(drawn)
+
+
+def measure(
+    source: Source,
+    num_workers: int,
+    *,
+    most: int | None = None,
+    seed: int = 0,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Statistics:
+    """Read ``most`` random images (all, if None) of ``source`` in ``num_workers`` processes.
+
+    Raises UserError if none of them can be read, or if they do not have equally many channels.
+    """
+    started = time.perf_counter()
+    indices = choose(len(source), most, seed)
+    totals = _Totals()
+    sides = np.empty((len(indices), 2), dtype=np.int32)
+    unreadable = 0
+
+    def look(index: int) -> Sums | None:
+        return sums_of(source, index)
+
+    for done, (_, found) in enumerate(look_at_all(look, indices, num_workers), 1):
+        if isinstance(found, Sums):
+            sides[totals.num_images] = found.width, found.height
+            totals.add(found)
+        else:
+            unreadable += 1
+        progress(done)
+    if not totals.num_images:
+        raise UserError(f"none of {len(indices)} images can be read; see `selftask data check`")
+    return Statistics(
+        num_images=totals.num_images,
+        num_unreadable=unreadable,
+        by_image=totals.by_image(),
+        by_pixel=totals.by_pixel(),
+        sides=sides[: totals.num_images],
+        seconds=time.perf_counter() - started,
+        num_workers=num_workers,
+    )
+
+
+def sums_of(source: Source, index: int) -> Sums | None:
+    """Size and exact sums of one image; None if it cannot be read."""
+    now_reading(source.path(index))
+    try:
+        pixels = np.asarray(source[index][0])
+    except BadImage:
+        return None
+    return sums_of_pixels(pixels)
+
+
+def sums_of_pixels(pixels: np.ndarray) -> Sums:
+    """Of a uint8 array (H, W, C). Float64 holds each of these integers: they are below 2**53."""
+    if pixels.dtype != np.uint8 or pixels.ndim != 3:
+        raise UserError(f"an image is {pixels.dtype} {pixels.shape}; uint8 (H, W, C) is expected")
+    values = pixels.reshape(-1, pixels.shape[2]).astype(np.float64)
+    ones = np.ones(len(values))
+    sums, squares = ones @ values, np.einsum("pc,pc->c", values, values)
+    height, width = pixels.shape[:2]
+    return Sums(width, height, tuple(map(int, sums)), tuple(map(int, squares)))
+
+
+class _Totals:
+    """Sums of images by their number of pixels: then each image can weigh the same."""
+
+    def __init__(self) -> None:
+        self.num_images = 0
+        self.sums: dict[int, list[int]] = {}  # number of pixels -> one total for each channel
+        self.squares: dict[int, list[int]] = {}
+        self.counts: dict[int, int] = {}  # number of pixels -> images
+
+    def add(self, image: Sums) -> None:
+        channels = len(next(iter(self.sums.values()), image.sums))
+        if len(image.sums) != channels:
+            raise UserError(
+                f"images have different numbers of channels: {channels} and {len(image.sums)}"
+            )
+        pixels = image.width * image.height
+        self.counts[pixels] = self.counts.get(pixels, 0) + 1
+        for table, values in ((self.sums, image.sums), (self.squares, image.squares)):
+            before = table.get(pixels, [0] * channels)
+            table[pixels] = [old + new for old, new in zip(before, values, strict=True)]
+        self.num_images += 1
+
+    def by_pixel(self) -> Moments:
+        total = sum(pixels * count for pixels, count in self.counts.items())
+        return _moments(
+            [sum(channel) / total for channel in zip(*self.sums.values(), strict=True)],
+            [sum(channel) / total for channel in zip(*self.squares.values(), strict=True)],
+        )
+
+    def by_image(self) -> Moments:
+        return _moments(self._mean_of_means(self.sums), self._mean_of_means(self.squares))
+
+    def _mean_of_means(self, table: dict[int, list[int]]) -> list[float]:
+        """For each channel; fsum rounds once, whatever the order."""
+        means = [[total / pixels for total in totals] for pixels, totals in table.items()]
+        return [fsum(channel) / self.num_images for channel in zip(*means, strict=True)]
+
+
+def _moments(firsts: list[float], seconds: list[float]) -> Moments:
+    """From the means of the values and of their squares."""
+    variances = [second - first * first for first, second in zip(firsts, seconds, strict=True)]
+    return Moments(
+        [first / _FULL for first in firsts],
+        [sqrt(max(variance, 0.0)) / _FULL for variance in variances],
+    )

@@ -1,0 +1,271 @@
+"""Where the time of making a batch goes, stage by stage; ``stage_report`` tells of it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from selftask.config.values.auto_values import cores
+from selftask.data.inspect.check import has_own_files
+from selftask.data.loading.collate import Places
+from selftask.data.loading.data_module import Feed
+from selftask.data.loading.open_data import Sources
+from selftask.data.loading.sample import Sample
+from selftask.data.loading.train_dataset import train_dataset
+from selftask.data.reading.files import BadImage, read_bytes
+from selftask.data.source import Source, Wrapped
+from selftask.distributed.world import World
+from selftask.errors import UserError
+from selftask.random.views import draw_rng
+from selftask.registry import TRANSFORMS
+
+if TYPE_CHECKING:
+    from selftask.config.schema import Config
+
+MAX_PER_BATCH = 64  # images; larger batches take as long per image, and longer to measure
+MAX_IMAGES = 256  # measured in each stage
+MAX_BYTES = 256 << 20  # of decoded images that are kept for the next stage
+T = TypeVar("T")
+
+
+@dataclass
+class StageTimes:
+    """What ``measure`` found; seconds are those of one image in one process."""
+
+    read_s: float | None  # None: an image has no file of its own, and reading is in decode_s
+    decode_s: float
+    augment_s: float  # with data.engine=device: to shrink the image and to draw for its views
+    collate_s: float
+    to_device_s: float  # with data.engine=device: and to make the views on it
+    loader_images_per_s: float  # with the configured workers
+    decodes_per_sample: float
+    num_images: int  # that the stages were measured on
+    batch_size: int
+    num_workers: int
+    processes: int  # of a node, which share its cores
+    device: str
+    num_cores: int
+    engine: str = "cpu"  # data.engine
+    cache: str = "none"  # data.cache
+    views: list[tuple[int, int]] = field(default_factory=list)  # (width, height) of each
+    image_pixels: float = 0.0  # of an image, in the median
+    transforms: dict[str, float] = field(default_factory=dict)  # name -> share of their time
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """Name -> seconds for each stage that was measured on its own."""
+        named = {
+            "read": self.read_s,
+            "decode" if self.read_s is not None else "read+decode": self.decode_s,
+            "augment" if self.engine == "cpu" else "draw": self.augment_s,
+            "collate": self.collate_s,
+            "to device" if self.engine == "cpu" else "device views": self.to_device_s,
+        }
+        return {name: seconds for name, seconds in named.items() if seconds is not None}
+
+    @property
+    def worker_s(self) -> float:
+        """Of one image in a worker: all but the way to the device."""
+        return sum(self.stages.values()) - self.to_device_s
+
+
+def measure(
+    config: Config, sources: Sources, device: torch.device, seconds: float, threads: int = 1
+) -> StageTimes:
+    """Measure each stage for about ``seconds``, in this process, then the loader as configured.
+
+    ``threads`` are those of torch in training; workers have one. A run's folder is not touched.
+    Raises UserError if hardly an image can be read.
+    """
+    config = _small_batches(config, len(sources.train))
+    before = torch.get_num_threads()
+    try:
+        times = _one_process(config, sources.train, device, seconds, threads)
+        config = replace(config, data=replace(config.data, on_error="skip", max_bad=1.0))
+        with tempfile.TemporaryDirectory() as out:
+            config = replace(config, out=out)
+            rate = loader_rate(config, sources, device, seconds)
+            decodes = decodes_per_sample(config, sources.train)
+    finally:
+        torch.set_num_threads(before)
+    return replace(times, loader_images_per_s=rate, decodes_per_sample=decodes)
+
+
+def _small_batches(config: Config, num_images: int) -> Config:
+    size = max(1, min(config.train.batch_size, MAX_PER_BATCH, num_images))
+    return replace(config, train=replace(config.train, batch_size=size, accumulate=1))
+
+
+def _one_process(
+    config: Config, source: Source, device: torch.device, seconds: float, threads: int
+) -> StageTimes:
+    torch.set_num_threads(1)  # as in a worker
+    indices = _spread(len(source))
+    first = next(_readable(source, indices))
+    most = int(np.clip(MAX_BYTES // first.nbytes, 4, MAX_IMAGES))
+    read_s = None
+    if has_own_files(source):
+        read_s, _ = _each(lambda index: len(read_bytes(source.path(index))), indices, seconds)
+    decode_s, images = _each(lambda index: source[index], indices, seconds, most)
+    if read_s is not None:  # what was read once is in memory, and has now been read from there
+        in_memory_s, _ = _each(lambda index: len(read_bytes(source.path(index))), indices, 0.2)
+        decode_s = max(decode_s - in_memory_s, 0.0)
+
+    dataset = train_dataset(config, source)
+    augment_s, made = _each(
+        lambda place: dataset.make(images[place][0], 0, place), range(len(images)), seconds
+    )
+    samples = [Sample(pictures, -1, 0, (0, 0), [], drawn) for pictures, drawn in made]
+    samples = samples[: config.train.batch_size]
+    collate_s, batch = _repeat(lambda: dataset.collate(samples, Places(len(samples))), seconds / 4)
+    if batch.problem:
+        raise UserError(batch.problem)
+    torch.set_num_threads(threads)
+
+    def to_device() -> dict[str, Any]:
+        sample = batch.to_sample(device, dataset.to_float)
+        _finish(sample["index"])
+        return sample
+
+    to_device_s, sample = _repeat(to_device, seconds / 4)
+    return StageTimes(
+        read_s=read_s,
+        decode_s=decode_s,
+        augment_s=augment_s,
+        collate_s=collate_s / len(samples),
+        to_device_s=to_device_s / len(samples),
+        loader_images_per_s=0.0,
+        decodes_per_sample=0.0,
+        num_images=len(images),
+        batch_size=config.train.batch_size,
+        num_workers=config.data.num_workers,
+        processes=config.launch.processes,
+        device=str(device),
+        num_cores=cores(),
+        engine=config.data.engine,
+        cache=config.data.cache,
+        views=[(view.shape[-1], view.shape[-2]) for view in sample["views"]],
+        image_pixels=float(np.median([image.shape[0] * image.shape[1] for image, _ in images])),
+        transforms=transform_shares(config, [image for image, _ in images[:32]]),
+    )
+
+
+def transform_shares(config: Config, images: Sequence[np.ndarray]) -> dict[str, float]:
+    """Share of each transform, by name, in the time that all of them take one after the other.
+
+    A pipeline may do several of them at once, and so faster; which one costs most stays the same.
+    """
+    spent: dict[str, float] = {}
+    for group in config.views.values():
+        steps = [
+            (component.name, TRANSFORMS[component.name](**component.args))
+            for component in group.transforms
+            if component.name != "normalize"  # is done on the device
+        ]
+        for place, original in enumerate([images[0], *images]):
+            rng, image = draw_rng(config.train.seed, 0, place, 0), original
+            for name, transform in steps:
+                started = time.perf_counter()
+                image = transform(image, rng)
+                seconds = time.perf_counter() - started if place else 0.0  # the first warms up
+                spent[name] = spent.get(name, 0.0) + group.count * seconds
+    total = max(sum(spent.values()), 1e-12)
+    return {name: spent[name] / total for name in sorted(spent, key=lambda name: -spent[name])}
+
+
+def _spread(num_images: int) -> Sequence[int]:
+    """All indices in an order that jumps through the whole set."""
+    order: list[int] = np.random.default_rng(0).permutation(min(num_images, 10_000)).tolist()
+    step = max(1, num_images // 10_000)
+    return [step * place for place in order]
+
+
+def _readable(source: Source, indices: Sequence[int]) -> Iterator[np.ndarray]:
+    """Images, without those that cannot be read; raises UserError if all are of that kind."""
+    for index in indices:
+        with suppress(BadImage):
+            yield source[index][0]
+    raise UserError(f"none of {len(indices)} images can be read; see `selftask data check`")
+
+
+def _each(
+    work: Callable[[int], T], indices: Sequence[int], seconds: float, most: int = MAX_IMAGES
+) -> tuple[float, list[T]]:
+    """Mean seconds of ``work`` and its results, for ``most`` indices or what ``seconds`` allow."""
+    done: list[T] = []
+    spent = 0.0
+    for index in indices:
+        started = time.perf_counter()
+        with suppress(BadImage):  # `selftask data check` is about these
+            done.append(work(index))
+            spent += time.perf_counter() - started
+        if len(done) >= most or (done and spent > seconds):
+            break
+    return spent / len(done), done
+
+
+def _repeat(work: Callable[[], T], seconds: float) -> tuple[float, T]:
+    """Mean seconds of ``work``, called at least three times after a first one, and its result."""
+    result = work()
+    started, times = time.perf_counter(), 0
+    while times < 3 or time.perf_counter() - started < seconds:
+        result = work()
+        times += 1
+    return (time.perf_counter() - started) / times, result
+
+
+def _finish(index: torch.Tensor) -> None:
+    """Wait until a batch with these indices is on the device."""
+    if index.device.type == "cuda":
+        torch.cuda.synchronize(index.device)
+
+
+def loader_rate(config: Config, sources: Sources, device: torch.device, seconds: float) -> float:
+    """Images a second that the loader hands over when nobody else uses the machine.
+
+    From the first batch on: starting the workers does not count, nor what they had made ahead.
+    """
+    feed = Feed(config, sources, World(), device)
+    try:
+        batches = feed.train_batches(0)
+        for _ in range(1 + config.data.num_workers):
+            _finish(next(batches).index)
+        started, count = time.perf_counter(), 0
+        least = 2 * max(1, config.data.num_workers)
+        while count < least or time.perf_counter() - started < seconds:
+            _finish(next(batches).index)
+            count += 1
+        return count * config.train.batch_size / (time.perf_counter() - started)
+    finally:
+        feed.close()
+
+
+class _Counted(Wrapped):
+    """A source that counts how often an image is asked for."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self.asked = 0
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        self.asked += 1
+        return super().__getitem__(index)
+
+
+def decodes_per_sample(config: Config, source: Source) -> float:
+    """How often an image is decoded to make all its views; more than 1 also for unreadable ones."""
+    counted = _Counted(source)
+    here = replace(config, data=replace(config.data, num_workers=0, cache="none"))
+    feed = Feed(here, Sources(counted, None), World(), torch.device("cpu"))
+    try:
+        batch = next(feed.train_batches(0))
+        return counted.asked / len(batch.index)
+    finally:
+        feed.close()

@@ -1,0 +1,205 @@
+"""Something done to every image by processes that may die of one, or hang on it.
+
+A damaged file can crash a decoder or keep it busy for ever. Here that costs one process, which is
+replaced, and the image is named; multiprocessing's own pools would wait, or give up altogether.
+Processes are forked, so that they share the opened source; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from selftask.data.reading.files import POLICY
+from selftask.errors import RunError, describe_exit
+
+MAX_PER_CHUNK = 32  # images that a process is given at once
+NEWS_EVERY_S = 0.5  # at least so often a process says what it has done
+DECODING_S = 60.0  # that one image may take beyond the time that its reading may
+MAX_IDLE_DEATHS = 3  # processes that may die before they have looked at anything
+
+T = TypeVar("T")
+_Look = Callable[[int], T]
+_fork = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Instead of a result: why the process that looked at the image did not come back."""
+
+    reason: str
+
+
+def patience_s() -> float:
+    """How long one image may take before its process is taken for stuck."""
+    if POLICY.timeout_s <= 0:
+        return float("inf")
+    return POLICY.timeout_s * (POLICY.retries + 1) + DECODING_S
+
+
+def look_at_all(
+    look: _Look[T],
+    indices: Sequence[int] | np.ndarray,
+    num_workers: int,
+    silence_s: float | None = None,
+) -> Iterator[tuple[int, T | Lost]]:
+    """``(index, look(index))`` for each index, in no order, from ``num_workers`` processes.
+
+    ``look`` runs in a forked process and its result must be picklable; what it raises ends the
+    survey. An image on which a process dies, or is silent for ``silence_s``, gives Lost.
+    """
+    crew = _Crew(look, indices, num_workers, patience_s() if silence_s is None else silence_s)
+    try:
+        yield from crew.results()
+    finally:
+        crew.close()
+
+
+@dataclass(eq=False)
+class _Worker(Generic[T]):
+    number: int  # of its place in the shared table
+    process: Any
+    connection: Connection
+    chunk: list[int] = field(default_factory=list)  # given to it and not yet reported
+    heard: float = 0.0  # when it last gave news
+
+
+class _Crew(Generic[T]):
+    def __init__(
+        self,
+        look: _Look[T],
+        indices: Sequence[int] | np.ndarray,
+        num_workers: int,
+        silence_s: float,
+    ) -> None:
+        self.look = look
+        self.silence_s = silence_s
+        num_workers = max(1, min(num_workers, len(indices)))
+        size = max(1, min(MAX_PER_CHUNK, len(indices) // (8 * num_workers)))
+        self.starts = iter(range(0, len(indices), size))  # of the chunks that nobody has yet
+        self.indices, self.size = indices, size
+        self.again: deque[list[int]] = deque()  # what a lost process had not yet looked at
+        self.current = _fork.RawArray("q", [-1] * num_workers)  # index that each looks at
+        self.idle_deaths = 0
+        self.workers = [self._start(number) for number in range(num_workers)]
+
+    def results(self) -> Iterator[tuple[int, T | Lost]]:
+        for worker in self.workers:
+            self._give(worker)
+        while busy := [worker for worker in self.workers if worker.chunk]:
+            ready = wait([worker.connection for worker in busy], timeout=min(1.0, self.silence_s))
+            for worker in busy:
+                if worker.connection in ready:
+                    yield from self._news_of(worker)
+                elif time.monotonic() - worker.heard > self.silence_s:
+                    worker.process.kill()
+                    yield from self._replace(worker, f"took longer than {self.silence_s:g} s")
+
+    def close(self) -> None:
+        """End all processes, whatever they are doing."""
+        for worker in self.workers:
+            worker.process.kill()
+        for worker in self.workers:
+            worker.process.join(timeout=5)
+            worker.connection.close()
+
+    def _start(self, number: int) -> _Worker[T]:
+        ours, theirs = _fork.Pipe()
+        process = _fork.Process(
+            target=_work, args=(self.look, theirs, self.current, number, os.getpid()), daemon=True
+        )
+        process.start()
+        theirs.close()  # so that the death of the process is the end of what we read
+        return _Worker(number, process, ours)
+
+    def _give(self, worker: _Worker[T]) -> None:
+        if self.again:
+            worker.chunk = self.again.popleft()
+        elif (start := next(self.starts, None)) is not None:
+            worker.chunk = [int(index) for index in self.indices[start : start + self.size]]
+        else:
+            return
+        worker.heard = time.monotonic()
+        self.current[worker.number] = -1
+        with suppress(OSError):  # dead already: the end of its connection is read next
+            worker.connection.send(worker.chunk)
+
+    def _news_of(self, worker: _Worker[T]) -> Iterator[tuple[int, T | Lost]]:
+        try:
+            news = worker.connection.recv()
+        except (EOFError, OSError):
+            worker.process.join(timeout=5)
+            how = describe_exit(worker.process.exitcode)
+            yield from self._replace(worker, f"the process that read it {how}")
+            return
+        if isinstance(news, Exception):
+            raise news
+        worker.heard = time.monotonic()
+        self.idle_deaths = 0
+        reported = {index for index, _ in news}
+        worker.chunk = [index for index in worker.chunk if index not in reported]
+        yield from news
+        if not worker.chunk:
+            self._give(worker)
+
+    def _replace(self, worker: _Worker[T], reason: str) -> Iterator[tuple[int, T | Lost]]:
+        """Put a new process in the place of a lost one; its image is not tried again."""
+        index = self.current[worker.number]
+        rest = [other for other in worker.chunk if other != index]
+        if index in worker.chunk:
+            yield index, Lost(reason)
+        else:
+            self.idle_deaths += 1
+            if self.idle_deaths > MAX_IDLE_DEATHS:
+                raise RunError(f"processes end before they have read anything: one {reason}")
+        if rest:
+            self.again.append(rest)
+        worker.connection.close()
+        new = self._start(worker.number)
+        self.workers[self.workers.index(worker)] = new
+        self._give(new)
+
+
+def _work(look: _Look[T], connection: Connection, current: Any, number: int, parent: int) -> None:
+    """What a process does: chunk after chunk, until nobody sends one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process hears it and ends us
+    warnings.simplefilter("ignore")  # decoders warn of files that they can read all the same
+    while True:
+        while not connection.poll(1.0):
+            if os.getppid() != parent:
+                return  # killed, and its other children keep our pipe open
+        try:
+            chunk = connection.recv()
+            _look_at_chunk(look, chunk, connection, current, number)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return
+
+
+def _look_at_chunk(
+    look: _Look[T], chunk: list[int], connection: Connection, current: Any, number: int
+) -> None:
+    news: list[tuple[int, T]] = []
+    said = time.monotonic()
+    for index in chunk:
+        current[number] = index
+        try:
+            news.append((index, look(index)))
+        except Exception as error:  # noqa: BLE001 - raised again in the main process
+            connection.send(RunError(f"image {index}: {type(error).__name__}: {error}"))
+            return
+        if time.monotonic() - said > NEWS_EVERY_S:
+            connection.send(news)
+            news, said = [], time.monotonic()
+    if news:
+        connection.send(news)

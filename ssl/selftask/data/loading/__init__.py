@@ -1,0 +1,1 @@
+"""Samples, batches, and the workers that make them."""

@@ -1,0 +1,157 @@
+"""A batch on its way from a worker, and how samples become one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from selftask.data.loading.sample import Sample
+from selftask.data.reading.files import BadImage
+from selftask.data.views import ToFloat
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class New(Protocol):
+    """``numpy.empty``, or what makes arrays where it costs least to hand them over."""
+
+    def __call__(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B samples, without those that had to be left out."""
+
+    views: list[torch.Tensor]  # V uint8 (B, H, W, C)
+    target: torch.Tensor  # (B,) int64
+    index: torch.Tensor  # (B,) int64, of the images that are shown
+    key: torch.Tensor  # (B, 2) int64, what the draws are those of
+    epoch: int
+    bad: list[BadImage]
+    num_left_out: int
+    problem: str = ""  # what the user has to put right, instead of views
+
+    def pin_memory(self) -> Self:
+        """The same in page-locked memory; called by the DataLoader's pinning thread."""
+        return replace(
+            self,
+            views=[view.pin_memory() for view in self.views],
+            target=self.target.pin_memory(),
+            index=self.index.pin_memory(),
+        )
+
+    def to_sample(self, device: torch.device, to_float: Sequence[ToFloat]) -> dict[str, Any]:
+        """Views, target and index, on the device; there each view becomes what a network takes.
+
+        The key stays on the host, where draws are looked up.
+        """
+        pixels = [view.to(device, non_blocking=True) for view in self.views]
+        return {
+            "views": [convert(view) for convert, view in zip(to_float, pixels, strict=True)],
+            "target": self.target.to(device, non_blocking=True),
+            "index": self.index.to(device, non_blocking=True),
+            "key": self.key,
+        }
+
+
+def broken(problem: str) -> Batch:
+    """Instead of a batch: what the user has to put right."""
+    none = torch.empty(0, dtype=torch.int64)
+    return Batch([], none, none, none.view(0, 2), 0, [], 0, problem)
+
+
+@dataclass
+class Listed:
+    """All of a batch but its pictures, sample by sample."""
+
+    target: list[int] = field(default_factory=list)
+    index: list[int] = field(default_factory=list)
+    key: list[tuple[int, int]] = field(default_factory=list)
+    epoch: int = 0
+    bad: list[BadImage] = field(default_factory=list)
+    num_left_out: int = 0
+
+    def add(self, sample: Sample) -> bool:
+        """Add a sample; whether it has pictures."""
+        self.epoch = sample.epoch
+        self.bad += sample.bad
+        if not sample.views:
+            self.num_left_out += 1
+            return False
+        self.target.append(sample.target)
+        self.index.append(sample.index)
+        self.key.append(sample.key)
+        return True
+
+    def fields(self) -> dict[str, Any]:
+        """Those of a Batch."""
+        return {
+            **vars(self),
+            "target": torch.tensor(self.target, dtype=torch.int64),
+            "index": torch.tensor(self.index, dtype=torch.int64),
+            "key": torch.tensor(self.key, dtype=torch.int64).view(-1, 2),
+        }
+
+
+def collate(samples: Iterable[Sample], places: Places) -> Batch:
+    """Stack samples, each when it comes: its pictures are not kept."""
+    listed = Listed()
+    for sample in samples:
+        if listed.add(sample):
+            places.add(sample.views)
+    problem = places.problem()
+    filled = [] if problem else [view[: places.count] for view in places.views]
+    return Batch(
+        views=[torch.from_numpy(view) for view in filled], **listed.fields(), problem=problem
+    )
+
+
+class Places:
+    """Where the pictures of a batch lie, and whether they make one."""
+
+    def __init__(self, size: int, new: New = np.empty) -> None:
+        self.views: list[np.ndarray] = []  # V uint8 (size, ...) like the first pictures
+        self.next: list[np.ndarray] = []  # V uint8, for the next ones; none before the first
+        self.count = 0
+        self.new = new
+        self._size = size
+        self._odd: dict[int, np.ndarray] = {}  # view -> the first picture that is no 8-bit one
+        self._others: dict[int, set[tuple[int, ...]]] = {}  # view -> shapes unlike the first
+
+    def add(self, pictures: list[np.ndarray]) -> None:
+        """Put the views of an image into the next place, but for those made there."""
+        if not self.views:
+            self.views = [self.new((self._size, *p.shape), np.uint8) for p in pictures]
+            self.next = [view[0] for view in self.views]
+        for number, (place, picture) in enumerate(zip(self.next, pictures, strict=True)):
+            if picture.dtype != np.uint8 or picture.ndim != 3:
+                self._odd.setdefault(number, picture)
+            elif picture.shape != place.shape:
+                self._others.setdefault(number, {place.shape}).add(picture.shape)
+            elif picture is not place:
+                place[:] = picture
+        self.count += 1
+        self.next = [view[self.count] for view in self.views] if self.count < self._size else []
+
+    def problem(self) -> str:
+        """What to say if the pictures of a view make no batch; else nothing."""
+        for number, odd in self._odd.items():
+            return (
+                f"view {number}: its transforms gave {odd.dtype} of shape {odd.shape}; "
+                "8-bit pictures (H, W, C) are expected (normalize, the last one, makes floats)"
+            )
+        for number, shapes in self._others.items():
+            height_width = sorted({f"{shape[1]}x{shape[0]}" for shape in shapes})
+            if len(height_width) == 1:
+                channels = " and ".join(str(count) for count in sorted({s[2] for s in shapes}))
+                return f"view {number}: its images have {channels} channels and make no batch"
+            return (
+                f"view {number}: its images have different sizes ({', '.join(height_width[:3])}) "
+                "and make no batch; its transforms need a crop (random_resized_crop or center_crop)"
+            )
+        return ""

@@ -1,0 +1,192 @@
+"""All that a run reads: the training samples from any batch on, and the labelled ones for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from selftask.batch import Batch
+from selftask.data.cache.fill import decode_once
+from selftask.data.cache.on_device import CachedBatches
+from selftask.data.fingerprint import fingerprint
+from selftask.data.loading.dataset import BadFiles, EvalDataset, ViewDataset
+from selftask.data.loading.loader import Batches, EvalBatches
+from selftask.data.loading.open_data import Sources, check_data
+from selftask.data.loading.train_dataset import train_dataset
+from selftask.data.source import channels_of
+from selftask.data.views import build_pipeline
+from selftask.logs import get_logger
+
+if TYPE_CHECKING:
+    from selftask.config.schema import Config
+    from selftask.data.source import Source
+    from selftask.distributed.world import World
+
+log = get_logger(__name__)
+
+
+class Feed:
+    """The data of a run on one rank.
+
+    Raises UserError and ConfigError for what is wrong with the ``data:``, ``views:`` and
+    ``eval.transforms`` sections, before any worker is started.
+    """
+
+    def __init__(
+        self, config: Config, sources: Sources, world: World, device: torch.device
+    ) -> None:
+        self.config = config
+        self.world = world
+        self.device = device
+        self.train_source, self.val_source = sources
+        sampler = check_data(config, self.train_source)
+        out = Path(config.out)
+        self.eval_pipeline = build_pipeline(
+            config.eval.transforms, "eval.transforms", self.channels
+        )
+        self._bad_val_list = out / "bad_files_val.txt"
+        self.batches = (CachedBatches if config.data.cache == "device" else Batches)(
+            train_dataset(config, self.train_source),
+            batch_size=config.train.batch_size,
+            seed=config.train.seed,
+            num_workers=config.data.num_workers,
+            rank=world.rank,
+            world_size=world.size,
+            device=device,
+            bad_files=BadFiles.of(self.train_source, config.data, out / "bad_files.txt"),
+            sampler=sampler,
+        )
+        self.batches.bad_files.refuse(self.train_source.unreadable().values())
+        if self.val_source is not None:
+            self._val_bad_files().refuse(self.val_source.unreadable().values())
+        log.info("sampler: %s", self.batches.sampler.describe())
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of one epoch, over all ranks: what the sampler makes of the images."""
+        return self.batches.sampler.sampler.num_samples
+
+    @property
+    def num_images(self) -> int:
+        """Training images: every index is below."""
+        return len(self.train_source)
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies the training images."""
+        return fingerprint(self.train_source)
+
+    @property
+    def channels(self) -> int:
+        """Of every image."""
+        return channels_of(self.train_source)
+
+    @property
+    def num_classes(self) -> int:
+        """Classes among the labels; 0 without labels."""
+        return self.train_source.num_classes
+
+    @property
+    def num_test_batches(self) -> int:
+        """Batches of one test phase on this rank."""
+        share = -(-len(self.val_source or ()) // self.world.size)
+        return -(-share // self._eval_batch_size)
+
+    @property
+    def has_test(self) -> bool:
+        """Whether there are labelled images to test on."""
+        return self.val_source is not None and self.val_source.labels is not None
+
+    @property
+    def data_wait_s(self) -> float:
+        """Seconds that training has waited for samples so far."""
+        return self.batches.data_wait_s
+
+    def train_batches(self, first: int) -> Iterator[Batch]:
+        """Yield the training batches from global batch number ``first`` on, without end."""
+        self._decode_once()
+        self.batches.start(first)
+        counts = self._views_per_group
+        return (make_batch(sample, counts) for sample in self.batches)
+
+    @cached_property
+    def _views_per_group(self) -> dict[str, int]:
+        return {name: group.count for name, group in self.config.views.items()}
+
+    def sweep(self) -> Iterator[dict[str, Any]]:
+        """Every training image once, in order, in the views of epoch 0: this rank's part.
+
+        For methods that look at the whole set before the first step; no image is dropped.
+        """
+        self._decode_once()
+        yield from self._pass(self.batches.dataset, self.batches.bad_files)
+
+    def _decode_once(self) -> None:
+        """Read views from decoded pictures, if ``data.cache`` wants them kept."""
+        data, dataset = self.config.data, self.batches.dataset
+        if data.cache in ("ram", "disk") and dataset.source is self.train_source:
+            dataset.source = decode_once(self.train_source, data, self.batches.bad_files)
+
+    def labelled_samples(self) -> Iterator[dict[str, Any]]:
+        """One pass over this rank's part of the training images, by the evaluation's transforms."""
+        yield from self._eval_batches(self.train_source, self.batches.bad_files)
+
+    def test_samples(self) -> Iterator[dict[str, Any]]:
+        """One pass over this rank's part of the labelled images, by the evaluation's transforms."""
+        assert self.val_source is not None, "has_test says whether there is something to test on"
+        yield from self._eval_batches(self.val_source, self._val_bad_files())
+
+    def _val_bad_files(self) -> BadFiles:
+        assert self.val_source is not None
+        return BadFiles.of(self.val_source, self.config.data, self._bad_val_list)
+
+    def test_batches(self) -> Iterator[Batch]:
+        """The same as batches of one view, group ``eval``."""
+        return (make_batch(sample, {"eval": 1}) for sample in self.test_samples())
+
+    def _eval_batches(self, source: Source, bad_files: BadFiles) -> EvalBatches:
+        dataset = EvalDataset(source, self.eval_pipeline, self.config.train.seed)
+        return self._pass(dataset, bad_files)
+
+    def _pass(self, dataset: EvalDataset | ViewDataset, bad_files: BadFiles) -> EvalBatches:
+        return EvalBatches(
+            dataset,
+            batch_size=self._eval_batch_size,
+            num_workers=self.config.data.num_workers,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            device=self.device,
+            bad_files=bad_files,
+        )
+
+    @property
+    def _eval_batch_size(self) -> int:
+        return max(1, self.config.train.batch_size // self.world.size)
+
+    def remove_lists(self) -> None:
+        """Remove the lists of bad files that another run in this folder has left."""
+        for path in (self.batches.bad_files.path, self._bad_val_list):
+            if path is not None:
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self.batches.close()
+
+
+def make_batch(sample: dict[str, Any], views_per_group: Mapping[str, int]) -> Batch:
+    """Return what the loader has read as the batch of a train step, its views by group."""
+    views = iter(sample["views"])
+    return Batch(
+        views={name: list(islice(views, count)) for name, count in views_per_group.items()},
+        labels=sample["target"],
+        index=sample["index"],
+        key=sample["key"],
+        number=sample.get("step", 0),
+        epoch=sample.get("epoch", 0),
+    )

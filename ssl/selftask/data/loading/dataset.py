@@ -1,0 +1,296 @@
+"""Samples for the loader: views of an image, and what happens when it cannot be read.
+
+Nothing here imports torch, so that a wrong ``data:`` section is reported at once.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selftask.data.loading.sample import Sample
+from selftask.data.reading.files import BadImage
+from selftask.data.source import Source, channels_of
+from selftask.errors import UserError
+from selftask.random.permutation import hash_words
+from selftask.random.views import draw_rng
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from selftask.config.schema import DataConfig
+    from selftask.data.loading.collate import Batch, Places
+    from selftask.data.views import Pipeline, ToFloat, Views
+
+MAX_REPLACEMENTS = 100  # tried for one sample before giving up
+MAX_FAILED_READS = 5  # in a row; with their retries, 0.5 s each on a disk that answers with EIO
+DEFAULT_MAX_BAD, MIN_ALLOWED_BAD = 0.001, 3  # a share and a number of images, unless max_bad is set
+_REPLACEMENT = 0x7265706C  # "repl": keeps the chain of replacements apart from other hashes
+
+
+class Dataset(ABC):
+    """What the loader makes batches of: samples by key, and how they become a batch."""
+
+    makes_views_on_device = False  # one batch ahead is then worth its room
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of images."""
+
+    @abstractmethod
+    def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
+        """Of an epoch and an index; raises UserError, never BadImage.
+
+        Views may be written into ``out`` (one place for each), or lie elsewhere.
+        """
+
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
+        return self.sample(key)
+
+    @property
+    @abstractmethod
+    def to_float(self) -> Any:
+        """What ``Batch.to_sample`` makes the input of a network with: one ToFloat for each view."""
+
+    def collate(self, samples: Iterable[Sample], places: Places) -> Batch:
+        """Put samples together; called in a worker."""
+        from selftask.data.loading.collate import collate
+
+        return collate(samples, places)
+
+
+def replacement(seed: int, epoch: int, index: int, attempt: int, num_images: int) -> int:
+    """The image to try in place of one that cannot be read, at that attempt."""
+    return hash_words(seed, _REPLACEMENT, epoch, index, attempt) % num_images
+
+
+def read(source: Source, index: int) -> tuple[np.ndarray, int]:
+    """An image and its label.
+
+    Raises BadImage, and UserError for a source that violates the Source contract or for storage
+    that has failed MAX_FAILED_READS times in a row: replacing images would not end.
+    """
+    try:
+        image, target = source[index]
+    except BadImage as error:
+        _check_storage(error)
+        raise
+    _FAILED.clear()
+    channels = channels_of(source)
+    if image.shape[2:] != (channels,):
+        raise UserError(
+            f"{source.path(index)}: an array of shape {image.shape}; (H, W, {channels}) is what "
+            f"is expected of {type(source).__name__}, by its attribute `channels`"
+        )
+    return image, target
+
+
+_FAILED: list[BadImage] = []  # reads of this process in a row, because of their storage
+
+
+def _check_storage(error: BadImage) -> None:
+    if not error.storage_failed:
+        _FAILED.clear()
+        return
+    _FAILED.append(error)
+    if len(_FAILED) == MAX_FAILED_READS:
+        _FAILED.clear()
+        raise UserError(
+            f"data: the last {MAX_FAILED_READS} reads failed; check the disk or the file system "
+            f"of {error}"
+        )
+
+
+class ViewDataset(Dataset):
+    """Training samples: ``dataset[epoch, index]`` is a Sample with all views of one image.
+
+    The image in place of one that cannot be read is a pure function of (seed, epoch, index), and
+    the draws stay those of (epoch, index): whatever the worker, rank or resume, the same sample.
+    ``Sample.index`` is that of the image shown, since methods with a memory keep a slot per image.
+    """
+
+    def __init__(self, source: Source, views: Views, seed: int) -> None:
+        self.source = source
+        self.views = views
+        self.seed = seed
+
+    @property
+    def to_float(self) -> list[ToFloat]:
+        """For each view, what makes a batch of its pictures the input of a network."""
+        return [pipeline.to_float for pipeline in self.views.pipelines]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
+        epoch, index = key
+        shown, bad = index, []
+        for attempt in range(MAX_REPLACEMENTS + 1):
+            try:
+                image, target = read(self.source, shown)
+            except BadImage as error:
+                bad.append(error)
+                shown = replacement(self.seed, epoch, index, attempt, len(self.source))
+            else:
+                views, drawn = self.make(image, epoch, index, out)
+                return Sample(views, target, shown, key, bad, drawn)
+        return Sample([], -1, index, key, bad)
+
+    def make(
+        self, image: np.ndarray, epoch: int, index: int, out: Sequence[np.ndarray] = ()
+    ) -> tuple[list[np.ndarray], Any]:
+        """The pictures to hand over, and the draws of those that are made on the device."""
+        return self.views(image, self.seed, epoch, index, out), None
+
+
+class EvalDataset(Dataset):
+    """Samples for evaluation: one view by the evaluation's transforms, the same every time.
+
+    An image that cannot be read is left out (no views) instead of replaced: it must not be
+    counted under another's name.
+    """
+
+    def __init__(self, source: Source, pipeline: Pipeline, seed: int = 0) -> None:
+        self.source = source
+        self.pipeline = pipeline
+        self.seed = seed
+
+    @property
+    def to_float(self) -> list[ToFloat]:
+        """For its one view, what makes a batch of pictures the input of a network."""
+        return [self.pipeline.to_float]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
+        index = key[1]
+        try:
+            image, target = read(self.source, index)
+        except BadImage as error:
+            return Sample([], -1, index, (0, index), [error])
+        view = self.pipeline(image, draw_rng(self.seed, 0, index, 0), out[0] if out else None)
+        return Sample([view], target, index, (0, index), [])
+
+
+@dataclass(frozen=True)
+class BadLimit:
+    """How many unreadable images ``data.max_bad`` allows among ``num_images``."""
+
+    num_images: int
+    max_bad: float | None  # share of the images; None: 0.1 %, but at least 3 images
+
+    def allows(self, number: int) -> bool:
+        """Return whether a run may continue with this many unreadable images."""
+        if self.max_bad is None:
+            return number <= max(MIN_ALLOWED_BAD, DEFAULT_MAX_BAD * self.num_images)
+        return number <= self.max_bad * self.num_images
+
+    def __str__(self) -> str:
+        """``data.max_bad=0.01 (1.00%) allows``."""
+        if self.max_bad is None:
+            default = f"{DEFAULT_MAX_BAD:.1%}, at least {MIN_ALLOWED_BAD} images"
+            return f"the default of data.max_bad ({default}) allows"
+        return f"data.max_bad={self.max_bad:g} ({self.max_bad:.2%}) allows"
+
+
+class BadFiles:
+    """The images that could not be read, listed in a file; decides when they are too many.
+
+    Lives in the main process. The list is read back when a run resumes, and before each new line,
+    since other ranks write to it too; it holds each path once.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        num_images: int,
+        *,
+        on_error: str = "skip",
+        max_bad: float | None = None,
+    ) -> None:
+        self.path = path
+        self.num_images = num_images
+        self.on_error = on_error
+        self.limit = BadLimit(num_images, max_bad)
+        self.reasons: dict[str, str] = {}  # path of the image -> why
+        self._read()
+
+    @classmethod
+    def of(cls, source: Source, data: DataConfig, path: Path | None) -> BadFiles:
+        """Those of a source, as ``data.on_error`` and ``data.max_bad`` judge them."""
+        return cls(path, len(source), on_error=data.on_error, max_bad=data.max_bad)
+
+    def __len__(self) -> int:
+        return len(self.reasons)
+
+    def refuse(self, known: Iterable[BadImage]) -> None:
+        """Raise UserError before the first step if too many images are known to be unreadable.
+
+        Else they are recorded when they are asked for, as all others. So are those whose storage
+        failed: the next try may succeed.
+        """
+        known = [bad for bad in known if not bad.storage_failed]
+        if known and (self.on_error == "fail" or not self.limit.allows(len(known))):
+            found = self._record(known)
+            self._judge(found, found)  # the list may hold images that were fixed since
+
+    def add(self, bad: Iterable[BadImage]) -> None:
+        """Record unreadable images; raises UserError as ``data.on_error`` and ``max_bad`` say."""
+        known = len(self)
+        found = self._record(bad)
+        if len(self) > known:
+            self._judge(found, self.reasons)
+
+    def _record(self, bad: Iterable[BadImage]) -> dict[str, str]:
+        """Append new entries to the list file and return all entries, path -> reason."""
+        found = {_one_line(error.path): error.reason for error in bad}
+        new = {path: why for path, why in found.items() if path not in self.reasons}
+        if new:
+            self._read()
+            self._write({path: why for path, why in new.items() if path not in self.reasons})
+            self.reasons |= new
+        return found
+
+    def _judge(self, found: dict[str, str], counted: dict[str, str]) -> None:
+        if self.on_error == "fail":
+            path, why = next(iter(found.items()))
+            raise UserError(
+                f"cannot read {path}: {why}\n(data.on_error=skip replaces unreadable images)"
+            )
+        if not self.limit.allows(len(counted)):
+            raise UserError(self._too_many(counted))
+
+    def _too_many(self, counted: dict[str, str]) -> str:
+        share = len(counted) / self.num_images
+        first = [f"{path}: {why}" for path, why in list(counted.items())[:3]]
+        where = f"; all of them: {self.path}" if self.path else ""
+        return (
+            f"{len(counted)} of {self.num_images} images ({share:.2%}) cannot be read, more than "
+            f"{self.limit}; fix or remove them, or raise data.max_bad: {', '.join(first)}{where}"
+        )
+
+    def _read(self) -> None:
+        if self.path is None or not self.path.exists():
+            return
+        for line in self.path.read_text(encoding="utf-8", errors="surrogateescape").split("\n"):
+            image, tab, why = line.partition("\t")
+            if tab:
+                self.reasons.setdefault(image, why)
+
+    def _write(self, new: dict[str, str]) -> None:
+        """Append in one write, so that lines of several processes do not mix."""
+        if self.path is None or not new:
+            return
+        text = "".join(f"{path}\t{why}\n" for path, why in new.items())
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab", buffering=0) as file:
+            file.write(os.fsencode(text))
+
+
+def _one_line(path: str) -> str:
+    return path.replace("\t", "\\t").replace("\n", "\\n")

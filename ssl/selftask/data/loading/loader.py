@@ -1,0 +1,148 @@
+"""Training and evaluation batches on the device, from any step on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from selftask.data.device.prefetch import Ahead
+from selftask.data.loading.dataset import BadFiles, Dataset, ViewDataset
+from selftask.data.loading.workers import BatchReader
+from selftask.data.sampling.sampler import BatchSampler, Pool, Sampler
+from selftask.data.sampling.shuffled import Shuffled
+from selftask.errors import UserError
+
+
+class Batches:
+    """The training samples of this rank, one batch a step, without an end.
+
+    ``start(step)`` goes to any global step in O(1) time; the samples do not depend on the number
+    of workers or of ranks, nor on where the run was stopped. Workers are started once: the order
+    of epochs is one endless sequence for them.
+
+    A sample is a dict: ``views``, V float32 tensors (B, C, H, W); ``target`` and ``index``, (B,)
+    int64, of the images shown; ``key``, (B, 2) int64 on the host, by which their draws are looked
+    up: (key[0], key[1]) stand for epoch and index there; ``epoch`` and ``step``, ints.
+    """
+
+    def __init__(
+        self,
+        dataset: ViewDataset,
+        *,
+        batch_size: int,
+        seed: int,
+        num_workers: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | None = None,
+        bad_files: BadFiles | None = None,
+        sampler: Sampler | None = None,
+    ) -> None:
+        """``batch_size`` is the global one. Raises ConfigError if it does not fit the data.
+
+        Without a ``sampler``, each epoch shows every sample once, shuffled.
+        """
+        self.dataset = dataset
+        self.num_workers = num_workers
+        self.device = device or torch.device("cpu")
+        self.bad_files = BadFiles(None, len(dataset)) if bad_files is None else bad_files
+        chosen = sampler or Shuffled(None, Pool(len(dataset), batch_size, seed))
+        self.sampler = BatchSampler(chosen, rank=rank, world_size=world_size)
+        self.step = 0  # of the next batch
+        self.data_wait_s = 0.0  # time that callers of next() have waited so far
+        self._reader: Any = None
+        self._ahead: Ahead | None = None  # makes the views on the device while it does a step
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.sampler.steps_per_epoch
+
+    def start(self, step: int) -> None:
+        """Make ``step`` the next one; running workers are kept if it already is."""
+        if self._reader is not None and step == self.step:
+            return
+        self.close()
+        self.step = self.sampler.start = step
+        self._reader = self._open_reader()
+        if self.device.type == "cuda" and self.dataset.makes_views_on_device:
+            self._ahead = Ahead(self._make, self.device)
+
+    def _open_reader(self) -> Any:
+        """What gives the batches from ``sampler.start`` on, and can be closed."""
+        return BatchReader(self.dataset, self.sampler, self.num_workers, self.device)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        """The sample of the next step; raises UserError for bad files and dead workers."""
+        started = time.perf_counter()
+        self.start(self.step)
+        sample = self._make() if self._ahead is None else self._ahead.next()
+        sample["step"] = self.step
+        self.step += 1
+        self.data_wait_s += time.perf_counter() - started
+        return sample
+
+    def _make(self) -> dict[str, Any]:
+        """The next batch of the workers, on the device."""
+        assert self._reader is not None
+        batch = next(self._reader)
+        self.bad_files.add(batch.bad)
+        if batch.num_left_out:
+            raise UserError(
+                "data: no readable image was found in place of an unreadable one; "
+                f"{len(self.bad_files)} are known to be bad"
+            )
+        return {**batch.to_sample(self.device, self.dataset.to_float), "epoch": batch.epoch}
+
+    def close(self) -> None:
+        """Stop the workers."""
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = self._ahead = None
+
+
+class EvalBatches:
+    """All samples of a dataset in order, this rank's contiguous part of them.
+
+    A sample has ``views`` (one tensor), ``input`` (the same), ``target`` and ``index``; images that
+    cannot be read are left out, so count by ``index``.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        batch_size: int,
+        num_workers: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | None = None,
+        bad_files: BadFiles | None = None,
+    ) -> None:
+        """``batch_size`` is that of one rank; the last batch may be smaller."""
+        self.dataset = dataset
+        self.num_workers = num_workers
+        self.device = device or torch.device("cpu")
+        self.bad_files = BadFiles(None, len(dataset)) if bad_files is None else bad_files
+        share = -(-len(dataset) // world_size)
+        self.indices = range(len(dataset))[rank * share : (rank + 1) * share]
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self.indices) // self.batch_size)
+
+    def _keys(self) -> Iterator[list[tuple[int, int]]]:
+        for first in range(0, len(self.indices), self.batch_size):
+            yield [(0, index) for index in self.indices[first : first + self.batch_size]]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in BatchReader(self.dataset, self._keys(), self.num_workers, self.device):
+            self.bad_files.add(batch.bad)
+            if batch.views:
+                sample = batch.to_sample(self.device, self.dataset.to_float)
+                yield {**sample, "input": sample["views"][0]}

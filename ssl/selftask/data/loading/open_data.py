@@ -1,0 +1,95 @@
+"""Opening the sources of a ``data:`` section."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+from selftask.config.checks.checks import pipelines
+from selftask.data.labels import check_labels, number_alike
+from selftask.data.reading.files import Policy, set_policy
+from selftask.data.sampling.sampler import Sampler, build_sampler, steps_per_epoch
+from selftask.data.source import Source, channels_of
+from selftask.data.staging.staged_source import copied
+from selftask.data.subset import subset_of
+from selftask.data.transforms.channels import list_problems
+from selftask.errors import ConfigError, UserError
+from selftask.registry import SOURCES
+
+if TYPE_CHECKING:
+    from selftask.config.schema import Component, Config, DataConfig
+
+
+class Sources(NamedTuple):
+    """The opened sources of a ``data:`` section."""
+
+    train: Source
+    val: Source | None
+
+
+def open_source(component: Component, max_pixels: int | None = None) -> Source:
+    """Open a named source; raises UserError or ConfigError for what the user can put right.
+
+    Its arguments may ask for a ``subset`` of it.
+    """
+    registered = SOURCES[component.name]
+    config = getattr(registered, "Config", None)
+    args = {name: value for name, value in component.args.items() if name != "subset"}
+    source: Source = registered(config(**args)) if config else registered(**args)
+    if max_pixels is not None:
+        source.max_pixels = max_pixels
+    check_labels(source)
+    return subset_of(source, component.args.get("subset"))
+
+
+def open_data(data: DataConfig) -> Sources:
+    """Open the training images and, if there are any, the labelled ones for evaluation.
+
+    From then on this process, and those it forks, are as patient with files as ``data`` says.
+    """
+    set_policy(Policy(data.read_timeout_s, data.read_retries, data.max_bytes, data.max_scans))
+    train = subset_of(open_source(data.source, data.max_pixels), data.subset)
+    val = None if data.val is None else open_source(data.val, data.max_pixels)
+    if val is not None:
+        if channels_of(val) != channels_of(train):
+            raise UserError(
+                f"data.val: its images have {channels_of(val)} channels, those of data have "
+                f"{channels_of(train)}"
+            )
+        number_alike(val, train)
+    return Sources(train, val)
+
+
+def copy_data(sources: Sources, copy_to: str | None) -> Sources:
+    """The sources, reading from copies that are made now if ``data.copy_to`` asks for them.
+
+    Apart from opening, which is also done where nothing is read: a submission counts images.
+    """
+    if copy_to is None:
+        return sources
+    train, val = (None if source is None else copied(source, copy_to) for source in sources)
+    assert train is not None
+    return Sources(train, val)
+
+
+def check_data(config: Config, source: Source) -> Sampler:
+    """The sampler of a run.
+
+    Raises ConfigError if images with so many channels cannot have the config's views and
+    evaluations, and if the sampler's epoch has no step, or less than one update.
+    """
+    channels = channels_of(source)
+    found = [list_problems(ts, ".".join(key), channels) for key, ts in pipelines(config).items()]
+    if problems := list(chain.from_iterable(found)):
+        raise ConfigError(problems)
+    batch_size, accumulate = config.train.batch_size, config.train.accumulate
+    sampler = build_sampler(config, source)
+    num_samples = sampler.num_samples
+    steps = steps_per_epoch(num_samples, batch_size)
+    if accumulate > steps:
+        problem = (
+            f"train.accumulate: {accumulate} batches are more than the {steps} of an epoch "
+            f"({num_samples} images in batches of {batch_size}); at most {steps} is possible"
+        )
+        raise ConfigError([problem])
+    return sampler

@@ -1,0 +1,23 @@
+"""The training samples as the ``data:`` section wants them made: by workers or on the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from selftask.data.device.batches import DeviceDataset
+from selftask.data.device.engine import Engine
+from selftask.data.loading.dataset import ViewDataset
+from selftask.data.source import channels_of
+from selftask.data.views import Views
+
+if TYPE_CHECKING:
+    from selftask.config.schema import Config
+    from selftask.data.source import Source
+
+
+def train_dataset(config: Config, source: Source) -> ViewDataset:
+    """For ``data.engine``; raises ConfigError for views that it cannot make."""
+    views, seed = Views(config.views, channels_of(source)), config.train.seed
+    if config.data.engine == "cpu":
+        return ViewDataset(source, views, seed)
+    return DeviceDataset(source, views, seed, Engine(views, config.views), config.data.shrink)

@@ -1,0 +1,223 @@
+"""Batches from worker processes, with errors a user can read and nothing left behind."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from selftask.config.values.auto_values import cores
+from selftask.data.loading.collate import Batch, New, Places, broken
+from selftask.data.loading.dataset import Dataset
+from selftask.data.loading.shared_memory import Memory, Outbox, Parcel
+from selftask.data.reading.files import last_file
+from selftask.distributed.heartbeat import during
+from selftask.distributed.out_of_memory import OutOfMemoryKills
+from selftask.distributed.world import STOP_SIGNALS
+from selftask.errors import RunError, UserError, describe_exit
+from selftask.logs import get_logger
+
+log = get_logger(__name__)
+
+PREFETCH = 3  # batches that each worker makes ahead
+PARENT_CHECK_S = 2.0  # how often a worker looks whether the main process is still there
+
+
+class _Maker:
+    """Whole batches of a dataset, as a DataLoader's fetcher asks for them.
+
+    An error that the user can put right travels in the batch: raised in a worker it would arrive
+    wrapped in torch's words and a traceback.
+    """
+
+    def __init__(self, dataset: Dataset, memory: Memory) -> None:
+        self.dataset = dataset
+        self.memory = memory
+        self._outbox: Outbox | None = None  # of a worker
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> Batch | Parcel:
+        worker = get_worker_info()
+        if worker is None:
+            return self._make(keys, np.empty)
+        if self._outbox is None:
+            self._outbox = Outbox(self.memory, worker.id, worker.num_workers)
+        return self._outbox.send(self._make(keys, self._outbox.new))
+
+    def _make(self, keys: list[tuple[int, int]], new: New) -> Batch:
+        places = Places(len(keys), new)
+        samples = (self.dataset.sample(key, places.next) for key in keys)
+        try:
+            return self.dataset.collate(samples, places)
+        except UserError as error:
+            return broken(str(error))
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Context without torch's warning of many workers, which it prints for every loader, twice."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        yield
+
+
+@cache
+def _warn_of_many(num_workers: int) -> None:
+    """Once, not for every loader."""
+    if num_workers > cores():
+        log.warning("data.num_workers=%d: more than the %d cores there are", num_workers, cores())
+
+
+class BatchReader:
+    """One DataLoader over a sequence of batches of keys, with errors a user can read."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batches: Iterable[list[tuple[int, int]]],
+        num_workers: int,
+        device: torch.device,
+    ) -> None:
+        maker: Any = _Maker(dataset, Memory())
+        with _without_advice():
+            loader: DataLoader[Any] = DataLoader(
+                maker,
+                batch_sampler=batches,
+                num_workers=num_workers,
+                multiprocessing_context="fork"
+                if num_workers
+                else None,  # all they need is there then
+                collate_fn=_as_it_is,
+                pin_memory=device.type == "cuda",
+                prefetch_factor=PREFETCH if num_workers else None,
+                worker_init_fn=partial(_start_worker, os.getpid()),
+                generator=torch.Generator(),  # starting must not draw from the global one
+            )
+        self._kills = OutOfMemoryKills()
+        others = set(multiprocessing.active_children())
+        _warn_of_many(num_workers)
+        with _signals_of_the_main_process(), _without_advice():
+            self._iterator = iter(loader)
+        self._workers: list[BaseProcess] = [
+            process for process in multiprocessing.active_children() if process not in others
+        ]
+        _OPEN.append((weakref.ref(self), self._workers))
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)  # so that it runs before torch's own, which waits for workers
+
+    def __iter__(self) -> BatchReader:
+        return self
+
+    def __next__(self) -> Batch:
+        try:
+            with during("waiting for images"):
+                received: Batch | Parcel = next(self._iterator)
+        except (RuntimeError, OSError, EOFError) as error:  # OSError: a batch of a dead worker's
+            death = _describe_death(self._workers, self._kills)
+            if death is None:
+                raise
+            raise RunError(death) from error
+        batch = received.open() if isinstance(received, Parcel) else received
+        if batch.problem:
+            raise UserError(batch.problem)
+        return batch
+
+    def close(self) -> None:
+        """Stop the workers, even if a traceback still holds on to the iterator."""
+        shut_down = getattr(self._iterator, "_shutdown_workers", None)  # none without workers
+        if shut_down is not None:
+            shut_down()
+        _kill(self._workers)
+        _OPEN[:] = [entry for entry in _OPEN if any(worker.is_alive() for worker in entry[1])]
+
+
+# Every reader that was not closed, if it still exists, and its workers, which exist anyway.
+_OPEN: list[tuple[weakref.ref[BatchReader], list[BaseProcess]]] = []
+
+
+def _close_all() -> None:
+    """Stop all workers at the exit of the main process.
+
+    They ignore its SIGTERM, so that python, which waits for its children, would wait for ever.
+    """
+    for reader, workers in list(_OPEN):
+        opened = reader()
+        if opened is not None:
+            opened.close()
+        _kill(workers)
+
+
+def _kill(workers: list[BaseProcess]) -> None:
+    """What did not end when it was asked to: stuck in a read, or nobody was left to ask."""
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+
+
+@contextmanager
+def _signals_of_the_main_process() -> Iterator[None]:
+    """Start workers so that signals stay the main process's affair.
+
+    They begin with our signals blocked, lest one kills them before ``_start_worker`` runs. And
+    the SIGCHLD handler that a DataLoader installs is taken back: it raises out of any line of the
+    main thread, such as one that writes a checkpoint. The next read finds a dead worker anyway.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _start_worker(main: int, worker: int) -> None:
+    """Leave signals to the main process, which saves a checkpoint and then lets workers go.
+
+    torch's own look whether their parent is gone takes the parent they had when they began to work:
+    a worker whose parent died before that would wait for ever. So ours looks for itself.
+    """
+    threading.Thread(target=_leave_with, args=(main,), daemon=True).start()
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+def _leave_with(main: int) -> None:
+    while os.getppid() == main:
+        time.sleep(PARENT_CHECK_S)
+    os._exit(1)
+
+
+def _describe_death(workers: list[BaseProcess], kills: OutOfMemoryKills) -> str | None:
+    """How a worker ended that should still be alive, or None."""
+    wait([worker.sentinel for worker in workers], timeout=1.0 if workers else 0)  # it may just end
+    dead = next((worker for worker in workers if not worker.is_alive()), None)
+    if dead is None:
+        return None
+    code = dead.exitcode or 0
+    no_memory = code in (-signal.SIGKILL, -signal.SIGBUS)  # the latter: none behind a batch
+    memory = (kills.explain() or "out of memory, perhaps") if no_memory else ""
+    hint = f"; {memory}; use fewer data.num_workers" if memory else ""
+    name = last_file(dead.pid or 0)
+    reading = f"; the last image it began to read: {name}" if name else ""
+    return f"data: worker process {dead.pid} {describe_exit(code)}{reading}{hint}"

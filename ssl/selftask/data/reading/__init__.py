@@ -1,0 +1,1 @@
+"""Reading files of any size, age and condition."""

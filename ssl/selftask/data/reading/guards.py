@@ -1,0 +1,35 @@
+"""Guards for opening damaged or hostile files: no traceback, no exhausted memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from selftask.config.values.budget import show_bytes
+from selftask.distributed.out_of_memory import available_bytes
+from selftask.errors import UserError
+
+
+@contextmanager
+def no_traceback(message: str) -> Iterator[None]:
+    """Context that reads a file with a library: its errors become a UserError, ``message: why``.
+
+    Parsers raise anything at all on damaged headers, and MemoryError for sizes that they make up.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{message}: {why}") from error
+
+
+def check_memory(num_bytes: int, what: str, advice: str) -> None:
+    """Raise UserError if ``what``, of this many bytes, does not fit into free memory."""
+    free = available_bytes()
+    if free is not None and num_bytes > free:
+        raise UserError(
+            f"{what} would take {show_bytes(num_bytes)} of memory, and {show_bytes(free)} are "
+            f"free; {advice}"
+        )

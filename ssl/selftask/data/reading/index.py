@@ -1,0 +1,207 @@
+"""Lists of paths on disk: written once, then mapped by every run, rank and worker.
+
+A file of a list of N paths holds a few arrays behind a short header. Opening it reads the header
+and nothing else, so that a million paths are open in less than a millisecond and cost a process no
+memory of its own: the pages are those of the file, shared by all who look at them.
+
+Where it cannot be written, the same arrays stay in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import secrets
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from selftask.data.reading.cache_dir import cache_path, take_lock
+from selftask.data.reading.progress_log import say
+from selftask.data.source import PathTable
+from selftask.distributed.heartbeat import during
+from selftask.errors import UserError
+from selftask.logs import get_logger
+
+MIN_INDEXED = 20_000  # paths; of fewer, no file is made
+UNSURE = -1  # a time of change that equals no other: what was just changed may change unseen
+MAGIC = b"selftask paths 3"
+_ALIGN = 64  # bytes
+_GRANULE_S = 3.0  # the coarsest clock of a file system, with a margin
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Index:
+    """A list of paths, and what is known of them.
+
+    ``paths`` and ``labels`` are all that training needs; ``arrays`` and ``header`` also say when
+    things were looked at, for the next run to see what has changed since.
+    """
+
+    header: dict[str, Any]  # "num_folders" and what the kind of list adds
+    arrays: dict[str, np.ndarray]  # those of PathTable, perhaps "labels", and more
+    file: Path | None = None  # where they are mapped from
+
+    def __len__(self) -> int:
+        return len(self.arrays["offsets"]) - 1
+
+    @property
+    def paths(self) -> PathTable:
+        return PathTable.of_arrays(self.arrays) if self.file is None else StoredPaths(self)
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        """(N,) int64, -1 for none; None where nothing has a label."""
+        return self.arrays.get("labels")
+
+    @property
+    def passed_over(self) -> dict[str, int]:
+        """Number of image-like files that are not read, by extension."""
+        counts: Counter[str] = Counter()
+        for _, extension, number in self.header.get("passed_over", ()):
+            counts[extension] += number
+        return dict(counts)
+
+    @property
+    def num_folders(self) -> int:
+        """Folders that hold at least one of the files."""
+        return int(self.header["num_folders"])
+
+
+class StoredPaths(PathTable):
+    """Paths of an index file. A process that is sent them gets its name, and maps it itself."""
+
+    def __init__(self, index: Index) -> None:
+        self.__dict__.update(PathTable.of_arrays(index.arrays).__dict__)
+        self.labels = index.labels
+        self._file, self._stamp = index.file, index.header["stamp"]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self._file, self._stamp)
+
+
+def _reopen(file: Path, stamp: str) -> PathTable:
+    index = load(file)
+    if index is None or index.header["stamp"] != stamp:
+        raise UserError(f"data: the index {file} was replaced just now; start again")
+    return index.paths
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def index_file(kind: str, path: str, *more: str) -> Path:
+    """Where the index of the folder or file ``path`` is in the cache. Nothing is made yet."""
+    name = "\0".join([kind, os.path.realpath(path), *more])
+    digest = hashlib.blake2b(os.fsencode(name), digest_size=12).hexdigest()
+    return cache_path() / "index" / f"{digest}.{kind}"
+
+
+def load(file: Path) -> Index | None:
+    """The index in a file, mapped; None if there is none, or none that we can read."""
+    try:
+        with open(file, "rb") as stream:
+            start = stream.read(len(MAGIC) + 8)
+            if len(start) < len(MAGIC) + 8 or not start.startswith(MAGIC):
+                return None
+            text = stream.read(int.from_bytes(start[len(MAGIC) :], "little"))
+            header = json.loads(text)
+            data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            arrays = {
+                name: np.frombuffer(data, dtype=kind, count=count, offset=offset)
+                for name, (kind, count, offset) in header.pop("arrays").items()
+            }
+    except (OSError, ValueError, KeyError):
+        return None  # of another version, or damaged: it is made anew
+    return Index(header, arrays, file)
+
+
+def save(index: Index, file: Path) -> Index:
+    """Write the index and map it; if it cannot be written, say so once and keep it in memory.
+
+    Whoever reads at the same time sees the old file or the new one, whole.
+    """
+    stamped = replace(index, header={**index.header, "stamp": secrets.token_hex(8)})
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+        try:
+            with open(descriptor, "wb") as stream:
+                _write(stream, stamped)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        log.warning(
+            "data: the list of %s images cannot be kept for the next run: %s: %s "
+            "(SELFTASK_CACHE=DIR names another place)",
+            f"{len(index):,}",
+            file.parent,
+            error.strerror or error,
+        )
+        return index
+    return load(file) or index
+
+
+def _write(stream: Any, index: Index) -> None:
+    """Magic, length of the header, header, and each array at a multiple of _ALIGN bytes."""
+    table: dict[str, tuple[str, int, int]] = {}
+    end = 0
+    arrays = {name: np.ascontiguousarray(array) for name, array in index.arrays.items()}
+    for name, array in arrays.items():
+        table[name] = (array.dtype.str, len(array), end)
+        end += -(-array.nbytes // _ALIGN) * _ALIGN
+    room = len(json.dumps({**index.header, "arrays": table})) + 20 * len(table) + 64
+    first = -(-(len(MAGIC) + 8 + room) // _ALIGN) * _ALIGN
+    table = {name: (kind, count, first + at) for name, (kind, count, at) in table.items()}
+    text = json.dumps({**index.header, "arrays": table}).encode()
+    text += b" " * (first - len(MAGIC) - 8 - len(text))
+    stream.write(MAGIC + len(text).to_bytes(8, "little") + text)
+    for array in arrays.values():
+        stream.write(array.data.cast("B") if len(array) else b"")
+        stream.write(bytes(-array.nbytes % _ALIGN))
+
+
+@contextlib.contextmanager
+def only_one(file: Path) -> Iterator[bool]:
+    """Context for making ``file``; True at once if nobody else does, False after the other ended.
+
+    The lock is the kernel's and ends with its process. Where there are no locks (some network file
+    systems), or no writing, everybody is alone.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(file.with_suffix(".lock"), "w"))
+            alone = take_lock(lock)
+        except OSError:
+            alone = True  # as said above
+        if not alone:
+            say("waiting for another process, which lists the same images")
+            while not take_lock(lock):
+                with during("waiting for the list of images"):  # which may take longer than
+                    time.sleep(0.1)  # a process without signs of life is given
+        yield alone
+
+
+def settled(mtime_ns: int, looked_ns: int) -> int:
+    """The time of change to remember of what was looked at then; UNSURE if it was just changed.
+
+    Clocks of file systems are coarse: a second change within the same tick would not show.
+    """
+    return mtime_ns if looked_ns - mtime_ns > _GRANULE_S * 1e9 else UNSURE

@@ -1,0 +1,156 @@
+"""A text file with one path a line, perhaps a label after a tab: read once, then mapped.
+
+The file is read piece by piece. A piece without labels, blank lines or spaces at the end of a line,
+as most are, is taken as it stands: no line of it becomes an object of python's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from codecs import BOM_UTF8
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from typing import BinaryIO
+
+import numpy as np
+
+from selftask.data.reading import index as store
+from selftask.data.reading.index import Index, settled
+from selftask.data.reading.progress_log import ScanProgress
+from selftask.data.source import in_no_folder, split_bytes
+from selftask.errors import UserError
+
+PIECE = 1 << 24  # bytes
+_BLANKS = b" \t\r\x0b\x0c"  # at the end of a line they are no part of a path
+_NOT_PLAIN = re.compile(rb"\t|[ \r\x0b\x0c]\n|\n\n|^\n")
+
+
+def read_list(path: str) -> Index:
+    """The paths and labels of a text file, from its index if the file is as it was then.
+
+    ``header["first_line"]`` is the number of the line of the first path, from 1. Raises UserError
+    where only some lines have a label, and for a file that cannot be read.
+    """
+    try:
+        return _read_list(path)
+    except OSError as error:
+        raise UserError(f"data: cannot read {path}: {error.strerror or error}") from error
+
+
+def _read_list(path: str) -> Index:
+    file = store.index_file("list", path)
+    known = store.load(file)
+    if known is not None and known.header["state"] == _state(path):
+        return known
+    looked, state = time.time_ns(), _state(path)
+    with ExitStack() as stack:
+        if state[0] > store.MIN_INDEXED and not stack.enter_context(store.only_one(file)):
+            theirs = store.load(file)
+            if theirs is not None and theirs.header["state"] == state:
+                return theirs
+        state[1] = settled(state[1], looked)
+        index = _Reading(path).index(state)
+        return index if len(index) < store.MIN_INDEXED else store.save(index, file)
+
+
+def _state(path: str) -> list[int]:
+    """What changes when the file does: its size and time of change."""
+    status = os.stat(path)
+    return [status.st_size, status.st_mtime_ns]
+
+
+class _Reading:
+    """One pass through a list."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._line = 0  # lines read so far
+        self._first_line = 0  # of a path; 0: none yet
+        self._has_labels = False  # as the first path has one, or none
+        self._numbers: dict[bytes, int] = {}  # of labels, as they come
+        self._labels: list[np.ndarray] = []
+        self._folders: set[bytes] = set()
+
+    def index(self, state: list[int]) -> Index:
+        """The whole list."""
+        progress, joined = ScanProgress(self._path), bytearray()
+        with open(self._path, "rb") as file:
+            if file.read(len(BOM_UTF8)) != BOM_UTF8:  # which editors put before the first path
+                file.seek(0)
+            for piece in _pieces(file):
+                paths = self._take_lines(piece) if _NOT_PLAIN.search(piece) else self._take(piece)
+                self._folders |= {path.rpartition(b"/")[0] for path in paths.split(b"\n")[:-1]}
+                progress.add(paths.count(b"\n"))
+                joined += paths
+        names = np.frombuffer(joined, dtype=np.uint8)
+        arrays = in_no_folder(names, split_bytes(names, b"\n"))
+        header = {"num_folders": len(self._folders), "first_line": self._first_line, "state": state}
+        if self._has_labels:
+            arrays["labels"] = _label_values(self._numbers)[np.concatenate(self._labels)]
+            if not _are_numbers(self._numbers):
+                header["classes"] = [os.fsdecode(label) for label in sorted(self._numbers)]
+        return Index(header, arrays)
+
+    def _take(self, piece: bytes) -> bytes:
+        """A piece that holds nothing but paths."""
+        if self._has_labels:
+            raise self._mixed(self._line + 1)
+        self._first_line = self._first_line or self._line + 1
+        self._line += piece.count(b"\n")
+        return piece
+
+    def _take_lines(self, piece: bytes) -> bytes:
+        """A piece that is looked at line by line: the paths in it, each with its newline."""
+        paths, labels = [], []
+        for line in piece.split(b"\n")[:-1]:
+            self._line += 1
+            if not line.strip(_BLANKS):
+                continue
+            path, tab, label = line.rstrip(_BLANKS).partition(b"\t")
+            if not self._first_line:
+                self._first_line, self._has_labels = self._line, bool(tab)
+            if bool(tab) != self._has_labels:
+                raise self._mixed(self._line)
+            paths.append(path + b"\n")
+            if tab:
+                labels.append(self._numbers.setdefault(label.strip(), len(self._numbers)))
+        self._labels.append(np.array(labels, dtype=np.int64))
+        return b"".join(paths)
+
+    def _mixed(self, line: int) -> UserError:
+        return UserError(
+            f"data: {self._path}:{line}: some lines have a label after a tab, others do not"
+        )
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    """The file in pieces of whole lines, the last one with a newline, too."""
+    rest = b""
+    while piece := file.read(PIECE):
+        whole, newline, piece = piece.rpartition(b"\n")
+        if newline:
+            yield rest + whole + newline
+            rest = piece
+        else:
+            rest += piece
+    if rest:
+        yield rest + b"\n"
+
+
+def _are_numbers(labels: Iterable[bytes]) -> bool:
+    return all(label.isdigit() and len(label) < 19 for label in labels)  # of 64 bits
+
+
+def _label_values(numbers: dict[bytes, int]) -> np.ndarray:
+    """What each label, in the order they came, stands for.
+
+    Themselves if all are non-negative integers, else their places in sorted order.
+    """
+    labels = sorted(numbers)
+    values = np.zeros(len(labels), dtype=np.int64)
+    are_numbers = _are_numbers(labels)
+    for place, label in enumerate(labels):
+        values[numbers[label]] = int(label) if are_numbers else place
+    return values

@@ -1,0 +1,261 @@
+"""Every image below a folder: looked for by many threads, in a fixed order, once.
+
+The order is that of folders by their path, and of files by their name in each: bytes, whatever the
+language of the machine. When the folder was scanned before, only those folders are read again whose
+time of change is another; the others are asked for that time, and no more.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+import numpy as np
+
+from selftask.data.reading import index as store
+from selftask.data.reading.index import Index, settled
+from selftask.data.reading.progress_log import ScanProgress
+from selftask.data.reading.skipped_files import kind_of
+from selftask.data.source import NO_LABEL, join_bytes, split_bytes
+from selftask.distributed.heartbeat import each
+from selftask.errors import UserError
+
+THREADS = 16  # a network file system answers many questions at once; a local one does not mind
+_REAL, _LINK, _ALIAS = 0, 1, 2  # how a folder is reached; an alias is counted under another path
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """What one folder holds; names that begin with a dot are not seen."""
+
+    path: bytes  # relative to the root, b"" for itself
+    mtime_ns: int
+    kind: int
+    names: bytes = b""  # of the images, sorted, each followed by b"/"
+    count: int = 0
+    folders: tuple[bytes, ...] = ()  # paths of those in it
+    links: tuple[bytes, ...] = ()  # of links to folders
+    passed_over: tuple[tuple[str, int], ...] = ()  # extension, number of files
+    ident: tuple[int, int] = field(default=(0, 0))  # device and inode
+
+
+def scan_folder(root: str, extensions: Sequence[str]) -> Index:
+    """The images below ``root``, from its index as far as that is still right.
+
+    Links to folders are followed, each folder once. Raises UserError for a folder that may not be
+    read: what is in it would be missing without anybody noticing.
+    """
+    file = store.index_file("folder", root, *extensions)
+    known = store.load(file)
+    if known is not None and _is_current(root, known):
+        return known
+    endings = tuple(os.fsencode(ending) for ending in extensions)
+    with ExitStack() as stack:
+        found: list[Folder] = []
+        alone, total = None, 0
+        for level in walk(root, endings, _rows(known)):
+            found += level
+            total += sum(folder.count for folder in level)
+            if alone is None and total >= store.MIN_INDEXED:
+                alone = stack.enter_context(store.only_one(file))
+                theirs = None if alone else store.load(file)
+                if theirs is not None and _is_current(root, theirs):
+                    return theirs
+        index = _assemble(found)
+        return index if total < store.MIN_INDEXED else store.save(index, file)
+
+
+def walk(
+    root: str, endings: tuple[bytes, ...], known: Mapping[bytes, Folder] | None = None
+) -> Iterator[list[Folder]]:
+    """All folders, one level of the tree after the other, then those behind links.
+
+    A folder that is reached in several ways counts under the first: real folders before links, then
+    by path. ``known`` ones are taken as they are if they have not changed.
+    """
+    seen: set[tuple[int, int]] = set()
+    frontier: list[tuple[bytes, int]] = [(b"", _REAL)]
+    links: list[bytes] = []
+    looker = _Looker(os.fsencode(root), endings, known or {})
+    with ThreadPoolExecutor(THREADS) as pool:
+        while frontier or links:
+            if not frontier:
+                frontier, links = [(path, _LINK) for path in sorted(links)], []
+            size = max(1, len(frontier) // (8 * THREADS))
+            parts = [frontier[first : first + size] for first in range(0, len(frontier), size)]
+            looked = each("looking for images", pool.map(looker.look_at_all, parts))
+            level: list[Folder] = []
+            inside: list[bytes] = []
+            for folder in chain.from_iterable(looked):
+                if folder.ident in seen:
+                    level.append(Folder(folder.path, folder.mtime_ns, _ALIAS))
+                    continue
+                seen.add(folder.ident)
+                level.append(folder)
+                inside += folder.folders
+                links += folder.links
+            frontier = [(path, _REAL) for path in sorted(inside)]
+            yield level
+
+
+class _Looker:
+    """Looks into folders; used by many threads."""
+
+    def __init__(
+        self, root: bytes, endings: tuple[bytes, ...], known: Mapping[bytes, Folder]
+    ) -> None:
+        self._root = root
+        self._endings = endings
+        self._known = known
+        self._progress = ScanProgress(os.fsdecode(root))
+
+    def look_at_all(self, places: list[tuple[bytes, int]]) -> list[Folder]:
+        """Those of the folders that are still there."""
+        looked = (self._look_at(path, kind) for path, kind in places)
+        return [folder for folder in looked if folder is not None]
+
+    def _look_at(self, path: bytes, kind: int) -> Folder | None:
+        where = os.path.join(self._root, path)
+        try:
+            started = time.time_ns()
+            status = os.stat(where)
+            ident = (status.st_dev, status.st_ino)
+            known = self._known.get(path)
+            if known is not None and known.kind != _ALIAS and known.mtime_ns == status.st_mtime_ns:
+                return replace(known, kind=kind, ident=ident)
+            mtime_ns = settled(status.st_mtime_ns, started)
+            return self._read(where, Folder(path, mtime_ns, kind, ident=ident))
+        except (FileNotFoundError, NotADirectoryError):
+            return None  # removed since its name was read
+        except OSError as error:
+            shown = os.fsdecode(where)
+            raise UserError(f"data: cannot look into {shown}: {error.strerror}") from error
+
+    def _read(self, where: bytes, folder: Folder) -> Folder:
+        """The folder with what it holds. Nothing but names and kinds is asked for: no file."""
+        start = folder.path + b"/" if folder.path else b""
+        names: list[bytes] = []
+        folders: list[bytes] = []
+        links: list[bytes] = []
+        passed_over: Counter[str] = Counter()
+        with os.scandir(where) as entries:
+            for entry in entries:
+                if entry.name.startswith(b"."):
+                    continue
+                if _is_folder(entry):
+                    (links if entry.is_symlink() else folders).append(start + entry.name)
+                elif entry.name.lower().endswith(self._endings):
+                    names.append(entry.name)
+                    if len(names) % 10_000 == 0:
+                        self._progress.add(10_000)
+                elif kind := kind_of(os.fsdecode(entry.name)):
+                    passed_over[kind] += 1
+        self._progress.add(len(names) % 10_000, folders=1)
+        return replace(
+            folder,
+            names=join_bytes(sorted(names), b"/"),
+            count=len(names),
+            folders=tuple(folders),
+            links=tuple(links),
+            passed_over=tuple(passed_over.items()),
+        )
+
+
+def _is_folder(entry: os.DirEntry[bytes]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _assemble(found: list[Folder]) -> Index:
+    """The index of these folders, which stand in any order."""
+    found = sorted(found, key=lambda folder: folder.path)
+    counts = np.array([folder.count for folder in found], dtype=np.int64)
+    names = np.frombuffer(b"".join(folder.names for folder in found), dtype=np.uint8)
+    folders = join_bytes([folder.path for folder in found], b"\0")
+    arrays = {
+        "names": names,
+        "offsets": split_bytes(names, b"/"),
+        "firsts": np.cumsum(counts) - counts,
+        "folders": np.frombuffer(folders, dtype=np.uint8),
+        "mtimes": np.array([folder.mtime_ns for folder in found], dtype=np.int64),
+        "kinds": np.array([folder.kind for folder in found], dtype=np.int8),
+    }
+    arrays["folder_offsets"] = split_bytes(arrays["folders"], b"\0")
+    labels = _top_folder_labels(found)
+    if labels is not None:
+        arrays["labels"] = np.repeat(labels, counts)
+    passed_over = [(row, *item) for row, folder in enumerate(found) for item in folder.passed_over]
+    header = {"num_folders": int((counts > 0).sum()), "passed_over": passed_over}
+    return Index(header, arrays)
+
+
+def _top_folder_labels(found: list[Folder]) -> np.ndarray | None:
+    """For each folder the number of its top folder, in sorted order; None unless there are two."""
+    tops = [folder.path.partition(b"/")[0] for folder in found]
+    used = {top for top, folder in zip(tops, found, strict=True) if folder.count and top}
+    if len(used) < 2:
+        return None
+    numbers = {top: number for number, top in enumerate(sorted(used))}
+    return np.array([numbers.get(top, NO_LABEL) for top in tops], dtype=np.int64)
+
+
+def _is_current(root: str, index: Index) -> bool:
+    """Whether every folder of the index was last changed when it says."""
+    places = [os.path.join(os.fsencode(root), path) for path in _folder_paths(index)]
+    parts = [
+        (places[first::THREADS], index.arrays["mtimes"][first::THREADS]) for first in range(THREADS)
+    ]
+    with ThreadPoolExecutor(THREADS) as pool:
+        return all(pool.map(lambda part: _all_of(*part), parts))
+
+
+def _all_of(places: list[bytes], mtimes: np.ndarray) -> bool:
+    try:
+        return all(
+            os.stat(place).st_mtime_ns == mtime
+            for place, mtime in zip(places, mtimes.tolist(), strict=True)
+        )
+    except OSError:
+        return False
+
+
+def _folder_paths(index: Index) -> list[bytes]:
+    return index.arrays["folders"].tobytes().split(b"\0")[:-1]
+
+
+def _rows(index: Index | None) -> dict[bytes, Folder]:
+    """The folders of an index by their paths, as ``walk`` found them."""
+    if index is None:
+        return {}
+    paths = _folder_paths(index)
+    inside: dict[bytes, tuple[list[bytes], list[bytes]]] = {path: ([], []) for path in paths}
+    kinds, arrays = index.arrays["kinds"].tolist(), index.arrays
+    for path, kind in zip(paths, kinds, strict=True):
+        if path:
+            inside[path.rpartition(b"/")[0]][kind != _REAL].append(path)
+    bounds = np.append(arrays["firsts"], len(index))
+    starts = arrays["offsets"][bounds].tolist()
+    passed_over: dict[int, list[tuple[str, int]]] = {}
+    for row, kind, number in index.header["passed_over"]:
+        passed_over.setdefault(row, []).append((kind, number))
+    return {
+        path: Folder(
+            path,
+            int(arrays["mtimes"][row]),
+            kinds[row],
+            names=arrays["names"][starts[row] : starts[row + 1]].tobytes(),
+            count=int(bounds[row + 1] - bounds[row]),
+            folders=tuple(inside[path][0]),
+            links=tuple(inside[path][1]),
+            passed_over=tuple(passed_over.get(row, ())),
+        )
+        for row, path in enumerate(paths)
+    }

@@ -1,1 +1,0 @@
-"""Registered samplers: which images an epoch shows, and in which order."""

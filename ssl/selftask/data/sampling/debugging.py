@@ -1,0 +1,65 @@
+"""Samplers for looking into a training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from selftask.data.sampling.sampler import Pool, Sampler
+from selftask.errors import UserError
+from selftask.random.permutation import EpochOrder, epoch_order
+from selftask.registry import register_sampler
+
+
+@register_sampler("sequential")
+class Sequential(Sampler):
+    """Every image once an epoch, as they come: for debugging, not for training."""
+
+    def order(self, epoch: int) -> EpochOrder:
+        return _AsTheyCome()
+
+    def describe(self) -> str:
+        return "sequential, each image once, never shuffled"
+
+
+@register_sampler("first")
+class First(Sampler):
+    """The first images only, shuffled: shows whether a training can overfit one batch."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        count: int | None = None  # images; none: those of one batch
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            batch_size = config["train"]["batch_size"]
+            if self.count is not None and self.count < batch_size:
+                yield (
+                    f"count: {self.count} images fill no batch of train.batch_size={batch_size}; "
+                    f"try train.batch_size={max(self.count, 1)}"
+                )
+
+    def __init__(self, config: Config, pool: Pool) -> None:
+        super().__init__(config, pool)
+        self.num_samples = pool.batch_size if config.count is None else config.count
+        if self.num_samples > pool.num_images:
+            raise UserError(
+                f"data.sampler: the first {self.num_samples} images are more than the "
+                f"{pool.num_images} there are"
+            )
+
+    def order(self, epoch: int) -> EpochOrder:
+        return epoch_order(self.pool.seed, epoch, self.num_samples)
+
+    def describe(self) -> str:
+        return f"the first {self.num_samples:,} of {self.pool.num_images:,} images, each once"
+
+
+class _AsTheyCome:
+    """Position i holds image i."""
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """The positions themselves."""
+        return positions

@@ -1,0 +1,65 @@
+"""Repeated augmentation (Hoffer et al., Augment your batch, CVPR 2020)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from selftask.data.sampling.sampler import Pool, Sampler
+from selftask.random.permutation import EpochOrder, epoch_order
+from selftask.registry import register_sampler
+
+
+@register_sampler("repeated")
+class Repeated(Sampler):
+    """Every image of a batch several times in it, each time with other draws.
+
+    An epoch is as long as without it and shows a part of the images; ``times`` epochs together go
+    through one shuffled order, so that after them each image was in ``times`` places of a batch.
+    The copies of an image are as far from one another as can be: on different ranks, if any.
+    """
+
+    repeats = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        # how often an image stands in its batch; has to divide train.batch_size
+        times: int = field(default=3, metadata={"min": 1})
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            batch_size = config["train"]["batch_size"]
+            if batch_size % self.times:
+                near = max(batch_size // self.times, 1) * self.times
+                yield (
+                    f"times: {self.times} does not divide train.batch_size={batch_size}; "
+                    f"try train.batch_size={near}"
+                )
+
+    def __init__(self, config: Config, pool: Pool) -> None:
+        super().__init__(config, pool)
+        whole = pool.num_images // pool.batch_size * pool.batch_size
+        self.num_samples = whole or pool.num_images  # too few: that is told in these words
+
+    def order(self, epoch: int) -> EpochOrder:
+        return _Part(self.pool, self.config.times, epoch)
+
+    def describe(self) -> str:
+        return f"repeated, each image {self.config.times} times in its batch"
+
+
+class _Part:
+    """The epoch-th part of an order that takes ``times`` epochs."""
+
+    def __init__(self, pool: Pool, times: int, epoch: int) -> None:
+        self._batch_size = pool.batch_size
+        self._images = pool.batch_size // times  # of a batch
+        self._first = epoch % times * (pool.num_images // pool.batch_size)
+        self._order = epoch_order(pool.seed, epoch // times, pool.num_images)
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """Indices (int64) at any positions of the epoch, in their shape."""
+        batch, place = np.divmod(positions, self._batch_size)
+        return self._order.at((self._first + batch) * self._images + place % self._images)

@@ -1,0 +1,150 @@
+"""Which sample comes when: a pure function of (seed, epoch, position), sought in O(1) time.
+
+A *sampler* says which images an epoch shows, and in which order; the batch sampler cuts that order
+into this rank's parts of the global batches. Neither remembers anything: resuming at step k means
+counting from k, and the samples of a global batch are the same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from selftask.errors import ConfigError, plural
+from selftask.random.permutation import BLOCK, EpochOrder
+from selftask.registry import SAMPLERS
+
+if TYPE_CHECKING:
+    from selftask.config.schema import Config
+    from selftask.data.source import Source
+
+_EPOCHS = 1 << 32  # numbers below are epochs,
+_OCCASIONS = 1 << 31  # multiples of it occasions; together 63 bits
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What a sampler draws from, and for which batches."""
+
+    num_images: int
+    batch_size: int  # of all ranks together
+    seed: int
+    labels: np.ndarray | None = None  # (num_images,) int64, -1 for none; None: no labels at all
+
+
+class Sampler(ABC):
+    """Which images an epoch shows, in which order: the same for every rank, and torch-free.
+
+    Registered classes take their ``Config`` (None if they have none) and the pool; they raise
+    UserError for what the user can put right. ``num_samples`` is the length of an epoch. Where
+    an image may come more than once in it, ``repeats`` is set: its draws then differ each time.
+    """
+
+    repeats = False
+
+    def __init__(self, config: Any, pool: Pool) -> None:
+        self.config = config
+        self.pool = pool
+        self.num_samples = pool.num_images
+
+    @abstractmethod
+    def order(self, epoch: int) -> EpochOrder:
+        """The indices of an epoch by position; O(1) to make, whatever the size."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What the samples of an epoch are: ``each image once``."""
+
+
+def build_sampler(config: Config, source: Source) -> Sampler:
+    """The sampler of ``data.sampler``; raises UserError or ConfigError."""
+    chosen = config.data.sampler
+    registered = SAMPLERS[chosen.name]
+    own = getattr(registered, "Config", None)
+    train = config.train
+    labels = None if source.labels is None else np.asarray(source.labels)
+    pool = Pool(len(source), train.batch_size, train.seed, labels)
+    sampler: Sampler = registered(own(**chosen.args) if own else None, pool)
+    steps_per_epoch(sampler.num_samples, pool.batch_size)  # raises where there is none
+    return sampler
+
+
+class BatchSampler:
+    """This rank's part of every global batch, from step ``start`` on, without an end.
+
+    Global batch k of an epoch is ``order[k * B : (k + 1) * B]``, and rank r of W has its r-th
+    contiguous part of B / W. The last partial batch of an epoch is dropped. Yields lists of
+    (epoch, index), where the epoch of a sampler that repeats images also holds the occasion:
+    ``epoch_of`` takes it out.
+    """
+
+    def __init__(
+        self, sampler: Sampler, *, rank: int = 0, world_size: int = 1, start: int = 0
+    ) -> None:
+        self.sampler = sampler
+        self.batch_size = sampler.pool.batch_size
+        if self.batch_size % world_size:
+            text = f"{self.batch_size} cannot be divided among {world_size} processes"
+            raise ConfigError([f"train.batch_size: {text}"])
+        self.rank = rank
+        self.batch_size_per_rank = self.batch_size // world_size
+        self.steps_per_epoch = steps_per_epoch(sampler.num_samples, self.batch_size)
+        self.start = start
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        epoch, batch = divmod(self.start, self.steps_per_epoch)
+        batches_at_once = max(1, BLOCK // self.batch_size_per_rank)
+        own = self.rank * self.batch_size_per_rank + np.arange(self.batch_size_per_rank)
+        while True:
+            order = self.sampler.order(epoch)
+            while batch < self.steps_per_epoch:
+                stop = min(batch + batches_at_once, self.steps_per_epoch)
+                positions = np.arange(batch, stop)[:, None] * self.batch_size + own
+                yield from self._keys(epoch, positions, order.at(positions))
+                batch = stop
+            epoch, batch = epoch + 1, 0
+
+    def _keys(
+        self, epoch: int, positions: np.ndarray, indices: np.ndarray
+    ) -> Iterator[list[tuple[int, int]]]:
+        """Batches (K, B / W) of indices as lists of keys, one after the other."""
+        if not self.sampler.repeats:
+            yield from ([(epoch, index) for index in batch] for batch in indices.tolist())
+            return
+        for places, batch in zip(positions.tolist(), indices.tolist(), strict=True):
+            yield [(_occasion(epoch, at), index) for at, index in zip(places, batch, strict=True)]
+
+    def describe(self) -> str:
+        """How long an epoch is, in one line for the log."""
+        steps, length = self.steps_per_epoch, self.sampler.num_samples
+        shown = steps * self.batch_size
+        rest = f", {length - shown:,} left over" if length > shown else ""
+        return (
+            f"{self.sampler.describe()}; an epoch is {steps:,} {plural('step', steps)} of "
+            f"{self.batch_size:,} = {shown:,} samples{rest}"
+        )
+
+
+def _occasion(epoch: int, position: int) -> int:
+    """A number for one showing of an image in an epoch: draws for it are unlike all others."""
+    return epoch + (position + 1) % _OCCASIONS * _EPOCHS
+
+
+def epoch_of(key: int) -> int:
+    """The epoch in the first part of a batch sampler's key."""
+    return key % _EPOCHS
+
+
+def steps_per_epoch(num_samples: int, batch_size: int) -> int:
+    """Number of full global batches in an epoch; raises ConfigError if there is none."""
+    if batch_size > num_samples:
+        problem = (
+            f"train.batch_size: {batch_size} is more than the {num_samples} images there are, so "
+            f"an epoch would have no step; at most {num_samples} is possible"
+        )
+        raise ConfigError([problem])
+    return num_samples // batch_size

@@ -1,0 +1,90 @@
+"""Images by weights that the user gives."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from selftask.data.sampling.sampler import Pool, Sampler
+from selftask.errors import UserError, nearest_path
+from selftask.files.paths import is_file
+from selftask.random.permutation import EpochOrder, hash_words, mix
+from selftask.registry import register_sampler
+
+_STREAM = 0x77656967  # "weig": keeps these draws apart from other uses of the same seed
+
+
+@register_sampler("weighted")
+class Weighted(Sampler):
+    """Independent draws with replacement, by weights from a file (.npy, or one number a line).
+
+    The weights are in the order of the images and need not add up to one. 8 bytes an image are
+    kept.
+    """
+
+    repeats = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        weights: str  # the file
+        # of an epoch; none: as many as there are images
+        samples: int | None = field(default=None, metadata={"min": 1})
+
+    def __init__(self, config: Config, pool: Pool) -> None:
+        super().__init__(config, pool)
+        self.num_samples = config.samples or pool.num_images
+        weights = _read(config.weights, pool.num_images)
+        self._sums = np.cumsum(weights)
+        self._num_drawn = int(np.count_nonzero(weights))
+        self._last = int(np.flatnonzero(weights)[-1])
+
+    def order(self, epoch: int) -> EpochOrder:
+        return _Draws(self._sums, self._last, hash_words(self.pool.seed, _STREAM, epoch))
+
+    def describe(self) -> str:
+        return (
+            f"weighted, draws from {self._num_drawn:,} of {self.pool.num_images:,} images "
+            f"by {self.config.weights}"
+        )
+
+
+class _Draws:
+    """One independent draw at each position."""
+
+    def __init__(self, sums: np.ndarray, last: int, key: int) -> None:
+        self._sums, self._last, self._key = sums, last, np.uint64(key)
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """Indices (int64) at any positions of the epoch, in their shape."""
+        bits = mix(mix(positions.astype(np.uint64) + self._key))
+        points = (bits >> np.uint64(11)) * 2.0**-53 * self._sums[-1]
+        indices: np.ndarray = np.searchsorted(self._sums, points, side="right")
+        return np.minimum(indices, self._last)  # rounding may lead right behind the last one
+
+
+def _read(path: str, num_images: int) -> np.ndarray:
+    """The weights (num_images,) float64 of a file; raises UserError with what is wrong."""
+    file = os.path.expanduser(path)
+    what = f"data.sampler.weights={path!r}"
+    if not is_file(file):
+        raise UserError(f"{what}: there is no such file; {nearest_path(file)}")
+    try:
+        values = np.load(file) if file.endswith(".npy") else np.loadtxt(file, ndmin=1)
+        weights = np.asarray(values, dtype=np.float64)
+    except OSError as error:
+        raise UserError(f"{what}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"{what}: expected .npy, or one number a line: {error}") from error
+    if weights.shape != (num_images,):
+        raise UserError(f"{what}: shape {weights.shape} for {num_images} images; one each is right")
+    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if len(wrong):
+        raise UserError(
+            f"{what}: weight {weights[wrong[0]]} of image {wrong[0]} is not possible; "
+            "weights are finite and not negative"
+        )
+    if not weights.any():
+        raise UserError(f"{what}: all weights are 0, so nothing could be drawn")
+    return weights

@@ -1,0 +1,185 @@
+"""Images of other kinds than photographs: any number of channels, 16 bits, floats."""
+
+from __future__ import annotations
+
+import glob
+import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from selftask.data.labels import label_top_folders, name_top_folders
+from selftask.data.reading.files import BadImage, read_bytes
+from selftask.data.source import PathTable, Source
+from selftask.data.sources.glob_pattern import fixed_folder, is_pattern, match_files
+from selftask.data.sources.packages import require
+from selftask.errors import UserError, nearest
+from selftask.files.paths import is_folder
+from selftask.registry import limited, register_source
+
+EXTENSIONS = (".npy", ".npz", ".tif", ".tiff")
+MAX_TRIED = 20  # files at the start, to find one that can be read
+
+
+@register_source("bands")
+class Bands(Source):
+    """Arrays of any number of channels in .npy, .npz and .tif files, as 8-bit pictures."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        path: str  # a folder, at any depth, or a pattern
+        bands: list[int] | None = limited(None, min=0)  # channels to take, from 0, in this order;
+        # none: all
+        value_range: list[float] | None = None  # what becomes 0 and 255; none: values are 8-bit
+        key: str | None = None  # of a .npz; none: its first array
+        labels: bool = True  # top folders are the labels, if there are several
+
+    def __init__(self, config: Config) -> None:
+        if config.bands is not None and min(config.bands, default=-1) < 0:
+            raise UserError(f"data.bands={config.bands}: numbers of channels, from 0, are expected")
+        span = config.value_range
+        if span is not None and (len(span) != 2 or not span[0] < span[1]):
+            raise UserError(f"data.value_range={span}: [lowest, highest] is expected")
+        self.value_range, self.key = span, config.key
+        self.root, found = _find(os.path.expanduser(config.path))
+        self.paths = PathTable(found)
+        self.labels = label_top_folders(found) if config.labels else None
+        self._copy_of: Callable[[str], str] | None = None
+        if any(path.lower().endswith((".tif", ".tiff")) for path in found):
+            require("tifffile", "data", "TIFF files of many channels")
+        self.bands = self._check_first(config.bands)
+        self.takes_all = config.bands is None
+        self.channels = len(self.bands)
+
+    def class_names(self) -> list[str] | None:
+        """The top folders."""
+        return name_top_folders(self.paths, self.labels)
+
+    def _check_first(self, bands: list[int] | None) -> list[int]:
+        """The channels to take, by the first file that can be read.
+
+        Raises UserError for what is wrong with the config, which would make every image bad.
+        """
+        index, array = self._first_readable()
+        name, channels = self.path(index), array.shape[2]
+        if bands is not None and max(bands) >= channels:
+            raise UserError(
+                f"data.bands={bands}: {name} has {channels} channels, from 0 to {channels - 1}"
+            )
+        if array.dtype != np.uint8 and self.value_range is None:
+            low, high = np.nanmin(array), np.nanmax(array)
+            raise UserError(
+                f"data.value_range is missing: {name} holds {array.dtype}, {low:g} to {high:g}; "
+                "say which values become 0 and 255 in every image: data.value_range=[LOW,HIGH]"
+            )
+        return list(range(channels)) if bands is None else bands
+
+    def _first_readable(self) -> tuple[int, np.ndarray]:
+        bad: list[BadImage] = []
+        for index in range(min(len(self), MAX_TRIED)):
+            try:
+                return index, self._array(index)
+            except BadImage as error:
+                bad.append(error)
+        raise UserError(f"data.path: none of the first {len(bad)} files can be read: {bad[0]}")
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        array = self._array(index)
+        channels = array.shape[2]
+        if self.takes_all and channels != self.channels:
+            reason = f"it has {channels} channels, and the first file {self.channels}"
+            raise BadImage(self.path(index), f"{reason}; data.bands says which to take")
+        if max(self.bands) >= channels:
+            raise BadImage(self.path(index), f"it has {channels} channels only")
+        taken = array if self.takes_all else array[..., self.bands]
+        return np.ascontiguousarray(_to_8_bit(taken, self.value_range)), self.label_of(index)
+
+    def _array(self, index: int) -> np.ndarray:
+        """All channels, (H, W, C); raises BadImage."""
+        path = self.path(index)
+        try:
+            data = read_bytes(path if self._copy_of is None else self._copy_of(path))
+        except BadImage as error:
+            raise BadImage(path, error.reason) from error
+        try:
+            array = _channels_last(self._decode(data, path))
+        except MemoryError:
+            raise
+        except Exception as error:  # decoders raise anything at all on damaged data
+            raise BadImage(path, str(error) or type(error).__name__) from error
+        if array.shape[0] * array.shape[1] > self.max_pixels:
+            size = f"{array.shape[1]}x{array.shape[0]}"
+            raise BadImage(path, f"{size} pixels, more than data.max_pixels={self.max_pixels}")
+        return array
+
+    def _decode(self, data: bytes, path: str) -> np.ndarray:
+        if path.lower().endswith((".tif", ".tiff")):
+            import tifffile
+
+            return np.asarray(tifffile.imread(io.BytesIO(data)))
+        loaded = np.load(io.BytesIO(data), allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return loaded
+        key = loaded.files[0] if self.key is None else self.key
+        if key not in loaded:
+            hint = nearest(key, loaded.files)
+            raise ValueError(f"no array data.key={key!r} in it; {hint}")
+        array: np.ndarray = loaded[key]
+        return array
+
+    def path(self, index: int) -> str:
+        return os.path.join(self.root, self.paths[index])
+
+    def describe(self) -> str:
+        """``27000 images, channels 3, 2, 1, no labels``."""
+        listed = ", ".join(map(str, self.bands))
+        taken = f"all {self.channels} channels" if self.takes_all else f"channels {listed}"
+        return f"{len(self)} images, {taken}, {self.describe_labels()}"
+
+    def files(self) -> list[str]:
+        """What can be copied."""
+        return [self.path(index) for index in range(len(self))]
+
+    def use_copies(self, copy_of: Callable[[str], str]) -> None:
+        """Read from copies."""
+        self._copy_of = copy_of
+
+
+def _find(path: str) -> tuple[str, list[str]]:
+    """A folder and the sorted paths of the arrays in it, relative to it."""
+    if is_folder(path) or not is_pattern(path):
+        root, pattern = path, f"{glob.escape(path)}/**/*"
+    else:
+        root, pattern = fixed_folder(path), path
+    if not is_folder(root):
+        raise UserError(f"data.path: there is no folder {root}")
+    found = [name for name in match_files(pattern) if name.lower().endswith(EXTENSIONS)]
+    if not found:
+        raise UserError(f"data.path: no arrays (looked for {' '.join(EXTENSIONS)}) in {path}")
+    return root, [os.path.relpath(name, root) for name in found]
+
+
+def _channels_last(array: np.ndarray) -> np.ndarray:
+    """(H, W, C) of (H, W), (H, W, C) or (C, H, W): channels are fewer than rows and columns."""
+    if array.ndim == 2:
+        return array[..., None]
+    if array.ndim != 3:
+        raise ValueError(f"an array of shape {array.shape} is not an image")
+    return np.moveaxis(array, 0, -1) if array.shape[0] < min(array.shape[1:]) else array
+
+
+def _to_8_bit(array: np.ndarray, value_range: list[float] | None) -> np.ndarray:
+    """uint8 of the same shape; values beyond the range are clipped, what is no number is 0."""
+    if value_range is None:
+        if array.dtype != np.uint8:
+            raise ValueError(f"{array.dtype} needs data.value_range")
+        return array
+    low, high = value_range
+    scaled = (array.astype(np.float32) - np.float32(low)) * np.float32(255 / (high - low))
+    scaled = np.nan_to_num(scaled, nan=0.0, posinf=255.0, neginf=0.0)
+    return np.rint(np.clip(scaled, 0, 255)).astype(np.uint8)

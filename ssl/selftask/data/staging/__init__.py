@@ -1,0 +1,1 @@
+"""Copies of files on a faster disk."""

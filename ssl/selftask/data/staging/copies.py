@@ -1,0 +1,159 @@
+"""Copies of files on a faster disk: made once, whole or not at all, and used by the next run, too.
+
+The copy of ``/data/x/1.jpg`` below ``/scratch`` is ``/scratch/data/x/1.jpg``, with the time of the
+original, by which it is known again. ``.checksums`` there has a line for each: crc32, size, path.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from selftask.config.values.budget import show_bytes
+from selftask.data.reading.cache_dir import locked
+from selftask.data.reading.progress_log import say
+from selftask.data.reading.storage import Stored, is_remote, open_file
+from selftask.distributed.heartbeat import each
+from selftask.distributed.out_of_memory import available_bytes
+from selftask.errors import UserError
+from selftask.files.paths import expand_user
+
+THREADS = 8  # files that are copied at the same time
+BATCH = 4096  # files that are handed to them together
+PIECE = 4 << 20  # bytes
+BLOCK = 4096  # bytes; a file takes whole blocks
+EVERY_S = 10.0  # between two lines about the progress
+SLACK_NS = 2_000_000_000  # file systems round times
+RAM = Path("/dev/shm")
+
+
+def folder_for(copy_to: str) -> Path:
+    """``ram`` is a folder of this user in shared memory; raises UserError if it cannot be made."""
+    if copy_to == "ram":
+        if not RAM.is_dir():
+            raise UserError(f"data.copy_to=ram: this machine has no {RAM}; name a folder")
+        folder = RAM / f"selftask-{os.getuid()}"
+    else:
+        folder = expand_user(copy_to).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"data.copy_to={copy_to}: {folder} cannot be made: {error}") from error
+    return folder
+
+
+def copy_path(folder: Path, path: str) -> str:
+    """Where the copy of a file or folder is."""
+    inside = path.replace("://", "/") if is_remote(path) else os.path.abspath(path)
+    return f"{folder}/{inside.lstrip('/')}"
+
+
+def copy_files(files: list[Stored], folder: Path) -> None:
+    """Copy what is not there yet; other processes of this machine wait, and then find it there.
+
+    Raises UserError where there is too little space, or a file that cannot be copied.
+    """
+    with locked(folder / ".lock"):
+        missing = [file for file in files if not _is_copied(file, folder)]
+        if missing:
+            _check_space(missing, folder)
+            _copy(missing, folder)
+    there = len(files) - len(missing)
+    if there:
+        say(f"{there} files were in {folder} already")
+
+
+def _is_copied(file: Stored, folder: Path) -> bool:
+    try:
+        status = os.stat(copy_path(folder, file.path))
+    except OSError:
+        return False
+    near = abs(status.st_mtime_ns - _time_of_copy(file)) < SLACK_NS
+    return near and (file.size < 0 or status.st_size == file.size)
+
+
+def _time_of_copy(file: Stored) -> int:
+    """Of the original, or what stands for the stamp of one without a time, in nanoseconds."""
+    if is_remote(file.path):
+        return (zlib.crc32(file.stamp.encode()) & 0x7FFFFFFF) * 1_000_000_000
+    return int(file.stamp)
+
+
+def _check_space(missing: list[Stored], folder: Path) -> None:
+    needed = sum(-(-max(file.size, 0) // BLOCK) * BLOCK for file in missing)
+    free = min(shutil.disk_usage(folder).free, _free_memory(folder))
+    if needed > free:
+        raise UserError(
+            f"data.copy_to: {folder} has {show_bytes(free)} free, and the data needs "
+            f"{show_bytes(needed)} more; data.subset=FRACTION copies a part of it"
+        )
+
+
+def _free_memory(folder: Path) -> float:
+    """Bytes that may become files in memory; without limit for a folder on a disk."""
+    available = available_bytes() if folder.is_relative_to(RAM) else None
+    return float("inf") if available is None else available
+
+
+def _copy(missing: list[Stored], folder: Path) -> None:
+    began = time.monotonic()
+    total = sum(max(file.size, 0) for file in missing)
+    say(f"copying {len(missing)} files, {show_bytes(total)}, to {folder}")
+    done, last = 0, began
+    with (
+        open(folder / ".checksums", "a", encoding="utf-8", errors="surrogateescape") as checksums,
+        ThreadPoolExecutor(max_workers=THREADS) as pool,
+    ):
+        for file, checksum, size in each("copying the data", _copies(pool, missing, folder)):
+            checksums.write(f"{checksum:08x} {size} {file.path}\n")
+            done += size
+            if time.monotonic() - last > EVERY_S:
+                last = time.monotonic()
+                share, rate = done / max(total, 1), done / (last - began)
+                say(f"{100 * share:.0f} % copied, {rate / 1e6:.0f} MB/s")
+    seconds = time.monotonic() - began
+    say(f"copied {show_bytes(done)} to {folder} in {seconds:.0f} s")
+    if folder.is_relative_to(RAM):
+        say(f"it stays in memory for the next run, until `rm -r {folder}`")
+
+
+def _copies(
+    pool: ThreadPoolExecutor, missing: list[Stored], folder: Path
+) -> Iterator[tuple[Stored, int, int]]:
+    """Each file that has been copied, its crc32 and size; so many at once that few wait."""
+    for start in range(0, len(missing), BATCH):
+        batch = missing[start : start + BATCH]
+        results = pool.map(partial(_copy_one, folder=folder), batch)
+        for file, result in zip(batch, results, strict=True):
+            yield (file, *result)
+
+
+def _copy_one(file: Stored, folder: Path) -> tuple[int, int]:
+    """Copy a file under another name and rename it; its crc32 and size."""
+    target = Path(copy_path(folder, file.path))
+    made = target.with_name(f".{target.name}.{os.getpid()}")
+    checksum = size = 0
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open_file(file.path) as original, open(made, "wb") as copy:
+            while piece := original.read(PIECE):
+                checksum, size = zlib.crc32(piece, checksum), size + len(piece)
+                copy.write(piece)
+        if file.size not in (-1, size):
+            raise OSError(f"{size} bytes were read instead of {file.size}")
+        when = _time_of_copy(file)
+        os.utime(made, ns=(when, when))
+        os.replace(made, target)
+    except OSError as error:
+        made.unlink(missing_ok=True)
+        reason = error.strerror or str(error)
+        raise UserError(
+            f"data.copy_to: {file.path} cannot be copied to {target}: {reason}"
+        ) from error
+    return checksum, size

@@ -1,0 +1,93 @@
+"""Sources that read from copies of their files (``data.copy_to``) and name the originals."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from selftask.data.reading.files import BadImage, read_bytes
+from selftask.data.reading.image import decode_image
+from selftask.data.reading.progress_log import say
+from selftask.data.reading.storage import Stored, find_files
+from selftask.data.source import Source, Wrapped
+from selftask.data.sources.files import FileSource
+from selftask.data.sources.frames import Frames
+from selftask.data.staging.copies import THREADS, copy_files, copy_path, folder_for
+from selftask.data.subset import Subset
+from selftask.errors import UserError
+
+
+@runtime_checkable
+class InFiles(Protocol):
+    """A source whose images are parts of some files."""
+
+    def files(self) -> list[str]:
+        """Paths, or addresses."""
+
+    def use_copies(self, copy_of: Callable[[str], str]) -> None:
+        """From now on read from ``copy_of(path)`` in place of a file or of a folder of files."""
+
+
+def copied(source: Source, copy_to: str) -> Source:
+    """The source, reading from copies of its files, which are made now; `ram` is a folder, too.
+
+    Of a subset of images that are a file each, only those are copied. Raises UserError for a source
+    whose files are not known, and as ``copy_files`` does.
+    """
+    folder = folder_for(copy_to)
+    inner = source.source if isinstance(source, Subset) else source
+    if isinstance(inner, FileSource | Frames):
+        return LocalFiles(source, folder)
+    if not isinstance(inner, InFiles):
+        raise UserError(
+            f"data.copy_to: a {type(inner).__name__} source cannot be copied: which files it reads "
+            "is not known; folders, lists, tables, arrays, tar, HDF5 and LMDB files can be"
+        )
+    copy_files(find_files(inner.files(), "data.copy_to"), folder)
+    inner.use_copies(partial(copy_path, folder))
+    return source
+
+
+class LocalFiles(Wrapped):
+    """Images that are a file each, read from their copies; where one is missing, from its file."""
+
+    def __init__(self, source: Source, folder: Path) -> None:
+        super().__init__(source)
+        self.folder = folder
+        with ThreadPoolExecutor(max_workers=THREADS) as pool:
+            found = list(pool.map(_stat, map(source.path, range(len(source)))))
+        files = {file.path: file for file in found if file is not None}
+        copy_files(list(files.values()), folder)
+        left_out = sum(file is None for file in found)
+        if left_out:
+            say(f"{left_out} paths are not files: they cannot be copied, nor read")
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        path = self.source.path(index)
+        try:
+            data = read_bytes(copy_path(self.folder, path))
+        except BadImage:
+            return self.source[index]
+        return decode_image(data, path, self.max_pixels), self.label_of(index)
+
+    def describe(self) -> str:
+        """``1108 images, 20 folders, 0 unreadable; copied to /scratch``."""
+        return f"{self.source.describe()}; copied to {self.folder}"
+
+
+def _stat(path: str) -> Stored | None:
+    """A regular file; None for what is missing, or a pipe: reading it is an error of its own."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    if not stat.S_ISREG(status.st_mode) or not os.access(path, os.R_OK):
+        return None
+    return Stored(path, status.st_size, str(status.st_mtime_ns))

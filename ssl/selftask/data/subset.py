@@ -1,0 +1,153 @@
+"""A part of any source: so many images or a share, by class or not, in disjoint parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from selftask.data.reading.files import BadImage
+from selftask.data.source import Source, Wrapped
+from selftask.errors import UserError, nearest
+from selftask.random.permutation import hash_words, mix
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What ``data.subset`` may say; a float alone is a fraction, a whole number a count."""
+
+    fraction: float | None = None  # of the images (of each class), more than 0, at most 1
+    count: int | None = None  # images (of each class); neither: all of the part
+    per_class: bool = False  # the same for each class; images without a label are left out
+    seed: int = 0
+    part: int | None = None  # with `of`: the part'th of so many disjoint parts, from 0
+    of: int | None = None
+
+    def __str__(self) -> str:
+        words = [f"part {self.part} of {self.of}"] if self.of else []
+        if self.fraction is not None:
+            words.append(f"{self.fraction:.4g} of {'each class' if self.per_class else 'them'}")
+        elif self.count is not None:
+            words.append(f"{self.count}{' of each class' if self.per_class else ''}")
+        return ", ".join([*words, f"seed {self.seed}"])
+
+
+class Subset(Wrapped):
+    """Some images of a source, in its order; the classes keep their numbers.
+
+    Which ones depends on the seed and the number of images (of a class) alone. With one seed a
+    smaller subset lies within a larger one, and the parts of a split have no image in common.
+    """
+
+    def __init__(self, source: Source, part: Part) -> None:
+        super().__init__(source)
+        self.part = part
+        self.rows = choose(len(source), source.labels, part)  # (N,) int64, sorted
+        self.labels = None if source.labels is None else source.labels[self.rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        return self.source[int(self.rows[index])]
+
+    def renumber(self, numbers: np.ndarray) -> None:
+        """Also in the whole source, which gives the images."""
+        super().renumber(numbers)
+        self.source.renumber(numbers)
+
+    def path(self, index: int) -> str:
+        return self.source.path(int(self.rows[index]))
+
+    def unreadable(self) -> dict[int, BadImage]:
+        known = self.source.unreadable()
+        return {i: known[row] for i, row in enumerate(self.rows.tolist()) if row in known}
+
+    def describe(self) -> str:
+        """``500 of 1108 images, 20 folders, 0 unreadable (subset: 25 of each class, seed 0)``."""
+        return f"{len(self)} of {self.source.describe()} (subset: {self.part})"
+
+
+def subset_of(source: Source, value: Any) -> Source:
+    """The part of a source that ``data.subset`` asks for; None asks for all of it."""
+    return source if value is None else Subset(source, _read(value))
+
+
+def _read(value: Any) -> Part:
+    """The subset that a config asks for; raises UserError."""
+    if isinstance(value, bool) or not isinstance(value, int | float | dict):
+        raise UserError(f"data.subset={value!r}: a fraction, a count or a section is expected")
+    if isinstance(value, int):
+        value = {"count": value}
+    elif isinstance(value, float):
+        value = {"fraction": value}
+    known = {field.name: field for field in fields(Part)}
+    for name in value:
+        if name not in known:
+            raise UserError(f"unknown key 'data.subset.{name}'; {nearest(str(name), known)}")
+    part = Part(**value)
+    problem = _problem(part)
+    if problem:
+        raise UserError(f"data.subset.{problem}")
+    return part
+
+
+def _problem(part: Part) -> str | None:
+    for name in ("count", "seed", "part", "of"):
+        number = getattr(part, name)
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+            return f"{name}={number!r}: expected a whole number"
+    if not isinstance(part.per_class, bool):
+        return f"per_class={part.per_class!r}: expected true or false"
+    if part.fraction is not None and part.count is not None:
+        return "fraction and count: only one of them can be meant"
+    if part.fraction is not None and not _is_share(part.fraction):
+        return f"fraction={part.fraction!r}: more than 0 and at most 1 (a count is a whole number)"
+    if part.count is not None and part.count < 1:
+        return f"count={part.count}: must be at least 1"
+    if (part.part is None) != (part.of is None):
+        return "part and of: one needs the other, as in {part: 0, of: 2}"
+    if part.of is not None and part.part is not None and not 0 <= part.part < part.of:
+        return f"part={part.part}: the parts of {part.of} are 0 to {part.of - 1}"
+    return None
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+
+
+def choose(size: int, labels: np.ndarray | None, part: Part) -> np.ndarray:
+    """Rows of a subset of ``size`` images, sorted, int64. Raises UserError for too few images."""
+    order = _shuffled(size, part.seed)
+    if not part.per_class:
+        rows = _take(order, part, "images")
+    elif labels is None:
+        raise UserError("data.subset.per_class needs labels, and these images have none")
+    else:
+        shown = np.asarray(labels)[order]
+        classes = np.unique(shown[shown >= 0])
+        by_class = (_take(order[shown == c], part, f"images of class {c}") for c in classes)
+        rows = np.concatenate([*by_class, np.empty(0, np.int64)])
+    if not len(rows):
+        raise UserError("data.subset: it holds no image")
+    return np.sort(rows)
+
+
+def _take(order: np.ndarray, part: Part, what: str) -> np.ndarray:
+    if part.of is not None and part.part is not None:
+        first, last = (len(order) * n // part.of for n in (part.part, part.part + 1))
+        order = order[first:last]
+    if part.fraction is not None:
+        return order[: max(1, round(part.fraction * len(order)))]
+    if part.count is None:
+        return order
+    if part.count > len(order):
+        raise UserError(f"data.subset.count={part.count}: there are {len(order)} {what}")
+    return order[: part.count]
+
+
+def _shuffled(size: int, seed: int) -> np.ndarray:
+    """0..size-1 in the order of their hashes: numpy's generators may change between versions."""
+    first = np.uint64(hash_words(seed, 0x737562736574))
+    return np.argsort(mix(np.arange(size, dtype=np.uint64) + first), kind="stable")

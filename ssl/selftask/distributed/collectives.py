@@ -1,0 +1,176 @@
+"""Collectives that are the identity on one process, so that nobody else asks how many there are.
+
+One differentiable gather and one set of reductions serve every method. gloo has no AVG: means are
+sums divided by the number of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from selftask.distributed.heartbeat import collective
+
+_AVAILABLE = dist.is_available()
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if _AVAILABLE and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if _AVAILABLE and dist.is_initialized() else 0
+
+
+def is_primary() -> bool:
+    """Whether this process is the one that writes files and lines."""
+    return rank() == 0
+
+
+def new_group(ranks: list[int] | None = None, *, backend: str | None = None) -> dist.ProcessGroup:
+    """A group of its own for some ranks, or all: what is sent there waits for nothing else's turn.
+
+    Every rank calls, also those outside. Collectives there may take as long as everywhere.
+    """
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    world: Any = dist.group.WORLD
+    options = getattr(world._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    group: Any = dist.new_group(ranks, timeout=timeout, backend=backend)
+    return group  # type: ignore[no-any-return]
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if world_size() > 1:
+        with collective("barrier"):
+            dist.barrier()
+
+
+def all_reduce_sum(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The sum of ``x`` over ranks, as a new tensor without gradient; ``x`` itself on one rank."""
+    if world_size() == 1:
+        return x.detach()
+    x = x.detach().clone()
+    with collective("all_reduce"):
+        dist.all_reduce(x, group=group)
+    return x
+
+
+def all_reduce_mean(x: Tensor) -> Tensor:
+    """The mean of ``x`` over ranks, as a new tensor without gradient; ``x`` itself on one rank."""
+    return x if world_size() == 1 else all_reduce_sum(x) / world_size()
+
+
+def all_gather_cat(x: Tensor) -> Tensor:
+    """``x`` (B, ...) of all ranks, concatenated in rank order to (B * W, ...); no gradient."""
+    if world_size() == 1:
+        return x.detach()
+    parts = [torch.empty_like(x, requires_grad=False) for _ in range(world_size())]
+    with collective("all_gather"):
+        dist.all_gather(parts, x.detach().contiguous())
+    return torch.cat(parts)
+
+
+def gather_cat_with_grad(x: Tensor) -> Tensor:
+    """``x`` (B, ...) of all ranks as (B * W, ...), through which gradients flow to every rank.
+
+    The backward sums over ranks: the gradient of the *sum* of all ranks' losses. Losses that are
+    means over the global batch on each rank therefore keep their gradients right when gradients
+    become their mean over ranks.
+    """
+    return x if world_size() == 1 else _Gather.apply(x)
+
+
+def sum_with_grad(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The sum of ``x`` over ranks, through which gradients flow to every rank (and are summed)."""
+    return x if world_size() == 1 else _Sum.apply(x, group)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.rows = len(x)
+        return all_gather_cat(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        start = rank() * ctx.rows
+        return all_reduce_sum(grads[0])[start : start + ctx.rows]
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return all_reduce_sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_sum(grads[0], ctx.group), None
+
+
+@torch.no_grad()
+def broadcast_module(module: nn.Module) -> None:
+    """Make parameters and buffers those of rank 0."""
+    if world_size() > 1:
+        with collective("broadcast"):
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.data, src=0)
+
+
+@torch.no_grad()
+def broadcast_buffers(module: nn.Module) -> None:
+    """Make buffers those of rank 0: without DDP, BatchNorm statistics drift apart between ranks."""
+    if world_size() > 1:
+        with collective("broadcast of buffers"):
+            for buffer in module.buffers():
+                dist.broadcast(buffer, src=0)
+
+
+def gather_objects(thing: Any) -> list[Any]:
+    """``thing`` of every rank, in rank order, on every rank."""
+    if world_size() == 1:
+        return [thing]
+    things: list[Any] = [None] * world_size()
+    with collective("all_gather of objects"):
+        dist.all_gather_object(things, thing)
+    return things
+
+
+class AnyRank:
+    """A question put to all ranks at every step whose answer is read at the next: nobody waits.
+
+    Goes over gloo, also where gradients go over NCCL: the flag stays on the host. On one process
+    the answer comes at once.
+    """
+
+    def __init__(self) -> None:
+        self._alone = world_size() == 1
+        self._asked: tuple[Any, Tensor] | None = None
+        needs_own = not self._alone and dist.get_backend() != "gloo"
+        self._group: Any = dist.new_group(backend="gloo") if needs_own else None
+
+    def said(self, here: bool) -> bool:
+        """Whether any rank said so when it was last asked; asks again, saying ``here``."""
+        if self._alone:
+            return here
+        before = self.forget()
+        flag = torch.tensor(float(here))
+        self._asked = dist.all_reduce(flag, group=self._group, async_op=True), flag
+        return before
+
+    def forget(self) -> bool:
+        """Whether any rank said so when it was last asked; asks nothing."""
+        if self._asked is None:
+            return False
+        work, flag = self._asked
+        self._asked = None
+        with collective("all_reduce of the flag to stop"):
+            work.wait()
+        return bool(flag.item() > 0)

@@ -1,0 +1,50 @@
+"""Joining and leaving the process group."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from selftask.distributed.world import World
+from selftask.errors import UserError
+
+
+def join_world(world: World, device: torch.device, *, timeout_s: float = 600.0) -> None:
+    """Initialise the process group, for more than one process only.
+
+    A collective that takes longer than ``timeout_s`` fails on the ranks that wait in it. Raises
+    UserError where the ranks cannot find each other.
+    """
+    if world.size == 1 or dist.is_initialized():
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    meeting = "env://" if world.master is None else "tcp://{}:{}".format(*world.master)
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=meeting,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except dist.DistError as error:
+        host, port = meeting_point(world)
+        raise UserError(
+            f"rank {world.rank} of {world.size} ({world.launcher}) cannot join the others at "
+            f"{host}:{port}: {str(error).splitlines()[0]}; if the port is taken, set MASTER_PORT"
+        ) from error
+
+
+def meeting_point(world: World) -> tuple[str, int]:
+    """Host and port of rank 0."""
+    return world.master or (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+def leave_world() -> None:
+    """Destroy the process group if there is one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""Whether W ranks with B / W samples each do what one rank with B samples does."""

@@ -1,0 +1,228 @@
+"""A task that writes down what must not depend on the number of ranks.
+
+Everything is float64, so that what remains are roundings (1e-16) or mistakes, and BatchNorm, which
+looks at its own rank's batch only, gives way to a norm that looks at one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from selftask.batch import Batch
+from selftask.config.schema import Config
+from selftask.data.loading.open_data import Sources
+from selftask.equivalence.tiny_recipe import images_for
+from selftask.task import Task
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@contextmanager
+def batch_norm_replaced(wanted: bool = True) -> Iterator[list[str]]:
+    """Context in which modules get GroupNorm(1) in place of BatchNorm, if ``wanted``.
+
+    Yields the names of those that were replaced. Models are not changed afterwards: teachers are
+    copies of networks, and optimizers hold parameters.
+    """
+    replaced: list[str] = []
+    if not wanted:
+        yield replaced
+        return
+
+    def without(parent: nn.Module, name: str, child: nn.Module | None) -> nn.Module | None:
+        if type(child) not in _BATCH_NORMS:
+            return None
+        assert isinstance(child, nn.modules.batchnorm._BatchNorm)
+        replaced.append(name)
+        return nn.GroupNorm(1, child.num_features, eps=child.eps, affine=child.affine)
+
+    handle = register_module_module_registration_hook(without)  # type: ignore[arg-type]
+    try:
+        yield replaced
+    finally:
+        handle.remove()
+
+
+class RecordedTask(Task):
+    """A task on synthetic images that writes down, step by step, what it saw and computed."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, sources=Sources(images_for(config), None))
+        self.samples: list[Tensor] = []  # of each batch, (B,): which images
+        self.inputs: list[dict[str, Tensor]] = []  # name -> (B,) a sum over each sample's input
+        self.batch_losses: list[Tensor] = []
+        self.terms: list[dict[str, Tensor]] = []
+        self.gradients: list[dict[str, Tensor]] = []  # of each update
+        self.exchanges = 0  # collectives called while a loss was computed
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        super().prepare(*args, **kwargs)
+        self.feed: Any = _InDouble(self.feed)
+        modules = (("network", self.base_model), ("method", self.loss))
+        named = [
+            (f"{part}.{n}", p) for part, module in modules for n, p in module.named_parameters()
+        ]
+        self.trained_parameters = {name: p for name, p in named if p.requires_grad}
+        self._count_exchanges()
+
+    def train_until(self, updates: int) -> None:
+        """Phase by phase as a trainer does, but stop after so many updates in all."""
+        self.on_start()
+        while self.iteration < updates and not self.done_training():
+            self.on_phase_start()
+            while True:
+                try:
+                    self.step()
+                except StopIteration:
+                    break
+                if self.iteration >= updates and not self.phase_finished:
+                    return
+            self.on_phase_end()
+
+    def run_hooks(self, point: str) -> None:
+        """Call the hooks, then look at what they have left."""
+        super().run_hooks(point)
+        if not self.train:
+            return
+        if point == "on_loss_and_meter":
+            batch = self.last_batch
+            assert batch.loss is not None
+            self.samples.append(batch.index.clone())
+            self.inputs.append(dict(_per_sample(batch.input, len(batch.index))))
+            self.batch_losses.append(batch.loss.detach().clone())
+            self.terms.append({name: value.clone() for name, value in batch.terms.items()})
+        if point == "on_backward":
+            grads = {name: p.grad for name, p in self.trained_parameters.items()}
+            self.gradients.append({n: _whole(g) for n, g in grads.items() if g is not None})
+
+    def record(self) -> dict[str, Any]:
+        """All that was written down, and the state at the end; of this rank."""
+        return {
+            "samples": self.samples,
+            "inputs": self.inputs,
+            "loss": self.batch_losses,
+            "terms": self.terms,
+            "gradients": self.gradients,
+            "network": _tensors(self.base_model),
+            "method": _tensors(self.loss),
+            "optimizer": dict(self._optimizer_state()),
+            "exchanges": self.exchanges,
+        }
+
+    def _optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
+        """``network.head.0.weight.exp_avg`` -> tensor."""
+        names = {id(parameter): name for name, parameter in self.trained_parameters.items()}
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        state = self.optimizer.get_classy_state().get("optim", {}).get("state", {})
+        for number, entries in state.items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor | float | int):
+                    whole = _whole(torch.as_tensor(value))
+                    yield f"{names.get(id(params[number]), number)}.{key}", whole
+
+    def _count_exchanges(self) -> None:
+        """Count the collectives between the first and the last line of the method's loss."""
+        counted: list[Any] = []
+
+        def before(module: nn.Module, args: Any) -> None:
+            counted.append(_CollectiveCounter().__enter__())
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            counter = counted.pop()
+            counter.__exit__(None, None, None)
+            self.exchanges += counter.calls
+
+        self.loss.register_forward_pre_hook(before)
+        self.loss.register_forward_hook(after, always_call=True)
+
+
+class _CollectiveCounter:
+    """Context manager that counts calls of torch.distributed's gathers and reductions."""
+
+    _NAMES = (
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_reduce",
+        "all_to_all",
+        "reduce_scatter_tensor",
+    )
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __enter__(self) -> _CollectiveCounter:
+        self._originals = {name: getattr(dist, name) for name in self._NAMES}
+        for name, original in self._originals.items():
+            setattr(dist, name, self._counting(original))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name, original in self._originals.items():
+            setattr(dist, name, original)
+
+    def _counting(self, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return original(*args, **kwargs)
+
+        return call
+
+
+class _InDouble:
+    """A feed whose samples are float64."""
+
+    def __init__(self, feed: Any) -> None:
+        self._feed = feed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._feed, name)
+
+    def train_batches(self, first: int) -> Iterator[Batch]:
+        for batch in self._feed.train_batches(first):
+            yield replace(batch, views=_doubles(batch.views))
+
+    def sweep(self) -> Iterator[dict[str, Any]]:
+        return map(_doubles, self._feed.sweep())
+
+    def labelled_samples(self) -> Iterator[dict[str, Any]]:
+        return map(_doubles, self._feed.labelled_samples())
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    state = module.state_dict()
+    return {name: _whole(value) for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _whole(tensor: Any) -> Tensor:
+    """A copy, put together from all ranks where FSDP has shared it out."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
+
+
+def _doubles(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_doubles(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _doubles(item) for key, item in value.items()}
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _per_sample(value: Any, rows: int, name: str = "input") -> Iterator[tuple[str, Tensor]]:
+    """Each tensor (B, ...) in nested lists as one number a sample, that a permutation changes."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _per_sample(item, rows, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _per_sample(item, rows, f"{name}[{number}]")
+    elif isinstance(value, Tensor) and value.ndim > 0 and len(value) == rows:
+        flat = value.detach().reshape(rows, -1).double()
+        yield name, flat @ torch.linspace(1.0, 2.0, flat.shape[1]).double()

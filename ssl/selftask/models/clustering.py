@@ -1,0 +1,93 @@
+"""Who belongs to which prototype: balanced assignments (Sinkhorn-Knopp) and spherical k-means.
+
+V views, B samples on this rank, K prototypes or clusters, N rows of a memory, D features.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selftask.distributed.collectives import all_gather_cat
+from selftask.distributed.heartbeat import each
+from selftask.models.precision import full_precision, in_full_precision
+
+
+@torch.no_grad()
+def sinkhorn_knopp(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor:
+    """Assign the samples of all ranks to prototypes so that each prototype gets an equal share.
+
+    Eq. 3 to 5 of SwAV (arXiv:2006.09882): the (B, K) scores of this rank become (B, K) assignments
+    in full precision whose rows sum to one. ``epsilon`` weighs the entropy; small is hard.
+
+    The paper alternates between scaling rows and columns of exp(scores / epsilon). The same
+    alternation is done here on logarithms, so that no exponential can overflow and no sum vanish,
+    and without the constant factors 1/K and 1/B, which the last normalisation removes anyway.
+    """
+    if iterations < 1:
+        raise ValueError(f"sinkhorn_knopp needs at least one iteration, got {iterations}")
+    logits = full_precision(scores) / epsilon  # (B, K)
+    for _ in range(iterations):
+        local_mass = logits.logsumexp(dim=0, keepdim=True)  # (1, K)
+        mass = all_gather_cat(local_mass).logsumexp(dim=0, keepdim=True)  # (1, K) over all ranks
+        logits = (logits - mass).log_softmax(dim=1)  # prototypes level, then samples sum to one
+    return logits.exp()
+
+
+@in_full_precision
+def cross_entropy_of_pairs(probs: Tensor, log_probs: Tensor) -> Tensor:
+    """-sum_k p log q, averaged over images and over all pairs of *different* views.
+
+    ``probs`` p (A, B, K) are the assignments of the first A views, which all V views predict:
+    ``log_probs`` log q (V, B, K). Eq. 3 of DINO (arXiv:2104.14294), eq. 6 of SwAV. One matrix
+    product instead of A * (V - 1) passes over (B, K).
+    """
+    pairs = -torch.einsum("abk,vbk->av", probs, log_probs) / probs.shape[1]  # (A, V)
+    others = pairs.sum() - pairs.diagonal().sum()
+    return others / (pairs.numel() - len(pairs))
+
+
+@torch.no_grad()
+def spherical_kmeans(
+    x: Tensor,
+    num_clusters: int,
+    *,
+    iterations: int = 10,
+    generator: torch.Generator | None = None,
+    chunk: int = 16_384,
+) -> tuple[Tensor, Tensor]:
+    """k-means under the cosine: (N, D) -> unit centroids (K, D) and the cluster of each row (N,).
+
+    As in DeepCluster v2 (arXiv:2006.09882, appendix): the first centroids are K different rows,
+    drawn with the (CPU) ``generator``; nothing else is random. A cluster that lost all its rows
+    keeps its centroid. Every rank is to call it with the
+    same memory and generator, and then has the same result. ``chunk`` rows at a time are compared.
+    """
+    if len(x) < num_clusters:
+        raise ValueError(f"cannot make {num_clusters} clusters of {len(x)} rows; ask for fewer")
+    x = F.normalize(full_precision(x), dim=1)
+    first = torch.randperm(len(x), generator=generator)[:num_clusters]
+    centroids = x[first.to(x.device)]  # (K, D)
+    for _ in each("k-means", range(iterations)):
+        cluster = _nearest(x, centroids, chunk)
+        sums = _sum_by_cluster(x, cluster, num_clusters, chunk)
+        is_empty = cluster.bincount(minlength=num_clusters) == 0
+        centroids = torch.where(is_empty[:, None], centroids, F.normalize(sums, dim=1))
+    return centroids, _nearest(x, centroids, chunk)
+
+
+def _nearest(x: Tensor, centroids: Tensor, chunk: int) -> Tensor:
+    """The centroid with the largest cosine for each row, (N,)."""
+    return torch.cat([(rows @ centroids.T).argmax(dim=1) for rows in torch.split(x, chunk)])
+
+
+def _sum_by_cluster(x: Tensor, cluster: Tensor, num_clusters: int, chunk: int) -> Tensor:
+    """Sum of the rows of each cluster, (K, D); as matrix products, whose order of summing is fixed.
+
+    ``index_add_`` would be shorter, but adds in any order on a GPU, so that ranks would differ.
+    """
+    sums = x.new_zeros(num_clusters, x.shape[1])
+    for rows, members in zip(torch.split(x, chunk), torch.split(cluster, chunk), strict=True):
+        sums += F.one_hot(members, num_clusters).to(x.dtype).T @ rows
+    return sums

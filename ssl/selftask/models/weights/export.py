@@ -1,0 +1,97 @@
+"""A backbone as others can use it: plain tensors under its library's own names, and their facts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selftask.checkpoint.manifest import sync, write_checked
+from selftask.config.schema import Component
+from selftask.errors import UserError
+from selftask.models.build import build_backbone, embed_dim
+from selftask.models.eval_mode import in_eval_mode
+
+WEIGHTS = "backbone.pt"
+SAFETENSORS = "backbone.safetensors"
+META = "backbone.json"
+
+
+def save_backbone(backbone: nn.Module, folder: str | Path, meta: dict[str, Any]) -> Path:
+    """Write ``backbone.pt``, ``.safetensors`` and ``.json`` into ``folder``; return the first.
+
+    The two weight files hold the same flat dict, on the CPU, with exactly the keys of the library
+    the architecture comes from, so that its model loads them with ``strict=True``. ``meta`` is
+    what one must know to use them, plain values only: ``architecture`` ({"name", "args"}),
+    ``channels`` of images, ``normalization`` ({"mean", "std"}), ``input_size`` (pixels),
+    ``method``, ``step``; ``embed_dim`` is added. Each file is replaced at once or not at all.
+    """
+    from safetensors.torch import save  # not save_file: its error on a full disk is no OSError
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = portable_state(backbone)
+    facts = {"format": "selftask backbone 1", "embed_dim": embed_dim(backbone), **meta}
+    text = json.dumps(facts, indent=2) + "\n"
+    _replace(folder / SAFETENSORS, lambda path: path.write_bytes(save(state)))
+    _replace(folder / META, lambda path: path.write_text(text, encoding="utf-8"))
+    _replace(folder / WEIGHTS, lambda path: write_checked(state, path))
+    return folder / WEIGHTS
+
+
+@torch.no_grad()
+def check_library(
+    backbone: nn.Module, architecture: Component, channels: int, library: str
+) -> None:
+    """Raise UserError unless the library's own model takes these weights and computes the same.
+
+    That model has the name that the architecture has in the library. A vision transformer of ours
+    is timm's class with our arguments, for which timm has no name.
+    """
+    if architecture.name == library or type(backbone).__module__.startswith(f"{library}.models.vi"):
+        return
+    name = architecture.args.get("model", architecture.name)
+    wanted = Component(name=library, args={"model": name, "args": {}})
+    what = f"export: --to {library}"
+    try:
+        theirs = build_backbone(wanted, channels)
+    except UserError as error:
+        reason = str(error).removeprefix("backbone.model: ")
+        raise UserError(f"{what}: {reason}") from error
+    try:
+        theirs.load_state_dict(portable_state(backbone), strict=True)
+    except RuntimeError as error:
+        first = " ".join(str(error).split("\n", 2)[1].split())[:200]
+        raise UserError(f"{what}: its {name} does not load these weights: {first}") from error
+    images = torch.rand(2, channels, 64, 64)
+    with in_eval_mode(backbone), in_eval_mode(theirs):
+        ours = backbone(images)
+        if not torch.allclose(theirs(images), ours, rtol=1e-3, atol=1e-4 * float(ours.abs().max())):
+            raise UserError(f"{what}: its {name} takes these weights and computes other features")
+
+
+def portable_state(module: nn.Module) -> dict[str, Tensor]:
+    """The state dict as CPU tensors that own their memory; what wrappers add to keys removed."""
+    clean: dict[str, Tensor] = {}
+    for key, value in module.state_dict().items():
+        for wrapper in ("module.", "_orig_mod.", "_fsdp_wrapped_module."):
+            key = key.replace(wrapper, "")
+        clean[key] = value.detach().to("cpu", copy=True).contiguous()
+    return clean
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write to a temporary file beside ``path``, make it durable, rename it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        write(temporary)
+        sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,291 @@
+"""Weights out of a file and into a module, with nothing missing in silence.
+
+``read_state`` makes of the files people have one flat dict of tensors, or says what a file is.
+``load_weights`` matches that dict with a module and refuses less than was asked for.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selftask.checkpoint.manifest import SEAL
+from selftask.errors import UserError, plural
+from selftask.files.paths import expand_user, is_file, is_folder, names_in
+from selftask.logs import get_logger
+from selftask.models.weights.foreign_pickle import read_tensors
+from selftask.models.weights.layouts import State, flatten, grouped, place
+from selftask.models.weights.positions import interpolate_positions
+
+log = get_logger(__name__)
+
+_HEADS = (
+    "fc.",
+    "head.",
+    "heads.",
+    "head_dist.",
+    "classifier.",
+    "projector.",
+    "projection_head.",
+    "projection.",
+    "prototypes.",
+    "predictor.",
+    "decoder",
+    "mask_token",
+    "queue",
+)
+"""What a file may hold beyond a backbone without being asked for."""
+
+_COUNTER = "num_batches_tracked"
+"""A BatchNorm counter that files from before 2018, and some of today, do not have."""
+
+
+def read_state(path: str | Path) -> dict[str, Tensor]:
+    """The weights in a file, as one flat dict with the keys the file has.
+
+    Read are selftask's exports and checkpoints, .safetensors, and what torch.save or pickle made of
+    nested dicts; their keys are joined with dots. Nothing in a file is ever executed: objects that
+    are no tensors are left out. Raises UserError that says what the file is if it holds no weights.
+    """
+    path = expand_user(path)
+    refuse_sharded(path)
+    if not is_file(path):
+        raise UserError(f"{path}: there is no such file{_instead_of(path)}")
+    if path.stat().st_size == 0:
+        raise UserError(f"{path}: the file is empty (0 bytes), so writing it was cut short")
+    content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    state = _tensors(content)
+    if not state:
+        keys = list(content) if isinstance(content, Mapping) else type(content).__name__
+        raise UserError(f"{path}: holds no weights: no tensors by name, but {_shorten(keys)}")
+    return state
+
+
+def backbone_state(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights to keep out of a checkpoint of ours, which says where they lie.
+
+    For some methods they are the teacher's, which is not under "model".
+    """
+    part, _, prefix = checkpoint["backbone"].partition(".")
+    weights = checkpoint.get(part)
+    if not isinstance(weights, Mapping):
+        raise UserError(f"the checkpoint lacks {part!r}, where it says that its backbone is")
+    prefix += "."
+    return {k.removeprefix(prefix): value for k, value in weights.items() if k.startswith(prefix)}
+
+
+def refuse_sharded(path: Path) -> None:
+    """Raise UserError for a sharded checkpoint, which is a folder: only a run reads it as it is."""
+    if is_file(path / SEAL):
+        raise UserError(
+            f"{path}: is a sharded checkpoint; `selftask export {path.parent.parent}` takes the "
+            "backbone out of a run's newest, and --to checkpoint makes one file of it"
+        )
+
+
+def load_weights(
+    module: nn.Module, state: State, *, coverage: float = 1.0, what: str = "weights"
+) -> None:
+    """Load ``state`` into ``module``, from a file of any layout in ``layouts``.
+
+    The positions of a vision transformer are interpolated to the module's grid.
+
+    Args:
+        module: the backbone.
+        state: what ``read_state`` returned.
+        coverage: least share of the module's tensors that must be found; those not found keep their
+            values. With 1.0, what the file's network has beyond the module must be a head.
+        what: the file, for messages.
+
+    Raises:
+        UserError: with missing and unexpected keys, differing shapes and nearest names, or if
+            several networks fit. Then nothing has changed.
+    """
+    match = _match(module, state, what)
+    share = len(match.found) / max(1, match.num_wanted)
+    if share < coverage or (coverage >= 1.0 and not match.is_complete):
+        raise UserError(_explain(match, coverage, what))
+    log.info("%s: %s", what, match.summary())
+    if match.left_out:
+        parts = [
+            f"{name} ({count} {plural('tensor', count)})" for name, count in match.left_out.items()
+        ]
+        log.info("%s: left out: %s", what, _shorten(parts, show=8))
+    own = module.state_dict()
+    with torch.no_grad():
+        for key, value in match.found.items():
+            own[key].copy_(value)
+
+
+@dataclass(frozen=True)
+class _Match:
+    """What of a state fits a module."""
+
+    wanted: list[str]  # keys of the module
+    found: dict[str, Tensor]  # by the module's keys, of the right shape
+    missing: list[str]
+    unexpected: list[str]  # keys of the state, prefix removed; heads left out
+    misshapen: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]  # key: (in the file, wanted)
+    prefix: str  # removed from the state's keys
+    left_out: dict[str, int]  # heads and other networks of the file: number of tensors
+
+    @property
+    def num_wanted(self) -> int:
+        return len(self.wanted)
+
+    @property
+    def is_complete(self) -> bool:
+        return not (self.missing or self.unexpected or self.misshapen)
+
+    def summary(self) -> str:
+        """``62/62 tensors (conv1 1/1, layer1 30/30)``: coverage by top-level module."""
+        tops: dict[str, list[int]] = {}
+        for key in self.wanted:
+            count = tops.setdefault(key.partition(".")[0], [0, 0])
+            count[0] += key in self.found
+            count[1] += 1
+        parts = ", ".join(f"{top} {found}/{wanted}" for top, (found, wanted) in tops.items())
+        return f"{len(self.found)}/{self.num_wanted} tensors ({parts})"
+
+
+def _match(module: nn.Module, state: State, what: str) -> _Match:
+    """Compare the module with the best-matching network of the file."""
+    own = module.state_dict()
+    placed = place(state, own)
+    if placed.rivals:
+        names = ", ".join(map(repr, (placed.prefix, *placed.rivals)))
+        raise UserError(
+            f"{what}: holds several networks that fit ({names}); keep one of them in a file"
+        )
+    known = {key: value for key, value in placed.inner.items() if key in own}
+    found, misshapen = {}, {}
+    for key, value in known.items():
+        fitting: Tensor | None = value
+        if value.shape != own[key].shape:
+            fitting = interpolate_positions(module, key, value)
+        if fitting is None:
+            misshapen[key] = (tuple(value.shape), tuple(own[key].shape))
+            continue
+        if fitting is not value:
+            shapes = tuple(value.shape), tuple(fitting.shape)
+            log.info("%s: %s is interpolated from %s to %s", what, key, *shapes)
+        found[key] = fitting
+    beyond = [key for key in placed.inner if key not in own]
+    heads = [placed.prefix + key for key in beyond if key.startswith(_HEADS)]
+    return _Match(
+        wanted=[key for key in own if key in placed.inner or not key.endswith(_COUNTER)],
+        found=found,
+        missing=[key for key in own if key not in placed.inner and not key.endswith(_COUNTER)],
+        unexpected=[key for key in beyond if not key.startswith(_HEADS)],
+        misshapen=misshapen,
+        prefix=placed.prefix,
+        left_out={**grouped(heads, placed.prefix), **placed.left_out},
+    )
+
+
+def _explain(match: _Match, coverage: float, what: str) -> str:
+    """One paragraph: what was wanted, what there was, and how the two differ."""
+    lines = [f"{what}: {match.summary()}, wanted {coverage:.0%} of them"]
+    if match.prefix:
+        lines.append(f"  removed from all keys: {match.prefix!r}")
+    missing = [f"{key}{_nearest_key(key, match.unexpected)}" for key in match.missing]
+    shapes = [f"{key} is {a}, wanted {b}" for key, (a, b) in match.misshapen.items()]
+    for title, items in [
+        ("missing", missing),
+        ("unexpected", match.unexpected),
+        ("of another shape", shapes),
+    ]:
+        if items:
+            lines.append(f"  {len(items)} {title}: {_shorten(items)}")
+    if not match.found:
+        lines.append("  nothing fits: these are the weights of another architecture")
+    return "\n".join(lines)
+
+
+def _nearest_key(key: str, known: list[str]) -> str:
+    close = get_close_matches(key, known, n=1, cutoff=0.6)
+    return f" (the file has {close[0]})" if close else ""
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        state: dict[str, Tensor] = load_file(path)
+        return state
+    except SafetensorError as error:
+        raise UserError(f"{path}: {_damaged(path)} ({error})") from error
+
+
+def _read_torch(path: Path) -> Any:
+    """Read a ``torch.save`` or pickle file; tensors and plain Python objects only."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if "global" not in str(error).lower():
+            raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # what reads pickles raises anything on a file that is none
+        raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
+    return _read_tensors(path)
+
+
+def _read_tensors(path: Path) -> Any:
+    """The tensors of a file that holds other python objects too."""
+    try:
+        content, skipped = read_tensors(path)
+    except MemoryError:
+        raise
+    except Exception as error:  # so do damaged ones of these
+        raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
+    log.info("%s: left out: python objects (%s), which are not loaded", path, _shorten(skipped))
+    if not flatten(content):
+        raise UserError(
+            f"{path}: holds python objects ({_shorten(skipped)}), which are not loaded because "
+            "that could run code, and no tensors by name; save the model's state_dict instead"
+        )
+    return content
+
+
+def _tensors(content: Any) -> dict[str, Tensor]:
+    """Return the tensors of a file's content as a flat dict."""
+    if isinstance(content, Mapping) and isinstance(content.get("backbone"), str):  # one of ours
+        return backbone_state(content)
+    return flatten(content)
+
+
+def _damaged(path: Path) -> str:
+    size = path.stat().st_size
+    return f"damaged or no file of weights ({size} bytes)"
+
+
+def _instead_of(path: Path) -> str:
+    """A hint for a path that is not a file."""
+    if is_folder(path):
+        inside = names_in(path)
+        return f", it is a folder with {_shorten(inside)}"
+    if not is_folder(path.parent):
+        return f", nor a folder {path.parent}"
+    close = get_close_matches(path.name, names_in(path.parent), n=1)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+
+
+def _shorten(items: list[str] | str, show: int = 5) -> str:
+    """The first few of many."""
+    if isinstance(items, str):
+        return items
+    rest = len(items) - show
+    return ", ".join(items[:show]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,286 @@
+"""Models by address: a run's folder, an exported file, ``timm:NAME`` or ``torchvision:NAME``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from selftask.checkpoint.rotation import checkpoints, step_of
+from selftask.config.checks.image_size import resized_backbone, resized_pipeline, undivided
+from selftask.config.checks.resuming import goes_on
+from selftask.config.checks.trust import code_in, refuse_code
+from selftask.config.schema import Component, Config
+from selftask.errors import UserError
+from selftask.files.paths import expand_user, is_file, is_folder
+from selftask.logs import get_logger
+from selftask.models.backbones.libraries import check_name
+from selftask.models.build import build_backbone, embed_dim
+from selftask.models.weights.export import META, WEIGHTS
+from selftask.models.weights.load import load_weights, read_state, refuse_sharded
+
+log = get_logger(__name__)
+
+PRETRAINED = "pretrained"
+NONE = "none"
+
+_LIBRARIES = ("timm", "torchvision")
+_IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an exported backbone lies."""
+
+    weights: Path
+    meta: Path
+
+
+def open_model(
+    address: str,
+    *,
+    weights: str = PRETRAINED,
+    trust: bool = False,
+    image_size: int | None = None,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The backbone at an address, in eval mode on the CPU, and the facts about it.
+
+    ``address`` is a run's folder, an exported ``backbone.pt`` with its ``backbone.json`` beside it,
+    ``timm:NAME`` or ``torchvision:NAME``. ``weights`` is for the last two: ``pretrained`` for the
+    library's own, ``none`` for random ones, else a file. The facts are those of ``backbone.json``:
+    architecture, channels, embed_dim, normalization, input_size, transforms (how images are shown
+    to it), and for runs method and step. ``trust`` allows an architecture of the user's own code.
+    With ``image_size`` the model and its transforms are for images of so many pixels, and the
+    positions of a vision transformer are interpolated.
+    Raises UserError for whatever is not there or does not fit.
+    """
+    facts, place = _describe(address, weights, trust, image_size)
+    library, name = _split(address)
+    try:
+        backbone = build_backbone(Component(**facts["architecture"]), facts.get("channels", 3))
+    except TypeError as error:
+        origin = place.meta if place else address
+        raise UserError(f"{origin}: architecture: cannot be built: {error}") from error
+    if place is not None:
+        load_weights(backbone, read_state(place.weights), what=str(place.weights))
+    elif weights == PRETRAINED:
+        load_weights(backbone, _download(library, name), what=address)
+    elif weights != NONE:
+        load_weights(backbone, read_state(weights), what=weights)
+    return backbone.eval(), {**facts, "embed_dim": embed_dim(backbone)}
+
+
+def describe_model(
+    address: str,
+    *,
+    weights: str = PRETRAINED,
+    trust: bool = False,
+    image_size: int | None = None,
+) -> dict[str, Any]:
+    """Return the facts of ``open_model`` except embed_dim, without building or loading."""
+    return _describe(address, weights, trust, image_size)[0]
+
+
+def _describe(
+    address: str, weights: str, trust: bool, image_size: int | None
+) -> tuple[dict[str, Any], _Place | None]:
+    """Return the facts, and the files unless it is a library's model."""
+    library, name = _split(address)
+    if library:
+        return _for_size(_describe_library(library, name, weights), image_size), None
+    if weights != PRETRAINED:
+        raise UserError(
+            f"weights={weights}: is for timm:NAME and torchvision:NAME; {address} has its own"
+        )
+    place = _place(address)
+    facts = _for_size(_read_facts(place), image_size)
+    if not trust:
+        architecture = Component(**facts["architecture"])
+        named = {**architecture.args, "name": architecture.name}
+        refuse_code(code_in(named, ("architecture",)), str(place.meta))
+    return facts, place
+
+
+def load_init(backbone: nn.Module, config: Config) -> None:
+    """Load ``init.backbone`` if there is one, unless all weights come from a checkpoint."""
+    init = config.init
+    if init.backbone is not None and not goes_on(config):
+        weights = read_weights(init.backbone)
+        load_weights(backbone, weights, coverage=init.coverage, what="init.backbone")
+
+
+def read_weights(address: str) -> dict[str, Tensor]:
+    """Only the weights at an address, to start a network from (``init.backbone``).
+
+    As ``open_model``, and of a file of weights from anywhere else too: nothing has to say which
+    architecture they belong to, ``load_weights`` finds out whether they fit.
+    """
+    library, name = _split(address)
+    if library:
+        return _download(library, name)
+    path = expand_user(address)
+    return read_state(_place(address).weights if is_folder(path) else path)
+
+
+def _split(address: str) -> tuple[str, str]:
+    """``timm:NAME`` -> ("timm", NAME); a path -> ("", path)."""
+    library, colon, name = address.partition(":")
+    return (library, name) if colon and library in _LIBRARIES else ("", address)
+
+
+def _place(address: str) -> _Place:
+    """The export of a run folder, of its export folder, or a file itself."""
+    path = expand_user(address)
+    if not is_folder(path):
+        return _Place(path, path.with_suffix(".json"))
+    refuse_sharded(path)
+    for folder in (path / "export", path):
+        if is_file(folder / WEIGHTS):
+            place = _Place(folder / WEIGHTS, folder / META)
+            _warn_of_newer(path, place)
+            return place
+    raise UserError(
+        f"{path}: holds no {WEIGHTS}, nor does {path / 'export'}: has the run ended, or is it one? "
+        f"`selftask export {path}` makes one of its newest checkpoint"
+    )
+
+
+def _warn_of_newer(run: Path, place: _Place) -> None:
+    """A run that was made longer, or started anew, has the export of its earlier end meanwhile."""
+    newest = next(iter(checkpoints(run / "checkpoints")), None)
+    if newest is None or not is_file(place.meta):
+        return
+    there, exported = step_of(newest), _read_facts(place).get("step")
+    if exported is not None and exported != there:
+        log.warning(
+            "%s is of step %d, and the newest checkpoint of step %d; `selftask export %s` writes "
+            "that of the newest",
+            *(place.weights, exported, there, run),
+        )
+
+
+def _read_facts(place: _Place) -> dict[str, Any]:
+    if not is_file(place.weights):
+        raise UserError(
+            f"{place.weights}: there is no such file or run; a model is a run's folder, a file, "
+            f"timm:NAME or torchvision:NAME"
+        )
+    if not is_file(place.meta):
+        raise UserError(
+            f"{place.weights}: nothing says which architecture it is for, {place.meta} is missing; "
+            f"use timm:NAME or torchvision:NAME with weights={place.weights}"
+        )
+    try:
+        facts = json.loads(place.meta.read_text(encoding="utf-8"))
+        if facts.keys() >= {"bytes", "crc32"}:  # the seal of a checkpoint
+            raise UserError(
+                f"{place.weights}: is a checkpoint; give the folder of its run, whose backbone "
+                "`selftask export` takes out of the newest one"
+            )
+        {**Component(**facts["architecture"]).args}  # a mapping, or a TypeError
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{place.meta}: is not what selftask writes ({error!r})") from error
+    return dict(facts)
+
+
+def _for_size(facts: dict[str, Any], size: int | None) -> dict[str, Any]:
+    """Return the facts for images of ``size`` pixels; None leaves them unchanged."""
+    if size is None:
+        return facts
+    backbone = resized_backbone(Component(**facts["architecture"]), size)
+    if text := undivided(backbone, size):
+        raise UserError(text)
+    shown = [dict(transform) for transform in facts.get("transforms") or ()]
+    transforms = resized_pipeline([Component(name=t.pop("name"), args=t) for t in shown], size)
+    return {
+        **facts,
+        "architecture": {"name": backbone.name, "args": backbone.args},
+        "input_size": size,
+        "transforms": [transform.to_dict() for transform in transforms],
+    }
+
+
+def _describe_library(library: str, name: str, weights: str) -> dict[str, Any]:
+    check_name(library, name)
+    if weights == PRETRAINED:
+        transforms = _transforms_of(library, name)
+    else:
+        size = _input_size(library, name)
+        transforms = _transforms(size, int(size / 0.875), _IMAGENET["mean"], _IMAGENET["std"])
+    *_, crop, normalize = transforms
+    return {
+        "architecture": {"name": library, "args": {"model": name, "args": {}}},
+        "channels": 3,
+        "normalization": {key: normalize[key] for key in ("mean", "std")},
+        "input_size": crop["size"],
+        "transforms": transforms,
+        "method": library,
+        "weights": weights,
+    }
+
+
+def _input_size(library: str, name: str) -> int:
+    """Pixels of the images that a model was made for."""
+    if library == "timm":
+        import timm
+
+        known = timm.get_pretrained_cfg(name)
+        if known is not None:
+            return int(known.input_size[-1])
+    return 224
+
+
+def _transforms_of(library: str, name: str) -> list[dict[str, Any]]:
+    """How the library itself shows images to the model with its trained weights."""
+    if library == "timm":
+        import timm
+        from timm.data import resolve_data_config
+
+        shown = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
+        size, interpolation = shown["input_size"][-1], shown["interpolation"]
+        smooth = interpolation if interpolation in ("bilinear", "nearest") else "bicubic"
+        resized = int(size / shown["crop_pct"])
+        return _transforms(size, resized, shown["mean"], shown["std"], smooth)
+    import torchvision
+
+    preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+    resized, smooth = preset.resize_size[0], preset.interpolation.value
+    return _transforms(preset.crop_size[0], resized, preset.mean, preset.std, smooth)
+
+
+def _transforms(
+    size: int,
+    resized: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    interpolation: str = "bilinear",
+) -> list[dict[str, Any]]:
+    """The square of ``size`` pixels in the middle of an image whose short side has ``resized``."""
+    return [
+        {"name": "resize", "size": resized, "interpolation": interpolation},
+        {"name": "center_crop", "size": size},
+        {"name": "normalize", "mean": list(mean), "std": list(std)},
+    ]
+
+
+def _download(library: str, name: str) -> dict[str, Tensor]:
+    """The library's own trained weights, from its cache or the network."""
+    try:
+        if library == "timm":
+            import timm
+
+            return dict(timm.create_model(name, pretrained=True).state_dict())
+        import torchvision
+
+        weights = torchvision.models.get_model_weights(name).DEFAULT
+        return dict(weights.get_state_dict(progress=False))
+    except Exception as error:  # each library and its client have kinds of their own
+        raise UserError(
+            f"{library}:{name}: cannot fetch its trained weights "
+            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); start from a "
+            f"file, init.backbone=FILE; eval takes weights=FILE, or weights=none for random ones"
+        ) from error

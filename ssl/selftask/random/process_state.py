@@ -1,0 +1,51 @@
+"""The generators of this process: seeds, and their states in a checkpoint."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_all(seed: int, rank: int) -> None:
+    """Seed python, numpy and torch; ranks draw differently from the same seed."""
+    mixed = (seed * 1_000_003 + rank) % 2**32
+    random.seed(mixed)
+    np.random.seed(mixed)
+    torch.manual_seed(mixed)
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of every generator of this process, as plain tensors and python scalars."""
+    version, key, gauss = random.getstate()
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = numpy_state
+    state = {
+        "python": {"version": version, "key": list(key), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(keys.astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put every generator back where ``rng_state`` found it."""
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["key"]), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state(
+        (numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"])
+    )
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

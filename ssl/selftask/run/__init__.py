@@ -1,0 +1,1 @@
+"""Running a task: folder, log, ranks, watchdog, exit."""

@@ -1,0 +1,84 @@
+"""Whether a run folder holds the run that is asked for, or another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from selftask.checkpoint.rotation import checkpoints
+from selftask.config.checks.resuming import uses_newest
+from selftask.config.schema import Config
+from selftask.errors import UserError
+from selftask.files.paths import exists
+
+_SECTIONS = ("data", "views", "backbone", "method", "optimizer", "init")
+_TRAIN = ("batch_size", "accumulate", "seed", "precision", "step")
+_PARALLEL = ("sync_batch_norm", "compress")
+_MAY_CHANGE = {
+    "data": (
+        *("num_workers", "on_error", "max_bad", "max_pixels", "max_bytes", "max_scans", "val"),
+        *("read_timeout_s", "read_retries", "copy_to", "cache"),
+    )
+}
+
+
+def check_same_run(config: Config, out: Path) -> None:
+    """Raise UserError if ``out`` has checkpoints of a run that another config describes.
+
+    The length may change (train.epochs, train.max_steps), and whatever does not touch the result:
+    logging, checkpoints, hooks, evaluations, device, workers.
+    """
+    saved = out / "config.yaml"
+    folder = out / "checkpoints"
+    if not exists(saved) or not checkpoints(folder) or not uses_newest(config):
+        return
+    changes = list(_changes(_fixed(_read(saved)), _fixed(config.to_dict()), ""))
+    if changes:
+        listed = "\n".join(f"  {change}" for change in changes[:8])
+        raise UserError(
+            f"out={out} holds another run than the one asked for; use another out=, resume=never "
+            f"to start anew there, or resume=CHECKPOINT to go on from it all the same\n{listed}"
+        )
+
+
+def _read(saved: Path) -> dict[str, Any]:
+    try:
+        before = yaml.safe_load(saved.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        before = None
+    if not isinstance(before, dict):
+        raise UserError(
+            f"{saved}: is damaged, so nothing says whether this is the same run; if it is, remove "
+            "that file and start the same command again"
+        )
+    return before
+
+
+def _fixed(config: dict[str, Any]) -> dict[str, Any]:
+    """What of a config decides the result of a run."""
+    fixed = {
+        section: {
+            key: value
+            for key, value in (config.get(section) or {}).items()
+            if key not in _MAY_CHANGE.get(section, ())
+        }
+        for section in _SECTIONS
+    }
+    fixed["data"].setdefault("sampler", {"name": "shuffled"})  # runs of old had this one only
+    fixed["data"].setdefault("engine", "cpu")  # so too
+    fixed["train"] = {key: (config.get("train") or {}).get(key) for key in _TRAIN}
+    parallel = config.get("parallel") or {}  # no such section in runs of old
+    fixed["parallel"] = {key: parallel.get(key, "none") for key in _PARALLEL}
+    return fixed
+
+
+def _changes(before: Any, now: Any, key: str) -> Iterator[str]:
+    """``method.temperature: 0.1 there, 0.2 now`` for each value that differs."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in {**before, **now}:
+            yield from _changes(before.get(name), now.get(name), f"{key}.{name}".lstrip("."))
+    elif before != now:
+        yield f"{key}: {before} there, {now} now"

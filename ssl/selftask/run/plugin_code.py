@@ -1,0 +1,60 @@
+"""A copy of the user's own modules in the run folder, so that a result keeps its code."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from selftask.config.checks.trust import code_in
+from selftask.config.extensions import import_object
+from selftask.config.schema import Config
+from selftask.logs import get_logger
+
+log = get_logger(__name__)
+
+_OURS = Path(__file__).resolve().parents[1]
+_INSTALLED = ("site-packages", "dist-packages")  # environment.json has their versions
+
+
+def copy_plugins(config: Config, out: Path) -> None:
+    """Copy the modules that a config names, and those beside them that they import, to ``code/``.
+
+    Raises UserError for an address that cannot be imported.
+    """
+    named = set(config.imports)
+    for key, address in code_in(config.to_dict()):
+        if key != ("import",):
+            import_object(address, ".".join(key))
+            named.add(address.partition(":")[0])
+    files = dict(_files_of({name.partition(".")[0] for name in named}))
+    for file, inside in files.items():
+        target = out / "code" / inside
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+        except OSError as error:
+            log.warning("%s is not copied into the run: %s", file, error)
+
+
+def _files_of(tops: set[str]) -> Iterator[tuple[Path, Path]]:
+    """Each loaded source file beside or below a top-level module, and its place in ``code/``."""
+    roots = {folder for name in tops if (folder := _folder_of(name)) is not None}
+    for module in list(sys.modules.values()):
+        place = Path(getattr(module, "__file__", None) or "")
+        file = place.resolve()
+        if place.is_absolute() and file.suffix == ".py" and not file.is_relative_to(_OURS):
+            for root in roots:
+                if file.is_relative_to(root) and not {*file.parts} & {*_INSTALLED}:
+                    yield file, file.relative_to(root)
+
+
+def _folder_of(name: str) -> Path | None:
+    """The folder that holds a top-level module or package; None for one built in."""
+    module = sys.modules.get(name)
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    found = next((Path(place).resolve() for place in places if place), None)
+    if found is None:
+        return None
+    return found.parent.parent if found.name == "__init__.py" else found.parent

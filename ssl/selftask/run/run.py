@@ -1,0 +1,188 @@
+"""One process of a run, from config to exit code: its folder, log, watch and last line."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from selftask.checkpoint.manifest import write_durably
+from selftask.config.load import to_yaml
+from selftask.config.schema import Config
+from selftask.config.values.auto_values import cores
+from selftask.data import kernel
+from selftask.data.loading.open_data import Sources, copy_data, open_data
+from selftask.data.source import channels_of
+from selftask.distributed import process_group
+from selftask.distributed.collectives import barrier
+from selftask.distributed.device import (
+    bfloat16_instructions,
+    check_precision,
+    keep_freed_memory,
+)
+from selftask.distributed.world import STOP_SIGNALS
+from selftask.evaluate.online import check_evaluations, evaluate_task
+from selftask.logs import LOGGER, lasting_output, start_log, stop_log, write_json
+from selftask.models.build import check_backbone
+from selftask.run import environment
+from selftask.run.compatibility import check_same_run
+from selftask.run.early_errors import watch_others
+from selftask.run.exit_report import Ending
+from selftask.run.plugin_code import copy_plugins
+from selftask.run.run_folder import held
+from selftask.run.status import Status
+from selftask.run.watchdog import Watch
+from selftask.task import Task
+from selftask.task.loop import Interrupted, train_loop
+
+
+def run(config: Config, sources: Sources) -> int:
+    """Train what ``config`` says on ``sources``, or go on with it; the exit code."""
+    out = Path(config.out)
+    check_same_run(config, out)
+    if Status(config).says_finished():
+        print(f"RUN finished already: {out} is complete; another out= or resume=never starts anew")
+        return 0
+    return run_task(Task(config, sources=sources))
+
+
+def run_task(task: Task, *, raises: bool = False) -> int:
+    """Train a task in its folder and return the exit code.
+
+    The last line is ``RUN finished``, ``RUN interrupted by`` or ``RUN FAILED``, and
+    ``status.json`` says the same.
+
+    Args:
+        raises: Whether what ends the run early, Interrupted or an error, is raised, too.
+    """
+    config, world = task.config, task.world
+    check_same_run(config, task.out)
+    check_precision(config.train.precision, task.device)
+    sources = task.sources or open_data(config.data)
+    check_backbone(config, channels_of(sources.train))
+    labels = check_evaluations(config, sources)
+    torch.set_num_threads(num_threads(config, world.local_size))
+    in_group = dist.is_initialized()
+    with lasting_output(), held(config.out, first=world.rank == 0):
+        start_log(task.out, world.rank)
+        try:
+            if world.rank == 0 and (lost := Status(config).close_lost()):
+                LOGGER.warning("the attempt before: %s", lost)
+            if (absence := kernel.absence()) and config.data.engine == "cpu":
+                LOGGER.warning("kernel: %s", absence)
+            LOGGER.info("data: %s", sources.train.describe())
+            if labels is not None:
+                LOGGER.info("%s", labels)
+            LOGGER.info("threads: %d of torch, of %d cores", torch.get_num_threads(), cores())
+            if advice := _precision_advice(config, task.device):
+                LOGGER.info("precision: %s", advice)
+            task.sources = copy_data(sources, config.data.copy_to)
+            return _run(task, raises=raises)
+        finally:
+            stop_log()
+            if not in_group:
+                process_group.leave_world()
+
+
+def _run(task: Task, *, raises: bool) -> int:
+    config, status = task.config, Status(task.config)
+    keep_freed_memory(task.device)
+    task.evaluate = evaluate_task
+    world, timeout_s = task.world, config.launch.timeout_s
+    ending = Ending(task, status)
+    watch: Watch | None = None
+    stopped_by: str | None = None
+    try:
+        with _signals_told():
+            if world.rank == 0:
+                write_durably(task.out / "config.yaml", to_yaml(config))
+                write_json(task.out / "environment.json", environment.describe())
+                copy_plugins(config, task.out)
+                status.write("running", world_size=world.size)
+            # The watch explains what hangs; the collectives' own limit is for when it cannot.
+            with watch_others(task.out, world, ending.tell):
+                process_group.join_world(world, task.device, timeout_s=2 * timeout_s + 60)
+            watch = Watch(world.rank, world.size, timeout_s=timeout_s, report=ending.tell)
+            stopped_by = _train(task)
+            barrier()  # a run has ended well when it has on every rank
+            watch.stop()
+            code = ending.interrupted(stopped_by) if stopped_by else ending.finished()
+    except KeyboardInterrupt as stop:
+        code = ending.left_at_once(str(stop) or "SIGINT")
+        if raises:
+            raise
+    except BaseException as error:
+        code = ending.failed(error, watch)
+        if raises:
+            raise
+    if stopped_by and raises:
+        raise Interrupted(stopped_by)
+    return code
+
+
+@contextmanager
+def _signals_told() -> Iterator[None]:
+    """Context in which a signal that would end the process in silence is a KeyboardInterrupt.
+
+    One may come before the hook ``preemption`` is there. A second one ends the process as ever.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    silent = [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in silent if main else ():
+            signal.signal(number, _leave)
+        yield
+    finally:
+        for number in silent if main else ():
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    # A closed terminal sends more than one SIGHUP.
+    signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def _train(task: Task) -> str | None:
+    """Train to the end, or until something asks to stop: what it was."""
+    try:
+        train_loop(task)
+    except Interrupted as stop:
+        return str(stop)
+    return None
+
+
+def _precision_advice(config: Config, device: torch.device) -> str | None:
+    """One line if a CPU would train faster in bfloat16."""
+    if device.type != "cpu" or config.train.precision != "float32":
+        return None
+    instructions = bfloat16_instructions()
+    return instructions and (
+        f"float32; this CPU has {instructions}, by which train.precision=bfloat16 took 0.5 to 0.9 "
+        "times the CPU time (docs/benchmarks.md)"
+    )
+
+
+def num_threads(config: Config, local_size: int = 1) -> int:
+    """Return the threads of torch on the CPU, per process.
+
+    ``auto`` on a CPU leaves a quarter of the process's cores, at least one: making views takes
+    0.5 to 5 % of a training's CPU time there (``tools/bench/threads.py``). The number of workers
+    does not matter, since results depend on threads bit for bit. More threads than free cores cost
+    a factor: threads wait for each other at every operation, and one that has lost its core to a
+    worker makes all of them wait. With a GPU it is the cores that the workers leave.
+    """
+    threads = config.train.threads
+    if threads != "auto":
+        return int(threads)
+    share = cores() // local_size
+    device = config.train.device
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        return max(1, share - config.data.num_workers)
+    return max(1, share - max(1, share // 4))

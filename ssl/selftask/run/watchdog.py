@@ -1,0 +1,330 @@
+"""Watches a run from a thread of its own: who failed, who is gone, and what hangs.
+
+Every rank writes a sign of life a second to a board (a key-value store that rank 0 keeps) and reads
+whether another has failed. Rank 0 also reads all signs: it knows who has died and, when none has
+moved for ``launch.timeout_s``, asks every rank for its stack and tells who was missing where.
+
+The main thread may be deep in a collective that never ends, so whoever finds the cause here reports
+it and ends the process from here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from selftask.distributed.heartbeat import PULSE
+from selftask.distributed.out_of_memory import ADVICE, OutOfMemoryKills
+from selftask.logs import LOGGER
+from selftask.run.board import Board, BoardLost
+from selftask.run.failure import Failure
+
+EVERY_S = 1.0
+SILENT_S = 60.0  # a rank on another machine without a sign for so long is gone
+LEAVE_S = 5.0  # how long the others get to hear of a failure
+
+Sign = dict[str, Any]  # what a rank writes: host, pid, count, doing, collectives, waits, step
+
+
+class AwakeClock:
+    """Clock that stands still while this process is stopped or suspended.
+
+    Of a time longer than ``max_gap_s`` between two questions no more than that counts.
+    """
+
+    def __init__(self, max_gap_s: float) -> None:
+        self.max_gap_s = max_gap_s
+        self._seconds, self._asked = 0.0, time.monotonic()
+
+    def __call__(self) -> float:
+        before, self._asked = self._asked, time.monotonic()
+        self._seconds += min(self._asked - before, self.max_gap_s)
+        return self._seconds
+
+
+class Watch:
+    """One thread of each rank; ``report`` is called once at most, with what ended the run."""
+
+    def __init__(
+        self, rank: int, size: int, *, timeout_s: float, report: Callable[[Failure], None]
+    ) -> None:
+        self.rank, self.size, self.timeout_s, self.report = rank, size, timeout_s, report
+        self.board = Board(rank) if size > 1 else None
+        if self.board is not None:
+            self.board.limit_s = timeout_s if self.board.is_here else min(timeout_s, SILENT_S)
+        self._every_s = max(EVERY_S, size / 256)  # rank 0 reads all signs
+        self._now = AwakeClock(2 * self._every_s)
+        self._main = threading.main_thread().ident
+        self._over = threading.Event()
+        self._kills = OutOfMemoryKills()
+        self._reporting = threading.Lock()
+        self._moved: dict[int, tuple[int, float]] = {}  # rank -> its count, when it last changed
+        self._heard: dict[int, tuple[Sign, float]] = {}  # rank -> its sign, when it last changed
+        self._thread = threading.Thread(target=self._run, name="selftask watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The run is over on this rank: nobody is to miss it. Rank 0, with the board, goes last."""
+        board = self._leave_watch()
+        if board is None:
+            return
+        _quietly(lambda: board.set(f"left/{self.rank}", "1"))
+        if self.rank == 0:
+            self._await(lambda rank: board.has(f"left/{rank}"), range(1, self.size))
+
+    def _leave_watch(self) -> Board | None:
+        """End the thread; the board, which from now on has to answer quickly."""
+        self._over.set()
+        if self.board is not None:
+            self.board.limit_s = LEAVE_S
+        self._thread.join(timeout=LEAVE_S)
+        return self.board
+
+    def _await(self, done: Callable[[int], Any], ranks: Iterable[int]) -> None:
+        """Until that is so of all ranks, a few seconds at most."""
+        deadline = time.monotonic() + LEAVE_S
+        for rank in ranks:
+            while time.monotonic() < deadline and not _quietly(lambda: done(rank), default=True):  # noqa: B023
+                time.sleep(0.05)
+
+    # -- the main thread failed ---------------------------------------------------------------
+
+    def cause(self, error: Failure, *, of_connection: bool) -> Failure:
+        """Why the run really ends, now that the main thread of this rank has raised ``error``.
+
+        Tells the others. A broken connection is what a failure elsewhere looks like from here: it
+        waits for the word of that rank, or for the news that it is gone.
+        """
+        if not self._reporting.acquire(blocking=False):
+            time.sleep(4 * LEAVE_S)  # the watch is at it, and ends the process
+        if self._leave_watch() is None:
+            return error
+        if of_connection:
+            error = self._word_of_others() or error
+        first = self._announce(error)
+        self._let_others_leave()
+        return first
+
+    def _word_of_others(self) -> Failure | None:
+        deadline = time.monotonic() + LEAVE_S
+        while time.monotonic() < deadline:
+            try:
+                told = self._told()
+                gone = self._gone(silent_s=LEAVE_S / 2) if self.rank == 0 else None
+            except BoardLost as lost:
+                return self._rank0_is_gone(lost)
+            if told or gone:
+                return told or gone
+            time.sleep(0.2)
+        return None
+
+    def _announce(self, failure: Failure) -> Failure:
+        """Put it on the board unless one is there; the one that is there."""
+        assert self.board is not None
+        try:
+            return Failure.from_json(self.board.set_once("failed", failure.to_json()))
+        except BoardLost:
+            failure.rank0_hears = False
+            return failure
+
+    def _told(self) -> Failure | None:
+        assert self.board is not None
+        return Failure.from_json(self.board.get("failed")) if self.board.has("failed") else None
+
+    def _let_others_leave(self) -> None:
+        """Rank 0 keeps the board, so it goes last; the others wait until rank 0 has read."""
+        board = self.board
+        assert board is not None
+        _quietly(lambda: board.set(f"knows/{self.rank}", "1"))
+        awaited = range(1, self.size) if self.rank == 0 else [0]
+        self._await(lambda rank: self._is_dead(rank) or board.has(f"knows/{rank}"), awaited)
+
+    def _is_dead(self, rank: int) -> bool:
+        return _dead_here(self._heard.get(rank, ({}, 0.0))[0])
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._over.wait(self._every_s):
+            try:
+                failure = self._look()
+            except BoardLost as lost:
+                failure = self._rank0_is_gone(lost)
+            except Exception:  # noqa: BLE001 - a bug of the watch must not cost the run
+                LOGGER.exception("the watch over the run has ended; the run goes on without it")
+                return
+            if failure is None or self._over.is_set():
+                continue
+            if self._reporting.acquire(blocking=False):
+                self._end(failure)
+
+    def _end(self, failure: Failure) -> None:
+        """Report, let the others know, leave: the main thread may never come back."""
+        try:
+            if self.board is not None:
+                failure = self._announce(failure)
+            self.report(failure)
+            if self.board is not None:
+                self._let_others_leave()
+        except BaseException:
+            traceback.print_exc()
+            raise
+        finally:
+            os._exit(1)
+
+    def _look(self) -> Failure | None:
+        mine = _sign()
+        if self.board is None:
+            self._note(self.rank, mine)
+            return self._stuck()
+        told = self._told()
+        if told is not None:
+            return told
+        self.board.set(f"sign/{self.rank}", json.dumps(mine))
+        if self.board.has("stacks") and not self.board.has(f"stack/{self.rank}"):
+            self.board.set(f"stack/{self.rank}", self._stack())
+        if self.rank:
+            return None
+        for rank in range(self.size):
+            if self.board.has(f"sign/{rank}"):
+                self._note(rank, json.loads(self.board.get(f"sign/{rank}")))
+        return self._gone(silent_s=SILENT_S) or self._stuck()
+
+    def _note(self, rank: int, sign: Sign) -> None:
+        now = self._now()
+        if self._heard.get(rank, ({}, 0.0))[0] != sign:
+            self._heard[rank] = (sign, now)
+        count = sign.get("count", -1)
+        if self._moved.get(rank, (None, 0.0))[0] != count:
+            self._moved[rank] = (count, now)
+
+    def _gone(self, *, silent_s: float) -> Failure | None:
+        """A rank that has died without a word: its process is not here, or nobody hears of it."""
+        for rank, (sign, heard) in self._heard.items():
+            silent = self._now() - heard
+            if rank == self.rank or self._has_left(rank):
+                continue
+            if _dead_here(sign):
+                why, lost = self._why()
+                return Failure(rank, f"{_who(rank, sign)} is dead: {why}", lost=lost)
+            if not _is_here(sign) and silent > silent_s:
+                message = f"{_who(rank, sign)} has given no sign for {silent:.0f} s"
+                return Failure(rank, message, lost=True)
+        return None
+
+    def _rank0_is_gone(self, gone: BoardLost) -> Failure:
+        assert self.board is not None
+        host, pid, here = self.board.host, self.board.pid, self.board.is_here
+        if gone.silent_s is not None:
+            who = f"rank 0 (pid {pid} on {host})"
+            message = f"{who} has not answered for {gone.silent_s:.0f} s: stopped, or cut off"
+            stack = f"stack of rank {self.rank}:\n{self._stack()}"
+            return Failure(0, message, stack, lost=not here)
+        why, lost = self._why() if here else ("killed, or out of memory", True)
+        return Failure(0, f"rank 0 is gone: {why}; the others cannot go on", lost=lost)
+
+    def _why(self) -> tuple[str, bool]:
+        """Return why a local process died, and whether the cause was not a lack of memory."""
+        memory = self._kills.explain()
+        return (f"{memory}; {ADVICE}", False) if memory else ("killed from outside", True)
+
+    def _stuck(self) -> Failure | None:
+        """No rank has moved for too long. Who does not wait for the others keeps them waiting."""
+        present = {r: s for r, (s, _) in self._heard.items() if not self._has_left(r)}
+        if not present:
+            return None
+        still = self._now() - max(self._moved[rank][1] for rank in present)
+        if still < self.timeout_s:
+            return None
+        waiting = [rank for rank, sign in present.items() if sign["waits"]]
+        missing = [rank for rank in present if rank not in waiting] or list(present)
+        guilty = min(missing, key=lambda rank: present[rank]["collectives"])
+        doing = present[guilty]["doing"]
+        others = f", and {len(waiting)} of {self.size} ranks wait for it" if waiting else ""
+        message = (
+            f"nothing has moved for {still:.0f} s (launch.timeout_s={self.timeout_s:g}): "
+            f"{_who(guilty, present[guilty])} is at {doing!r} in step {present[guilty]['step'] + 1}"
+            f"{others}"
+        )
+        return Failure(guilty, message, self._table(present))
+
+    def _has_left(self, rank: int) -> bool:
+        return bool(self.board is not None and self.board.has(f"left/{rank}"))
+
+    def _table(self, signs: dict[int, Sign]) -> str:
+        """One line and the stack of each rank."""
+        stacks = self._stacks()
+        lines = [f"{'rank':<6}{'host':<20}{'pid':<9}{'step':>8}{'collectives':>13}  doing"]
+        for rank, sign in sorted(signs.items()):
+            lines.append(
+                f"{rank:<6}{sign['host']:<20}{sign['pid']:<9}{sign['step']:>8}"
+                f"{sign['collectives']:>13}  {sign['doing']}"
+            )
+        for rank in sorted(signs):
+            lines += [f"stack of rank {rank}:", stacks.get(rank, "  (no answer)")]
+        return "\n".join(lines)
+
+    def _stacks(self) -> dict[int, str]:
+        stacks = {self.rank: self._stack()}
+        if self.board is None:
+            return stacks
+        self.board.set("stacks", "wanted")
+        deadline = time.monotonic() + 3 * EVERY_S
+        while len(stacks) < self.size and time.monotonic() < deadline:
+            for rank in range(self.size):
+                if rank not in stacks and self.board.has(f"stack/{rank}"):
+                    stacks[rank] = self.board.get(f"stack/{rank}")
+            time.sleep(0.1)
+        return stacks
+
+    def _stack(self) -> str:
+        """Where the main thread is."""
+        frame = sys._current_frames().get(self._main or 0)
+        return "".join(traceback.format_stack(frame)[-8:]).rstrip() if frame else "  (gone)"
+
+
+def _sign() -> Sign:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "count": PULSE.count,
+        "doing": PULSE.doing,
+        "collectives": PULSE.collectives,
+        "waits": PULSE.waits,
+        "step": PULSE.step,
+        "time": time.time(),  # makes two signs differ as long as somebody writes them
+    }
+
+
+def _who(rank: int, sign: Sign) -> str:
+    return f"rank {rank} (pid {sign['pid']} on {sign['host']})"
+
+
+def _is_here(sign: Sign) -> bool:
+    return bool(sign.get("host") == socket.gethostname())
+
+
+def _dead_here(sign: Sign) -> bool:
+    """Whether that rank was a process of this machine, and is no more."""
+    if not _is_here(sign):
+        return False
+    try:
+        with open(f"/proc/{sign['pid']}/stat", encoding="ascii") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):  # the latter: it went while it was read
+        return os.path.isdir("/proc/self")
+
+
+def _quietly(ask: Callable[[], Any], default: Any = None) -> Any:
+    """What the board answers, ``default`` where it is gone with rank 0: the run ends anyway."""
+    try:
+        return ask()
+    except BoardLost:
+        return default

@@ -1,0 +1,1 @@
+"""Runs as SLURM jobs: plan, job, queue, end of the batch script."""

@@ -1,0 +1,199 @@
+"""``python -m selftask.slurm.batch_epilogue CODE FOLDER``: after srun.
+
+Ranks that were killed cannot tell, rank 0 perhaps among them; the batch script outlives them all.
+It makes ``status.json`` and the last line true, and puts the job back into the queue: after the
+loss of a rank (killed from outside, or its node gone) ``launch.max_requeues`` times, after another
+failure ``launch.max_restarts`` times. Free of torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from submitit.core import utils as submitit_files
+
+from selftask.config.schema import LaunchConfig
+from selftask.distributed.world import slurm_attempt
+from selftask.logs import add_line, write_json
+from selftask.run.early_errors import find_early_error
+from selftask.run.run_folder import is_held
+from selftask.run.slurm_job import Job, current_job, job_name, requeue
+
+MARK = "selftask: attempt "  # the batch script writes it to the log before each srun
+_ENDED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
+_NODE = re.compile(r"srun: error: (Node failure on \S+)")
+_UNTOLD = ("running", "failed", None)  # states that may not be the whole truth
+ENDED = "the run ended with code "  # what the error of a rank says, and then the code
+USER_ERROR, USR2 = 2, 128 + 12
+
+
+def after(code: int, folder: Path, job: Job | None) -> int:
+    """Judge the attempt that ended with srun's ``code``; the exit code of the job."""
+    name = job_name() or "unknown"
+    paths = submitit_files.JobPaths(folder, job_id=name)
+    delayed = submitit_files.DelayedSubmission.load(paths.submitted_pickle)
+    submission = cast(Submitted, delayed.function)
+    record = Record(Path(submission.out))
+    if code == 0 or record.state not in _UNTOLD or is_held(record.out):
+        return code  # of a folder that another run has, this one was told so
+    launch = LaunchConfig(**submission.config["launch"])
+    if job is not None and job.requeued:
+        record.write("requeued", f"RUN interrupted; SLURM has put job {name} back into the queue")
+        _forget_results(paths)
+        return 0
+    if job is not None and job.cancelled:
+        text = f"RUN interrupted by scancel; job {name} was cancelled: the same command goes on"
+        record.write("interrupted", text, by="scancel")
+        return code
+    cause, lost = _cause(code, paths.stderr, record)
+    again = _next_attempt(code, lost, job, launch, record, paths)
+    problem = requeue(job) if again and job is not None else ""
+    if again and not problem:
+        text = f"job {name} is back in the queue; {again}"
+        record.write("requeued", f"RUN interrupted: {cause}; {text}", by=cause)
+        _forget_results(paths)
+        return 0
+    if not record.tells_of_failure() or problem:
+        more = f"; it could not be requeued: {problem}" if problem else ""
+        record.write("failed", f"RUN FAILED: {cause}{more}", error=cause)
+    _write_missing_results(paths, launch.world_size, str(record.content.get("error") or cause))
+    return code
+
+
+def _next_attempt(
+    code: int,
+    lost: bool,
+    job: Job | None,
+    launch: LaunchConfig,
+    record: Record,
+    paths: submitit_files.JobPaths,
+) -> str:
+    """Count the failure; return how many attempts remain after the next, or an empty string."""
+    if job is None:
+        return ""
+    early = code == USR2  # the warning came before python could heed it
+    if not early and _is_the_users_to_mend(paths):
+        return ""
+    if lost or early:
+        left, of = launch.max_requeues - job.attempt, f"{launch.max_requeues} requeues"
+    else:
+        left = launch.max_restarts - record.failures(job.id)
+        of = f"{launch.max_restarts} restarts"
+        if left > 0:
+            record.count_failure(job.id)
+    return f"{left - 1} of {of} left" if left > 0 else ""
+
+
+def _is_the_users_to_mend(paths: submitit_files.JobPaths) -> bool:
+    """Whether a rank has said so: another attempt would only say it again."""
+    texts = [submitit_files.pickle_load(path) for path in _results(paths)]
+    return any(f"{USER_ERROR}: " in str(text).partition(ENDED)[2][:4] for _, text in texts)
+
+
+class Submitted(Protocol):
+    """What is known here of a ``launch.submission.Submission``."""
+
+    out: str
+    config: dict[str, Any]
+
+
+class Record:
+    """What a run's folder says about it, read and amended from outside."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.content: dict[str, Any] = _read(out / "status.json")
+        self.attempt = slurm_attempt()
+        fresh = self.content.get("attempt") == self.attempt
+        self.state = self.content.get("state") if fresh else None  # else of an attempt before
+
+    def write(self, state: str, line: str, **more: Any) -> None:
+        """Another state, and the line of the log that goes with it."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        kept = {key: self.content[key] for key in self.content.keys() - {"error", "lost"}}
+        self.content = {**kept, "state": state, "updated": time.time(), **more}
+        write_json(self.out / "status.json", self.content)
+        add_line(self.out, line)
+        print(line, flush=True)
+
+    def tells_of_failure(self) -> bool:
+        """Whether status and log say so: a killed rank 0 could not."""
+        log = self.out / "log.txt"
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        last = text.rstrip().rpartition("\n")[2]
+        return self.state == "failed" and "RUN FAILED" in last
+
+    def failures(self, job: str) -> int:
+        """Attempts of that job that have failed and were made again."""
+        return int(_read(self._failures).get(job, 0))
+
+    def count_failure(self, job: str) -> None:
+        self._failures.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self._failures, {**_read(self._failures), job: self.failures(job) + 1})
+
+    @property
+    def _failures(self) -> Path:
+        return self.out / "errors" / "restarts.json"
+
+
+def _cause(code: int, log: Path, record: Record) -> tuple[str, bool]:
+    """Return the cause of the last attempt's end, and whether a rank was killed from outside.
+
+    By the run's own words if it had any; else by srun's, of what ended first.
+    """
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    text = text.rpartition(MARK)[2]
+    no_memory = "oom" in text.lower() or "Out Of Memory" in text
+    if record.state == "failed":
+        cause = str(record.content.get("error")).partition("\n")[0]
+        return cause, bool(record.content.get("lost")) and not no_memory
+    early = find_early_error(record.out, record.attempt)
+    if early is not None:
+        return f"rank {early.rank}: {early.message}", False
+    if found := _NODE.search(text):
+        return found[1].lower(), True
+    if not (ended := _ENDED.search(text)):
+        return f"srun left with code {code}; see {log}", False
+    host, ranks, how = ended.groups()
+    words = {"Killed": "was killed (SIGKILL)", "Out Of Memory": "was killed: out of memory"}
+    crash = f"crashed ({how})" if "fault" in how else f"ended ({how})"
+    cause = f"rank {ranks} on {host} {words.get(how, crash)}"
+    return cause, how == "Killed" and not no_memory
+
+
+def _forget_results(paths: submitit_files.JobPaths) -> None:
+    """Else ``job.result()`` would answer with those of an attempt that does not count."""
+    for path in _results(paths):
+        path.unlink(missing_ok=True)
+
+
+def _results(paths: submitit_files.JobPaths) -> list[Path]:
+    return list(paths.folder.glob(f"{paths.job_id}_*_result.pkl"))
+
+
+def _write_missing_results(paths: submitit_files.JobPaths, ranks: int, cause: str) -> None:
+    """For ranks that could not: ``job.result()`` raises instead of waiting for ever."""
+    for rank in range(ranks):
+        path = submitit_files.JobPaths(paths.folder, paths.job_id, rank).result_pickle
+        if not path.exists():
+            with submitit_files.temporary_save_path(path) as temporary:
+                submitit_files.cloudpickle_dump(("error", f"RUN FAILED: {cause}"), temporary)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return content
+    return {}
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM sends it with the requeue we ask for
+    sys.exit(after(int(sys.argv[1]), Path(sys.argv[2]), current_job()))

@@ -1,0 +1,200 @@
+"""``selftask submit`` before SLURM hears of it: everything that can be wrong, and the plan."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option, show_minutes
+from selftask.config.compose import recipes
+from selftask.config.compose.sweep import Point, expand_sweep
+from selftask.config.load import load_config
+from selftask.config.run_length import RunLength
+from selftask.config.schema import Config
+from selftask.config.values.auto_values import MAX_WORKERS
+from selftask.data.loading.open_data import check_data, open_data
+from selftask.errors import ConfigError, UserError
+from selftask.run.status import Status
+from selftask.slurm import queue
+from selftask.slurm.job import Executor, Submission, executor, signal_delay_s, submit
+from selftask.slurm.partitions import Partition, check_time, chosen
+
+if TYPE_CHECKING:
+    from submitit.slurm.slurm import SlurmJob
+
+_GPUS = ("gpus", "gpus_per_node", "gpus_per_task", "gpus_per_socket", "gres")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would be submitted: one run, or all of a sweep under ``out``."""
+
+    configs: list[Config]
+    out: Path  # of the run, or what holds the sweep's run folders
+    submissions: list[Submission]
+    executor: Executor
+    num_samples: int
+    megabytes: float  # a checkpoint may take, roughly
+    notes: list[str]
+
+    def script(self) -> str:
+        """The sbatch script as submitit would hand it in."""
+        return self.executor.script(len(self.submissions))
+
+    def submit(self) -> list[SlurmJob[Any]]:
+        """Hand it in, and note in ``out/slurm`` which job makes which run."""
+        handed_in = submit(self.submissions, self.executor)
+        outs = [Path(submission.out) for submission in self.submissions]
+        queue.note(self.out, {out: job.job_id for out, job in zip(outs, handed_in, strict=True)})
+        return handed_in
+
+    def describe(self) -> str:
+        """For people: what each number of the config comes to."""
+        config, launch = self.configs[0], self.configs[0].launch
+        length = RunLength.of(config.train, self.num_samples)
+        slurm = {option(key): value for key, value in launch.slurm.items()}
+        limit = minutes(slurm.get("time", DEFAULT_MINUTES)) or DEFAULT_MINUTES
+        default = "" if "time" in slurm else " (launch.slurm.time is not set)"
+        per_rank = config.train.batch_size // launch.world_size
+        lines = {
+            "run": f"{config.method.name} with {config.backbone.name}, {config.recipe}",
+            "data": f"{self.num_samples} images",
+            "nodes": f"{launch.nodes} x {launch.processes} processes = {launch.world_size} ranks",
+            "batch": f"{config.train.batch_size} images = {per_rank} a rank",
+            "steps": f"{length.total_updates} in {length.num_epochs} epochs",
+            "time": f"{show_minutes(limit)} a job{default}",
+            "queue": f"partition {slurm.get('partition', '(the default)')}",
+            "requeue": (
+                f"on time-out and preemption, {launch.max_requeues} times; after a failure, "
+                f"{launch.max_restarts} times; warned "
+                f"{slurm.get('signal_delay_s', signal_delay_s(limit))} s before the limit"
+            ),
+            "disk": f"about {self.megabytes:.0f} MB a checkpoint, "
+            f"{config.train.keep_checkpoints} kept",
+            "out": f"{self.out}" + (f", {len(self.configs)} runs" if self.configs[1:] else ""),
+        }
+        text = [f"{name:<8} {value}" for name, value in lines.items()]
+        if self.configs[1:]:
+            text += [f"         {submission.out}" for submission in self.submissions]
+        return "\n".join([*text, *(f"note: {note}" for note in self.notes)])
+
+
+def plan(recipe: str, overrides: list[str]) -> Plan:
+    """Check what can be checked on this machine. Raises UserError with all that is wrong."""
+    base, configs, samples = _read(recipe, expand_sweep(overrides))
+    first = configs[0]
+    if "%" in str(base.absolute()):
+        raise UserError(
+            f"out={base}: sbatch replaces % in the names of its logs; the folder keeps its name "
+            "when the job starts again, so give it one without %"
+        )
+    queue.check_idle(base)
+    megabytes = _check_space(first, base, len(configs))
+    slurm = {option(key): value for key, value in first.launch.slurm.items()}
+    partitions = chosen(slurm)
+    check_time(partitions, minutes(slurm.get("time")) or DEFAULT_MINUTES)
+    derived, workers, notes = _derived(first, partitions)
+    complete = [config.out for config in configs if Status(config).says_finished()]
+    notes += [f"{out} is complete: its job will only say so" for out in complete]
+    if str(base.resolve()).startswith("/tmp/"):
+        notes.append(f"{base} lies in /tmp, which the nodes of a cluster do not usually share")
+    folders = [str(Path.cwd())]
+    if recipe.endswith((".yaml", ".yml")):
+        folders.append(str(recipes.locate(recipe, None).parent))
+    submissions = [
+        Submission(_settled(config, workers), str(Path.cwd()), folders) for config in configs
+    ]
+    made = executor(first.launch, base / "slurm", base.name, **derived)
+    return Plan(configs, base, submissions, made, samples, megabytes, notes)
+
+
+def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
+    """The folder of all, the config of each run, and the images of the first.
+
+    Raises ConfigError with what is wrong with any of them.
+    """
+    configs: list[Config] = []
+    problems: list[str] = []
+    base, samples = Path(), 0
+    for point in points:
+        try:
+            config = load_config(recipe, point.overrides)
+            from selftask.run.compatibility import check_same_run  # imports torch: not for typos
+
+            base = Path(config.out)
+            config = replace(config, out=str(base / point.name))
+            source = open_data(config.data).train
+            sampler = check_data(config, source)
+            check_same_run(config, Path(config.out))
+            samples = samples or sampler.num_samples
+            configs.append(config)
+        except ConfigError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+    if problems:
+        raise ConfigError(problems)
+    return base, configs, samples
+
+
+def _settled(config: Config, workers: int) -> dict[str, Any]:
+    settled = config.to_dict()
+    settled["data"]["num_workers"] = workers
+    return settled
+
+
+def _derived(config: Config, partitions: list[Partition]) -> tuple[dict[str, Any], int, list[str]]:
+    """Options of sbatch that follow from the config, loader processes a rank, and what to say."""
+    given = {option(key): value for key, value in config.launch.slurm.items()}
+    derived: dict[str, Any] = {}
+    workers, notes = config.data.num_workers, []
+    if "cpus_per_task" not in given:
+        derived["cpus_per_task"] = max(1, workers)
+        notes.append(f"{derived['cpus_per_task']} CPUs a rank; else launch.slurm.cpus_per_task=N")
+    elif config.place("data.num_workers").startswith("auto"):  # of this machine, not of the nodes
+        workers = min(int(given["cpus_per_task"]), MAX_WORKERS)
+        notes.append(f"data.num_workers={workers}, one for each CPU of a rank")
+    asked = any(key in given for key in _GPUS)
+    wanted = config.train.device == "cuda" or (
+        config.train.device == "auto" and any(partition.gpus for partition in partitions)
+    )
+    if wanted and not asked:
+        derived["gpus_per_node"] = config.launch.processes
+        notes.append(f"{config.launch.processes} GPUs a node; else launch.slurm.gpus_per_node=N")
+    elif config.train.device == "auto" and not asked:
+        notes.append("no GPUs are asked for; launch.slurm.gpus_per_node=N or train.device=cuda")
+    return derived, workers, notes
+
+
+def _check_space(config: Config, out: Path, runs: int) -> float:
+    """Megabytes of a checkpoint; UserError where ``out`` cannot be written or is too small."""
+    existing = out.resolve()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(f"out={out}: {existing} cannot be written to")
+    megabytes = _checkpoint_megabytes(config)
+    needed = megabytes * (config.train.keep_checkpoints + 1) * runs
+    free = shutil.disk_usage(existing).free / 1e6
+    if free < needed:
+        raise UserError(
+            f"out={out}: {free:.0f} MB are free at {existing}, and checkpoints will take about "
+            f"{needed:.0f} MB; use another out=, or fewer of them (train.keep_checkpoints)"
+        )
+    return megabytes
+
+
+def _checkpoint_megabytes(config: Config) -> float:
+    """Roughly: the backbone's weights, those of a teacher, and two moments of the optimizer."""
+    import torch
+
+    from selftask.registry import BACKBONES
+
+    component = config.backbone
+    try:
+        with torch.device("meta"):
+            backbone = BACKBONES[component.name](**component.args).build()
+    except (RuntimeError, NotImplementedError):  # it looks at its weights while it is built
+        backbone = BACKBONES[component.name](**component.args).build()
+    return sum(p.numel() for p in backbone.parameters()) * 4 * 4 / 1e6

@@ -1,0 +1,149 @@
+"""Which SLURM job makes which run, and how each of them stands."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selftask.errors import UserError
+from selftask.logs import read_json, write_json
+from selftask.run.slurm_job import command
+
+WAITING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "STOPPED")
+_NEWEST_BYTES = 1 << 16  # of a log: enough for its last line
+
+
+@dataclass(frozen=True)
+class RunState:
+    """One line of ``selftask jobs``."""
+
+    out: Path
+    job: str
+    state: str
+    step: int | None
+    last_line: str
+
+
+def note(out: Path, made: dict[Path, str]) -> None:
+    """Remember in ``out/slurm`` which job makes which run; a new job of a run replaces its old."""
+    path = out / "slurm" / "jobs.json"
+    runs = {**read_json(path), **{str(run): job for run, job in made.items()}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, runs)
+
+
+def noted(out: Path) -> dict[Path, str]:
+    """The jobs of the run or sweep in ``out`` by run folder; of one run of a sweep, its own."""
+    runs = {Path(run): job for run, job in read_json(out / "slurm" / "jobs.json").items()}
+    if runs:
+        return runs
+    siblings = read_json(out.parent / "slurm" / "jobs.json")
+    return {Path(run): job for run, job in siblings.items() if Path(run) == out.resolve()}
+
+
+def check_idle(out: Path) -> None:
+    """Raise UserError if a job that makes this run is still in the queue."""
+    runs = noted(out)
+    if not runs:
+        return
+    states = queue(list(runs.values()))
+    for run, job in runs.items():
+        if states.get(job, "").split()[:1] and states[job].split()[0] in WAITING:
+            raise UserError(
+                f"out={out}: job {job} ({states[job]}) makes {run} already; "
+                f"`selftask cancel {out}` first, or use another out="
+            )
+
+
+def find(outs: list[Path]) -> list[Path]:
+    """The given folders, or everything under ``runs`` that was submitted."""
+    if outs:
+        for out in outs:
+            if not noted(out):
+                raise UserError(f"{out}: no submitted run or sweep lies there (no slurm/jobs.json)")
+        return outs
+    return sorted(path.parents[1] for path in Path("runs").glob("**/slurm/jobs.json"))
+
+
+def stand(outs: list[Path]) -> list[RunState]:
+    """How each run stands: by its own ``status.json``, and by SLURM where that is newer."""
+    runs = {run: job for out in outs for run, job in noted(out).items()}
+    states = queue(list(runs.values()))
+    return [_run_state(run, job, states.get(job, "")) for run, job in runs.items()]
+
+
+def _run_state(run: Path, job: str, in_slurm: str) -> RunState:
+    status = read_json(run / "status.json")
+    own = status.get("state", "not started")
+    first = in_slurm.partition(" ")[0]
+    if first in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
+        state = in_slurm.lower() if own == "not started" else f"{own}, {in_slurm.lower()}"
+    elif first in ("RUNNING", "COMPLETING"):
+        state = own if own in ("running", "finished", "failed") else first.lower()
+    elif own in ("running", "requeued", "not started"):  # the job ended without a word
+        state = f"lost: job {in_slurm.lower() or 'unknown to SLURM'}"
+        state = "cancelled" if first == "CANCELLED" else state
+    else:
+        state = own
+    return RunState(run, job, state, _step(run, status), _last_line(run / "log.txt"))
+
+
+def queue(ids: list[str]) -> dict[str, str]:
+    """What SLURM says of each job it still knows: ``RUNNING``, ``PENDING (Priority)``, ...
+
+    ``squeue`` for the queue, ``scontrol`` for jobs that ended minutes ago, ``sacct`` for older
+    ones where the cluster keeps accounts.
+    """
+    listed = lines("squeue", "--noheader", "--array", "--format=%i|%T|%r", "--me")
+    states = {}
+    for job, state, reason in (line.split("|", 2) for line in listed if line.count("|") > 1):
+        states[job] = f"{state} ({reason})" if state == "PENDING" else state
+    for job in ids:
+        if job not in states:
+            found = [
+                word.removeprefix("JobState=")
+                for line in lines("scontrol", "show", "job", "--oneliner", job)
+                for word in line.split()
+                if word.startswith("JobState=")
+            ]
+            found = found or lines(
+                "sacct", "--noheader", "--parsable2", "--allocations", "--format=State", "-j", job
+            )
+            if found:
+                states[job] = found[0]
+    return {job: states[job] for job in ids if job in states}
+
+
+def cancel(ids: list[str]) -> None:
+    """``scancel``; UserError with its words where it refuses."""
+    done = command("scancel", *ids, timeout_s=60)
+    if done.returncode != 0:
+        raise UserError(f"scancel {' '.join(ids)}: {done.stderr.strip()}")
+
+
+def lines(*words: str) -> list[str]:
+    """What a command of SLURM prints; nothing where it fails or is missing."""
+    done = command(*words, timeout_s=60)
+    return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
+
+
+def _step(run: Path, status: dict[str, Any]) -> int | None:
+    """The newest step: of the last row of metrics, or what the run said when it ended."""
+    last = _last_line(run / "metrics.jsonl")
+    try:
+        row = json.loads(last) if last else {}
+    except ValueError:  # half written
+        row = {}
+    steps = [s for s in (row.get("step"), status.get("step")) if isinstance(s, int)]
+    return max(steps, default=None)
+
+
+def _last_line(path: Path) -> str:
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _NEWEST_BYTES))
+        lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""

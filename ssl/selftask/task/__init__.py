@@ -1,0 +1,5 @@
+"""The task and its training loop."""
+
+from selftask.task.task import Task
+
+__all__ = ["Task"]

@@ -1,0 +1,260 @@
+"""Everything a task would lose if it stopped now: taken, saved, found again, put back."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from selftask.checkpoint import manifest, rotation, store
+from selftask.checkpoint.writer import CheckpointWriter
+from selftask.config.run_length import RunLength
+from selftask.config.schema import Config
+from selftask.config.values.budget import show_bytes
+from selftask.data.fingerprint import differences
+from selftask.distributed.collectives import barrier, gather_objects, is_primary
+from selftask.errors import UserError
+from selftask.logs import get_logger
+from selftask.optim.build import lr_schedule
+from selftask.random import process_state
+
+if TYPE_CHECKING:
+    from selftask.task.task import Task
+
+log = get_logger(__name__)
+
+
+def take(task: Task, *, whole: bool = True) -> dict[str, Any]:
+    """The state of every part, as plain python and tensors; every rank calls.
+
+    All ranks take the buffers of rank 0, as a resume gives them to each. The tensors are
+    ``whole``, on the first rank, or those that are sharded stay so on every rank.
+    """
+    task.sync_buffers()
+    optimizer = task.reduction.rearrange(task.optimizer.get_classy_state())
+    tensors = {
+        "model": task.base_model.state_dict(),
+        "method": task.loss.state_dict(),
+        "optimizer": optimizer,
+    }
+    return {
+        **(task.reduction.whole(tensors) if whole else tensors),
+        "scaler": task.grad_scaler.state_dict(),
+        "backbone": _place_of_backbone(task),
+        "channels": task.feed.channels,
+        "data": task.feed.fingerprint,
+        "length": asdict(task.length),
+        "clock": task.clock.state_dict(),
+        "hooks": {key: hook.get_classy_state() for key, hook in task.named_hooks.items()},
+        "meters": [meter.get_classy_state() for meter in task.meters],
+        "scalars": {name: float(value) for name, value in task.scalars.items()},
+        "rng": gather_objects(process_state.rng_state()),
+        "threads": gather_objects(torch.get_num_threads()),
+        "metrics_bytes": task.rows.length if task.rows is not None else 0,
+    }
+
+
+def _place_of_backbone(task: Task) -> str:
+    """Where in the state the weights to keep lie: ``model.backbone``, or in the teacher."""
+    backbone = task.loss.export_backbone(task.base_model)
+    parts = (("model", task.base_model), ("method", task.loss))
+    places = [
+        f"{part}.{name}"
+        for part, module in parts
+        for name, inner in module.named_modules()
+        if inner is backbone
+    ]
+    assert places, "export_backbone must return a module inside the network or the method"
+    return places[0]
+
+
+def restore(task: Task, state: dict[str, Any]) -> None:
+    """Put everything back; parts must match exactly."""
+    reduction = task.reduction
+    task.base_model.load_state_dict(reduction.share(task.base_model, state["model"]))
+    task.loss.load_state_dict(reduction.share(task.loss, state["method"]))
+    task.optimizer.set_classy_state(reduction.share_of_optimizer(state["optimizer"]))
+    task.grad_scaler.load_state_dict(state["scaler"])
+    task.clock.load_state_dict(state["clock"])
+    for key, hook in task.named_hooks.items():
+        if key in state["hooks"]:
+            hook.set_classy_state(state["hooks"][key])
+    for meter, meter_state in zip(task.meters, state["meters"], strict=False):
+        meter.set_classy_state(meter_state)
+    task.scalars = dict(state["scalars"])
+    if task.world.rank < len(state["rng"]):
+        process_state.set_rng_state(state["rng"][task.world.rank])
+    if task.device.type == "cpu":
+        _keep_threads(task, state.get("threads", []))  # runs of old have none
+
+
+def _keep_threads(task: Task, saved: list[int]) -> None:
+    """Restore the number of threads: how sums are split, and rounded, depends on it."""
+    here = torch.get_num_threads()
+    before = saved[task.world.rank] if len(saved) == task.world.size else here
+    if before == here:
+        return
+    if task.config.train.threads == "auto":
+        torch.set_num_threads(before)
+        log.info(
+            "threads: %d of torch as before the stop, for the same result bit for bit; auto would "
+            "be %d here",
+            before,
+            here,
+        )
+    else:
+        log.warning(
+            "threads: %d of torch, %d before the stop: the result is no longer that of a run that "
+            "was never stopped, bit for bit; train.threads=auto keeps the number",
+            here,
+            before,
+        )
+
+
+def save(task: Task) -> None:
+    """Write ``checkpoints/step_N.pt`` unless it is there; every rank calls, the first one writes.
+
+    With ``train.sharded_checkpoints`` every rank writes, each its part of ``checkpoints/step_N/``.
+    On return the state is copied, and training may go on; the file follows. Where it does not go
+    on, at the end and before a stop, the file is on disk on return, and every rank knows.
+    """
+    last = task.clock.done or task.interrupted_by is not None
+    now = (task.clock.iteration, task.clock.phase)
+    if now != task.saved:
+        task.saved = now
+        task.run_hooks("before_save")
+        sharded = task.config.train.sharded_checkpoints
+        state = take(task, whole=False) if sharded else task.state_dict()
+        if is_primary() or sharded:
+            state = {"format": store.FORMAT, "config": task.config_text, **state}
+            task.checkpoints.save(state, task.iteration, last=last)
+    if last:
+        task.checkpoints.wait()
+        barrier()  # a rank that left earlier would have the launcher stop the one that writes
+
+
+def open_writer(config: Config, out: Path) -> CheckpointWriter:
+    """What writes the checkpoints of a run, as the config wants it."""
+    kind = CheckpointWriter
+    if config.train.sharded_checkpoints:
+        from selftask.checkpoint.sharded_writer import ShardedWriter  # DCP takes its time to import
+
+        kind = ShardedWriter
+    return kind(
+        out / "checkpoints",
+        keep=config.train.keep_checkpoints,
+        background=config.train.async_checkpoints,
+        durable=[out / "metrics.jsonl"],
+    )
+
+
+def _read(task: Task, path: Path) -> dict[str, Any]:
+    """Load a checkpoint on every rank, of a sharded one this rank's part; damage is all ranks'."""
+    damage, state = "", {}
+    try:
+        if path.is_dir():
+            from selftask.checkpoint import sharded
+
+            state = sharded.load(
+                path,
+                empty=task.reduction.empty,
+                checker=task.world.rank,
+                num_checkers=task.world.size,
+            )
+        else:
+            state = store.load(path)
+    except manifest.DamagedCheckpoint as error:
+        damage = str(error)
+    told = [text for text in gather_objects(damage) if text]
+    if told:
+        raise manifest.DamagedCheckpoint(told[0])
+    return state
+
+
+def resume(task: Task) -> bool:
+    """Load what ``resume`` says; whether there was something to load."""
+    _check_space(task)
+    folder = task.out / "checkpoints"
+    found = store.find(task.config.resume.checkpoint, folder, partial(_read, task))
+    if found is not None:
+        _check_data(task, *found)
+        try:
+            task.load_state_dict(found[0])
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{found[1]} does not fit: it is of another method, network or optimizer than the "
+                f"config; use another out=, or another resume=\n{error}"
+            ) from error
+    elif is_primary():
+        task.feed.remove_lists()
+    barrier()  # all ranks have read
+    if found is None:
+        task.feed.batches.bad_files.reasons.clear()  # read from such a list, perhaps
+    if task.rows is not None:  # drop what comes after the checkpoint, or all without one
+        rotation.set_aside(folder, task.iteration if found else -1)
+        task.rows.cut(found[0]["metrics_bytes"] if found else 0)
+    if found is None:
+        return False
+    task.run_hooks("after_load")
+    log.info("resumed from %s: step %d, epoch %d", found[1], task.iteration, task.clock.epoch)
+    _log_new_length(task, found[0])
+    return True
+
+
+def _check_data(task: Task, state: dict[str, Any], path: Path) -> None:
+    """Raise UserError if the training images differ from the checkpoint's, or log how."""
+    changes = differences(state.get("data") or task.feed.fingerprint, task.feed.fingerprint)
+    if not changes:
+        return
+    text = f"data is not what it was when {path.name} was written: {'; '.join(changes)}"
+    if task.config.resume.data == "refuse":
+        raise UserError(
+            f"{text}; bring the data back, use another out=, or resume.data=allow to go on with it"
+        )
+    log.warning("%s; going on (resume.data=allow)", text)
+
+
+def _log_new_length(task: Task, state: dict[str, Any]) -> None:
+    """Warn if the length of the run changed: progress and its schedules jump."""
+    if "length" not in state:
+        return
+    before, now = RunLength(**state["length"]), task.length
+    if before.total_batches == now.total_batches:
+        return
+    rates = []
+    wheres = [task.clock.batch / length.total_batches for length in (before, now)]
+    for length, where in zip((before, now), wheres, strict=True):
+        batch = length.batch_size * length.accumulate
+        schedule = lr_schedule(task.config.optimizer, length, batch=batch)
+        rates.append(schedule(min(where, 1.0 - 1e-9)))
+    log.warning(
+        "the run has %d steps now and had %d: at step %d progress jumps from %.3f to %.3f, and the "
+        "learning rate from %.3g to %.3g",
+        *(now.total_updates, before.total_updates, task.iteration, *wheres, *rates),
+    )
+
+
+def _check_space(task: Task) -> None:
+    """Raise UserError if the disk has no room for a checkpoint (by a lower bound)."""
+    if not is_primary() and not task.config.train.sharded_checkpoints:
+        return
+    states = (task.base_model.state_dict(), task.loss.state_dict())
+    needed = sum(_bytes(value) for state in states for value in state.values())
+    for group in task.optimizer.param_groups:
+        copies = len(group.get("betas", ())) or bool(group.get("momentum"))
+        needed += copies * sum(_bytes(parameter) for parameter in group["params"])
+    free = shutil.disk_usage(task.out).free
+    if needed > free:
+        raise UserError(
+            f"out={task.out}: the disk has {show_bytes(free)} free, and a checkpoint of this run "
+            f"takes at least {show_bytes(needed)}; make room, or use another out="
+        )
+
+
+def _bytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
