@@ -19,7 +19,6 @@ import tiny
 from selftask.checkpoint import manifest, rotation, store
 from selftask.checkpoint.writer import CheckpointWriter, HostBuffers
 from selftask.cli.main import main
-from selftask.config.compose.recipes import folder
 from selftask.errors import RunError
 from selftask.task import Task, task_state
 
@@ -31,7 +30,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.inside, self.most, self.lock = threading.Event(), 0, 0, threading.Lock()
-        write = manifest.write_checked
+        write = store.write_checked
 
         def held(state: dict[str, Any], path: Path) -> dict[str, int]:
             with self.lock:
@@ -43,7 +42,7 @@ class Gate:
                 self.inside -= 1
             return seal
 
-        monkeypatch.setattr(folder, "write_checked", held)
+        monkeypatch.setattr(store, "write_checked", held)
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 def fail_from(monkeypatch: pytest.MonkeyPatch, step: int, error: Exception) -> None:
     """From the checkpoint of ``step`` on, the disk is full half-way through the file."""
-    write = manifest.write_checked
+    write = store.write_checked
 
     def full(state: dict[str, Any], path: Path) -> dict[str, int]:
         if int(path.name.split("_")[1].split(".")[0]) < step:
@@ -63,7 +62,7 @@ def fail_from(monkeypatch: pytest.MonkeyPatch, step: int, error: Exception) -> N
         path.write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr(folder, "write_checked", full)
+    monkeypatch.setattr(store, "write_checked", full)
 
 
 def no_room() -> OSError:
@@ -208,8 +207,8 @@ def test_a_real_write_that_fails_and_one_that_outlives_its_program(tmp_path: Pat
     code = f"""
 import resource, signal, time, torch
 from pathlib import Path
-from selftask import checkpoint
-from selftask.checkpoint_writer import CheckpointWriter
+from selftask.checkpoint import store
+from selftask.checkpoint.writer import CheckpointWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 writer = CheckpointWriter(Path({str(tmp_path)!r}), keep=3)
@@ -219,8 +218,8 @@ try:
     writer.wait()
 except Exception as error:
     print(type(error).__name__, error)
-write = checkpoint.write_checked
-checkpoint.write_checked = lambda *given: (time.sleep(0.5), write(*given))[1]
+write = store.write_checked
+store.write_checked = lambda *given: (time.sleep(0.5), write(*given))[1]
 writer.save({{"a": torch.ones(200_000)}}, 3)
 raise KeyboardInterrupt
 """
@@ -326,7 +325,7 @@ def test_a_stop_waits_for_the_file(
     def left() -> None:
         order.append(steps(tmp_path / "run/checkpoints"))
 
-    monkeypatch.setattr(folder, "write_checked", slow)
+    monkeypatch.setattr(store, "write_checked", slow)
     task = tiny.task("simclr", tmp_path, "run", EVERY, f"train.stop_at={stop}")
     task.prepare()
     monkeypatch.setattr(task_state, "barrier", left)  # past it, other ranks may leave

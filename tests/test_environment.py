@@ -17,14 +17,13 @@ import selftask
 import tiny
 from selftask.distributed import device
 from selftask.distributed.device import keep_freed_memory
-from selftask.run import environment
 from selftask.trainer import Trainer
 
 TRIM, MMAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 STEPS = """
 import resource
 import torch
-from selftask.run.environment import keep_freed_memory
+from selftask.distributed.device import keep_freed_memory
 
 def faults_of_a_step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -62,7 +61,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     asked: list[tuple[int, int]] = []
     libc = SimpleNamespace(mallopt=lambda name, value: asked.append((name, value)))
     monkeypatch.setattr(ctypes, "CDLL", lambda name: libc)
-    monkeypatch.setattr(environment.platform, "libc_ver", lambda: ("glibc", "2.31"))
+    monkeypatch.setattr(device.platform, "libc_ver", lambda: ("glibc", "2.31"))
     for name in ("GLIBC_TUNABLES", *(name for name in os.environ if "MALLOC_" in name)):
         monkeypatch.delenv(name, raising=False)
     return asked
@@ -97,7 +96,7 @@ def test_nothing_is_kept_where_it_is_of_no_use(
     calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep_freed_memory(torch.device("cuda"))
-    monkeypatch.setattr(environment.platform, "libc_ver", lambda: ("musl", "1.2"))
+    monkeypatch.setattr(device.platform, "libc_ver", lambda: ("musl", "1.2"))
     keep_freed_memory(torch.device("cpu"))
     assert calls == []
 
@@ -123,7 +122,7 @@ def test_instructions_for_bfloat16(line: str, tmp_path: Path) -> None:
 def test_a_run_in_float32_says_that_bfloat16_would_be_faster(
     instructions: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "bfloat16_instructions", lambda: instructions)
+    monkeypatch.setattr("selftask.run.run.bfloat16_instructions", lambda: instructions)
     lines = {}
     for precision in ("float32", "bfloat16"):
         words = (f"train.precision={precision}", "train.max_steps=1")

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from selftask.collectives import rank
+from selftask.distributed.collectives import rank
 from selftask.hooks.base import Hook
 from selftask.registry import register_hook
 

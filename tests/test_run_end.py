@@ -18,9 +18,10 @@ import pytest
 
 import tiny
 from selftask.cli.main import main
+from selftask.distributed import process_group
 from selftask.errors import RunError, UserError
 from selftask.logs import MetricsFile, read_metrics
-from selftask.run import environment, run_folder
+from selftask.run import run_folder
 
 EXTENSION = '''
 import errno
@@ -125,7 +126,7 @@ def test_a_signal_before_the_first_step(
     """As the ranks look for one another, the hook that saves on a signal is not there yet."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever a test before has left
     monkeypatch.setattr(
-        environment, "join_world", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
+        process_group, "join_world", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
     )
     assert train(folder) == 128 + signal.SIGTERM
     assert last_line(capsys).startswith("RUN interrupted by SIGTERM at step 0; left at once; ")

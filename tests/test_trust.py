@@ -358,7 +358,7 @@ def test_whoever_calls_by_address_is_known_to_trust() -> None:
         if "import import_object" in (text := path.read_text()) or ", import_object" in text
     }
     named_custom = {"models/backbones/libraries.py", "data/sources/dataset_objects.py"}
-    assert callers == {*named_custom, "launch/plugin_code.py"}  # which copies what a run trains
+    assert callers == {*named_custom, "run/plugin_code.py"}  # which copies what a run trains
     for values in (IN_CONFIG["backbone"], IN_CONFIG["data"], IN_CONFIG["data.val"]):
         assert [address for _, address in trust.code_in(values)] == ["os:mkdir"]
 

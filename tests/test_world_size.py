@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from selftask.collectives import all_gather_cat, gather_cat_with_grad, rank, world_size
+from selftask.distributed.collectives import all_gather_cat, gather_cat_with_grad, rank, world_size
 from selftask.methods.base import Method
 from selftask.methods.moco import MoCo
 from selftask.methods.simclr import SimCLR

@@ -224,7 +224,7 @@ def test_a_killed_survey_leaves_no_processes(tmp_path: Path) -> None:
         "import os, signal, sys, time\n"
         "from selftask.data.inspect import crew\n"
         "sys.stdout.flush()\n"
-        "found = crew.look_at_all(lambda i: time.sleep(0.002) or os.getpid(), range(1000), 2)\n"
+        "found = worker_pool.look_at_all(lambda i: time.sleep(0.002) or os.getpid(), range(1000), 2)\n"
         "print(*{next(found)[1] for _ in range(900)}, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -20,8 +20,9 @@ from selftask.errors import RunError
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(selftask.__file__).parents[1])}
 START_WORKERS = """
 from selftask.config.schema import Component, ViewConfig
-from selftask.data.dataset import ViewDataset, open_source
-from selftask.data.loader import Batches
+from selftask.data.loading.dataset import ViewDataset
+from selftask.data.loading.open_data import open_source
+from selftask.data.loading.loader import Batches
 from selftask.data.views import Views
 data = ViewDataset(open_source(Component(name="digits")), Views({"a": ViewConfig()}), 0)
 batches = Batches(data, batch_size=64, seed=0, num_workers=2)

@@ -120,7 +120,7 @@ def test_samplers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "samplers"]) == 0
     listed = capsys.readouterr().out
     assert "shuffled" in listed
-    assert "data/samplers/weighted.py" in listed
+    assert "data/sampling/weighted.py" in listed
 
 
 def test_the_page_names_every_sampler_and_its_fields() -> None:

@@ -112,12 +112,12 @@ def test_a_distant_store_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None
                 raise OSError("503: slow down")
             return super().cat_file(path, **part)
 
-    monkeypatch.setattr("selftask.data.reading.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("selftask.data.reading.files.FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr("selftask.data.reading.storage._store", lambda path: (Flaky(), "/flaky/x"))
     assert storage.read_part("memory://flaky/x", 2, 3, "x") == b"234"
     assert len(asked) == 3
     asked.clear()
-    monkeypatch.setattr("selftask.data.reading.POLICY.retries", 1)
+    monkeypatch.setattr("selftask.data.reading.files.POLICY.retries", 1)
     with pytest.raises(BadImage, match=r"^x: 503: slow down \(tried 2 times\)"):
         storage.read_part("memory://flaky/x", 2, 3, "x")
     memory.rm("/flaky", recursive=True)
