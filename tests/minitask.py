@@ -62,7 +62,7 @@ class MiniTask:
             num_samples=NUM_IMAGES, batch_size=batch_size, accumulate=accumulate, epochs=epochs
         )
         self.clock = Clock(self.length)
-        self.feed = SimpleNamespace(num_images=NUM_IMAGES, sweep=self.sweep)
+        self.data_module = SimpleNamespace(num_images=NUM_IMAGES, sweep=self.sweep)
         self.views = make_views(sizes)
         self.train, self.device = True, torch.device("cpu")
         method = METHODS[method] if isinstance(method, str) else method

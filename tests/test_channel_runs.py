@@ -17,7 +17,7 @@ from selftask.cli.main import main
 from selftask.cli.model import evaluate, export
 from selftask.config.load import load_config, to_yaml
 from selftask.config.schema import Config
-from selftask.data.loading.data_module import Feed
+from selftask.data.loading.data_module import DataModule
 from selftask.data.loading.open_data import check_data, open_data
 from selftask.distributed.world import World
 from selftask.equivalence.tiny_recipe import images_for
@@ -156,7 +156,7 @@ def test_the_same_views_from_every_engine_and_cache(
         ("device", "device"),
     ):
         chosen = config(recipe("simclr"), tmp_path, f"data.engine={engine}", f"data.cache={cache}")
-        feed = Feed(chosen, open_data(chosen.data), World(), torch.device("cpu"))
+        feed = DataModule(chosen, open_data(chosen.data), World(), torch.device("cpu"))
         try:
             batch = next(feed.train_batches(0))
         finally:

@@ -185,7 +185,7 @@ def test_a_failed_write_is_raised_once_at_the_next_save(
     assert "No space left" in caplog.text, "told at once, not only where it is raised"
 
     writer.save({"n": 4}, 4)
-    writer.settle()  # another error counts more
+    writer.finalize()  # another error counts more
     assert "the newest checkpoint is missing" in caplog.text
     writer.wait()
     with pytest.raises(RunError, match="step 5"):

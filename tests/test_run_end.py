@@ -205,12 +205,12 @@ def test_a_requeued_job_takes_over_from_a_dead_node_only(
     started = time.monotonic()
     with hold(tmp_path, job, host, seconds=1.0) as other:
         if taken:
-            with run_folder.held(str(tmp_path), first=True):
+            with run_folder.locked(str(tmp_path), first=True):
                 assert time.monotonic() - started > 1.0  # as long as it lived, and a little more
         else:
             with (
                 pytest.raises(UserError, match="process 7"),
-                run_folder.held(str(tmp_path), first=True),
+                run_folder.locked(str(tmp_path), first=True),
             ):
                 raise AssertionError("taken")
         other.communicate()
@@ -218,7 +218,7 @@ def test_a_requeued_job_takes_over_from_a_dead_node_only(
 
 def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "TOUCH_S", 0.05)
-    with run_folder.held(str(tmp_path), first=True):
+    with run_folder.locked(str(tmp_path), first=True):
         lock = tmp_path / run_folder.LOCK
         os.utime(lock, (0, 0))
         time.sleep(0.5)
@@ -301,20 +301,20 @@ def test_too_many_bad_files(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     words = tiny.overrides("simclr", folder, "run", "train.max_steps=2")
     words = [word for word in words if not word.startswith("data=")]
     command = ["train", "simclr/digits", f"data={photos}", *words]
-    assert main([*command, "data.max_bad=0.001"]) == 2
+    assert main([*command, "data.max_unreadable=0.001"]) == 2
     out = capsys.readouterr().out
     last = out.splitlines()[-1]
     assert last.startswith("RUN FAILED at step 0 ")
-    assert "1 of 64 images (1.56%) cannot be read, more than data.max_bad=0.001" in last
+    assert "1 of 64 images (1.56%) cannot be read, more than data.max_unreadable=0.001" in last
     assert last.endswith(f"; all of them: {folder}/run/bad_files.txt")
     assert "Traceback" not in out
     assert "07.png" in (folder / "run/bad_files.txt").read_text()
     assert tiny.status(folder / "run")["state"] == "failed"
-    assert main([*command, "data.max_bad=1"]) == 0
+    assert main([*command, "data.max_unreadable=1"]) == 0
     assert len((folder / "run/bad_files.txt").read_text().splitlines()) == 1
     (photos / "07.png").write_bytes((photos / "08.png").read_bytes())
     (photos / "09.png").write_bytes(b"no image")
-    assert main([*command, "data.max_bad=1", "resume=never"]) == 0
+    assert main([*command, "data.max_unreadable=1", "resume=never"]) == 0
     (line,) = (folder / "run/bad_files.txt").read_text().splitlines()
     assert "09.png" in line, "a run that starts anew starts its list anew"
 

@@ -216,7 +216,7 @@ def reduce_with_missing_gradients(rank: int) -> list[Tensor]:
     if rank == 1:
         (b * 6.0).sum().backward()
     reduction = ManualReduction()
-    reduction.watch(list(zip("abcd", (a, b, c, d), strict=True)))
+    reduction.register(list(zip("abcd", (a, b, c, d), strict=True)))
     reduction.reduce()
     assert c.grad is None
     return [p.grad for p in (a, b, c, d) if p.grad is not None]
@@ -233,7 +233,7 @@ def step_with_inf(rank: int) -> tuple[list[Tensor], list[float]]:
     optimizer = build_optimizer(config, [("m", module)], length, batch=1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
     reduction = ManualReduction()
-    reduction.watch([("weight", weight)])
+    reduction.register([("weight", weight)])
     weights, scales = [], []
     for step in range(3):
         loss = (weight * (rank + 1.0)).sum()
@@ -320,7 +320,7 @@ def test_accumulated_batches_are_one_big_batch(tmp_path: Path, spy: str) -> None
     forwards = [point for point in points(train=True) if point in ("on_forward", "on_update")]
     assert forwards == ["on_forward", "on_forward", "on_update"] * 2 + ["on_forward", "on_update"]
 
-    batches = task.feed.train_batches(0)
+    batches = task.data_module.train_batches(0)
     for where, number in zip(places, (2, 2, 1), strict=True):
         group = [next(batches) for _ in range(number)]
         images = torch.cat([batch.all_views[0] for batch in group]).double()

@@ -203,11 +203,11 @@ def test_a_received_run_chooses_no_folder_to_write_to(
 ) -> None:
     run = received({})
     values = yaml.safe_load((run / "config.yaml").read_text())
-    values["data"]["copy_to"] = str(pwned)
+    values["data"]["stage_to"] = str(pwned)
     (run / "config.yaml").write_text(yaml.safe_dump(values))
     assert main(words_of("eval", run)) == 0
     assert not pwned.exists()
-    assert main([*words_of("eval", run), f"data.copy_to={pwned}"]) == 0
+    assert main([*words_of("eval", run), f"data.stage_to={pwned}"]) == 0
     assert pwned.exists()
 
 
@@ -281,7 +281,7 @@ def sharded_checkpoint(
         name: {"bytes": path.stat().st_size, "crc32": manifest.crc32(path)}
         for name, path in files.items()
     }
-    (folder / manifest.SEAL).write_text(json.dumps({"step": 1, "files": seals}))
+    (folder / manifest.MANIFEST).write_text(json.dumps({"step": 1, "files": seals}))
 
 
 def test_the_metadata_of_sharded_checkpoints(

@@ -102,7 +102,7 @@ class ClassyTaskNames(ClassyTask):  # type: ignore[misc]  # classy-vision ships 
     @property
     def has_test_phases(self) -> bool:
         """With meters and a test set, each train phase is followed by a test phase."""
-        return bool(self.meters) and bool(self.feed.has_test)
+        return bool(self.meters) and bool(self.data_module.has_test)
 
     @property
     def phase_idx(self) -> int:
@@ -120,7 +120,7 @@ class ClassyTaskNames(ClassyTask):  # type: ignore[misc]  # classy-vision ships 
 
     @property
     def num_batches_per_phase(self) -> int:
-        return int(self.length.batches_per_epoch if self.train else self.feed.num_test_batches)
+        return int(self.length.batches_per_epoch if self.train else self.data_module.num_test_batches)
 
     @property
     def use_gpu(self) -> bool:

@@ -295,8 +295,8 @@ BACKBONES = Registry("backbone", "selftask.models.backbones")
 SOURCES = Registry("source", "selftask.data.sources")
 SAMPLERS = Registry("sampler", "selftask.data.sampling")
 TRANSFORMS = Registry("transform", "selftask.data.transforms")
-BATCHED_FORMS = Registry(
-    "batched_form", "selftask.data.device.transforms"
+BATCHED_TRANSFORMS = Registry(
+    "batched_transform", "selftask.data.device.transforms"
 )  # by the transform's name
 OPTIMIZERS = Registry("optimizer", "selftask.optim")
 SCHEDULES = Registry("schedule", "selftask.optim")
@@ -324,7 +324,7 @@ register_backbone = BACKBONES.register
 register_source = SOURCES.register
 register_sampler = SAMPLERS.register
 register_transform = TRANSFORMS.register
-register_batched_form = BATCHED_FORMS.register
+register_batched_transform = BATCHED_TRANSFORMS.register
 register_optimizer = OPTIMIZERS.register
 register_schedule = SCHEDULES.register
 register_meter = METERS.register

@@ -44,7 +44,7 @@ COMMANDS_ON_PATHS = {
     "train out": ["train", "simclr", "out=CLOSED/x", *SMALL],
     "train init": ["train", "simclr", "init.backbone=CLOSED/x.pt", *SMALL],
     "train resume": ["train", "simclr", "resume=CLOSED/x.pt", *SMALL],
-    "train copy_to": ["train", "simclr", "data=images", "data.copy_to=CLOSED/x", *SMALL],
+    "train stage_to": ["train", "simclr", "data=images", "data.stage_to=CLOSED/x", *SMALL],
     "train array": ["train", "simclr", "data=CLOSED/x.npz", *SMALL],
     "train list": ["train", "simclr", "data=CLOSED/x.txt", *SMALL],
     "train table": ["train", "simclr", "data=CLOSED/x.csv", *SMALL],

@@ -103,7 +103,7 @@ def test_features_are_those_of_the_rows_beside_them(
     exported: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "features"
-    words = [f"data={images}", f"out={out}", "data.max_bad=1", "data.num_workers=0"]
+    words = [f"data={images}", f"out={out}", "data.max_unreadable=1", "data.num_workers=0"]
     assert main(["features", str(exported), *words, "train.device=cpu"]) == 0
     assert f"{out}: 4 images, " in capsys.readouterr().out
     features = np.load(out / "features.npy", mmap_mode="r")
@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_written_to_costs_the_copy_and_not_the_numbers(
     exported: Path, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (exported.parent / "evaluations.jsonl").mkdir()
-    words = ["knn", str(exported.parent), f"data={images}", "data.max_bad=1", "k=[1]"]
+    words = ["knn", str(exported.parent), f"data={images}", "data.max_unreadable=1", "k=[1]"]
     try:
         assert main(["eval", *words]) == 0
     finally:
@@ -206,7 +206,14 @@ def test_eval_of_an_exported_file(
     nearest = cosine.fill_diagonal_(-2).argmax(dim=1)  # without data.val, of the others
     expected = float((nearest // 2 == torch.arange(4) // 2).float().mean())
 
-    words = ["knn", str(exported), f"data={images}", "data.max_bad=1", "k=[1]", "train.device=cpu"]
+    words = [
+        "knn",
+        str(exported),
+        f"data={images}",
+        "data.max_unreadable=1",
+        "k=[1]",
+        "train.device=cpu",
+    ]
     assert main(["eval", *words]) == 0
     told = capsys.readouterr().out.splitlines()
     counts = {"train_images": 4, "test_images": 4, "classes": 2, "chance": 0.5}
@@ -236,7 +243,7 @@ def test_images_of_another_size_than_the_grid_s(
     command: str, exported_vit: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Once an AssertionError with a traceback, of features."""
-    words = [str(exported_vit), f"data={images}", "data.max_bad=1", "train.device=cpu"]
+    words = [str(exported_vit), f"data={images}", "data.max_unreadable=1", "train.device=cpu"]
     words = ["eval", "knn", *words, "k=[1]"] if command == "eval" else ["features", *words]
     words += [f"out={tmp_path / 'out'}"] if command == "features" else []
     assert main([*words, LARGER]) == 2

@@ -38,12 +38,12 @@ def paths_in(config: Config) -> list[object]:
         config.out,
         config.init.backbone,
         config.resume.checkpoint,
-        config.data.copy_to,
+        config.data.stage_to,
     ]
 
 
 def overrides(name: str) -> list[str]:
-    keys = ("data", "data.val", "out", "init.backbone", "resume", "data.copy_to")
+    keys = ("data", "data.val", "out", "init.backbone", "resume", "data.stage_to")
     return [f"{key}={name}" for key in keys]
 
 

@@ -11,7 +11,7 @@ from numbered import CROP, Numbers
 
 from selftask.config.schema import Component, ViewConfig
 from selftask.data import kernel
-from selftask.data.loading.collate import Places
+from selftask.data.loading.collate import BatchBuffer
 from selftask.data.loading.dataset import Dataset, EvalDataset, ViewDataset
 from selftask.data.loading.workers import BatchReader
 from selftask.data.views import Views, build_pipeline
@@ -72,7 +72,7 @@ def test_batches_are_what_copies_make(workers: int, source: Any, evaluates: bool
 
 def test_only_what_the_kernel_ends_with_lies_in_the_batch() -> None:
     data: Any = ViewDataset(Textures(10), Views(VIEWS), 0)  # type: ignore[arg-type]
-    places = Places(2)
+    places = BatchBuffer(2)
     assert places.next == []
     places.add(data.sample((0, 1), places.next).views)
     views = data.sample((0, 2), places.next).views

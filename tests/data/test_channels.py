@@ -17,7 +17,7 @@ from selftask.data.loading.open_data import open_source
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.data.transforms.channels import by_groups, channel_problems, for_channels
-from selftask.data.views import Pipeline, Views, build_pipeline
+from selftask.data.views import Compose, Views, build_pipeline
 from selftask.errors import ConfigError, UserError
 from selftask.random.views import draw_rng
 from selftask.registry import TRANSFORMS, Registry
@@ -76,7 +76,7 @@ def test_every_transform_takes_them(name: str, channels: int) -> None:
     if name == "channel_drop" and channels == 1:
         return
     transform, image = build(name, channels), picture(channels)
-    pipeline, before = Pipeline([build(name, 3)], channels), image.copy()
+    pipeline, before = Compose([build(name, 3)], channels), image.copy()
     for index in range(6):
         out = transform(image, draw_rng(3, 0, index, 0))
         assert out.dtype == np.uint8 and out.ndim == 3 and out.shape[2] == channels
@@ -181,7 +181,7 @@ def test_normalize_has_a_mean_and_std_for_each(channels: int) -> None:
     assert np.allclose(own.permute(0, 2, 3, 1), expected, atol=1e-6)
     half = build_pipeline([named("normalize", of="half")], "views", channels)
     assert np.allclose(half.to_float(pixels).permute(0, 2, 3, 1), pixels / 127.5 - 1, atol=1e-6)
-    assert np.allclose(Pipeline([], channels).to_float(pixels)[0, 0], pixels[0, ..., 0] / 255)
+    assert np.allclose(Compose([], channels).to_float(pixels)[0, 0], pixels[0, ..., 0] / 255)
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class Odd:
 def test_a_source_that_says_nothing_gives_three_channels() -> None:
     views = Views({"a": ViewConfig(transforms=[])})
     assert ViewDataset(Odd(3), views, 0)[0, 0].views[0].shape[2] == 3  # type: ignore[arg-type]
-    for dataset in (ViewDataset(Odd(4), views, 0), EvalDataset(Odd(4), Pipeline([]))):  # type: ignore[arg-type]
+    for dataset in (ViewDataset(Odd(4), views, 0), EvalDataset(Odd(4), Compose([]))):  # type: ignore[arg-type]
         with pytest.raises(
             UserError, match=r"x\.png: an array of shape \(24, 33, 4\); \(H, W, 3\)"
         ):

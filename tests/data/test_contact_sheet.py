@@ -15,7 +15,7 @@ from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.config.schema import Config
 from selftask.data.inspect.contact_sheet import Row, draw, rows_of, view_names
-from selftask.data.loading.data_module import Feed
+from selftask.data.loading.data_module import DataModule
 from selftask.data.loading.open_data import open_data
 from selftask.distributed.world import World
 
@@ -38,7 +38,7 @@ def test_the_rows_are_what_training_gets(tmp_path: Path) -> None:
     config = config_for(tmp_path)
     sources = open_data(config.data)
     rows = rows_of(config, sources, 8)
-    feed = Feed(config, sources, World(), torch.device("cpu"))
+    feed = DataModule(config, sources, World(), torch.device("cpu"))
     shown = {}
     for batch in itertools.islice(feed.train_batches(0), 2):
         for place, index in enumerate(batch.index.tolist()):

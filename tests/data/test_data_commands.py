@@ -24,7 +24,7 @@ from selftask.cli.inspect_data.inspect_commands import CountDone
 from selftask.cli.main import main
 from selftask.cli.options import take_options
 from selftask.data.inspect.check import check
-from selftask.data.inspect.worker_pool import Lost, look_at_all
+from selftask.data.inspect.worker_pool import Lost, map_images
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.errors import RunError, UserError
@@ -131,10 +131,10 @@ def test_check_says_whether_a_run_would_stop(
     _, lines = run_check(capfd, str(tmp_path))
     assert lines[-1] == (
         "CHECK found problems: 1 of 10 images (10.00%) cannot be read, no more than "
-        "the default of data.max_bad (0.1%, at least 3 images) allows: a run replaces them"
+        "the default of data.max_unreadable (0.1%, at least 3 images) allows: a run replaces them"
     )
-    _, lines = run_check(capfd, str(tmp_path), "data.max_bad=0.05")
-    assert lines[-1].endswith("more than data.max_bad=0.05 (5.00%) allows: a run would stop")
+    _, lines = run_check(capfd, str(tmp_path), "data.max_unreadable=0.05")
+    assert lines[-1].endswith("more than data.max_unreadable=0.05 (5.00%) allows: a run would stop")
     code, lines = run_check(capfd, str(tmp_path), f"data.max_pixels={24 * 20 - 1}")
     assert code == 1
     assert lines[-1].startswith("CHECK found problems: 10 of 10")
@@ -193,9 +193,9 @@ def test_a_stuck_image_costs_its_process_and_no_more() -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_every_image_is_looked_at_once(num_workers: int) -> None:
-    seen = Counter(look_at_all(lambda index: index * index, range(7, 300), num_workers))
+    seen = Counter(map_images(lambda index: index * index, range(7, 300), num_workers))
     assert seen == Counter((index, index * index) for index in range(7, 300))
-    assert list(look_at_all(lambda index: index, [], num_workers)) == []
+    assert list(map_images(lambda index: index, [], num_workers)) == []
 
 
 def test_processes_that_cannot_even_start_end_the_survey(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,11 +203,11 @@ def test_processes_that_cannot_even_start_end_the_survey(monkeypatch: pytest.Mon
         "selftask.data.inspect.worker_pool._look_at_chunk", lambda *words: os._exit(7)
     )
     with pytest.raises(RunError, match=r"before they have read anything.*code 7"):
-        list(look_at_all(lambda index: index, range(10), 2))
+        list(map_images(lambda index: index, range(10), 2))
 
 
 def test_a_process_lost_on_each_image_is_replaced_each_time() -> None:
-    found = dict(look_at_all(lambda index: os._exit(index), range(1, 13), 2))
+    found = dict(map_images(lambda index: os._exit(index), range(1, 13), 2))
     assert found == {
         index: Lost(f"the process that read it ended with code {index}") for index in range(1, 13)
     }
@@ -215,16 +215,17 @@ def test_a_process_lost_on_each_image_is_replaced_each_time() -> None:
 
 def test_what_a_survey_raises_is_raised_here() -> None:
     with pytest.raises(RunError, match="image 3: ZeroDivisionError"):
-        list(look_at_all(lambda index: 1 // (index - 3), range(10), 1))
+        list(map_images(lambda index: 1 // (index - 3), range(10), 1))
 
 
 def test_a_killed_survey_leaves_no_processes(tmp_path: Path) -> None:
     """Workers whose parent is gone notice it, although their siblings hold its end of the pipe."""
     code = (
         "import os, signal, sys, time\n"
-        "from selftask.data.inspect import crew\n"
+        "from selftask.data.inspect import worker_pool\n"
         "sys.stdout.flush()\n"
-        "found = worker_pool.look_at_all(lambda i: time.sleep(0.002) or os.getpid(), range(1000), 2)\n"
+        "found = worker_pool.map_images(\n"
+        "    lambda i: time.sleep(0.002) or os.getpid(), range(1000), 2)\n"
         "print(*{next(found)[1] for _ in range(900)}, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -38,9 +38,9 @@ def opened(folder: Path) -> Source:
     return open_source(Component(name="folder", args={"path": str(folder)}))
 
 
-def decoded(source: Source, cache: Any, max_bad: float = 1.0, **data: Any) -> Source:
+def decoded(source: Source, cache: Any, max_unreadable: float = 1.0, **data: Any) -> Source:
     config = DataConfig(source=Component(name="folder"), cache=cache, **data)
-    return decode_once(source, config, BadFiles(None, len(source), max_bad=max_bad))
+    return decode_once(source, config, BadFiles(None, len(source), max_unreadable=max_unreadable))
 
 
 def all_of(source: Source) -> list[Any]:
@@ -124,7 +124,7 @@ def test_what_is_read_can_be_written_to_by_its_reader_alone(photos: Path) -> Non
 
 def test_too_many_bad_files(photos: Path) -> None:
     with pytest.raises(UserError, match="1 of 7 images"):
-        decoded(opened(photos), "disk", max_bad=0.1)
+        decoded(opened(photos), "disk", max_unreadable=0.1)
     assert not list((photos.parent / "cache").rglob("*.pixels"))
     assert not list((photos.parent / "cache").rglob("*.new"))
 

@@ -118,9 +118,9 @@ def test_samples_do_not_depend_on_stops_or_ranks() -> None:
 
 def test_bad_files_are_replaced_as_by_the_cpu_engine() -> None:
     source = Photos(bad=(3, 17))
-    bad_files = BadFiles(None, 30, max_bad=0.1)
+    bad_files = BadFiles(None, 30, max_unreadable=0.1)
     cpu = Batches(by_cpu(source), batch_size=8, seed=3, bad_files=bad_files)
-    ours = BadFiles(None, 30, max_bad=0.1)
+    ours = BadFiles(None, 30, max_unreadable=0.1)
     device = Batches(dataset(source), batch_size=8, seed=3, bad_files=ours)
     assert_same(read(device, 6), read(cpu, 6), levels=1.5)
     assert ours.reasons == bad_files.reasons
@@ -136,7 +136,7 @@ def test_views_without_a_crop_are_refused() -> None:
 def test_a_pass_over_all_images() -> None:
     """The last batch is smaller; an image that cannot be read is replaced, as in a sweep."""
     data = dataset(Photos(21, bad=(5,)))
-    found = list(EvalBatches(data, batch_size=8, bad_files=BadFiles(None, 21, max_bad=1)))
+    found = list(EvalBatches(data, batch_size=8, bad_files=BadFiles(None, 21, max_unreadable=1)))
     assert [len(sample["index"]) for sample in found] == [8, 8, 5]
     assert all(len(view) == len(sample["index"]) for sample in found for view in sample["views"])
 
@@ -184,7 +184,7 @@ NESTED = [
 def cached(source: Any, transforms: list[Component] = CROPS, **rank: Any) -> CachedBatches:
     data = dataset(source, transforms)
     return CachedBatches(
-        data, batch_size=8, seed=3, bad_files=BadFiles(None, 30, max_bad=1), **rank
+        data, batch_size=8, seed=3, bad_files=BadFiles(None, 30, max_unreadable=1), **rank
     )
 
 
@@ -200,7 +200,7 @@ def cached(source: Any, transforms: list[Component] = CROPS, **rank: Any) -> Cac
     ids=["ragged", "one size", "bad files", "noise", "nested"],
 )
 def test_cached_samples_are_the_same(source: Photos, transforms: list[Component]) -> None:
-    bad_files = BadFiles(None, 30, max_bad=1)
+    bad_files = BadFiles(None, 30, max_unreadable=1)
     uncached = Batches(dataset(source, transforms), batch_size=8, seed=3, bad_files=bad_files)
     expected = read(uncached, 7)
     whole = read(cached(source, transforms), 7)
@@ -236,7 +236,7 @@ def test_workers_fill_the_cache() -> None:
 
 
 def test_bad_files_are_counted_while_the_cache_is_filled() -> None:
-    bad_files = BadFiles(None, 30, max_bad=0.05)
+    bad_files = BadFiles(None, 30, max_unreadable=0.05)
     batches = CachedBatches(dataset(Photos(bad=(1, 2))), batch_size=8, seed=3, bad_files=bad_files)
     with pytest.raises(UserError, match="2 of 30 images"):
         next(batches)

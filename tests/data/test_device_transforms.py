@@ -23,7 +23,7 @@ from both_engines import (
 
 from selftask.config.schema import Component
 from selftask.data.transforms.transform import Transform
-from selftask.registry import BATCHED_FORMS, TRANSFORMS, Registry
+from selftask.registry import BATCHED_TRANSFORMS, TRANSFORMS, Registry
 
 
 def inner(name: str, **args: Any) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def test_a_users_transform_within_another(dense: bool, monkeypatch: pytest.Monke
 
 def test_every_transform_has_a_form() -> None:
     built_in = Registry("transform", "selftask.data.transforms").names()
-    assert set(built_in) - {"normalize"} == set(BATCHED_FORMS.names())
+    assert set(built_in) - {"normalize"} == set(BATCHED_TRANSFORMS.names())
 
 
 ON_A_GPU = [  # one for each formula: imagining takes its time

@@ -19,7 +19,7 @@ from PIL import Image
 
 from selftask.config.load import load_config
 from selftask.config.schema import Config
-from selftask.data.loading.data_module import Feed
+from selftask.data.loading.data_module import DataModule
 from selftask.data.loading.open_data import Sources, open_data
 from selftask.data.reading import files
 from selftask.data.reading.files import BadImage, Policy, read_bytes
@@ -59,7 +59,7 @@ def config_for(folder: Path, out: Path, *more: str) -> Config:
 
 def one_epoch(config: Config, sources: Sources | None = None) -> list[int]:
     """Read one epoch as training does; the indices of the images shown."""
-    feed = Feed(config, sources or open_data(config.data), World(), CPU)
+    feed = DataModule(config, sources or open_data(config.data), World(), CPU)
     batches = feed.train_batches(0)
     try:
         shown = [next(batches).index for _ in range(feed.batches.steps_per_epoch)]
@@ -81,7 +81,7 @@ def test_every_odd_file_at_once(num_workers: int, tmp_path: Path) -> None:
     make_photographs(folder / "sound", 32)
     sound = make_odd_but_sound(folder / "odd")
     bad = make_bad(folder / "bad")
-    config = config_for(folder, out, "data.max_bad=0.5", f"data.num_workers={num_workers}")
+    config = config_for(folder, out, "data.max_unreadable=0.5", f"data.num_workers={num_workers}")
     started = time.perf_counter()
     assert len(open_data(config.data).train) == 32 + len(sound) + len(bad)
     assert f"{len(bad) - 2} unreadable" in open_data(config.data).train.describe(), (
@@ -104,11 +104,13 @@ def test_one_per_cent_truncated_copies(tmp_path: Path) -> None:
     for number, path in enumerate(cut):
         content = photographs[number].read_bytes()
         path.write_bytes(content[: len(content) // 2 + 50 * number])
-    config = config_for(folder, out, "data.max_bad=0.01", "data.num_workers=2")
+    config = config_for(folder, out, "data.max_unreadable=0.01", "data.num_workers=2")
     one_epoch(config)
     assert sorted(listed(out)) == sorted(map(str, cut))
 
-    too_strict = config_for(folder, tmp_path / "out2", "data.max_bad=0.009", "data.num_workers=2")
+    too_strict = config_for(
+        folder, tmp_path / "out2", "data.max_unreadable=0.009", "data.num_workers=2"
+    )
     with pytest.raises(UserError, match=r"3 of 300 images \(1.00%\) cannot be read"):
         one_epoch(too_strict)
 
@@ -120,29 +122,31 @@ def test_what_the_headers_say_stops_a_run_before_its_first_batch(tmp_path: Path)
     texts = [folder / f"text_{number}.jpg" for number in range(4)]
     for path in texts[:3]:
         path.write_bytes(b"no image")
-    Feed(config_for(folder, out), open_data(config_for(folder, out).data), World(), CPU).close()
+    DataModule(
+        config_for(folder, out), open_data(config_for(folder, out).data), World(), CPU
+    ).close()
     assert not (out / "bad_files.txt").exists(), "listed when they are asked for"
     texts[3].write_bytes(b"no image")
     for more in (
         [],
-        ["data.subset={count: 50, seed: 1}", "data.max_bad=0"],
+        ["data.subset={count: 50, seed: 1}", "data.max_unreadable=0"],
         ["data.on_error=fail"],
     ):
         config = config_for(folder, out, *more)
         with pytest.raises(UserError, match=r"cannot (be )?read"):
-            Feed(config, open_data(config.data), World(), CPU)
+            DataModule(config, open_data(config.data), World(), CPU)
     assert sorted(listed(out)) == sorted(map(str, texts))
     make_photographs(tmp_path / "sound", 20)
     config = config_for(tmp_path / "sound", out, f"data.val={folder}")
     with pytest.raises(UserError, match=r"4 of 100 images .*; all of them: .*/bad_files_val\.txt$"):
-        Feed(config, open_data(config.data), World(), CPU)
+        DataModule(config, open_data(config.data), World(), CPU)
 
 
 def test_training_on_dirty_data_finishes(tmp_path: Path) -> None:
     folder, out = tmp_path / "images", tmp_path / "out"
     make_photographs(folder / "sound", 31)
     bad = make_bad(folder / "bad")
-    config = config_for(folder, out, "data.max_bad=0.3", "data.num_workers=2")
+    config = config_for(folder, out, "data.max_unreadable=0.3", "data.num_workers=2")
     task = Task(config, sources=open_data(config.data))
     started = time.perf_counter()
     train_loop(task)
@@ -172,7 +176,7 @@ def test_a_read_that_never_ends_is_given_up(
     config = config_for(
         folder,
         out,
-        "data.max_bad=0.1",
+        "data.max_unreadable=0.1",
         f"data.num_workers={num_workers}",
         "data.read_timeout_s=0.3",
         "data.read_retries=1",
@@ -207,8 +211,8 @@ def test_a_dead_disk_ends_a_run_at_once_and_is_named(
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return real_open(path, flags, *more, **named)
 
-    config = config_for(folder, out, "data.max_bad=1", f"data.num_workers={num_workers}")
-    feed = Feed(config, open_data(config.data), World(), CPU)
+    config = config_for(folder, out, "data.max_unreadable=1", f"data.num_workers={num_workers}")
+    feed = DataModule(config, open_data(config.data), World(), CPU)
     monkeypatch.setattr(os, "open", fail)
     monkeypatch.setattr(files, "FIRST_PAUSE_S", 0.001)
     reason = r"last 5 reads failed.*\.jpg: input/output error \(tried 3 times\)$"
@@ -280,7 +284,7 @@ def test_a_crash_of_a_worker_names_the_file(tmp_path: Path) -> None:
     paths = make_photographs(tmp_path / "images", 40)
     config = config_for(tmp_path / "images", tmp_path / "out", "data.num_workers=2")
     sources = open_data(config.data)._replace(train=Crashing(paths, paths[17]))
-    feed = Feed(config, sources, World(), torch.device("cpu"))
+    feed = DataModule(config, sources, World(), torch.device("cpu"))
     batches = feed.train_batches(0)
     said = rf"was killed by SIGSEGV; the last image it began to read: {re.escape(str(paths[17]))}$"
     try:
@@ -307,7 +311,7 @@ def test_a_crash_in_a_data_set_of_the_users_names_the_item(tmp_path: Path) -> No
     make_photographs(tmp_path / "images", 40)
     config = config_for(tmp_path / "images", tmp_path / "out", "data.num_workers=1")
     source = DatasetSource(Deadly(), "mine:Deadly")
-    feed = Feed(config, Sources(source, None), World(), torch.device("cpu"))
+    feed = DataModule(config, Sources(source, None), World(), torch.device("cpu"))
     try:
         with pytest.raises(RunError, match=r"ended with code 9; .* read: mine:Deadly\[23\]$"):
             list(feed.train_batches(0))

@@ -12,7 +12,7 @@ from selftask.config.load import load_config
 from selftask.data.cache.decoded import Decoded
 from selftask.data.cache.on_device import CachedBatches
 from selftask.data.device.batches import DeviceDataset
-from selftask.data.loading.data_module import Feed
+from selftask.data.loading.data_module import DataModule
 from selftask.data.loading.open_data import open_data
 from selftask.distributed.world import World
 from selftask.errors import ConfigError
@@ -23,13 +23,13 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SELFTASK_CACHE", str(tmp_path))
 
 
-def feed(out: Path, *settings: str) -> Feed:
+def feed(out: Path, *settings: str) -> DataModule:
     words = ["data.num_workers=0", "train.batch_size=32", f"out={out}", *settings]
     config = load_config("simclr", words)
-    return Feed(config, open_data(config.data), World(), torch.device("cpu"))
+    return DataModule(config, open_data(config.data), World(), torch.device("cpu"))
 
 
-def batches(feed: Feed, start: int) -> list[Batch]:
+def batches(feed: DataModule, start: int) -> list[Batch]:
     found = feed.train_batches(start)
     read = [next(found) for _ in range(2)]
     feed.close()

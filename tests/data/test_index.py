@@ -44,7 +44,7 @@ def root(tmp_path: Path) -> Path:
         touch(folder / name)
     touch(folder / ".hidden" / "6.png")
     touch(folder / "a" / "notes.txt")
-    settle(folder)
+    finalize(folder)
     return folder
 
 
@@ -67,7 +67,7 @@ def touch(path: Path) -> None:
     path.touch()
 
 
-def settle(folder: Path) -> None:
+def finalize(folder: Path) -> None:
     """Make all folders old, so that their times of change are believed."""
     for inner, _, _ in os.walk(folder):
         os.utime(inner, (LONG_AGO, LONG_AGO))
@@ -152,7 +152,7 @@ def test_a_change_in_the_tick_of_the_scan_is_seen(root: Path, looked_into: list[
 def test_files_that_are_passed_over_are_remembered(root: Path, looked_into: list[str]) -> None:
     for name in ("a/7.heic", "a/x/8.heic", "b/9.zip"):
         touch(root / name)
-    settle(root)
+    finalize(root)
     assert scan_folder(str(root), ENDINGS).passed_over == {".heic": 2, ".zip": 1}
     looked_into.clear()
     assert scan_folder(str(root), ENDINGS).passed_over == {".heic": 2, ".zip": 1}
@@ -189,8 +189,8 @@ def test_links_count_once_and_real_folders_first(root: Path, tmp_path: Path) -> 
     (root / "0b").symlink_to(root / "b")
     (root / "two").symlink_to(tmp_path / "elsewhere")
     (root / "one").symlink_to(tmp_path / "elsewhere")
-    settle(root)
-    settle(tmp_path / "elsewhere")
+    finalize(root)
+    finalize(tmp_path / "elsewhere")
     expected = sorted([*paths_below(root), "one/sub/7.png"])
     for _ in range(3):
         assert sorted(paths_of(scan_folder(str(root), ENDINGS))) == expected
@@ -213,7 +213,7 @@ def test_a_folder_behind_a_link_stays_when_the_real_one_goes(root: Path, tmp_pat
     (root / "c" / "again").symlink_to(tmp_path / "keep")
     (root / "b2").symlink_to(tmp_path / "keep")
     touch(tmp_path / "keep" / "7.png")
-    settle(root)
+    finalize(root)
     assert "b2/7.png" in paths_of(scan_folder(str(root), ENDINGS))
     (root / "b2").unlink()
     assert "c/again/7.png" in paths_of(scan_folder(str(root), ENDINGS))

@@ -95,7 +95,7 @@ def test_evaluation_reads_everything_once_in_order(workers: int) -> None:
     data = EvalDataset(Numbers(23, bad=(5,)), build_pipeline([crop]))  # type: ignore[arg-type]
     indices, targets = [], []
     for rank in range(2):
-        bad_files = BadFiles(None, 23, max_bad=1.0)
+        bad_files = BadFiles(None, 23, max_unreadable=1.0)
         batches = EvalBatches(
             *(data,),
             batch_size=4,
@@ -173,7 +173,7 @@ def test_the_key_of_a_sample_names_its_draws(
         data = DeviceDataset(source, views, 3, Engine(views, config))
     pool = Pool(24, 12, 3)
     sampler = Repeated(Repeated.Config(times=3), pool) if repeated else None
-    bad_files = BadFiles(None, 24, max_bad=1.0)
+    bad_files = BadFiles(None, 24, max_unreadable=1.0)
     batches = kind(
         *(data,), batch_size=12, seed=3, num_workers=workers, sampler=sampler, bad_files=bad_files
     )

@@ -28,7 +28,7 @@ def test_bad_files_are_replaced_listed_once_and_read_back(tmp_path: Path, worker
     listed = tmp_path / "out" / "bad_files.txt"
 
     def batches() -> Batches:
-        bad_files = BadFiles(listed, 60, max_bad=0.05)
+        bad_files = BadFiles(listed, 60, max_unreadable=0.05)
         return Batches(data, batch_size=20, seed=0, num_workers=workers, bad_files=bad_files)
 
     samples = read(batches(), 6)
@@ -53,27 +53,31 @@ def test_replacements_are_their_own_draws() -> None:
 
 
 def test_too_many_bad_files_stop_the_run(tmp_path: Path) -> None:
-    bad_files = BadFiles(tmp_path / "bad_files.txt", 60, max_bad=0.04)
+    bad_files = BadFiles(tmp_path / "bad_files.txt", 60, max_unreadable=0.04)
     batches = Batches(
         dataset(Numbers(60, bad=(3, 10, 44))), batch_size=20, seed=0, bad_files=bad_files
     )
     with pytest.raises(UserError) as caught:
         read(batches, 3)
     message = str(caught.value)
-    assert message.startswith("3 of 60 images (5.00%) cannot be read, more than data.max_bad=0.04")
+    assert message.startswith(
+        "3 of 60 images (5.00%) cannot be read, more than data.max_unreadable=0.04"
+    )
     assert "images/3: broken" in message
     assert str(tmp_path / "bad_files.txt") in message
 
 
 @pytest.mark.parametrize(
-    ("num_images", "max_bad", "allowed"),
+    ("num_images", "max_unreadable", "allowed"),
     [(10, None, 3), (3000, None, 3), (5000, None, 5), (64, 0.001, 0), (1000, 0.001, 1), (9, 0, 0)],
 )
-def test_how_many_may_be_unreadable(num_images: int, max_bad: float | None, allowed: int) -> None:
+def test_how_many_may_be_unreadable(
+    num_images: int, max_unreadable: float | None, allowed: int
+) -> None:
     bad = [BadImage(f"{number}.jpg", "broken") for number in range(allowed + 1)]
-    BadFiles(None, num_images, max_bad=max_bad).add(bad[:-1])
+    BadFiles(None, num_images, max_unreadable=max_unreadable).add(bad[:-1])
     with pytest.raises(UserError, match=rf"{allowed + 1} of {num_images} images"):
-        BadFiles(None, num_images, max_bad=max_bad).add(bad)
+        BadFiles(None, num_images, max_unreadable=max_unreadable).add(bad)
 
 
 def test_the_message_of_too_many_is_one_line_that_ends_with_the_list(tmp_path: Path) -> None:
@@ -87,7 +91,7 @@ def test_the_message_of_too_many_is_one_line_that_ends_with_the_list(tmp_path: P
 
 
 def test_fail_names_the_file_in_the_first_line() -> None:
-    bad_files = BadFiles(None, 60, on_error="fail", max_bad=1.0)
+    bad_files = BadFiles(None, 60, on_error="fail", max_unreadable=1.0)
     batches = Batches(dataset(Numbers(60, bad=(3,))), batch_size=20, seed=0, bad_files=bad_files)
     with pytest.raises(UserError) as caught:
         read(batches, 3)
@@ -99,7 +103,7 @@ def test_only_bad_files() -> None:
         dataset(Numbers(8, bad=tuple(range(8)))),
         batch_size=4,
         seed=0,
-        bad_files=BadFiles(None, 8, max_bad=1.0),
+        bad_files=BadFiles(None, 8, max_unreadable=1.0),
     )
     with pytest.raises(UserError, match="no readable image"):
         next(batches)
@@ -107,8 +111,8 @@ def test_only_bad_files() -> None:
 
 def test_other_ranks_lines_are_not_repeated(tmp_path: Path) -> None:
     path = tmp_path / "bad_files.txt"
-    ranks = [BadFiles(path, 10, max_bad=1.0) for _ in range(2)]
-    for bad_files in (*ranks, BadFiles(path, 10, max_bad=1.0)):
+    ranks = [BadFiles(path, 10, max_unreadable=1.0) for _ in range(2)]
+    for bad_files in (*ranks, BadFiles(path, 10, max_unreadable=1.0)):
         bad_files.add([BadImage("a\tb", "why"), BadImage("c", "why\nnot")])
     assert path.read_text() == "a\\tb\twhy\nc\twhy not\n"
 
@@ -150,7 +154,7 @@ def test_what_a_user_can_put_right_comes_without_a_traceback(workers: int) -> No
 def test_odd_images_lists_exactly_the_undecodable(tmp_path: Path) -> None:
     source = open_source(Component(name="folder", args={"path": str(ODD_IMAGES)}), 100_000_000)
     assert len(source) == 80
-    bad_files = BadFiles(tmp_path / "bad_files.txt", len(source), max_bad=1.0)
+    bad_files = BadFiles(tmp_path / "bad_files.txt", len(source), max_unreadable=1.0)
     data = dataset(source)
     read(Batches(data, batch_size=16, seed=0, num_workers=2, bad_files=bad_files), 5)
     manifest = json.loads((ODD_IMAGES / "manifest.json").read_text())
@@ -164,6 +168,6 @@ def test_odd_images_lists_exactly_the_undecodable(tmp_path: Path) -> None:
     assert len(lines) == len(expected)
     with pytest.raises(
         UserError,
-        match=r"of 80 images \(.*%\) cannot be read, more than the default of data\.max_bad",
+        match=r"of 80 images \(.*%\) cannot be read, more than the default of data\.max_unreadable",
     ):
         read(Batches(data, batch_size=16, seed=0, bad_files=BadFiles(None, 80)), 5)

@@ -19,7 +19,7 @@ from selftask.data.cache.on_device import Pictures
 from selftask.data.loading import shared_memory
 from selftask.data.loading.collate import Batch, broken
 from selftask.data.loading.loader import Batches, EvalBatches
-from selftask.data.loading.shared_memory import Memory, Outbox, Parcel
+from selftask.data.loading.shared_memory import SlotPool, SlotRef, SlotWriter
 from selftask.data.loading.workers import PREFETCH
 from selftask.data.reading.files import BadImage
 from selftask.errors import UserError
@@ -33,18 +33,18 @@ def batch_of(new: Any, value: int, shape: tuple[int, ...] = (2, 3, 3, 3)) -> Bat
     return Batch(views, index - 1, index, key, 4, [BadImage("a/b", "broken")], 3)
 
 
-def opened(sent: Batch | Parcel) -> Batch:
-    assert isinstance(sent, Parcel)
+def opened(sent: Batch | SlotRef) -> Batch:
+    assert isinstance(sent, SlotRef)
     return sent.open()
 
 
 @pytest.fixture
-def memory() -> Memory:
-    return Memory()
+def memory() -> SlotPool:
+    return SlotPool()
 
 
-def test_a_batch_arrives_as_it_was(memory: Memory) -> None:
-    outbox = Outbox(memory, 0, 1)
+def test_a_batch_arrives_as_it_was(memory: SlotPool) -> None:
+    outbox = SlotWriter(memory, 0, 1)
     arrived = opened(outbox.send(batch_of(outbox.new, 5)))
     expected = batch_of(np.empty, 5)
     for one, other in zip(arrived.views, expected.views, strict=True):
@@ -55,8 +55,8 @@ def test_a_batch_arrives_as_it_was(memory: Memory) -> None:
     assert (arrived.epoch, arrived.num_left_out, arrived.problem) == (4, 3, "")
 
 
-def test_what_was_made_elsewhere_travels_along(memory: Memory) -> None:
-    outbox = Outbox(memory, 0, 1)
+def test_what_was_made_elsewhere_travels_along(memory: SlotPool) -> None:
+    outbox = SlotWriter(memory, 0, 1)
     batch = batch_of(outbox.new, 5)
     batch.views[1] = torch.full((2, 2), 6.5)
     sent = outbox.send(batch)
@@ -68,12 +68,12 @@ def test_what_was_made_elsewhere_travels_along(memory: Memory) -> None:
     assert outbox.send(nothing) is nothing
 
 
-def test_a_slot_is_free_when_the_last_tensor_over_it_is_gone(memory: Memory) -> None:
-    outbox = Outbox(memory, 0, 1)
+def test_a_slot_is_free_when_the_last_tensor_over_it_is_gone(memory: SlotPool) -> None:
+    outbox = SlotWriter(memory, 0, 1)
 
-    def send(value: int) -> Parcel:
+    def send(value: int) -> SlotRef:
         sent = outbox.send(batch_of(outbox.new, value))
-        assert isinstance(sent, Parcel)
+        assert isinstance(sent, SlotRef)
         return sent
 
     first, second = send(10), send(20)
@@ -93,10 +93,10 @@ def test_a_slot_is_free_when_the_last_tensor_over_it_is_gone(memory: Memory) -> 
 
 
 def test_a_pinned_batch_needs_its_slot_no_more(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch
+    memory: SlotPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # there may be no GPU
-    outbox = Outbox(memory, 0, 1)
+    outbox = SlotWriter(memory, 0, 1)
     sent = outbox.send(batch_of(outbox.new, 5))
     assert memory.map(0, 1)[0] == 1
     pinned = sent.pin_memory()
@@ -104,8 +104,8 @@ def test_a_pinned_batch_needs_its_slot_no_more(
     assert [view.unique().item() for view in pinned.views] == [5, 6]
 
 
-def test_a_slot_grows_with_its_batches(memory: Memory) -> None:
-    outbox = Outbox(memory, 3, 4)
+def test_a_slot_grows_with_its_batches(memory: SlotPool) -> None:
+    outbox = SlotWriter(memory, 3, 4)
     for size in (1, 100, 5000, 70, 40_000, 0):
         batch = opened(outbox.send(batch_of(outbox.new, size % 50, (2, 3, size, 3))))
         assert [view.shape for view in batch.views] == [(2, 3, size, 3)] * 2
@@ -115,7 +115,7 @@ def test_a_slot_grows_with_its_batches(memory: Memory) -> None:
 
 
 def test_no_worker_takes_the_end_of_the_file_away(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch
+    memory: SlotPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even one that looked how long the file is before another one added to it."""
     memory.map(9, 5000)[4999] = 77
@@ -125,8 +125,8 @@ def test_no_worker_takes_the_end_of_the_file_away(
     assert [memory.map(slot, 5000)[4999] for slot in (9, 4)] == [77, 55]
 
 
-def test_a_forked_process_frees_nothing(memory: Memory) -> None:
-    outbox = Outbox(memory, 0, 1)
+def test_a_forked_process_frees_nothing(memory: SlotPool) -> None:
+    outbox = SlotWriter(memory, 0, 1)
     batch = opened(outbox.send(batch_of(outbox.new, 5)))
     child = os.fork()
     if child == 0:
@@ -140,9 +140,9 @@ def test_a_forked_process_frees_nothing(memory: Memory) -> None:
 
 
 def test_memory_goes_with_its_loader() -> None:
-    memory = Memory()
+    memory = SlotPool()
     file = memory._file
-    outbox = Outbox(memory, 0, 1)
+    outbox = SlotWriter(memory, 0, 1)
     batch = opened(outbox.send(batch_of(outbox.new, 5)))
     del memory, outbox
     gc.collect()
@@ -195,7 +195,7 @@ def test_no_memory_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory.mmap, "mmap", small_ones)
     batches = Batches(dataset(Numbers(99)), batch_size=99, seed=0, num_workers=1)
     with pytest.raises(UserError, match="data: no memory to share a batch of 1 MiB: Cannot all"):
-        Memory().map(0, 1 << 20)
+        SlotPool().map(0, 1 << 20)
     with pytest.raises(
         UserError, match=r"use fewer data\.num_workers or smaller batches"
     ) as caught:

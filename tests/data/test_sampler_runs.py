@@ -25,8 +25,8 @@ MINE = PAGE.partition("```python")[2].partition("```")[0]  # the example of the 
 def test_copies_of_an_image_are_other_views(tmp_path: Path) -> None:
     task = tiny.task("simclr", tmp_path, "run", "data.sampler={name: repeated, times: 4}")
     task.prepare()
-    batch = next(task.feed.train_batches(7))
-    task.feed.close()
+    batch = next(task.data_module.train_batches(7))
+    task.data_module.close()
     index = batch.index
     assert (batch.epoch, batch.number) == (1, 7)
     assert torch.equal(index[:4].repeat(4), index)
@@ -50,7 +50,7 @@ def test_resumed_in_an_epoch_is_never_stopped(sampler: str, tmp_path: Path) -> N
 def test_an_epoch_is_as_long_as_the_sampler_says(tmp_path: Path) -> None:
     task = tiny.train("simclr", tmp_path, "run", "data.sampler={name: first, count: 32}")
     assert task.clock.iteration == 6  # 3 epochs of 2 steps
-    assert task.feed.num_images == 80
+    assert task.data_module.num_images == 80
 
 
 def test_the_log_says_how_long_an_epoch_is(
@@ -60,7 +60,7 @@ def test_the_log_says_how_long_an_epoch_is(
     caplog.set_level("INFO", logger="selftask")
     task = tiny.task("simclr", tmp_path, "run", "data.sampler=balanced")
     task.prepare()
-    task.feed.close()
+    task.data_module.close()
     line = "sampler: balanced, 10 classes of 8 samples; an epoch is 5 steps of 16 = 80 samples"
     assert line in caplog.messages
 

@@ -156,7 +156,7 @@ def test_from_a_distant_store(tree: Path, tmp_path: Path) -> None:
     try:
         source = copied(build("webdataset", path="memory://bucket/x.tar"), str(tmp_path / "fast"))
         again = build("webdataset", path="memory://bucket/x.tar")
-        assert not copies._is_copied(copies.Stored("memory:///bucket/x.tar", 1, ""), tmp_path)
+        assert not copies._is_copied(copies.FileStat("memory:///bucket/x.tar", 1, ""), tmp_path)
         copied(again, str(tmp_path / "fast"))
     finally:
         memory.rm("/bucket", recursive=True)
@@ -197,7 +197,7 @@ def test_errors(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         copied(source, str(tmp_path / "file" / "x"))
     with monkeypatch.context() as patch:
         patch.setattr(copies, "RAM", tmp_path / "no_shm")
-        with pytest.raises(UserError, match=r"data\.copy_to=ram: this machine has no .*no_shm"):
+        with pytest.raises(UserError, match=r"data\.stage_to=ram: this machine has no .*no_shm"):
             copied(source, "ram")
 
 

@@ -125,7 +125,7 @@ def check_opens(overrides: list[str], recipe: str, home: Path) -> None:
     config = load_config(recipe, overrides)
     if any(DISTANT in word for word in overrides):
         return
-    if config.data.copy_to is not None:
+    if config.data.stage_to is not None:
         sources = copy_data(open_data(config.data), str(home / "copies"))
     else:
         sources = open_data(config.data)

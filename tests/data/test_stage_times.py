@@ -137,7 +137,7 @@ def test_files_are_read_and_decoded_apart(tmp_path: Path) -> None:
 
 
 def test_decodes_are_counted(tmp_path: Path) -> None:
-    config = config_for(tmp_path, "data.num_workers=0", "data.max_bad=1", f"out={tmp_path}")
+    config = config_for(tmp_path, "data.num_workers=0", "data.max_unreadable=1", f"out={tmp_path}")
     source = Slow(40, 0.0)
     assert decodes_per_sample(config, source) == 1.0
 
@@ -191,7 +191,7 @@ def test_the_costliest_transform_is_found(tmp_path: Path, monkeypatch: pytest.Mo
         ({"num_workers": 2}, "data.num_workers=2 leaves cores idle (8 cores); try 8"),
         ({"num_workers": 30}, "data.num_workers=30 is too many for 8 cores; try 8"),
         ({"processes": 4}, "data.num_workers=8 is too many for 8 cores for 4 processes; try 2"),
-        ({"read_s": 9e-3}, "read takes 81%: data.copy_to=FOLDER_ON_A_LOCAL_DISK"),
+        ({"read_s": 9e-3}, "read takes 81%: data.stage_to=FOLDER_ON_A_LOCAL_DISK"),
         ({"decode_s": 9e-3}, "decode takes 88%: only more workers"),
         (
             {"decode_s": 9e-3, "image_pixels": 20 * 224 * 224},
@@ -289,7 +289,7 @@ def test_a_run_that_waits_says_so_once(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock[0])
     task: Any = SimpleNamespace(
         config=config_for(tmp_path, "train.log_every=10", "data.num_workers=1", "out=runs/a"),
-        feed=SimpleNamespace(data_wait_s=0.0),
+        data_module=SimpleNamespace(data_wait_s=0.0),
         last_batch=SimpleNamespace(loss=torch.tensor(1.0), terms={}),
         length=SimpleNamespace(batch_size=8),
         optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]),
@@ -299,7 +299,7 @@ def test_a_run_that_waits_says_so_once(tmp_path: Path, monkeypatch: pytest.Monke
         device=CPU,
         train=True,
         iteration=0,
-        take_scalars=dict,
+        pop_scalars=dict,
         write_row=rows.append,
     )
     monkeypatch.setattr(metrics, "cores", lambda: 8)
@@ -307,7 +307,7 @@ def test_a_run_that_waits_says_so_once(tmp_path: Path, monkeypatch: pytest.Monke
     hook.on_start(task)
     for step in range(200):
         clock[0] += 1.0
-        task.feed.data_wait_s += 0.4 if step >= 100 else 0.1
+        task.data_module.data_wait_s += 0.4 if step >= 100 else 0.1
         hook.on_loss_and_meter(task)
         task.iteration += 1
         hook.on_step(task)

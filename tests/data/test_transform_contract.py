@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from selftask.data.views import Pipeline
+from selftask.data.views import Compose
 from selftask.random.views import draw_rng
 from selftask.registry import TRANSFORMS, Registry
 
@@ -45,7 +45,7 @@ def test_any_size_the_same_again_and_in_place_never(name: str, size: tuple[int, 
     height, width = (max(least, side) for side in size)
     image = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
     image.flags.writeable = False
-    transform, pipeline = build(name), Pipeline([build(name)])
+    transform, pipeline = build(name), Compose([build(name)])
     before, changed = image.copy(), 0
     for index in range(12):
         out = transform(image, draw_rng(3, 0, index, 0))

@@ -18,7 +18,7 @@ from PIL import Image
 
 from selftask.config.load import load_config
 from selftask.data import kernel
-from selftask.data.views import Pipeline
+from selftask.data.views import Compose
 from selftask.errors import ConfigError
 from selftask.random.views import ViewDraws
 from selftask.registry import TRANSFORMS
@@ -220,7 +220,7 @@ def test_the_whole_pipeline_is_close_to_torchvisions(compiled: bool) -> None:
     crop, flip = build("random_resized_crop", size=64), build("horizontal_flip")
     jitter = build("color_jitter", brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, p=0.8)
     gray, solarize = build("grayscale", p=0.2), build("solarize", p=0.2)
-    pipeline = Pipeline([crop, flip, jitter, gray, solarize])
+    pipeline = Compose([crop, flip, jitter, gray, solarize])
     pipeline.compiled = compiled
     functions = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
     draws, differences = ViewDraws(0), []
@@ -258,7 +258,7 @@ def test_the_kernel_does_what_the_transforms_do() -> None:
     flip = build("vertical_flip", p=1.0)
     between = [flip, *(transform for (transform,) in alone), lambda image, rng: 255 - image, flip]
     for transforms in (*alone, between):
-        fused, plain = Pipeline(transforms), Pipeline(transforms)
+        fused, plain = Compose(transforms), Compose(transforms)
         plain.compiled = False
         for seed in range(5):
             image = waves(50 + seed, 70)
@@ -275,7 +275,7 @@ def test_what_the_kernel_does_not_take_is_done_without_it() -> None:
         build("gaussian_blur", p=1.0, sigma=(150.0, 150.0)),
         build("horizontal_flip", p=1.0),
     ]
-    strip, small = Pipeline(transforms)(image, rng()), Pipeline(transforms)(waves(20, 30), rng())
+    strip, small = Compose(transforms)(image, rng()), Compose(transforms)(waves(20, 30), rng())
     assert strip.shape == image.shape
     assert small.std(axis=(0, 1)).max() < 3 < waves(20, 30).std(axis=(0, 1)).min()
 

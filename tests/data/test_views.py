@@ -13,7 +13,7 @@ import torchvision.transforms.functional as F
 from selftask.config.schema import Component, ViewConfig
 from selftask.data import views as views_module
 from selftask.data.transforms.normalize import STATISTICS
-from selftask.data.views import ToFloat, Views, build_pipeline
+from selftask.data.views import Normalizer, Views, build_pipeline
 from selftask.errors import ConfigError
 from selftask.random.views import ViewDraws, draw_rng
 
@@ -80,7 +80,7 @@ def test_floats_are_those_of_numpy_to_the_last_bit(
     scale, shift = rng.normal(0, 0.02, (2, shape[-1])).astype(np.float32)
     pixels = rng.integers(0, 256, shape, dtype=np.uint8)
     expected = (pixels.astype(np.float32) * scale + shift).transpose(0, 3, 1, 2)
-    to_float, given = ToFloat(scale, shift), torch.from_numpy(pixels)
+    to_float, given = Normalizer(scale, shift), torch.from_numpy(pixels)
     planes = given.permute(0, 3, 1, 2).float().contiguous()
     for _ in range(3):  # whatever the memory held before
         for values in (to_float(given), to_float.of_planes(planes)):

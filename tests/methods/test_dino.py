@@ -16,7 +16,7 @@ from ranks import run_ranks
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
 from selftask.methods.dino import DINO
-from selftask.models.clustering import cross_entropy_of_pairs
+from selftask.models.clustering import swapped_cross_entropy
 from selftask.registry import OPTIMIZERS
 
 SMALL: dict[str, Any] = {
@@ -96,7 +96,7 @@ def test_no_view_is_compared_with_itself() -> None:
     logs = torch.zeros(3, 4, 4, dtype=torch.float64)
     logs[0] = logs[1] = -1e6  # what a pair with itself would cost is seen in the other one
     logs[2] = -1.0
-    only_second_to_third = cross_entropy_of_pairs(probs[:1], logs[[1, 2]])
+    only_second_to_third = swapped_cross_entropy(probs[:1], logs[[1, 2]])
     assert only_second_to_third == pytest.approx(1.0)
 
 

@@ -16,7 +16,7 @@ from minitask import MiniTask, largest_difference, loss_of
 from ranks import run_ranks
 from selftask.batch import Batch
 from selftask.errors import UserError
-from selftask.methods.ijepa import IJEPA, Blocks, cut_out, possible_areas
+from selftask.methods.ijepa import IJEPA, MultiBlockMask, cut_out, possible_areas
 from selftask.models.masked_vit import sincos_positions
 from selftask.registry import METHODS
 
@@ -48,7 +48,7 @@ def _keys(epoch: int, index: Tensor) -> Tensor:
     return torch.stack([torch.full_like(index, epoch), index], dim=1)
 
 
-def _masks(blocks: Blocks, num: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+def _masks(blocks: MultiBlockMask, num: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Contexts (num, N) and targets (num, M, N) as masks, from their padded indices."""
     masks = []
     for indices, padding in blocks.draw(seed, _keys(0, torch.arange(num))):
@@ -61,7 +61,7 @@ def _masks(blocks: Blocks, num: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("grid", GRIDS)
 def test_targets_are_rectangles_of_the_papers_size(grid: tuple[int, int]) -> None:
     """Area 15 to 20 % of the image and aspect 0.75 to 1.5, each side rounded to patches."""
-    _, targets = _masks(Blocks(IJEPA.Config(), grid), 500)
+    _, targets = _masks(MultiBlockMask(IJEPA.Config(), grid), 500)
     places = targets.unflatten(2, grid)
     height, width = places.any(dim=3).sum(dim=2), places.any(dim=2).sum(dim=2)  # (500, M)
     assert torch.equal(targets.sum(dim=2), height * width)  # full rectangles
@@ -80,12 +80,12 @@ def test_targets_are_rectangles_of_the_papers_size(grid: tuple[int, int]) -> Non
 @pytest.mark.parametrize("grid", GRIDS)
 def test_contexts_show_no_target(grid: tuple[int, int]) -> None:
     config = IJEPA.Config(min_context=1, max_context=1.0)
-    context, targets = _masks(Blocks(config, grid), 500)
+    context, targets = _masks(MultiBlockMask(config, grid), 500)
     assert not (context[:, None] & targets).any()
     assert int(context.sum(dim=1).min()) >= 1
     free = ~targets.any(dim=1)
     assert float(context.sum() / free.sum()) > 0.8  # most of what is not a target
-    with_limit, same = _masks(Blocks(IJEPA.Config(min_context=1), grid), 500)
+    with_limit, same = _masks(MultiBlockMask(IJEPA.Config(min_context=1), grid), 500)
     assert torch.equal(same, targets)
     assert int(with_limit.sum(dim=1).max()) <= (grid[0] * grid[1]) // 2
     assert not (with_limit & ~context).any()  # random ones go
@@ -106,12 +106,12 @@ def test_tensors_have_room_for_every_block_and_no_more(grid: tuple[int, int]) ->
             found.add(height * round(grid[1] * math.sqrt(area / aspect)))
     possible = possible_areas(config.target_scale, config.target_ratio, grid)
     assert found <= set(possible)
-    assert max(found) == max(possible) == Blocks(config, grid).most_target
+    assert max(found) == max(possible) == MultiBlockMask(config, grid).most_target
     assert min(found) == min(possible)
 
 
 def test_blocks_depend_on_seed_epoch_and_image_only() -> None:
-    blocks = Blocks(IJEPA.Config(), (8, 8))
+    blocks = MultiBlockMask(IJEPA.Config(), (8, 8))
     index = torch.arange(40)
     whole = blocks.draw(1, _keys(2, index))
     part = blocks.draw(1, _keys(2, index.flip(0)[5:9]))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import tiny
-from selftask.data.loading.data_module import Feed
+from selftask.data.loading.data_module import DataModule
 from selftask.data.loading.open_data import open_data
 from selftask.distributed.world import World
 from selftask.task import Task
@@ -32,7 +32,7 @@ def read(
     """Index and masks of each batch from ``start`` on, as the method gets and makes them."""
     data = replace(task.config.data, num_workers=num_workers)
     config, sources = replace(task.config, data=data), open_data(task.config.data)
-    feed = Feed(config, sources, world or task.world, task.device)
+    feed = DataModule(config, sources, world or task.world, task.device)
     try:
         batches = list(islice(feed.train_batches(start), STEPS - start))
     finally:

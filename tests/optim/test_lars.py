@@ -106,7 +106,7 @@ def test_larc_by_name_adapts_and_decays_norms_and_biases() -> None:
         args={"sgd_momentum": MOMENTUM, "trust": TRUST},
         lr=1.0,
         weight_decay=DECAY,
-        decay_norm_and_bias=True,
+        decay_1d=True,
     )
     norm_layer = torch.nn.BatchNorm1d(3).double()
     length = RunLength(num_samples=80, batch_size=8, epochs=2)

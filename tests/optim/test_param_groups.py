@@ -39,7 +39,7 @@ def test_groups_with_the_same_settings_become_one() -> None:
     [
         ({"name": "sgd"}, 1),
         ({"name": "sgd", "weight_decay": 0.1}, 2),
-        ({"name": "sgd", "weight_decay": 0.1, "decay_norm_and_bias": True}, 1),
+        ({"name": "sgd", "weight_decay": 0.1, "decay_1d": True}, 1),
         ({"name": "lars"}, 2),  # adapts weights layer by layer, and only them
     ],
 )

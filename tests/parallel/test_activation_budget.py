@@ -70,7 +70,7 @@ def test_what_is_kept_stays_within_the_budget(
         for model in (plain, some):
             torch.manual_seed(number)
             step(model, x)
-        budget.settle()
+        budget.finalize()
     for (name, a), b in zip(plain.named_buffers(), some.buffers(), strict=True):
         assert torch.equal(a, b), name
     chosen = [bool(block._is_recomputed) for block in some]  # type: ignore[union-attr]
@@ -98,7 +98,7 @@ def on_different_batches(rank: int) -> list[bool]:
     budget = ActivationBudget(list(model), Budget(150, "byte"))
     for number in range(4):
         budget.add(number, 100 if number == 3 * rank else 40, 10)
-    budget.settle()
+    budget.finalize()
     return [bool(block._is_recomputed) for block in model]  # type: ignore[union-attr]
 
 
@@ -114,7 +114,7 @@ def test_a_budget_that_cannot_be_met_says_so(caplog: pytest.LogCaptureFixture) -
     model = network()
     budget = ActivationBudget(list(model), parse_budget("1 KB"))
     step(model, torch.randn(32, 8, dtype=torch.float64))
-    budget.settle()
+    budget.finalize()
     assert "4 of 4 blocks are recomputed" in caplog.text
     assert "the budget is 0.0 MB: less is not possible" in caplog.text
 

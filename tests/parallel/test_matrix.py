@@ -76,7 +76,7 @@ def run(method: str, crops: str, way: str, checkpointing: str, folder: Path) -> 
 
 def make_double(task: Task) -> None:
     """Images are read in single precision."""
-    prepare, sweep = task.loss.prepare_batch, task.feed.sweep
+    prepare, sweep = task.loss.prepare_batch, task.data_module.sweep
 
     def double(sample: dict[str, Any]) -> dict[str, Any]:
         return {**sample, "views": [view.double() for view in sample["views"]]}
@@ -86,7 +86,7 @@ def make_double(task: Task) -> None:
         prepare(batch, task)
 
     task.loss.prepare_batch = prepare_double  # type: ignore[method-assign]
-    task.feed.sweep = lambda: map(double, sweep())  # type: ignore[method-assign]
+    task.data_module.sweep = lambda: map(double, sweep())  # type: ignore[method-assign]
 
 
 def on_rank(_: int, folder: Path, start: int, stop: int) -> list[Any]:

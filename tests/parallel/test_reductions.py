@@ -116,9 +116,9 @@ def train(
     called = sharing.wrap(student)
     named = [(f"network.{name}", p) for name, p in student.named_parameters() if p.requires_grad]
     named += [(f"loss.{name}", p) for name, p in predictor.named_parameters()]
-    groups = sharing.arrange([{"params": [p for _, p in named]}])
+    groups = sharing.regroup([{"params": [p for _, p in named]}])
     optimizer = torch.optim.AdamW(groups, lr=0.05, foreach=True)
-    sharing.watch(named)
+    sharing.register(named)
     losses, gradients = [], []
     mine = BATCH // world_size() // accumulate
     for step, views in enumerate(data()):
@@ -135,13 +135,13 @@ def train(
                 share.backward()
             loss += share.detach()
         sharing.reduce()
-        budget.settle()
+        budget.finalize()
         gradients.append({name: whole(p.grad) for name, p in named})
         optimizer.step()
         with torch.no_grad():
             torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 0.1)
         losses.append(loss)
-    optim = sharing.whole(sharing.rearrange({"optim": optimizer.state_dict()}))["optim"]
+    optim = sharing.full_state(sharing.rearrange({"optim": optimizer.state_dict()}))["optim"]
     return {
         "losses": losses,
         "gradients": gradients,
@@ -242,7 +242,7 @@ def one_sided(rank: int) -> tuple[list[list[Tensor | None]], list[str]]:
     d = nn.Parameter(torch.ones(2))
     parameters = [a, b, c, d]
     sharing = ManualReduction(bucket_mb=1e-6)
-    sharing.watch([(name, p) for name, p in zip("abcd", parameters, strict=True)])
+    sharing.register([(name, p) for name, p in zip("abcd", parameters, strict=True)])
     seen = []
     for step in range(4):
         for p in parameters:
@@ -257,7 +257,7 @@ def one_sided(rank: int) -> tuple[list[list[Tensor | None]], list[str]]:
         seen.append([None if p.grad is None else p.grad.clone() for p in parameters])
     strict = DDPReduction()
     strict.wrap(nn.ParameterList([a, b]))
-    strict.watch([("network.a", a), ("network.b", b)])
+    strict.register([("network.a", a), ("network.b", b)])
     a.grad, b.grad = torch.ones_like(a), torch.ones_like(b) if rank else None
     try:
         strict.reduce()
@@ -282,7 +282,7 @@ def test_a_gradient_on_one_rank_only(told: list[dict[str, Any]]) -> None:
 def second_backward(rank: int) -> str:
     weight = nn.Parameter(torch.ones(3))
     sharing = ManualReduction()
-    sharing.watch([("network.weight", weight)])
+    sharing.register([("network.weight", weight)])
     (weight * 2).sum().backward()
     sharing.reduce()
     (weight * 2).sum().backward()
@@ -299,7 +299,7 @@ def compressed(rank: int) -> dict[str, Tensor]:
     for compress in ("none", "fp16", "bf16"):
         weight = nn.Parameter(torch.ones(1000))
         sharing = ManualReduction(compress=compress)
-        sharing.watch([("weight", weight)])
+        sharing.register([("weight", weight)])
         draws = torch.Generator().manual_seed(rank)
         weight.grad = torch.randn(1000, generator=draws) * 1e4
         sharing.reduce()
@@ -311,7 +311,7 @@ def memory_format(rank: int) -> bool:
     """Gradients keep the strides of their parameters: optimizers are slow without."""
     conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     sharing = ManualReduction()
-    sharing.watch(list(conv.named_parameters()))
+    sharing.register(list(conv.named_parameters()))
     conv(torch.ones(2, 3, 8, 8)).sum().backward()
     before = conv.weight.grad.clone()
     sharing.reduce()
@@ -324,7 +324,7 @@ def overlap(rank: int) -> list[int]:
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     sharing = ManualReduction(bucket_mb=1e-5)
-    sharing.watch(list(layers.named_parameters()))
+    sharing.register(list(layers.named_parameters()))
     counts = []
     for step in range(3):
         layers.zero_grad()
@@ -361,10 +361,10 @@ def test_nothing_on_one_rank() -> None:
         assert type(sharing) is Reduction
         network = Student()
         assert sharing.wrap(network) is network
-        sharing.watch(list(network.named_parameters()))
+        sharing.register(list(network.named_parameters()))
         assert all(p._post_accumulate_grad_hooks is None for p in network.parameters())
         state = network.state_dict()
-        assert sharing.whole(state) is state
+        assert sharing.full_state(state) is state
 
 
 def lars(rank: int) -> dict[str, list[Tensor]]:
@@ -381,8 +381,8 @@ def _one_update(kind: type[LARS], way: str) -> Tensor:
     sharing = reduction(way)
     sharing.shard([student])
     named = [(n, p) for n, p in student.named_parameters() if p.requires_grad]
-    sharing.watch(named)
-    groups = sharing.arrange([{"params": [p for _, p in named]}])
+    sharing.register(named)
+    groups = sharing.regroup([{"params": [p for _, p in named]}])
     optimizer = kind(groups, lr=1.0, trust=0.1, weight_decay=0.1)
     sharing.wrap(student)(list(data()[0])).square().mean().backward()
     sharing.reduce()

@@ -126,15 +126,15 @@ def test_the_shards_are_the_plain_file(folder: Path) -> None:
     newest = shards[0]
     assert not list(newest.parent.glob(".*"))
     names = {path.name for path in newest.iterdir()}
-    assert names == {".metadata", "__0_0.distcp", "__1_0.distcp", "rest.pt", "seal.json"}
+    assert names == {".metadata", "__0_0.distcp", "__1_0.distcp", "rest.pt", "manifest.json"}
     sizes = {path.name: path.stat().st_size for path in newest.iterdir()}
     assert sizes["rest.pt"] < sizes["__0_0.distcp"] + sizes["__1_0.distcp"]
     rest = torch.load(newest / "rest.pt", weights_only=True)
     cut = [key for key, value in rest["state"]["model"].items() if value is None]
     parameters = [k for k in cut if k.endswith((".weight", ".bias"))]
     assert parameters, "the network's parameters are in the shards"
-    sealed = json.loads((newest / "seal.json").read_text())["files"]
-    assert sealed.keys() == names - {"seal.json"}
+    sealed = json.loads((newest / "manifest.json").read_text())["files"]
+    assert sealed.keys() == names - {"manifest.json"}
 
 
 def test_any_number_of_ranks_goes_on_with_the_same_tensors(folder: Path) -> None:
@@ -170,7 +170,7 @@ def test_damage_falls_back_and_says_so(
     for path in checkpoints(folder, "sharded")[-2:]:
         shutil.copytree(path, tmp_path / path.name)
     newest, before = rotation.checkpoints(tmp_path)
-    names = {"rest": "rest.pt", "metadata": ".metadata", "seal": "seal.json"}
+    names = {"rest": "rest.pt", "metadata": ".metadata", "seal": "manifest.json"}
     file = newest / names.get(kind, "__1_0.distcp")
     content = bytearray(file.read_bytes())
     if kind == "bit":
@@ -184,7 +184,7 @@ def test_damage_falls_back_and_says_so(
     assert found is not None
     assert found[1] == before
     assert f"{newest.name} is damaged ({file.name}" in caplog.text
-    (before / "seal.json").write_text("{}")
+    (before / "manifest.json").write_text("{}")
     with pytest.raises(UserError, match="none of the 2 checkpoints"):
         store.load_newest(tmp_path)
 
@@ -227,8 +227,8 @@ def test_the_last_few_are_kept_whatever_their_kind(folder: Path, tmp_path: Path)
     store.save({"n": 4}, tmp_path, LENGTH, keep=2)
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert kept == ["step_000000003", "step_000000004.json", "step_000000004.pt"]
-    rotation.set_aside(tmp_path, 2)
-    assert (tmp_path / "replaced_1/step_000000003/seal.json").exists()
+    rotation.archive(tmp_path, 2)
+    assert (tmp_path / "replaced_1/step_000000003/manifest.json").exists()
 
 
 # In the run's own folder, as a user's extension: the second rank dies half-way through its shards.

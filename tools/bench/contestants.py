@@ -246,7 +246,7 @@ class _TaskInMemory(Task):
 
     def prepare(self, *args: Any) -> None:
         super().prepare(*args)
-        self.feed.train_batches = self._stamped  # type: ignore[method-assign]
+        self.data_module.train_batches = self._stamped  # type: ignore[method-assign]
 
     def _stamped(self, first: int) -> Iterator[Batch]:
         for number, (views, labels) in enumerate(self.stamped):

@@ -147,7 +147,7 @@ def measure(rank: int, args: argparse.Namespace, port: int) -> None:
     for name, make in ENTRIES.items():
         parameters, reduction = Parameters(shapes, device), make()
         called = reduction.wrap(parameters)
-        reduction.watch(list(parameters.named_parameters()))
+        reduction.register(list(parameters.named_parameters()))
         setups[name] = (called, parameters, reduction)
     seconds: dict[str, list[float]] = {name: [] for name in setups}
     for number in range(args.rounds + 3):

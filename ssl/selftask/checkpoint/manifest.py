@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-SEAL = "seal.json"  # of a sharded one
+MANIFEST = "manifest.json"  # of a sharded one
 
 
 _SCALARS = (bool, int, float, str, type(None))
@@ -80,26 +80,26 @@ def check_plain(value: Any, key: str = "state") -> None:
         raise TypeError(f"{key} is a {type(value).__name__}: checkpoints hold tensors and scalars")
 
 
-def read_seal(path: Path) -> dict[str, Any]:
-    """What is in a seal. Raises DamagedCheckpoint."""
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What is in a manifest. Raises DamagedCheckpoint."""
     try:
-        seal = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DamagedCheckpoint(f"{path.name} is not a seal") from error
-    if not isinstance(seal, dict):
-        raise DamagedCheckpoint(f"{path.name} is not a seal")
-    return seal
+        raise DamagedCheckpoint(f"{path.name} is not a manifest") from error
+    if not isinstance(manifest, dict):
+        raise DamagedCheckpoint(f"{path.name} is not a manifest")
+    return manifest
 
 
-def verify(path: Path, seal: Any, *, content: bool = True) -> None:
-    """Compare a file with what its seal says of it; without ``content``, its length only.
+def verify(path: Path, manifest: Any, *, content: bool = True) -> None:
+    """Compare a file with what its manifest says of it; without ``content``, its length only.
 
     Raises DamagedCheckpoint.
     """
     try:
-        length, expected_crc = seal["bytes"], seal["crc32"]
+        length, expected_crc = manifest["bytes"], manifest["crc32"]
     except (KeyError, TypeError) as error:
-        raise DamagedCheckpoint("its seal lacks the length or the checksum") from error
+        raise DamagedCheckpoint("its manifest lacks the length or the checksum") from error
     size = path.stat().st_size
     if size != length:
         raise DamagedCheckpoint(f"{size} of {length} bytes")

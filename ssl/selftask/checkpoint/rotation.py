@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from selftask.checkpoint.manifest import SEAL
+from selftask.checkpoint.manifest import MANIFEST
 from selftask.logs import get_logger
 
 log = get_logger(__name__)
@@ -32,9 +32,9 @@ def rotate(newest: Path, keep: int) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint, its seal first: without that, what is left of a folder is none."""
+    """Remove a checkpoint, its manifest first: without that, what is left of a folder is none."""
     if path.is_dir():
-        (path / SEAL).unlink(missing_ok=True)
+        (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.with_suffix(".json").unlink(missing_ok=True)
@@ -52,7 +52,7 @@ def step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step_"))
 
 
-def set_aside(folder: Path, step: int) -> None:
+def archive(folder: Path, step: int) -> None:
     """Move checkpoints after ``step`` to ``folder/replaced_N``: another course of the run begins.
 
     Left in place, they would be taken for its newest ones by ``keep`` and by the next resume.

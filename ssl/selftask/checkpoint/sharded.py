@@ -1,8 +1,8 @@
 """Checkpoints of which every rank writes its own shards: nothing is gathered, a folder for a file.
 
 ``step_N/`` holds the sharded tensors, as torch.distributed.checkpoint (DCP) writes them; in
-``rest.pt`` everything else, plain, with None where a sharded tensor goes; in ``seal.json`` length
-and CRC-32 of every file. The folder gets its name when all of that is on disk. Any number of ranks
+``rest.pt`` everything else, plain, with None where a sharded tensor goes; in ``manifest.json``
+length and CRC-32 of every file. The folder gets its name when all of that is on disk. Any number of ranks
 reads it, each its own part; one alone, without a process group, reads the whole.
 """
 
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.tensor import DTensor, Shard
 
 from selftask.checkpoint import manifest
-from selftask.checkpoint.manifest import SEAL, DamagedCheckpoint
+from selftask.checkpoint.manifest import MANIFEST, DamagedCheckpoint
 from selftask.checkpoint.restricted_pickle import RestrictedUnpickler
 
 T = TypeVar("T")
@@ -100,14 +100,14 @@ def load(
 
 
 def _verify(path: Path, checker: int, num_checkers: int) -> None:
-    if not (path / SEAL).exists():
-        raise DamagedCheckpoint(f"{SEAL} is missing")
-    files = manifest.read_seal(path / SEAL)["files"]
-    for number, (name, seal) in enumerate(sorted(files.items())):
+    if not (path / MANIFEST).exists():
+        raise DamagedCheckpoint(f"{MANIFEST} is missing")
+    files = manifest.read_manifest(path / MANIFEST)["files"]
+    for number, (name, entry) in enumerate(sorted(files.items())):
         if not (path / name).exists():
             raise DamagedCheckpoint(f"{name} is missing")
         try:
-            manifest.verify(path / name, seal, content=number % num_checkers == checker)
+            manifest.verify(path / name, entry, content=number % num_checkers == checker)
         except DamagedCheckpoint as damage:
             raise DamagedCheckpoint(f"{name}: {damage}") from damage
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_together
 from torch.distributed.tensor import DTensor
 
 from selftask.checkpoint import manifest, rotation
-from selftask.checkpoint.manifest import SEAL
+from selftask.checkpoint.manifest import MANIFEST
 from selftask.checkpoint.sharded import REST, T, split
 from selftask.checkpoint.writer import CheckpointWriter
 from selftask.distributed.collectives import is_primary, new_group, rank, world_size
@@ -52,8 +52,8 @@ class ShardedWriter(CheckpointWriter):
         try:
             self._on_first(lambda: self._begin(aside))
             self._write_shards(state["shards"], aside)
-            seals = self._on_all(lambda: _seal(aside.glob(f"__{rank()}_*")))
-            files = {name: seal for part in seals for name, seal in part.items()}
+            entries = self._on_all(lambda: _entries(aside.glob(f"__{rank()}_*")))
+            files = {name: entry for part in entries for name, entry in part.items()}
             self._on_first(lambda: self._finish(state["rest"], aside, step, files))
         except BaseException:
             if is_primary():
@@ -86,10 +86,10 @@ class ShardedWriter(CheckpointWriter):
     ) -> None:
         """All that the first rank writes, once the shards are on disk; then the name."""
         files[REST] = manifest.write_checked(rest, aside / REST)
-        files |= _seal([aside / ".metadata"])
+        files |= _entries([aside / ".metadata"])
         for file in self.durable:
             manifest.sync(file)
-        manifest.write_durably(aside / SEAL, json.dumps({"step": step, "files": files}))
+        manifest.write_durably(aside / MANIFEST, json.dumps({"step": step, "files": files}))
         manifest.sync(aside)
         path = self.folder / f"step_{step:09d}"
         rotation.discard(path)  # a damaged one of the same step, if any
@@ -115,7 +115,7 @@ class ShardedWriter(CheckpointWriter):
         return [given for given, _ in told]
 
 
-def _seal(files: Any) -> dict[str, dict[str, int]]:
+def _entries(files: Any) -> dict[str, dict[str, int]]:
     """Length and CRC-32 of files, by name."""
     return {
         file.name: {"bytes": file.stat().st_size, "crc32": manifest.crc32(file)} for file in files

@@ -17,13 +17,13 @@ from typing import Any
 
 from selftask.checkpoint import sharded
 from selftask.checkpoint.manifest import (
-    SEAL,
+    MANIFEST,
     DamagedCheckpoint,
     NoCheckpoint,
     _verify_zip,
     check_plain,
     read_file,
-    read_seal,
+    read_manifest,
     sync,
     verify,
     write_checked,
@@ -69,16 +69,16 @@ def write(state: dict[str, Any], folder: Path, step: int, *, durable: Sequence[P
     path = folder / f"step_{step:09d}.pt"
     temporary = folder / f".{path.name}.tmp"
     try:
-        seal = {"step": step, **write_checked(state, temporary)}
+        manifest = {"step": step, **write_checked(state, temporary)}
         for file in durable:
             sync(file)
-        seal_path = path.with_suffix(".json")
-        seal_path.unlink(missing_ok=True)  # of a damaged file of the same step, if any
+        manifest_path = path.with_suffix(".json")
+        manifest_path.unlink(missing_ok=True)  # of a damaged file of the same step, if any
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)  # on a full disk, half a file is in the way
         raise
-    write_durably(seal_path, json.dumps(seal))
+    write_durably(manifest_path, json.dumps(manifest))
     sync(folder)
     return path
 
@@ -100,7 +100,7 @@ def find(resume: str, folder: Path, read: Read | None = None) -> tuple[dict[str,
     read = partial(load_with, _ENTRIES, read=read)
     if resume == "auto" or (checkpoints(folder) and path.resolve().parent != folder.resolve()):
         return load_newest(folder, read)
-    if path.is_dir() and not (path / SEAL).exists():
+    if path.is_dir() and not (path / MANIFEST).exists():
         raise UserError(f"resume={resume}: {_instead_of_folder(path)}")
     try:
         return read(path), path
@@ -173,9 +173,11 @@ def load(path: Path) -> dict[str, Any]:
     """
     if path.is_dir():
         return sharded.load(path)
-    seal_path = path.with_suffix(".json")
-    if NAME.fullmatch(path.name) and seal_path.exists():  # a kill before the last rename: none yet
-        verify(path, read_seal(seal_path))
+    manifest_path = path.with_suffix(".json")
+    if (
+        NAME.fullmatch(path.name) and manifest_path.exists()
+    ):  # a kill before the last rename: none yet
+        verify(path, read_manifest(manifest_path))
     elif zipfile.is_zipfile(path):
         _verify_zip(path)
     return read_file(path)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from selftask.checkpoint import manifest, rotation, store
-from selftask.distributed.heartbeat import during
+from selftask.distributed.heartbeat import activity
 from selftask.errors import RunError
 from selftask.logs import get_logger
 
@@ -65,7 +65,7 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Until what was saved is on disk. Raises RunError, once, if it could not be written."""
         if self._thread is not None:
-            with during("waiting for the checkpoint to be written"):
+            with activity("waiting for the checkpoint to be written"):
                 self._thread.join()
             self._thread = None
         failure, self._failure = self._failure, None
@@ -77,7 +77,7 @@ class CheckpointWriter:
         """Whether a file is being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Let the write under way end when something else went wrong, which is what counts."""
         try:
             self.wait()

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     from selftask.data.loading.open_data import copy_data, open_data
 
     config = load_config(words[1], words[2:])
-    sources = copy_data(open_data(replace(config.data, val=None)), config.data.copy_to)
+    sources = copy_data(open_data(replace(config.data, val=None)), config.data.stage_to)
 
     from selftask.data.inspect.profile import measure
     from selftask.data.inspect.profile_report import advice, as_json, table

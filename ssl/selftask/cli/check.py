@@ -165,7 +165,7 @@ def _verdict(small: Config, report: Report, ranks: list[int]) -> str:
 def _hint(quantity: str, difference: float, reduction: str) -> str:
     """What most often makes this the first quantity that differs."""
     if difference < 1e-5:
-        return "(so small: something computes in float32; models.precision.full_precision helps)"
+        return "(so small: something computes in float32; models.precision.to_float32 helps)"
     if quantity in ("samples", "inputs"):
         return (
             "(what is drawn for a sample must be a function of (seed, epoch, sample): "

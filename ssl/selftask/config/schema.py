@@ -66,14 +66,16 @@ class DataConfig:
     # memory, in a file below $SELFTASK_CACHE, or (small data sets, engine=device) on the device
     num_workers: int = _setting(0, min=0, also=["workers"])  # processes; yaml `auto`: see derive
     on_error: Literal["skip", "fail"] = "skip"  # what an unreadable file does
-    max_bad: float | None = _setting(None, min=0, max=1)  # share of images that may be unreadable;
+    max_unreadable: float | None = _setting(
+        None, min=0, max=1
+    )  # share of images that may be unreadable;
     # null: 0.1 %, but at least 3 images
     max_pixels: int = _setting(100_000_000, min=1)  # larger images are refused: they are bombs
     max_bytes: int = _setting(1 << 30, min=1)  # of an encoded image; larger ones are not read
     max_scans: int = _setting(100, min=1)  # of a JPEG, each of which takes a pass over the image;
     # most have 1, progressive ones about 10
     subset: float | int | dict[str, Any] | None = None  # of the training images: see docs/data.md
-    copy_to: str | None = _setting(
+    stage_to: str | None = _setting(
         None, path=True
     )  # copy the files to this folder, or to `ram`, before training
     read_timeout_s: float = _setting(60.0, min=0)  # of a file, when its disk is silent; 0: none
@@ -152,7 +154,7 @@ class OptimizerConfig:
     end_lr: float = _setting(0.0, min=0, also=["min_lr", "final_lr"])  # at the end of training
     weight_decay: float = _setting(0.0, min=0, also=["wd"])
     end_weight_decay: float | None = _setting(None, min=0)  # none: constant
-    decay_norm_and_bias: bool = False  # whether one-dimensional parameters decay too
+    decay_1d: bool = False  # whether one-dimensional parameters decay too
     decay_tokens: bool = False  # whether a transformer's tokens and learned positions do
 
     def to_dict(self) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def name_top_folders(paths: Sequence[str] | PathTable, labels: np.ndarray | None
     return [paths[row].partition("/")[0] for row in first[:-1].tolist()]
 
 
-def number_alike(source: Source, model: Source) -> None:
+def align_classes(source: Source, model: Source) -> None:
     """Give each class of ``source`` the number that the class of that name has in ``model``.
 
     Two sets number their classes apart, so that one class less in one of them would move all that

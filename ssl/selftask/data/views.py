@@ -25,7 +25,7 @@ UNIT = np.float32(1 / 255)  # without ``normalize``, values are in [0, 1]
 BLOCK = 1 << 17  # values that a thread of a CPU has in its cache at once: 512 KiB of floats
 
 
-class Pipeline:
+class Compose:
     """Transforms in sequence on one 8-bit picture; what makes floats of a whole batch comes last.
 
     ``pipeline(image, rng)`` takes and gives uint8 (H, W, C); ``pipeline.to_float`` is for the
@@ -41,9 +41,11 @@ class Pipeline:
         last = self.transforms[-1] if self.transforms else None
         if isinstance(last, Normalize):
             self.transforms.pop()
-            self.to_float = ToFloat(*last.scale_and_shift(channels))
+            self.to_float = Normalizer(*last.scale_and_shift(channels))
         else:
-            self.to_float = ToFloat(np.full(channels, UNIT), np.zeros(channels, dtype=np.float32))
+            self.to_float = Normalizer(
+                np.full(channels, UNIT), np.zeros(channels, dtype=np.float32)
+            )
 
     def __call__(
         self, image: np.ndarray, rng: np.random.Generator, out: np.ndarray | None = None
@@ -86,7 +88,7 @@ def _run(
     return out
 
 
-class ToFloat:
+class Normalizer:
     """uint8 (B, H, W, C) on any device -> float32 (B, C, H, W): x * scale + shift.
 
     The memory stays in the order of the pixels (``torch.channels_last``): nothing is transposed,
@@ -141,7 +143,7 @@ class Views:
     """All views of an image, in the order of the config, each group ``count`` times."""
 
     def __init__(self, views: Mapping[str, ViewConfig], channels: int = RGB) -> None:
-        self.pipelines: list[Pipeline] = []
+        self.pipelines: list[Compose] = []
         for name, view in views.items():
             pipeline = build_pipeline(view.transforms, f"views.{name}.transforms", channels)
             self.pipelines += [pipeline] * view.count
@@ -170,7 +172,7 @@ class Views:
 
 def build_pipeline(
     transforms: Sequence[Component], key: str = "transforms", channels: int = RGB
-) -> Pipeline:
+) -> Compose:
     """The pipeline of a config's list of transforms, for pictures of so many channels.
 
     Raises ConfigError for an impossible order, and for transforms of colours where there are none;
@@ -188,4 +190,4 @@ def build_pipeline(
             )
             raise ConfigError([problem])
         built.append(TRANSFORMS[component.name](**component.args))
-    return Pipeline(built, channels)
+    return Compose(built, channels)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from selftask.distributed.heartbeat import collective
+from selftask.distributed.heartbeat import collective_activity
 
 _AVAILABLE = dist.is_available()
 
@@ -48,7 +48,7 @@ def new_group(ranks: list[int] | None = None, *, backend: str | None = None) -> 
 def barrier() -> None:
     """Wait for all ranks."""
     if world_size() > 1:
-        with collective("barrier"):
+        with collective_activity("barrier"):
             dist.barrier()
 
 
@@ -57,7 +57,7 @@ def all_reduce_sum(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     if world_size() == 1:
         return x.detach()
     x = x.detach().clone()
-    with collective("all_reduce"):
+    with collective_activity("all_reduce"):
         dist.all_reduce(x, group=group)
     return x
 
@@ -72,7 +72,7 @@ def all_gather_cat(x: Tensor) -> Tensor:
     if world_size() == 1:
         return x.detach()
     parts = [torch.empty_like(x, requires_grad=False) for _ in range(world_size())]
-    with collective("all_gather"):
+    with collective_activity("all_gather"):
         dist.all_gather(parts, x.detach().contiguous())
     return torch.cat(parts)
 
@@ -119,7 +119,7 @@ class _Sum(torch.autograd.Function):
 def broadcast_module(module: nn.Module) -> None:
     """Make parameters and buffers those of rank 0."""
     if world_size() > 1:
-        with collective("broadcast"):
+        with collective_activity("broadcast"):
             for tensor in (*module.parameters(), *module.buffers()):
                 dist.broadcast(tensor.data, src=0)
 
@@ -128,7 +128,7 @@ def broadcast_module(module: nn.Module) -> None:
 def broadcast_buffers(module: nn.Module) -> None:
     """Make buffers those of rank 0: without DDP, BatchNorm statistics drift apart between ranks."""
     if world_size() > 1:
-        with collective("broadcast of buffers"):
+        with collective_activity("broadcast of buffers"):
             for buffer in module.buffers():
                 dist.broadcast(buffer, src=0)
 
@@ -138,12 +138,12 @@ def gather_objects(thing: Any) -> list[Any]:
     if world_size() == 1:
         return [thing]
     things: list[Any] = [None] * world_size()
-    with collective("all_gather of objects"):
+    with collective_activity("all_gather of objects"):
         dist.all_gather_object(things, thing)
     return things
 
 
-class AnyRank:
+class AnyFlag:
     """A question put to all ranks at every step whose answer is read at the next: nobody waits.
 
     Goes over gloo, also where gradients go over NCCL: the flag stays on the host. On one process
@@ -171,6 +171,6 @@ class AnyRank:
             return False
         work, flag = self._asked
         self._asked = None
-        with collective("all_reduce of the flag to stop"):
+        with collective_activity("all_reduce of the flag to stop"):
             work.wait()
         return bool(flag.item() > 0)

@@ -25,7 +25,7 @@ class Pulse:
 PULSE = Pulse()
 
 
-class during:
+class activity:
     """Context: the main thread does this; beginning and end both count as moving on."""
 
     def __init__(self, doing: str) -> None:
@@ -41,17 +41,17 @@ class during:
         PULSE.count += 1
 
 
-def each(doing: str, items: Iterable[T]) -> Iterator[T]:
+def track(doing: str, items: Iterable[T]) -> Iterator[T]:
     """The items of a long loop; the main thread is ``doing`` something, and each is a sign of life.
 
     Whoever watches takes a process that gives none for ``launch.timeout_s`` for stuck.
     """
     for item in items:
-        with during(doing):
+        with activity(doing):
             yield item
 
 
-class collective(during):
+class collective_activity(activity):
     """The same for what all ranks must do together; numbered, so that they can be compared."""
 
     def __enter__(self) -> None:

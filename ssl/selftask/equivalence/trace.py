@@ -65,7 +65,7 @@ class RecordedTask(Task):
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         super().prepare(*args, **kwargs)
-        self.feed: Any = _InDouble(self.feed)
+        self.data_module: Any = _InDouble(self.data_module)
         modules = (("network", self.base_model), ("method", self.loss))
         named = [
             (f"{part}.{n}", p) for part, module in modules for n, p in module.named_parameters()

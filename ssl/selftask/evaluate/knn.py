@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selftask.distributed.collectives import gather_objects, rank, world_size
-from selftask.distributed.heartbeat import each
+from selftask.distributed.heartbeat import track
 from selftask.evaluate.features import Features, check_targets
 from selftask.evaluate.label_counts import LabelCounts, require_labels
 from selftask.registry import register_evaluation
@@ -148,7 +148,7 @@ def _top(queries: Tensor, bank: Tensor, k: int, left_out: Tensor) -> tuple[Tenso
     best = queries.new_empty(len(queries), 0)
     row = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
     size = _TRAIN_ROWS * torch.float32.itemsize // bank.dtype.itemsize
-    for first in each("k-NN", range(0, len(bank), size)):
+    for first in track("k-NN", range(0, len(bank), size)):
         products = _products(queries, bank[first : first + size])
         inside = (left_out >= first) & (left_out < first + products.shape[1])
         products[inside, left_out[inside] - first] = -torch.inf

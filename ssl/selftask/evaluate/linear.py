@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selftask.distributed.heartbeat import during
+from selftask.distributed.heartbeat import activity
 from selftask.errors import plural
 from selftask.evaluate.features import Features
 from selftask.evaluate.label_counts import LabelCounts, require_labels
@@ -148,7 +148,7 @@ class _Problem:
         shape = (len(self.classes), len(scale))
 
         def evaluate(scaled: np.ndarray) -> tuple[float, np.ndarray]:
-            with during("linear evaluation"):
+            with activity("linear evaluation"):
                 weights = torch.from_numpy(scaled).view(shape).to(scale) * scale
                 loss, gradient = self._loss_and_gradient(weights)
                 weights[:, -1] = 0.0  # the bias does not decay

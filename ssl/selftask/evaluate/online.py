@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 def evaluate_task(task: Task) -> dict[str, float]:
     """The numbers of ``eval.evaluations``; none without labels. The run's state stays untouched."""
     components = task.config.eval.evaluations
-    if not (components and task.feed.has_test and task.feed.num_classes):
+    if not (components and task.data_module.has_test and task.data_module.num_classes):
         return {}
     backbone = task.export_backbone()
     train, test = (
         extract_features(backbone, samples, device=task.device)
-        for samples in (task.feed.labelled_samples(), task.feed.test_samples())
+        for samples in (task.data_module.labelled_samples(), task.data_module.test_samples())
     )
     return run_evaluations(components, train, test)
 

@@ -38,7 +38,7 @@ class EvaluateBackbone(Hook):
 
     def _say_what_is_missing(self, task: Task) -> None:
         """Somebody who gives ``data.val`` waits for numbers that need labels on both sides."""
-        feed, names = task.feed, ", ".join(task.config.eval.evaluations)
+        feed, names = task.data_module, ", ".join(task.config.eval.evaluations)
         if feed.val_source is not None and names and not (feed.has_test and feed.num_classes):
             which = "data" if feed.has_test else "data.val"
             log.warning("no %s while training: the images of %s have no labels", names, which)

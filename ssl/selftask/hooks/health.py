@@ -33,7 +33,7 @@ class Health(Hook):
     max_rows: int = limited(512, min=2)  # embeddings looked at per log line
 
     def on_update(self, task: Task) -> None:
-        if not task.at_log_point:
+        if not task.should_log:
             return
         embedding = getattr(task.base_model, "embedding", None)
         if embedding is not None and len(embedding) > 1:  # one row has no spread

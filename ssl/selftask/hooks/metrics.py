@@ -65,7 +65,7 @@ class Metrics(Hook):
 
     def on_phase_end(self, task: Task) -> None:
         if not task.train and task.scalars:
-            task.write_row(task.take_scalars())
+            task.write_row(task.pop_scalars())
 
     def before_save(self, task: Task) -> None:
         self._losses(task)  # a state that is not finite is not worth keeping
@@ -79,13 +79,13 @@ class Metrics(Hook):
             "loss": math.fsum(losses) / len(losses),
             "lr": task.optimizer.param_groups[0]["lr"],
             "images_per_s": self.samples / seconds,
-            "data_wait": min((task.feed.data_wait_s - self.waited_s) / seconds, 1.0),
+            "data_wait": min((task.data_module.data_wait_s - self.waited_s) / seconds, 1.0),
             **_mean_over_ranks(task.last_batch.terms),
-            **task.take_scalars(),
+            **task.pop_scalars(),
         }
         self.window.clear()
         self.steps.clear()
-        self.since, self.samples, self.waited_s = now, 0, task.feed.data_wait_s
+        self.since, self.samples, self.waited_s = now, 0, task.data_module.data_wait_s
         task.write_row(row)
         waiting = self.wait_watch.saw(steps, row["data_wait"])
         if waiting is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from selftask.distributed.collectives import AnyRank, is_primary
+from selftask.distributed.collectives import AnyFlag, is_primary
 from selftask.distributed.world import STOP_SIGNALS, is_ignored
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
@@ -48,7 +48,7 @@ class StopOnSignal(Hook):
                 break
 
     def on_start(self, task: Task) -> None:
-        self.any_rank = AnyRank()
+        self.any_rank = AnyFlag()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name

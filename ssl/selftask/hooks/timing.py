@@ -78,7 +78,7 @@ class Timing(Hook):
 
     def on_update(self, task: Task) -> None:
         self.updates += 1
-        if task.at_log_point:
+        if task.should_log:
             taken = self._take()
             for section in SECTIONS:
                 task.log(f"ms_{section}", taken[section] / self.updates)

@@ -35,7 +35,7 @@ class BarlowTwins(Method):
     class Config:
         dim: int = limited(8192, min=1)  # D
         hidden: int = limited(8192, min=1)  # width of the projector's two hidden layers
-        redundancy: float = limited(0.0051, min=0)  # lambda in eq. 1
+        redundancy_weight: float = limited(0.0051, min=0)  # lambda in eq. 1
         scale: float = limited(1.0, min=0)  # of the whole loss; 0.1 in solo-learn
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -56,7 +56,7 @@ class BarlowTwins(Method):
         scale = self.config.scale
         return {
             "invariance": scale * invariance,
-            "redundancy": scale * self.config.redundancy * redundancy,
+            "redundancy": scale * self.config.redundancy_weight * redundancy,
         }
 
     @property

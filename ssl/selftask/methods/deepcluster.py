@@ -26,7 +26,7 @@ from selftask.logs import get_logger
 from selftask.methods.base import Method
 from selftask.models.clustering import spherical_kmeans
 from selftask.models.heads import mlp
-from selftask.models.precision import full_precision
+from selftask.models.precision import to_float32
 from selftask.random.permutation import hash_words
 from selftask.registry import limited, register_method
 
@@ -80,7 +80,7 @@ class DeepCluster(Method):
 
     def setup(self, task: Task) -> None:
         """A slot for each image. Raises UserError where there are fewer images than clusters."""
-        config, num_images = self.config, task.feed.num_images
+        config, num_images = self.config, task.data_module.num_images
         if max(config.num_prototypes) > num_images:
             raise UserError(
                 f"method.num_prototypes={config.num_prototypes}: {num_images} images cannot make "
@@ -111,10 +111,10 @@ class DeepCluster(Method):
         log.info("deepcluster: filling the memory, one pass over %d images", len(self.memory))
         task.base_model.eval()
         self.memory.zero_()
-        for sample in task.feed.sweep():
+        for sample in task.data_module.sweep():
             with task.autocast():
                 output = task.base_model(sample["views"][:NUM_REMEMBERED])  # (2, B, D)
-            features = F.normalize(full_precision(output), dim=2)
+            features = F.normalize(to_float32(output), dim=2)
             self.memory[sample["index"]] = features.transpose(0, 1)
         self.memory.copy_(all_reduce_sum(self.memory))  # each row is zero on all ranks but one
         task.base_model.train()
@@ -141,13 +141,13 @@ class DeepCluster(Method):
         """Keep the features of the batch for the memory, which moves in ``on_update``."""
         if task.train:
             batch = task.last_batch
-            remembered = full_precision(batch.output[:NUM_REMEMBERED].detach())  # (2, B, D)
+            remembered = to_float32(batch.output[:NUM_REMEMBERED].detach())  # (2, B, D)
             self.pending.append((batch.index, F.normalize(remembered, dim=2).transpose(0, 1)))
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Cross-entropy of each view with its image's cluster, averaged over heads; (V, B, D)."""
         with torch.autocast(output.device.type, enabled=False):
-            features = F.normalize(full_precision(output), dim=2)  # (V, B, D)
+            features = F.normalize(to_float32(output), dim=2)  # (V, B, D)
             scores = features.flatten(0, 1) @ self.prototypes.T  # (V * B, K_1 + ... + K_H)
         by_head = (scores / self.config.temperature).split(self.config.num_prototypes, dim=1)
         clusters = self.clusters[:, batch.index].repeat(1, len(features))  # (H, V * B)

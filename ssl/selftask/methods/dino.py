@@ -21,9 +21,9 @@ from selftask.batch import Batch
 from selftask.config.values.duration import updates_in
 from selftask.distributed.collectives import all_reduce_mean
 from selftask.methods.base import Method
-from selftask.models.clustering import cross_entropy_of_pairs
+from selftask.models.clustering import swapped_cross_entropy
 from selftask.models.heads import DINOHead
-from selftask.models.precision import full_precision
+from selftask.models.precision import to_float32
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
 from selftask.registry import limited, register_method
@@ -107,7 +107,7 @@ class DINO(Method):
     def on_forward(self, task: Task) -> None:
         """The teacher looks at the global views: centred (eq. 4), then sharpened by tau_t."""
         batch = task.last_batch
-        scores = full_precision(self.teacher(batch.all_views[:NUM_GLOBAL]))  # (2, B, K)
+        scores = to_float32(self.teacher(batch.all_views[:NUM_GLOBAL]))  # (2, B, K)
         temperature = self.teacher_temperature_at(task.where)
         batch["probs"] = F.softmax((scores - self.center) / temperature, dim=2)  # (2, B, K)
         if task.train:
@@ -118,8 +118,8 @@ class DINO(Method):
 
         The cross-entropy is split into the teacher's entropy, which has no gradient, and the rest.
         """
-        log_probs = F.log_softmax(full_precision(output) / self.config.temperature, dim=2)
-        cross_entropy = cross_entropy_of_pairs(batch["probs"], log_probs)
+        log_probs = F.log_softmax(to_float32(output) / self.config.temperature, dim=2)
+        cross_entropy = swapped_cross_entropy(batch["probs"], log_probs)
         entropy = torch.special.entr(batch["probs"]).sum(dim=2).mean()
         return {"teacher_entropy": entropy, "kl": cross_entropy - entropy}
 

@@ -33,7 +33,7 @@ from selftask.models.masked_vit import (
     patch_tokens,
 )
 from selftask.models.network import Network
-from selftask.models.precision import full_precision
+from selftask.models.precision import to_float32
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
 from selftask.random.keyed import uniform
@@ -113,7 +113,7 @@ class IJEPA(Method):
         config = self.config
         self.check_backbone(backbone)
         vit = as_vit(backbone, method="ijepa")
-        self.blocks = Blocks(config, grid_size(vit))
+        self.blocks = MultiBlockMask(config, grid_size(vit))
         predictor = PatchPredictor(
             vit,
             dim=config.predictor_dim,
@@ -144,13 +144,13 @@ class IJEPA(Method):
         indices, _ = batch["targets"]  # (B, M, Q)
         vit = as_vit(self.teacher.network, method="ijepa")
         features = vit.forward_features(batch.all_views[0])[:, vit.num_prefix_tokens :]  # (B, N, E)
-        features = F.layer_norm(full_precision(features), features.shape[-1:])
+        features = F.layer_norm(to_float32(features), features.shape[-1:])
         features = gather_tokens(features, indices.flatten(1))
         batch["features"] = features.view(*indices.shape, -1)  # (B, M, Q, E)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Smooth L1 distance, a mean over images, blocks and a block's patches in turn."""
-        distance = F.smooth_l1_loss(full_precision(output), batch["features"], reduction="none")
+        distance = F.smooth_l1_loss(to_float32(output), batch["features"], reduction="none")
         inside = ~batch["targets"][1]  # (B, M, Q), False where a block has fewer than Q patches
         of_patch = distance.mean(dim=3) * inside  # (B, M, Q)
         of_block = of_patch.sum(dim=2) / inside.sum(dim=2)  # (B, M)
@@ -178,7 +178,7 @@ class BlockPredictor(Network):
         return predicted
 
 
-class Blocks:
+class MultiBlockMask:
     """Where the targets and the context of an image are, on a grid of rows and columns.
 
     The published code draws one size for a whole batch and then cuts every block to the smallest

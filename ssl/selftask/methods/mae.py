@@ -30,7 +30,7 @@ from selftask.models.masked_vit import (
     patchify,
 )
 from selftask.models.network import Network
-from selftask.models.precision import full_precision
+from selftask.models.precision import to_float32
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
 
@@ -120,7 +120,7 @@ class MAE(Method):
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Mean squared error over the masked patches only; ``output`` (B, M, P)."""
-        return F.mse_loss(full_precision(output), batch["pixels"])
+        return F.mse_loss(to_float32(output), batch["pixels"])
 
     @property
     def chance_loss(self) -> float | None:

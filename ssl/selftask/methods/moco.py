@@ -23,7 +23,7 @@ from selftask.batch import Batch
 from selftask.distributed.collectives import all_gather_cat, rank, world_size
 from selftask.methods.base import Method
 from selftask.models.heads import mlp
-from selftask.models.precision import full_precision, in_full_precision
+from selftask.models.precision import in_full_precision, to_float32
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
 from selftask.random.keyed import LAYER_DRAWS
@@ -93,7 +93,7 @@ class MoCo(Method):
         batch = task.last_batch
         others = [shuffle_bn(view) for view in batch.all_views[::-1][: len(self.queue)]]
         with LAYER_DRAWS.exchanged(shuffle_bn):
-            keys = F.normalize(full_precision(self.teacher(others)), dim=2)  # (V, B, D)
+            keys = F.normalize(to_float32(self.teacher(others)), dim=2)  # (V, B, D)
         keys = torch.stack([unshuffle_bn(key) for key in keys])  # (V, B * W, D)
         num_images = len(batch.index)
         batch["keys"] = keys.narrow(1, rank() * num_images, num_images)  # (V, B, D)

@@ -41,11 +41,11 @@ class Supervised(Method):
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """The classifier. Raises UserError if the labels or the loss will not do."""
-        self.num_classes = self.config.num_classes or task.feed.num_classes
+        self.num_classes = self.config.num_classes or task.data_module.num_classes
         if not self.num_classes:
             raise UserError("method.name=supervised needs labels, and the data set has none")
-        _check_labels("data", task.feed.train_source, self.num_classes)
-        _check_labels("data.val", task.feed.val_source, self.num_classes)
+        _check_labels("data", task.data_module.train_source, self.num_classes)
+        _check_labels("data.val", task.data_module.val_source, self.num_classes)
         self.loss = _build_loss(self.config.loss, self.config.loss_args)
         self._score = in_full_precision(self.loss.forward)  # once, not at every step
         return Classifier(backbone, self.num_classes, frozen=self.config.freeze_backbone)

@@ -22,9 +22,9 @@ from selftask.batch import Batch
 from selftask.config.values.duration import updates_in
 from selftask.distributed.collectives import all_gather_cat, rank, world_size
 from selftask.methods.base import Method
-from selftask.models.clustering import cross_entropy_of_pairs, sinkhorn_knopp
+from selftask.models.clustering import sinkhorn_knopp, swapped_cross_entropy
 from selftask.models.heads import Prototypes, mlp
-from selftask.models.precision import full_precision
+from selftask.models.precision import to_float32
 from selftask.registry import limited, register_method
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class SwAV(Method):
         is_full = task.clock.batch * task.length.batch_size >= len(self.queue) > 0
         self.queue_is_used = is_full and task.iteration >= self.queue_start
         if task.train and len(self.queue):
-            assigned = full_precision(task.last_batch.output[:NUM_ASSIGNED].detach())
+            assigned = to_float32(task.last_batch.output[:NUM_ASSIGNED].detach())
             self.pending.append(F.normalize(assigned, dim=2).transpose(0, 1))
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -102,11 +102,11 @@ class SwAV(Method):
         the rest.
         """
         with torch.autocast(output.device.type, enabled=False):
-            features = F.normalize(full_precision(output), dim=2)  # (V, B, D)
+            features = F.normalize(to_float32(output), dim=2)  # (V, B, D)
             scores = self.prototypes(features)  # (V, B, K)
             assigned = torch.stack([self.assign(scores[v], v) for v in range(NUM_ASSIGNED)])
             log_probs = F.log_softmax(scores / self.config.temperature, dim=2)  # (V, B, K)
-            cross_entropy = cross_entropy_of_pairs(assigned, log_probs)
+            cross_entropy = swapped_cross_entropy(assigned, log_probs)
         entropy = torch.special.entr(assigned).sum(dim=2).mean()
         return {"assignment_entropy": entropy, "kl": cross_entropy - entropy}
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selftask.distributed.collectives import all_gather_cat
-from selftask.distributed.heartbeat import each
-from selftask.models.precision import full_precision, in_full_precision
+from selftask.distributed.heartbeat import track
+from selftask.models.precision import in_full_precision, to_float32
 
 
 @torch.no_grad()
@@ -27,7 +27,7 @@ def sinkhorn_knopp(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor
     """
     if iterations < 1:
         raise ValueError(f"sinkhorn_knopp needs at least one iteration, got {iterations}")
-    logits = full_precision(scores) / epsilon  # (B, K)
+    logits = to_float32(scores) / epsilon  # (B, K)
     for _ in range(iterations):
         local_mass = logits.logsumexp(dim=0, keepdim=True)  # (1, K)
         mass = all_gather_cat(local_mass).logsumexp(dim=0, keepdim=True)  # (1, K) over all ranks
@@ -36,7 +36,7 @@ def sinkhorn_knopp(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor
 
 
 @in_full_precision
-def cross_entropy_of_pairs(probs: Tensor, log_probs: Tensor) -> Tensor:
+def swapped_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
     """-sum_k p log q, averaged over images and over all pairs of *different* views.
 
     ``probs`` p (A, B, K) are the assignments of the first A views, which all V views predict:
@@ -66,10 +66,10 @@ def spherical_kmeans(
     """
     if len(x) < num_clusters:
         raise ValueError(f"cannot make {num_clusters} clusters of {len(x)} rows; ask for fewer")
-    x = F.normalize(full_precision(x), dim=1)
+    x = F.normalize(to_float32(x), dim=1)
     first = torch.randperm(len(x), generator=generator)[:num_clusters]
     centroids = x[first.to(x.device)]  # (K, D)
-    for _ in each("k-means", range(iterations)):
+    for _ in track("k-means", range(iterations)):
         cluster = _nearest(x, centroids, chunk)
         sums = _sum_by_cluster(x, cluster, num_clusters, chunk)
         is_empty = cluster.bincount(minlength=num_clusters) == 0

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selftask.models.precision import full_precision
+from selftask.models.precision import to_float32
 
 
 def mlp(
@@ -118,6 +118,6 @@ class DINOHead(nn.Module):
         self.last_layer = WeightNormLinear(bottleneck, num_prototypes)
 
     def forward(self, features: Tensor) -> Tensor:
-        bottleneck = F.normalize(full_precision(self.mlp(features)), dim=-1)  # (N, bottleneck)
+        bottleneck = F.normalize(to_float32(self.mlp(features)), dim=-1)  # (N, bottleneck)
         scores: Tensor = self.last_layer(bottleneck)  # (N, K)
         return scores

@@ -20,7 +20,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
-def full_precision(x: Tensor) -> Tensor:
+def to_float32(x: Tensor) -> Tensor:
     """``x`` in float32 at least: what leaves autocast is raised, doubles stay doubles."""
     return x if x.dtype == torch.float64 else x.float()
 

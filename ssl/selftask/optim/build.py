@@ -65,17 +65,15 @@ def build_optimizer(
     length: RunLength,
     *,
     batch: int,
-    arrange: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
+    regroup: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
 ) -> Any:
     """Build the optimizer of named ``modules``; ``batch`` is the number of samples per step.
 
-    ``arrange`` has the last word on the groups of parameters (the reduction's, see there).
+    ``regroup`` has the last word on the groups of parameters (the reduction's, see there).
 
     Ours by name, or any registered with Classy Vision as ``classy:NAME``.
     """
-    groups = split_decay(
-        modules, decay_all=config.decay_norm_and_bias, decay_tokens=config.decay_tokens
-    )
+    groups = split_decay(modules, decay_all=config.decay_1d, decay_tokens=config.decay_tokens)
     decay = weight_decay_schedule(config)
     for group in groups:
         group["weight_decay"] = decay if group.pop("decay") else 0.0
@@ -87,7 +85,7 @@ def build_optimizer(
         optimizer = classy.build("optimizer", config.name, {"num_epochs": 1, **config.args})
     if not getattr(own, "layerwise", False):
         groups = merge_alike([_without(group, "adapt") for group in groups])
-    optimizer.set_param_groups(arrange(groups), lr=lr_schedule(config, length, batch=batch))
+    optimizer.set_param_groups(regroup(groups), lr=lr_schedule(config, length, batch=batch))
     return optimizer
 
 

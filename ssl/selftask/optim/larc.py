@@ -20,7 +20,7 @@ from selftask.registry import limited, register_optimizer
 class LARCConfig:
     """LARC without clipping: every parameter is adapted; SwAV and DeepCluster v2 train with it.
 
-    They decay every parameter as well: ``decay_norm_and_bias: true``.
+    They decay every parameter as well: ``decay_1d: true``.
     """
 
     sgd_momentum: float = limited(0.9, min=0, below=1)

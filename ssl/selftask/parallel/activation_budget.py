@@ -38,7 +38,7 @@ class ActivationBudget:
         for number, block in enumerate(blocks):
             meter_with(block, _Meter(self, number))
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """After the first backward pass: choose. Every rank calls, at each step."""
         if not self._is_open:
             return

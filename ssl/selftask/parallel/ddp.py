@@ -37,15 +37,15 @@ class DDPReduction(Reduction):
         self._module = _Replaceable(network)
         return self._module
 
-    def watch(self, named: Named) -> None:
+    def register(self, named: Named) -> None:
         inside = set(self._module.network.parameters())
         self._named = [(name, p) for name, p in named if p in inside]
         rest = [(name, p) for name, p in named if p not in inside]
         self._all = _Strict(bucket_mb=self._bucket_mb)
-        self._all.watch(named)
+        self._all.register(named)
         if rest:
             self._method = ManualReduction(bucket_mb=self._bucket_mb)
-            self._method.watch(rest)
+            self._method.register(rest)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -89,7 +89,7 @@ class DDPReduction(Reduction):
 class _Strict(ManualReduction):
     """Of the first step only, in which nothing is sent before the backward pass is over."""
 
-    def watch(self, named: Named) -> None:
+    def register(self, named: Named) -> None:
         self._named = named
         self._groups = [dist.group.WORLD]
 

@@ -69,14 +69,14 @@ class FSDPReduction(Reduction):
             self._network.set_reduce_scatter_unused_params(True)
         self._arrivals = Arrivals(self._network)
 
-    def watch(self, named: Named) -> None:
+    def register(self, named: Named) -> None:
         names = {p: name for name, p in self._network.named_parameters()}
         self._sharded = [(name, p) for name, p in named if isinstance(p, DTensor)]
         self._inner_names = [names[p] for _, p in self._sharded]  # without ``network.``
         rest = [(name, p) for name, p in named if not isinstance(p, DTensor)]
         if rest:
             self._method = ManualReduction(bucket_mb=self._bucket_mb)
-            self._method.watch(rest)
+            self._method.register(rest)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -124,24 +124,24 @@ class FSDPReduction(Reduction):
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(param_dtype=self._low, reduce_dtype=torch.float32)
 
-    def whole(self, state: Any) -> Any:
+    def full_state(self, state: Any) -> Any:
         if isinstance(state, DTensor):
             full = state.full_tensor().detach()
             return full.cpu() if is_primary() else full.new_empty(0)
         if isinstance(state, dict):
-            return type(state)((key, self.whole(value)) for key, value in state.items())
+            return type(state)((key, self.full_state(value)) for key, value in state.items())
         if isinstance(state, list | tuple):
-            return type(state)(self.whole(value) for value in state)
+            return type(state)(self.full_state(value) for value in state)
         return state
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         return empty_shards(*shape, dtype=dtype, device_mesh=self._mesh, placements=[Shard(0)])
 
-    def share(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    def shard_state(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         mine = module.state_dict()
         return {key: _share(value, mine.get(key)) for key, value in state.items()}
 
-    def arrange(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def regroup(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Sharded and whole parameters apart: one fused operation cannot take both."""
         self._parameters = [p for group in groups for p in group["params"]]
         self._layout: list[tuple[int, list[int]]] = []  # of each new group: the old one, places
@@ -167,7 +167,7 @@ class FSDPReduction(Reduction):
         ordered = {place: of_place[place] for place in sorted(of_place)}
         return {**state, "optim": {"state": ordered, "param_groups": list(groups.values())}}
 
-    def share_of_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
+    def shard_state_of_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
         optim = state["optim"]
         places = [place for _, mine in self._layout for place in mine]
         of_one = {
@@ -187,7 +187,7 @@ class FSDPReduction(Reduction):
         same = isinstance(value, Tensor) and value.shape == parameter.shape
         return _share(value, parameter) if same else value
 
-    def plain(self, module: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
+    def unsharded(self, module: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
         full = {
             key: value.full_tensor().detach() if isinstance(value, DTensor) else value
             for key, value in module.state_dict().items()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from selftask.distributed.collectives import new_group, world_size
-from selftask.distributed.heartbeat import collective
+from selftask.distributed.heartbeat import collective_activity
 from selftask.errors import RunError
 from selftask.logs import get_logger
 from selftask.parallel.reduction import Named, Reduction
@@ -97,7 +97,7 @@ class ManualReduction(Reduction):
         self._next = 0  # the first bucket that is not launched yet
         self._buckets: list[Bucket] = []
 
-    def watch(self, named: Named) -> None:
+    def register(self, named: Named) -> None:
         self._named = named
         self._groups: list[dist.ProcessGroup | None] = [*bucket_groups()]
 
@@ -113,7 +113,7 @@ class ManualReduction(Reduction):
         if not self._buckets and self._named:
             self._begin()
         idle = self._without_gradient_anywhere()
-        with collective("all_reduce of gradients"):
+        with collective_activity("all_reduce of gradients"):
             while self._next < len(self._buckets):
                 self._launch_next()
             for bucket in self._buckets:

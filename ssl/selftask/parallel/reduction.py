@@ -16,7 +16,7 @@ class Reduction:
     """One process: gradients are what they should be, and every tensor is whole.
 
     The others override what they need. Calls come in this order: ``shard``, ``wrap``,
-    ``arrange``, ``watch`` once; then at each step ``no_sync`` and ``reduce``; the rest is for
+    ``regroup``, ``register`` once; then at each step ``no_sync`` and ``reduce``; the rest is for
     checkpoints, evaluations and exports.
     """
 
@@ -27,11 +27,11 @@ class Reduction:
         """What the step calls in place of the network."""
         return network
 
-    def arrange(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def regroup(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The optimizer's groups so that each holds one kind of tensor."""
         return groups
 
-    def watch(self, named: Named) -> None:
+    def register(self, named: Named) -> None:
         """All trained parameters, the method's too, with names; the same list on every rank."""
 
     def no_sync(self) -> AbstractContextManager[Any]:
@@ -41,7 +41,7 @@ class Reduction:
     def reduce(self) -> None:
         """After the backward pass: every gradient is its mean over ranks."""
 
-    def whole(self, state: Any) -> Any:
+    def full_state(self, state: Any) -> Any:
         """A nested state for a file; every rank calls, what was sharded is on the first one."""
         return state
 
@@ -49,19 +49,19 @@ class Reduction:
         """Where this rank's part of a tensor is read into that was sharded when it was written."""
         return torch.empty(shape, dtype=dtype)
 
-    def share(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    def shard_state(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """Of the state dict of a whole ``module``, this rank's part."""
         return state
 
     def rearrange(self, state: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's state as that of one with the groups that ``arrange`` was given."""
+        """An optimizer's state as that of one with the groups that ``regroup`` was given."""
         return state
 
-    def share_of_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
+    def shard_state_of_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
         """Of such a state, made whole, this rank's part."""
         return state
 
-    def plain(self, module: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
+    def unsharded(self, module: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
         """``module`` as one rank alone can use it; every rank calls.
 
         ``build`` makes a new one like it.

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from selftask.distributed.collectives import world_size
-from selftask.distributed.heartbeat import collective
+from selftask.distributed.heartbeat import collective_activity
 
 _MAX_NAMES = 12
 
@@ -17,7 +17,7 @@ def count_ranks(present: Sequence[bool]) -> list[int]:
     """For each entry, the number of ranks on which it is true. Waits for the device."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     counts = torch.tensor(present, dtype=torch.int32, device=device)
-    with collective("all_reduce of which parameters have gradients"):
+    with collective_activity("all_reduce of which parameters have gradients"):
         dist.all_reduce(counts)
     return [int(count) for count in counts.tolist()]
 

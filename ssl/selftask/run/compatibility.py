@@ -19,8 +19,16 @@ _TRAIN = ("batch_size", "accumulate", "seed", "precision", "step")
 _PARALLEL = ("sync_batch_norm", "compress")
 _MAY_CHANGE = {
     "data": (
-        *("num_workers", "on_error", "max_bad", "max_pixels", "max_bytes", "max_scans", "val"),
-        *("read_timeout_s", "read_retries", "copy_to", "cache"),
+        *(
+            "num_workers",
+            "on_error",
+            "max_unreadable",
+            "max_pixels",
+            "max_bytes",
+            "max_scans",
+            "val",
+        ),
+        *("read_timeout_s", "read_retries", "stage_to", "cache"),
     )
 }
 

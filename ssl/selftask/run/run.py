@@ -35,7 +35,7 @@ from selftask.run.compatibility import check_same_run
 from selftask.run.early_errors import watch_others
 from selftask.run.exit_report import Ending
 from selftask.run.plugin_code import copy_plugins
-from selftask.run.run_folder import held
+from selftask.run.run_folder import locked
 from selftask.run.status import Status
 from selftask.run.watchdog import Watch
 from selftask.task import Task
@@ -69,7 +69,7 @@ def run_task(task: Task, *, raises: bool = False) -> int:
     labels = check_evaluations(config, sources)
     torch.set_num_threads(num_threads(config, world.local_size))
     in_group = dist.is_initialized()
-    with lasting_output(), held(config.out, first=world.rank == 0):
+    with lasting_output(), locked(config.out, first=world.rank == 0):
         start_log(task.out, world.rank)
         try:
             if world.rank == 0 and (lost := Status(config).close_lost()):
@@ -82,7 +82,7 @@ def run_task(task: Task, *, raises: bool = False) -> int:
             LOGGER.info("threads: %d of torch, of %d cores", torch.get_num_threads(), cores())
             if advice := _precision_advice(config, task.device):
                 LOGGER.info("precision: %s", advice)
-            task.sources = copy_data(sources, config.data.copy_to)
+            task.sources = copy_data(sources, config.data.stage_to)
             return _run(task, raises=raises)
         finally:
             stop_log()

@@ -22,7 +22,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file 
 
 
 @contextmanager
-def held(out: str, *, first: bool) -> Iterator[Path]:
+def locked(out: str, *, first: bool) -> Iterator[Path]:
     """Context in which ``out`` is there, and no other run writes to it; ``first``: on rank 0.
 
     Two runs would cut each other's metrics and remove each other's half-written checkpoints.

@@ -19,7 +19,7 @@ _ASKING = ("SIGTERM", "SIGUSR2", "a signal on another rank")  # what a scheduler
 
 
 @dataclass(frozen=True)
-class Departure:
+class ExitDecision:
     """How an interrupted run leaves: the truth for ``status.json``, last line and exit code."""
 
     state: str  # requeued | interrupted
@@ -76,44 +76,44 @@ def job_name() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
 
 
-def depart(by: str, launch: LaunchConfig, *, first: bool) -> Departure:
+def depart(by: str, launch: LaunchConfig, *, first: bool) -> ExitDecision:
     """Leave a run that was stopped ``by`` a signal and saved: back to the queue where there is one.
 
     Every rank calls; rank 0 (``first``) asks SLURM, and requeues the job unless it has done so or
     someone has cancelled it. From here on SLURM's own signals are ignored: they follow at once.
     """
     code = _exit_code(by)
-    alone = Departure("interrupted", by, "the same command goes on", code)
+    alone = ExitDecision("interrupted", by, "the same command goes on", code)
     if by not in _ASKING or job_name() is None:
         return alone
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if not first:
-        return Departure("requeued", by, "rank 0 sees to the queue", 0)
+        return ExitDecision("requeued", by, "rank 0 sees to the queue", 0)
     job = current_job()
     if job is None or not job.batch:
         return alone
     if job.requeued:
-        return Departure("requeued", by, f"SLURM has put job {job.id} back into the queue", 0)
+        return ExitDecision("requeued", by, f"SLURM has put job {job.id} back into the queue", 0)
     if job.cancelled:
         outlook = f"job {job.id} was cancelled: the same command goes on"
-        return Departure("interrupted", "scancel", outlook, code)
+        return ExitDecision("interrupted", "scancel", outlook, code)
     return _requeued(job, by, launch, alone)
 
 
-def _requeued(job: Job, by: str, launch: LaunchConfig, alone: Departure) -> Departure:
+def _requeued(job: Job, by: str, launch: LaunchConfig, alone: ExitDecision) -> ExitDecision:
     left = launch.max_requeues - job.attempt
     if left <= 0:
         outlook = f"launch.max_requeues={launch.max_requeues} is used up: the same command goes on"
-        return Departure("interrupted", by, outlook, alone.code)
+        return ExitDecision("interrupted", by, outlook, alone.code)
     problem = requeue(job)
     if problem:
         outlook = f"job {job.id} could not be requeued ({problem}): the same command goes on"
-        return Departure("interrupted", by, outlook, alone.code)
+        return ExitDecision("interrupted", by, outlook, alone.code)
     outlook = (
         f"job {job.id} is back in the queue; {left - 1} of {launch.max_requeues} requeues left"
     )
-    return Departure("requeued", by, outlook, 0)
+    return ExitDecision("requeued", by, outlook, 0)
 
 
 def requeue(job: Job) -> str:

@@ -24,7 +24,7 @@ from selftask.config.load import to_yaml
 from selftask.config.run_length import Clock, RunLength
 from selftask.config.schema import Component, Config
 from selftask.data.identity import check_same_on_all_ranks
-from selftask.data.loading.data_module import Feed
+from selftask.data.loading.data_module import DataModule
 from selftask.data.loading.open_data import Sources, open_data
 from selftask.distributed import device, process_group
 from selftask.distributed.collectives import broadcast_buffers, broadcast_module, is_primary
@@ -91,8 +91,8 @@ class Task(ClassyTaskNames):
         sources = self.sources or open_data(self.config.data)
         check_same_on_all_ranks(sources.train, "data")
         check_same_on_all_ranks(sources.val, "data.val")
-        self.feed = Feed(self.config, sources, self.world, self.device)
-        self.length = RunLength.of(train, self.feed.num_samples)
+        self.data_module = DataModule(self.config, sources, self.world, self.device)
+        self.length = RunLength.of(train, self.data_module.num_samples)
         self.clock = Clock(self.length)
         self._build_model()
         self._build_optimizer()
@@ -106,7 +106,7 @@ class Task(ClassyTaskNames):
 
     def _build_model(self) -> None:
         config = self.config
-        backbone = build_backbone(config.backbone, self.feed.channels)
+        backbone = build_backbone(config.backbone, self.data_module.channels)
         check_sizes(backbone, config)
         load_init(backbone, config)
         method = METHODS[config.method.name]
@@ -140,14 +140,14 @@ class Task(ClassyTaskNames):
             self.trained,
             self.length,
             batch=batch,
-            arrange=self.reduction.arrange,
+            regroup=self.reduction.regroup,
         )
         self.grad_scaler = torch.amp.GradScaler(
             self.device.type, enabled=train.precision == "float16"
         )
         trained = {p for group in self.optimizer.param_groups for p in group["params"]}
         named = chain.from_iterable(module.named_parameters(name) for name, module in self.trained)
-        self.reduction.watch([(name, p) for name, p in named if p in trained])
+        self.reduction.register([(name, p) for name, p in named if p in trained])
 
     def _build_hooks(self) -> None:
         self.named_hooks = {k: _build(HOOKS, c, self.out) for k, c in self.config.hooks.items()}
@@ -195,14 +195,14 @@ class Task(ClassyTaskNames):
     def reduce_gradients(self) -> None:
         """Gradients become their mean over ranks, whatever of that the backward pass left to do."""
         self.reduction.reduce()
-        self.activations.settle()
+        self.activations.finalize()
 
     def export_backbone(self) -> nn.Module:
         """The backbone to keep, as one rank alone can use it; every rank calls."""
         backbone = self.loss.export_backbone(self.base_model)
         broadcast_buffers(backbone)
-        return self.reduction.plain(
-            backbone, lambda: build_backbone(self.config.backbone, self.feed.channels)
+        return self.reduction.unsharded(
+            backbone, lambda: build_backbone(self.config.backbone, self.data_module.channels)
         )
 
     def sync_buffers(self) -> None:
@@ -237,14 +237,14 @@ class Task(ClassyTaskNames):
             self.rows.write(self.last_row)
             log.info("%s", format_row(self.last_row))
 
-    def take_scalars(self) -> dict[str, float]:
+    def pop_scalars(self) -> dict[str, float]:
         """What was given to ``log`` since the last row, as numbers. Waits for the device."""
         row = {name: float(value) for name, value in self.scalars.items()}
         self.scalars.clear()
         return row
 
     @property
-    def at_log_point(self) -> bool:
+    def should_log(self) -> bool:
         """Whether the update at hand ends in a log line: the time to compute what is dear."""
         done = self.clock.iteration + 1
         return done % self.config.train.log_every == 0 or done == self.length.total_updates
@@ -314,7 +314,7 @@ class Task(ClassyTaskNames):
 
     def on_exception(self) -> None:
         """Let every hook put things away, whatever went wrong, even in the hook before it."""
-        self.checkpoints.settle()
+        self.checkpoints.finalize()
         for call in self._calls.get("on_exception", ()):
             try:
                 call(self)
@@ -326,7 +326,7 @@ class Task(ClassyTaskNames):
         try:
             self.checkpoints.wait()
         finally:
-            for opened in (getattr(self, "feed", None), getattr(self, "rows", None)):
+            for opened in (getattr(self, "data_module", None), getattr(self, "rows", None)):
                 if opened is not None:
                     opened.close()
 
@@ -334,9 +334,9 @@ class Task(ClassyTaskNames):
         """Yield the batches of this phase from the clock's position on, prepared by the method."""
         first = self.clock.batch
         batches: Iterator[Batch] = (
-            islice(self.feed.train_batches(first), self._phase_stop - first)
+            islice(self.data_module.train_batches(first), self._phase_stop - first)
             if self.train
-            else self.feed.test_batches()
+            else self.data_module.test_batches()
         )
         prepare = self.loss.prepare_batch
         for batch in batches:

@@ -43,11 +43,11 @@ def take(task: Task, *, whole: bool = True) -> dict[str, Any]:
         "optimizer": optimizer,
     }
     return {
-        **(task.reduction.whole(tensors) if whole else tensors),
+        **(task.reduction.full_state(tensors) if whole else tensors),
         "scaler": task.grad_scaler.state_dict(),
         "backbone": _place_of_backbone(task),
-        "channels": task.feed.channels,
-        "data": task.feed.fingerprint,
+        "channels": task.data_module.channels,
+        "data": task.data_module.fingerprint,
         "length": asdict(task.length),
         "clock": task.clock.state_dict(),
         "hooks": {key: hook.get_classy_state() for key, hook in task.named_hooks.items()},
@@ -76,9 +76,9 @@ def _place_of_backbone(task: Task) -> str:
 def restore(task: Task, state: dict[str, Any]) -> None:
     """Put everything back; parts must match exactly."""
     reduction = task.reduction
-    task.base_model.load_state_dict(reduction.share(task.base_model, state["model"]))
-    task.loss.load_state_dict(reduction.share(task.loss, state["method"]))
-    task.optimizer.set_classy_state(reduction.share_of_optimizer(state["optimizer"]))
+    task.base_model.load_state_dict(reduction.shard_state(task.base_model, state["model"]))
+    task.loss.load_state_dict(reduction.shard_state(task.loss, state["method"]))
+    task.optimizer.set_classy_state(reduction.shard_state_of_optimizer(state["optimizer"]))
     task.grad_scaler.load_state_dict(state["scaler"])
     task.clock.load_state_dict(state["clock"])
     for key, hook in task.named_hooks.items():
@@ -191,12 +191,12 @@ def resume(task: Task) -> bool:
                 f"config; use another out=, or another resume=\n{error}"
             ) from error
     elif is_primary():
-        task.feed.remove_lists()
+        task.data_module.remove_lists()
     barrier()  # all ranks have read
     if found is None:
-        task.feed.batches.bad_files.reasons.clear()  # read from such a list, perhaps
+        task.data_module.batches.bad_files.reasons.clear()  # read from such a list, perhaps
     if task.rows is not None:  # drop what comes after the checkpoint, or all without one
-        rotation.set_aside(folder, task.iteration if found else -1)
+        rotation.archive(folder, task.iteration if found else -1)
         task.rows.cut(found[0]["metrics_bytes"] if found else 0)
     if found is None:
         return False
@@ -208,7 +208,7 @@ def resume(task: Task) -> bool:
 
 def _check_data(task: Task, state: dict[str, Any], path: Path) -> None:
     """Raise UserError if the training images differ from the checkpoint's, or log how."""
-    changes = differences(state.get("data") or task.feed.fingerprint, task.feed.fingerprint)
+    changes = differences(state.get("data") or task.data_module.fingerprint, task.data_module.fingerprint)
     if not changes:
         return
     text = f"data is not what it was when {path.name} was written: {'; '.join(changes)}"

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         print(json.dumps({"source": survey.name, **report.to_dict()}))
     else:
         lines = [f"{'source':<11}{survey.name}", *lines_of(report)]
-        for line in [*lines, verdict(report, survey.config.max_bad)]:
+        for line in [*lines, verdict(report, survey.config.max_unreadable)]:
             sys.stdout.buffer.write(os.fsencode(line) + b"\n")  # names of files are any bytes
         sys.stdout.flush()
     return 1 if report.unreadable else 0

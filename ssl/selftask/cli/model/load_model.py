@@ -65,9 +65,9 @@ def open_frozen(address: str, overrides: list[str]) -> Frozen:
     from selftask.logs import info_on_stderr
     from selftask.models.weights.model_source import PRETRAINED, open_model
 
-    asked = config.place("data.copy_to").startswith("command line")
-    copy_to = config.data.copy_to if trust or asked else None  # a received run writes nowhere
-    sources = copy_data(open_data(config.data), copy_to)
+    asked = config.place("data.stage_to").startswith("command line")
+    stage_to = config.data.stage_to if trust or asked else None  # a received run writes nowhere
+    sources = copy_data(open_data(config.data), stage_to)
     chosen = weights or PRETRAINED
     with info_on_stderr():
         backbone, facts = open_model(address, weights=chosen, trust=trust, image_size=size)

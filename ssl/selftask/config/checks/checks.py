@@ -12,7 +12,14 @@ from selftask.config.schema_reader import classy_has, inner_components
 from selftask.config.values.budget import parse_budget
 from selftask.errors import UserError, nearest, plural
 from selftask.files.paths import is_file, is_folder
-from selftask.registry import BATCHED_FORMS, METHODS, SCHEDULES, TRAIN_STEPS, TRANSFORMS, Registry
+from selftask.registry import (
+    BATCHED_TRANSFORMS,
+    METHODS,
+    SCHEDULES,
+    TRAIN_STEPS,
+    TRANSFORMS,
+    Registry,
+)
 
 Problem = tuple[Key, str]
 
@@ -147,14 +154,14 @@ def _unbatched(transform: Component, registry: Registry, key: Key) -> Iterator[P
     for inner in inner_components(transform, registry, key):
         yield from _unbatched(*inner)
     name = transform.name
-    if name in BATCHED_FORMS or name == "normalize" or name not in TRANSFORMS:
+    if name in BATCHED_TRANSFORMS or name == "normalize" or name not in TRANSFORMS:
         return
     own = TRANSFORMS.imported(name)
     if not (hasattr(own, "on_batch") and hasattr(own, "draw")):
         text = (
             f"{'.'.join(key)}: {name!r} has no form for whole batches, which data.engine='device' "
             "needs; set data.engine=cpu, give it a method on_batch(images, drawn), or take one "
-            f"that has a form ({nearest(name, BATCHED_FORMS.names())})"
+            f"that has a form ({nearest(name, BATCHED_TRANSFORMS.names())})"
         )
         yield key, text
 

@@ -24,7 +24,7 @@ _PATHS = {
     ("resume", "checkpoint"),
     ("out",),
 }
-_PATH_FIELDS = ("path", "root", "pattern", "labels_path", "copy_to")  # of data and data.val
+_PATH_FIELDS = ("path", "root", "pattern", "labels_path", "stage_to")  # of data and data.val
 _NAMED_ENTRIES = {("hooks",), ("meters",), ("eval", "evaluations")}
 
 

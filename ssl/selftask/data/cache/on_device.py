@@ -16,14 +16,14 @@ from torch import Tensor
 from selftask.data.device.batches import DeviceDataset, shrunk, to_canvas
 from selftask.data.device.engine import Engine
 from selftask.data.device.packing import Packed
-from selftask.data.loading.collate import Batch, Listed, Places
+from selftask.data.loading.collate import Batch, BatchBuffer, BatchFields
 from selftask.data.loading.dataset import MAX_REPLACEMENTS, BadFiles, EvalDataset, replacement
 from selftask.data.loading.loader import Batches, EvalBatches
 from selftask.data.loading.sample import Sample
 from selftask.data.loading.workers import PREFETCH
 from selftask.data.sampling.sampler import epoch_of
 from selftask.data.source import Source, channels_of
-from selftask.data.views import Pipeline
+from selftask.data.views import Compose
 from selftask.distributed.out_of_memory import available_bytes
 from selftask.errors import UserError
 from selftask.logs import get_logger
@@ -149,7 +149,7 @@ class Pictures(EvalDataset):
     """The images of a source as they are cached, for ``EvalBatches``; bad ones are left out."""
 
     def __init__(self, source: Source, shrink: int | None) -> None:
-        super().__init__(source, Pipeline([]))
+        super().__init__(source, Compose([]))
         self.shrink = shrink
 
     def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
@@ -158,9 +158,9 @@ class Pictures(EvalDataset):
             return sample
         return replace(sample, views=[shrunk(picture, self.shrink) for picture in sample.views])
 
-    def collate(self, samples: Iterable[Sample], places: Places) -> PictureBatch:
+    def collate(self, samples: Iterable[Sample], places: BatchBuffer) -> PictureBatch:
         """Pictures of any sizes in one canvas."""
-        listed = Listed()
+        listed = BatchFields()
         pictures = [sample.views[0] for sample in samples if listed.add(sample)]
         if not pictures:
             return PictureBatch(views=[], **listed.fields())
@@ -239,7 +239,7 @@ class PlannedAhead:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that a device has left; on the host, what can be had without swapping."""
+    """SlotPool that a device has left; on the host, what can be had without swapping."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free

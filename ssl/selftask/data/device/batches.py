@@ -12,7 +12,7 @@ from torch import Tensor
 
 from selftask.data.device.engine import Engine
 from selftask.data.device.packing import Packed
-from selftask.data.loading.collate import Batch, Listed, New, Places
+from selftask.data.loading.collate import Allocator, Batch, BatchBuffer, BatchFields
 from selftask.data.loading.dataset import ViewDataset
 from selftask.data.loading.sample import Sample
 from selftask.data.source import Source
@@ -78,9 +78,9 @@ class DeviceDataset(ViewDataset):
         height, width = picture.shape[:2]
         return [picture], self.engine.draw(height, width, self.seed, epoch, index)
 
-    def collate(self, samples: Iterable[Sample], places: Places) -> DeviceBatch:
+    def collate(self, samples: Iterable[Sample], places: BatchBuffer) -> DeviceBatch:
         """All pictures in one canvas, and all draws in one tensor."""
-        listed = Listed()
+        listed = BatchFields()
         shown = [sample for sample in samples if listed.add(sample)]
         batch = DeviceBatch(views=[], **listed.fields())
         if not shown:
@@ -102,7 +102,7 @@ def shrunk(image: np.ndarray, longest: int) -> np.ndarray:
     return resize(image, max(1, round(height * scale)), max(1, round(width * scale)), "bilinear")
 
 
-def to_canvas(pictures: list[np.ndarray], new: New) -> tuple[Tensor, np.ndarray]:
+def to_canvas(pictures: list[np.ndarray], new: Allocator) -> tuple[Tensor, np.ndarray]:
     """uint8 (B, H, W, C) with each in its upper left corner, and their sizes (B, 2) int64."""
     sizes = np.array([picture.shape[:2] for picture in pictures], dtype=np.int64)
     shape = len(pictures), *sizes.max(0).tolist(), pictures[0].shape[2]

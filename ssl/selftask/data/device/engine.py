@@ -11,7 +11,7 @@ from torch import Tensor
 
 from selftask.config.checks.checks import unbatched
 from selftask.data.device.compose import Chain, differ, listed
-from selftask.data.device.operation import Images, find_form
+from selftask.data.device.operation import Images, find_batched_transform
 from selftask.data.device.packing import Packed, Steps, pack
 from selftask.data.views import Views
 from selftask.errors import ConfigError, UserError
@@ -130,7 +130,9 @@ def _chains(views: Views, config: Mapping[str, ViewConfig]) -> list[Chain]:
     chains: list[Chain] = []
     for view in config.values():
         built = zip(view.transforms, views.pipelines[len(chains)].transforms, strict=False)
-        forms = [find_form(component.name, transform) for component, transform in built]
+        forms = [
+            find_batched_transform(component.name, transform) for component, transform in built
+        ]
         chains += [Chain(forms)] * view.count
     return chains
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from selftask.errors import UserError
-from selftask.registry import BATCHED_FORMS
+from selftask.registry import BATCHED_TRANSFORMS
 
 if TYPE_CHECKING:
     from selftask.random.batched_views import Streams
@@ -85,7 +85,7 @@ class Operation(ABC):
         """
 
 
-class ByChance(Operation):
+class RandomlyApplied(Operation):
     """A transform that draws no more than whether it changes a picture."""
 
     def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
@@ -127,14 +127,14 @@ class OwnOperation(Operation):
         return images.with_values(to_levels(changed.float()))
 
 
-def find_form(name: str, transform: Any) -> Operation:
+def find_batched_transform(name: str, transform: Any) -> Operation:
     """The batched form of a transform that is registered as ``name``; a user's ``on_batch`` first.
 
     By the name alone: what a subclass of a built-in one draws or does may be something else.
     """
     if hasattr(transform, "on_batch"):
         return OwnOperation(transform)
-    form: Operation = BATCHED_FORMS[name](transform)
+    form: Operation = BATCHED_TRANSFORMS[name](transform)
     return form
 
 

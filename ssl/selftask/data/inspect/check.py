@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from selftask.data.inspect.worker_pool import Lost, look_at_all
+from selftask.data.inspect.worker_pool import Lost, map_images
 from selftask.data.loading.dataset import BadLimit
 from selftask.data.reading.files import BadImage, now_reading, read_bytes
 from selftask.data.reading.skipped_files import describe
@@ -110,7 +110,7 @@ def check(
         return examine(source, index)
 
     bad: list[tuple[int, str]] = []
-    found = look_at_all(look, range(len(source)), num_workers, silence_s)
+    found = map_images(look, range(len(source)), num_workers, silence_s)
     for done, (index, facts) in enumerate(found, 1):
         if isinstance(facts, Lost):
             facts = Facts(problem=facts.reason)
@@ -264,12 +264,12 @@ def lines_of(report: Report) -> list[str]:
     return lines
 
 
-def verdict(report: Report, max_bad: float | None) -> str:
+def verdict(report: Report, max_unreadable: float | None) -> str:
     """The last line: whether all can be read, and whether a run would go on."""
     bad, all_ = len(report.unreadable), report.num_images
     if not bad:
         return f"CHECK ok: all {all_:,} images can be read"
-    limit = BadLimit(all_, max_bad)
+    limit = BadLimit(all_, max_unreadable)
     allowed = limit.allows(bad)
     outcome = "a run replaces them" if allowed else "a run would stop"
     comparison = "no more than" if allowed else "more than"

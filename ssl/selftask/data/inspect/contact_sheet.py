@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from selftask.data.loading.data_module import Feed
+from selftask.data.loading.data_module import DataModule
 from selftask.data.transforms.normalize import Normalize
 from selftask.distributed.world import World
 
@@ -43,7 +43,9 @@ def rows_of(config: Config, sources: Sources, num_images: int) -> list[Row]:
     """
     num_images = min(num_images, len(sources.train))
     with tempfile.TemporaryDirectory() as out:  # so that a run's list of bad files stays as it is
-        feed = Feed(_for_one_batch(config, num_images, out), sources, World(), torch.device("cpu"))
+        feed = DataModule(
+            _for_one_batch(config, num_images, out), sources, World(), torch.device("cpu")
+        )
         try:
             batch = next(feed.train_batches(0))
         finally:
@@ -69,7 +71,7 @@ def _for_one_batch(config: Config, num_images: int, out: str) -> Config:
     return replace(
         config,
         out=out,
-        data=replace(config.data, num_workers=0, cache="none", on_error="skip", max_bad=1.0),
+        data=replace(config.data, num_workers=0, cache="none", on_error="skip", max_unreadable=1.0),
         train=replace(config.train, batch_size=num_images, accumulate=1),
     )
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from selftask.data.inspect.worker_pool import look_at_all
+from selftask.data.inspect.worker_pool import map_images
 from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.source import Source
 from selftask.errors import UserError
@@ -110,7 +110,7 @@ def measure(
     def look(index: int) -> Sums | None:
         return sums_of(source, index)
 
-    for done, (_, found) in enumerate(look_at_all(look, indices, num_workers), 1):
+    for done, (_, found) in enumerate(map_images(look, indices, num_workers), 1):
         if isinstance(found, Sums):
             sides[totals.num_images] = found.width, found.height
             totals.add(found)

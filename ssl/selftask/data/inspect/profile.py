@@ -14,8 +14,8 @@ import torch
 
 from selftask.config.values.auto_values import cores
 from selftask.data.inspect.check import has_own_files
-from selftask.data.loading.collate import Places
-from selftask.data.loading.data_module import Feed
+from selftask.data.loading.collate import BatchBuffer
+from selftask.data.loading.data_module import DataModule
 from selftask.data.loading.open_data import Sources
 from selftask.data.loading.sample import Sample
 from selftask.data.loading.train_dataset import train_dataset
@@ -88,7 +88,7 @@ def measure(
     before = torch.get_num_threads()
     try:
         times = _one_process(config, sources.train, device, seconds, threads)
-        config = replace(config, data=replace(config.data, on_error="skip", max_bad=1.0))
+        config = replace(config, data=replace(config.data, on_error="skip", max_unreadable=1.0))
         with tempfile.TemporaryDirectory() as out:
             config = replace(config, out=out)
             rate = loader_rate(config, sources, device, seconds)
@@ -124,7 +124,9 @@ def _one_process(
     )
     samples = [Sample(pictures, -1, 0, (0, 0), [], drawn) for pictures, drawn in made]
     samples = samples[: config.train.batch_size]
-    collate_s, batch = _repeat(lambda: dataset.collate(samples, Places(len(samples))), seconds / 4)
+    collate_s, batch = _repeat(
+        lambda: dataset.collate(samples, BatchBuffer(len(samples))), seconds / 4
+    )
     if batch.problem:
         raise UserError(batch.problem)
     torch.set_num_threads(threads)
@@ -232,7 +234,7 @@ def loader_rate(config: Config, sources: Sources, device: torch.device, seconds:
 
     From the first batch on: starting the workers does not count, nor what they had made ahead.
     """
-    feed = Feed(config, sources, World(), device)
+    feed = DataModule(config, sources, World(), device)
     try:
         batches = feed.train_batches(0)
         for _ in range(1 + config.data.num_workers):
@@ -263,7 +265,7 @@ def decodes_per_sample(config: Config, source: Source) -> float:
     """How often an image is decoded to make all its views; more than 1 also for unreadable ones."""
     counted = _Counted(source)
     here = replace(config, data=replace(config.data, num_workers=0, cache="none"))
-    feed = Feed(here, Sources(counted, None), World(), torch.device("cpu"))
+    feed = DataModule(here, Sources(counted, None), World(), torch.device("cpu"))
     try:
         batch = next(feed.train_batches(0))
         return counted.asked / len(batch.index)

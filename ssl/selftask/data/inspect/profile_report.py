@@ -68,7 +68,7 @@ def _on_longest_stage(found: StageTimes) -> Iterator[str]:
     largest = max((width * height for width, height in found.views), default=1)
     if name == "read":
         yield (
-            f"{name} takes {stages[name]:.0%}: data.copy_to=FOLDER_ON_A_LOCAL_DISK, or "
+            f"{name} takes {stages[name]:.0%}: data.stage_to=FOLDER_ON_A_LOCAL_DISK, or "
             "few large files instead of many small ones, would help"
         )
     elif "decode" in name and found.image_pixels > 4 * largest:

@@ -48,7 +48,7 @@ def patience_s() -> float:
     return POLICY.timeout_s * (POLICY.retries + 1) + DECODING_S
 
 
-def look_at_all(
+def map_images(
     look: _Look[T],
     indices: Sequence[int] | np.ndarray,
     num_workers: int,

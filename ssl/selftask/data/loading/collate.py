@@ -11,13 +11,13 @@ import torch
 
 from selftask.data.loading.sample import Sample
 from selftask.data.reading.files import BadImage
-from selftask.data.views import ToFloat
+from selftask.data.views import Normalizer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class New(Protocol):
+class Allocator(Protocol):
     """``numpy.empty``, or what makes arrays where it costs least to hand them over."""
 
     def __call__(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray: ...
@@ -45,7 +45,7 @@ class Batch:
             index=self.index.pin_memory(),
         )
 
-    def to_sample(self, device: torch.device, to_float: Sequence[ToFloat]) -> dict[str, Any]:
+    def to_sample(self, device: torch.device, to_float: Sequence[Normalizer]) -> dict[str, Any]:
         """Views, target and index, on the device; there each view becomes what a network takes.
 
         The key stays on the host, where draws are looked up.
@@ -66,7 +66,7 @@ def broken(problem: str) -> Batch:
 
 
 @dataclass
-class Listed:
+class BatchFields:
     """All of a batch but its pictures, sample by sample."""
 
     target: list[int] = field(default_factory=list)
@@ -98,9 +98,9 @@ class Listed:
         }
 
 
-def collate(samples: Iterable[Sample], places: Places) -> Batch:
+def collate(samples: Iterable[Sample], places: BatchBuffer) -> Batch:
     """Stack samples, each when it comes: its pictures are not kept."""
-    listed = Listed()
+    listed = BatchFields()
     for sample in samples:
         if listed.add(sample):
             places.add(sample.views)
@@ -111,10 +111,10 @@ def collate(samples: Iterable[Sample], places: Places) -> Batch:
     )
 
 
-class Places:
+class BatchBuffer:
     """Where the pictures of a batch lie, and whether they make one."""
 
-    def __init__(self, size: int, new: New = np.empty) -> None:
+    def __init__(self, size: int, new: Allocator = np.empty) -> None:
         self.views: list[np.ndarray] = []  # V uint8 (size, ...) like the first pictures
         self.next: list[np.ndarray] = []  # V uint8, for the next ones; none before the first
         self.count = 0

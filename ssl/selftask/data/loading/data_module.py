@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
-class Feed:
+class DataModule:
     """The data of a run on one rank.
 
     Raises UserError and ConfigError for what is wrong with the ``data:``, ``views:`` and

@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     import numpy as np
 
     from selftask.config.schema import DataConfig
-    from selftask.data.loading.collate import Batch, Places
-    from selftask.data.views import Pipeline, ToFloat, Views
+    from selftask.data.loading.collate import Batch, BatchBuffer
+    from selftask.data.views import Compose, Normalizer, Views
 
 MAX_REPLACEMENTS = 100  # tried for one sample before giving up
 MAX_FAILED_READS = 5  # in a row; with their retries, 0.5 s each on a disk that answers with EIO
-DEFAULT_MAX_BAD, MIN_ALLOWED_BAD = 0.001, 3  # a share and a number of images, unless max_bad is set
+DEFAULT_MAX_UNREADABLE, MIN_ALLOWED_UNREADABLE = (
+    0.001,
+    3,
+)  # a share and a number of images, unless max_unreadable is set
 _REPLACEMENT = 0x7265706C  # "repl": keeps the chain of replacements apart from other hashes
 
 
@@ -54,9 +57,9 @@ class Dataset(ABC):
     @property
     @abstractmethod
     def to_float(self) -> Any:
-        """What ``Batch.to_sample`` makes the input of a network with: one ToFloat for each view."""
+        """One Normalizer a view, for ``Batch.to_sample``."""
 
-    def collate(self, samples: Iterable[Sample], places: Places) -> Batch:
+    def collate(self, samples: Iterable[Sample], places: BatchBuffer) -> Batch:
         """Put samples together; called in a worker."""
         from selftask.data.loading.collate import collate
 
@@ -119,7 +122,7 @@ class ViewDataset(Dataset):
         self.seed = seed
 
     @property
-    def to_float(self) -> list[ToFloat]:
+    def to_float(self) -> list[Normalizer]:
         """For each view, what makes a batch of its pictures the input of a network."""
         return [pipeline.to_float for pipeline in self.views.pipelines]
 
@@ -154,13 +157,13 @@ class EvalDataset(Dataset):
     counted under another's name.
     """
 
-    def __init__(self, source: Source, pipeline: Pipeline, seed: int = 0) -> None:
+    def __init__(self, source: Source, pipeline: Compose, seed: int = 0) -> None:
         self.source = source
         self.pipeline = pipeline
         self.seed = seed
 
     @property
-    def to_float(self) -> list[ToFloat]:
+    def to_float(self) -> list[Normalizer]:
         """For its one view, what makes a batch of pictures the input of a network."""
         return [self.pipeline.to_float]
 
@@ -179,23 +182,23 @@ class EvalDataset(Dataset):
 
 @dataclass(frozen=True)
 class BadLimit:
-    """How many unreadable images ``data.max_bad`` allows among ``num_images``."""
+    """How many unreadable images ``data.max_unreadable`` allows among ``num_images``."""
 
     num_images: int
-    max_bad: float | None  # share of the images; None: 0.1 %, but at least 3 images
+    max_unreadable: float | None  # share of the images; None: 0.1 %, but at least 3 images
 
     def allows(self, number: int) -> bool:
         """Return whether a run may continue with this many unreadable images."""
-        if self.max_bad is None:
-            return number <= max(MIN_ALLOWED_BAD, DEFAULT_MAX_BAD * self.num_images)
-        return number <= self.max_bad * self.num_images
+        if self.max_unreadable is None:
+            return number <= max(MIN_ALLOWED_UNREADABLE, DEFAULT_MAX_UNREADABLE * self.num_images)
+        return number <= self.max_unreadable * self.num_images
 
     def __str__(self) -> str:
-        """``data.max_bad=0.01 (1.00%) allows``."""
-        if self.max_bad is None:
-            default = f"{DEFAULT_MAX_BAD:.1%}, at least {MIN_ALLOWED_BAD} images"
-            return f"the default of data.max_bad ({default}) allows"
-        return f"data.max_bad={self.max_bad:g} ({self.max_bad:.2%}) allows"
+        """``data.max_unreadable=0.01 (1.00%) allows``."""
+        if self.max_unreadable is None:
+            default = f"{DEFAULT_MAX_UNREADABLE:.1%}, at least {MIN_ALLOWED_UNREADABLE} images"
+            return f"the default of data.max_unreadable ({default}) allows"
+        return f"data.max_unreadable={self.max_unreadable:g} ({self.max_unreadable:.2%}) allows"
 
 
 class BadFiles:
@@ -211,19 +214,19 @@ class BadFiles:
         num_images: int,
         *,
         on_error: str = "skip",
-        max_bad: float | None = None,
+        max_unreadable: float | None = None,
     ) -> None:
         self.path = path
         self.num_images = num_images
         self.on_error = on_error
-        self.limit = BadLimit(num_images, max_bad)
+        self.limit = BadLimit(num_images, max_unreadable)
         self.reasons: dict[str, str] = {}  # path of the image -> why
         self._read()
 
     @classmethod
     def of(cls, source: Source, data: DataConfig, path: Path | None) -> BadFiles:
-        """Those of a source, as ``data.on_error`` and ``data.max_bad`` judge them."""
-        return cls(path, len(source), on_error=data.on_error, max_bad=data.max_bad)
+        """Those of a source, as ``data.on_error`` and ``data.max_unreadable`` judge them."""
+        return cls(path, len(source), on_error=data.on_error, max_unreadable=data.max_unreadable)
 
     def __len__(self) -> int:
         return len(self.reasons)
@@ -240,7 +243,7 @@ class BadFiles:
             self._judge(found, found)  # the list may hold images that were fixed since
 
     def add(self, bad: Iterable[BadImage]) -> None:
-        """Record unreadable images; raises UserError as ``data.on_error`` and ``max_bad`` say."""
+        """Record unreadable images; raise UserError by ``data.on_error`` and ``max_unreadable``."""
         known = len(self)
         found = self._record(bad)
         if len(self) > known:
@@ -271,7 +274,8 @@ class BadFiles:
         where = f"; all of them: {self.path}" if self.path else ""
         return (
             f"{len(counted)} of {self.num_images} images ({share:.2%}) cannot be read, more than "
-            f"{self.limit}; fix or remove them, or raise data.max_bad: {', '.join(first)}{where}"
+            f"{self.limit}; fix or remove them, or raise data.max_unreadable: "
+                f"{', '.join(first)}{where}"
         )
 
     def _read(self) -> None:

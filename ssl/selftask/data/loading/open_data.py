@@ -6,7 +6,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from selftask.config.checks.checks import pipelines
-from selftask.data.labels import check_labels, number_alike
+from selftask.data.labels import align_classes, check_labels
 from selftask.data.reading.files import Policy, set_policy
 from selftask.data.sampling.sampler import Sampler, build_sampler, steps_per_epoch
 from selftask.data.source import Source, channels_of
@@ -56,18 +56,18 @@ def open_data(data: DataConfig) -> Sources:
                 f"data.val: its images have {channels_of(val)} channels, those of data have "
                 f"{channels_of(train)}"
             )
-        number_alike(val, train)
+        align_classes(val, train)
     return Sources(train, val)
 
 
-def copy_data(sources: Sources, copy_to: str | None) -> Sources:
-    """The sources, reading from copies that are made now if ``data.copy_to`` asks for them.
+def copy_data(sources: Sources, stage_to: str | None) -> Sources:
+    """The sources, reading from copies that are made now if ``data.stage_to`` asks for them.
 
     Apart from opening, which is also done where nothing is read: a submission counts images.
     """
-    if copy_to is None:
+    if stage_to is None:
         return sources
-    train, val = (None if source is None else copied(source, copy_to) for source in sources)
+    train, val = (None if source is None else copied(source, stage_to) for source in sources)
     assert train is not None
     return Sources(train, val)
 

@@ -35,7 +35,7 @@ _START = 64  # bytes before the first array: the mark, and what puts arrays on c
 _MARK = 0
 
 
-class Memory:
+class SlotPool:
     """The slots of all workers of a loader; made before they are forked."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Memory:
 
 
 # By name, since the thread that pins batches knows nothing but the batch.
-_MEMORIES: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
+_MEMORIES: weakref.WeakValueDictionary[int, SlotPool] = weakref.WeakValueDictionary()
 _NAMES = itertools.count()
 
 
@@ -89,10 +89,10 @@ def _file_without_name() -> int:
         return os.dup(file.fileno())
 
 
-class Outbox:
+class SlotWriter:
     """A worker's side: the slots first, first + step, ... of a memory, one batch at a time."""
 
-    def __init__(self, memory: Memory, first: int, step: int) -> None:
+    def __init__(self, memory: SlotPool, first: int, step: int) -> None:
         self._memory = memory
         self._first, self._step = first, step
         self._slot: int | None = None  # of the batch, once it has an array
@@ -111,13 +111,13 @@ class Outbox:
         self._used = -(-end // _START) * _START
         return array
 
-    def send(self, batch: Batch) -> Batch | Parcel:
+    def send(self, batch: Batch) -> Batch | SlotRef:
         """What goes through the queue; the next array is the next batch's."""
         if self._slot is None:
             return batch
         written = io.BytesIO()
         _Pickler(written, self._starts).dump(batch)
-        parcel = Parcel(self._memory.name, self._slot, self._used, written.getvalue())
+        parcel = SlotRef(self._memory.name, self._slot, self._used, written.getvalue())
         self._memory.map(self._slot, _START)[_MARK] = 1
         self._slot, self._used, self._starts = None, _START, {}
         return parcel
@@ -129,7 +129,7 @@ class Outbox:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class SlotRef:
     """A batch whose arrays lie in a slot."""
 
     memory: int

@@ -22,11 +22,11 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from selftask.config.values.auto_values import cores
-from selftask.data.loading.collate import Batch, New, Places, broken
+from selftask.data.loading.collate import Allocator, Batch, BatchBuffer, broken
 from selftask.data.loading.dataset import Dataset
-from selftask.data.loading.shared_memory import Memory, Outbox, Parcel
+from selftask.data.loading.shared_memory import SlotPool, SlotRef, SlotWriter
 from selftask.data.reading.files import last_file
-from selftask.distributed.heartbeat import during
+from selftask.distributed.heartbeat import activity
 from selftask.distributed.out_of_memory import OutOfMemoryKills
 from selftask.distributed.world import STOP_SIGNALS
 from selftask.errors import RunError, UserError, describe_exit
@@ -45,21 +45,21 @@ class _Maker:
     wrapped in torch's words and a traceback.
     """
 
-    def __init__(self, dataset: Dataset, memory: Memory) -> None:
+    def __init__(self, dataset: Dataset, memory: SlotPool) -> None:
         self.dataset = dataset
         self.memory = memory
-        self._outbox: Outbox | None = None  # of a worker
+        self._outbox: SlotWriter | None = None  # of a worker
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> Batch | Parcel:
+    def __getitems__(self, keys: list[tuple[int, int]]) -> Batch | SlotRef:
         worker = get_worker_info()
         if worker is None:
             return self._make(keys, np.empty)
         if self._outbox is None:
-            self._outbox = Outbox(self.memory, worker.id, worker.num_workers)
+            self._outbox = SlotWriter(self.memory, worker.id, worker.num_workers)
         return self._outbox.send(self._make(keys, self._outbox.new))
 
-    def _make(self, keys: list[tuple[int, int]], new: New) -> Batch:
-        places = Places(len(keys), new)
+    def _make(self, keys: list[tuple[int, int]], new: Allocator) -> Batch:
+        places = BatchBuffer(len(keys), new)
         samples = (self.dataset.sample(key, places.next) for key in keys)
         try:
             return self.dataset.collate(samples, places)
@@ -96,7 +96,7 @@ class BatchReader:
         num_workers: int,
         device: torch.device,
     ) -> None:
-        maker: Any = _Maker(dataset, Memory())
+        maker: Any = _Maker(dataset, SlotPool())
         with _without_advice():
             loader: DataLoader[Any] = DataLoader(
                 maker,
@@ -128,14 +128,14 @@ class BatchReader:
 
     def __next__(self) -> Batch:
         try:
-            with during("waiting for images"):
-                received: Batch | Parcel = next(self._iterator)
+            with activity("waiting for images"):
+                received: Batch | SlotRef = next(self._iterator)
         except (RuntimeError, OSError, EOFError) as error:  # OSError: a batch of a dead worker's
             death = _describe_death(self._workers, self._kills)
             if death is None:
                 raise
             raise RunError(death) from error
-        batch = received.open() if isinstance(received, Parcel) else received
+        batch = received.open() if isinstance(received, SlotRef) else received
         if batch.problem:
             raise UserError(batch.problem)
         return batch

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from selftask.distributed.heartbeat import during
+from selftask.distributed.heartbeat import activity
 from selftask.errors import UserError
 
 WAIT_S = 0.1  # between two looks at a lock that another process has
@@ -46,7 +46,7 @@ def locked(path: Path) -> Iterator[None]:
     with open(path, "w") as file:
         with suppress(OSError):  # as said above
             while not take_lock(file):
-                with during("waiting for another process to prepare the data"):  # it is alive
+                with activity("waiting for another process to prepare the data"):  # it is alive
                     time.sleep(WAIT_S)
         yield
 

@@ -85,10 +85,10 @@ def read_bytes(path: str, timeout_s: float | None = None, retries: int | None = 
     and errors that pass are tried again ``retries`` times, after growing pauses.
     """
     now_reading(path)
-    return patiently(_read, path, path, is_transient, timeout_s, retries)
+    return with_retries(_read, path, path, is_transient, timeout_s, retries)
 
 
-def patiently(
+def with_retries(
     read: Callable[[str], T],
     path: str,
     name: str,

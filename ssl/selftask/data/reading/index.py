@@ -28,7 +28,7 @@ import numpy as np
 from selftask.data.reading.cache_dir import cache_path, take_lock
 from selftask.data.reading.progress_log import say
 from selftask.data.source import PathTable
-from selftask.distributed.heartbeat import during
+from selftask.distributed.heartbeat import activity
 from selftask.errors import UserError
 from selftask.logs import get_logger
 
@@ -194,7 +194,7 @@ def only_one(file: Path) -> Iterator[bool]:
         if not alone:
             say("waiting for another process, which lists the same images")
             while not take_lock(lock):
-                with during("waiting for the list of images"):  # which may take longer than
+                with activity("waiting for the list of images"):  # which may take longer than
                     time.sleep(0.1)  # a process without signs of life is given
         yield alone
 

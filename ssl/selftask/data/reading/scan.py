@@ -23,7 +23,6 @@ from selftask.data.reading.index import Index, settled
 from selftask.data.reading.progress_log import ScanProgress
 from selftask.data.reading.skipped_files import kind_of
 from selftask.data.source import NO_LABEL, join_bytes, split_bytes
-from selftask.distributed.heartbeat import each
 from selftask.errors import UserError
 
 THREADS = 16  # a network file system answers many questions at once; a local one does not mind
@@ -89,7 +88,7 @@ def walk(
                 frontier, links = [(path, _LINK) for path in sorted(links)], []
             size = max(1, len(frontier) // (8 * THREADS))
             parts = [frontier[first : first + size] for first in range(0, len(frontier), size)]
-            looked = each("looking for images", pool.map(looker.look_at_all, parts))
+            looked = track("looking for images", pool.map(looker.map_images, parts))
             level: list[Folder] = []
             inside: list[bytes] = []
             for folder in chain.from_iterable(looked):
@@ -115,7 +114,7 @@ class _Looker:
         self._known = known
         self._progress = ScanProgress(os.fsdecode(root))
 
-    def look_at_all(self, places: list[tuple[bytes, int]]) -> list[Folder]:
+    def map_images(self, places: list[tuple[bytes, int]]) -> list[Folder]:
         """Those of the folders that are still there."""
         looked = (self._look_at(path, kind) for path, kind in places)
         return [folder for folder in looked if folder is not None]

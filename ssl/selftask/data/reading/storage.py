@@ -8,7 +8,13 @@ import stat
 from collections import OrderedDict
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from selftask.data.reading.files import BadImage, check_size, is_transient, now_reading, patiently
+from selftask.data.reading.files import (
+    BadImage,
+    check_size,
+    is_transient,
+    now_reading,
+    with_retries,
+)
 from selftask.data.sources.glob_pattern import expand_braces, is_pattern, match_files, no_match
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest_path
@@ -19,7 +25,7 @@ _STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", 
 _OPEN: OrderedDict[str, io.FileIO] = OrderedDict()  # of this process alone, the last used last
 
 
-class Stored(NamedTuple):
+class FileStat(NamedTuple):
     """A file, and what changes when its content does."""
 
     path: str
@@ -32,13 +38,13 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
-def find_files(patterns: list[str], key: str) -> list[Stored]:
+def find_files(patterns: list[str], key: str) -> list[FileStat]:
     """The files of all patterns, in the order of the patterns and sorted within each.
 
     Raises UserError, about the config's ``key``, for a pattern that matches nothing and for a
     file that is not there.
     """
-    found: list[Stored] = []
+    found: list[FileStat] = []
     for pattern in patterns:
         find = _find_remote if is_remote(pattern) else _find_local
         found += find(os.path.expanduser(pattern), key)
@@ -75,7 +81,7 @@ def read_part(path: str, offset: int, size: int, name: str) -> bytes:
         final = isinstance(error, FileNotFoundError | PermissionError)
         return not final and (is_remote(path) or is_transient(error))
 
-    data = patiently(read, path, name, may_pass)
+    data = with_retries(read, path, name, may_pass)
     if len(data) < size:
         raise BadImage(name, f"cut off: {len(data)} of {size} bytes are there")
     return data
@@ -93,7 +99,7 @@ def _opened(path: str) -> io.FileIO:
 os.register_at_fork(after_in_child=_OPEN.clear)
 
 
-def _find_local(pattern: str, key: str) -> list[Stored]:
+def _find_local(pattern: str, key: str) -> list[FileStat]:
     matches = is_pattern(pattern) and not exists(pattern)
     found = match_files(pattern) if matches else [pattern]
     if not found:
@@ -101,7 +107,7 @@ def _find_local(pattern: str, key: str) -> list[Stored]:
     return [stat_file(path, key) for path in found]
 
 
-def stat_file(path: str, key: str) -> Stored:
+def stat_file(path: str, key: str) -> FileStat:
     """A file that is here; raises UserError, about ``key``, for one that is not."""
     try:
         status = os.stat(path)
@@ -109,12 +115,12 @@ def stat_file(path: str, key: str) -> Stored:
         raise UserError(f"{key}: no such file: {path}; {nearest_path(path)}") from error
     if not stat.S_ISREG(status.st_mode):
         raise UserError(f"{key}: {path} is a folder or a device, a file is expected")
-    return Stored(path, status.st_size, str(status.st_mtime_ns))
+    return FileStat(path, status.st_size, str(status.st_mtime_ns))
 
 
-def _find_remote(pattern: str, key: str) -> list[Stored]:
+def _find_remote(pattern: str, key: str) -> list[FileStat]:
     require("fsspec", "data", "addresses such as s3://bucket/x.tar")
-    found: list[Stored] = []
+    found: list[FileStat] = []
     for address in expand_braces(pattern):
         store, inside = _store(address)
         try:
@@ -132,10 +138,10 @@ def _find_remote(pattern: str, key: str) -> list[Stored]:
     return found
 
 
-def _of_info(store: Any, info: dict[str, Any]) -> Stored:
+def _of_info(store: Any, info: dict[str, Any]) -> FileStat:
     stamp = next((info[key] for key in _STAMPS if info.get(key) is not None), "")
     size = info.get("size")
-    return Stored(store.unstrip_protocol(info["name"]), -1 if size is None else size, str(stamp))
+    return FileStat(store.unstrip_protocol(info["name"]), -1 if size is None else size, str(stamp))
 
 
 def _store(path: str) -> tuple[Any, str]:

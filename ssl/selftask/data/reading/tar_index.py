@@ -19,10 +19,9 @@ from selftask.data.labels import number_labels
 from selftask.data.reading.cache_dir import cache_folder, locked
 from selftask.data.reading.progress_log import say
 from selftask.data.reading.skipped_files import kind_of
-from selftask.data.reading.storage import Stored, open_file
+from selftask.data.reading.storage import FileStat, open_file
 from selftask.data.reading.tar_walk import Damaged, Member, walk
 from selftask.data.sources.files import EXTENSIONS
-from selftask.distributed.heartbeat import each
 from selftask.errors import UserError, nearest
 
 THREADS = 8  # read headers at the same time
@@ -73,7 +72,7 @@ class _Shard:
     passed_over: Counter[str] = field(default_factory=Counter)
 
 
-def open_index(shards: list[Stored], wanted: Wanted) -> Path:
+def open_index(shards: list[FileStat], wanted: Wanted) -> Path:
     """The folder of the index of these shards; made now if it is not in the cache.
 
     It belongs to their paths, sizes and times: when one changes, there is a new index. Raises
@@ -98,11 +97,11 @@ def map_index(folder: Path) -> TarIndex:
     return TarIndex(**arrays, damaged=damaged, passed_over=more["passed_over"])
 
 
-def _build(shards: list[Stored], wanted: Wanted) -> TarIndex:
+def _build(shards: list[FileStat], wanted: Wanted) -> TarIndex:
     say(f"reading the headers of {len(shards)} tar files")
     with ThreadPoolExecutor(max_workers=THREADS) as pool:
         reads = pool.map(lambda shard: _read_shard(shard, wanted), shards)
-        parts = list(each("reading the headers of tar files", reads))
+        parts = list(track("reading the headers of tar files", reads))
     _check_found(shards, parts, wanted)
     counts = [len(part.members) for part in parts]
     members = [member for part in parts for member in part.members]
@@ -119,7 +118,7 @@ def _build(shards: list[Stored], wanted: Wanted) -> TarIndex:
     )
 
 
-def _read_shard(shard: Stored, wanted: Wanted) -> _Shard:
+def _read_shard(shard: FileStat, wanted: Wanted) -> _Shard:
     found = _Shard()
     sample, image, label = "", None, None
 
@@ -184,7 +183,7 @@ def _read_label(file: BinaryIO, member: Member, wanted: str, seen: set[str]) -> 
     return None if value is None or isinstance(value, dict | list) else str(value)
 
 
-def _check_found(shards: list[Stored], parts: list[_Shard], wanted: Wanted) -> None:
+def _check_found(shards: list[FileStat], parts: list[_Shard], wanted: Wanted) -> None:
     """Raise UserError if there are no images, or nowhere the label that was asked for."""
     seen = set().union(*(part.seen for part in parts))
     there = ", ".join(sorted(f".{name}" for name in seen if not name.startswith("json.")))

@@ -18,8 +18,8 @@ from pathlib import Path
 from selftask.config.values.budget import show_bytes
 from selftask.data.reading.cache_dir import locked
 from selftask.data.reading.progress_log import say
-from selftask.data.reading.storage import Stored, is_remote, open_file
-from selftask.distributed.heartbeat import each
+from selftask.data.reading.storage import FileStat, is_remote, open_file
+from selftask.distributed.heartbeat import track
 from selftask.distributed.out_of_memory import available_bytes
 from selftask.errors import UserError
 from selftask.files.paths import expand_user
@@ -33,18 +33,18 @@ SLACK_NS = 2_000_000_000  # file systems round times
 RAM = Path("/dev/shm")
 
 
-def folder_for(copy_to: str) -> Path:
+def folder_for(stage_to: str) -> Path:
     """``ram`` is a folder of this user in shared memory; raises UserError if it cannot be made."""
-    if copy_to == "ram":
+    if stage_to == "ram":
         if not RAM.is_dir():
-            raise UserError(f"data.copy_to=ram: this machine has no {RAM}; name a folder")
+            raise UserError(f"data.stage_to=ram: this machine has no {RAM}; name a folder")
         folder = RAM / f"selftask-{os.getuid()}"
     else:
-        folder = expand_user(copy_to).absolute()
+        folder = expand_user(stage_to).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"data.copy_to={copy_to}: {folder} cannot be made: {error}") from error
+        raise UserError(f"data.stage_to={stage_to}: {folder} cannot be made: {error}") from error
     return folder
 
 
@@ -54,7 +54,7 @@ def copy_path(folder: Path, path: str) -> str:
     return f"{folder}/{inside.lstrip('/')}"
 
 
-def copy_files(files: list[Stored], folder: Path) -> None:
+def copy_files(files: list[FileStat], folder: Path) -> None:
     """Copy what is not there yet; other processes of this machine wait, and then find it there.
 
     Raises UserError where there is too little space, or a file that cannot be copied.
@@ -69,7 +69,7 @@ def copy_files(files: list[Stored], folder: Path) -> None:
         say(f"{there} files were in {folder} already")
 
 
-def _is_copied(file: Stored, folder: Path) -> bool:
+def _is_copied(file: FileStat, folder: Path) -> bool:
     try:
         status = os.stat(copy_path(folder, file.path))
     except OSError:
@@ -78,19 +78,19 @@ def _is_copied(file: Stored, folder: Path) -> bool:
     return near and (file.size < 0 or status.st_size == file.size)
 
 
-def _time_of_copy(file: Stored) -> int:
+def _time_of_copy(file: FileStat) -> int:
     """Of the original, or what stands for the stamp of one without a time, in nanoseconds."""
     if is_remote(file.path):
         return (zlib.crc32(file.stamp.encode()) & 0x7FFFFFFF) * 1_000_000_000
     return int(file.stamp)
 
 
-def _check_space(missing: list[Stored], folder: Path) -> None:
+def _check_space(missing: list[FileStat], folder: Path) -> None:
     needed = sum(-(-max(file.size, 0) // BLOCK) * BLOCK for file in missing)
     free = min(shutil.disk_usage(folder).free, _free_memory(folder))
     if needed > free:
         raise UserError(
-            f"data.copy_to: {folder} has {show_bytes(free)} free, and the data needs "
+            f"data.stage_to: {folder} has {show_bytes(free)} free, and the data needs "
             f"{show_bytes(needed)} more; data.subset=FRACTION copies a part of it"
         )
 
@@ -101,7 +101,7 @@ def _free_memory(folder: Path) -> float:
     return float("inf") if available is None else available
 
 
-def _copy(missing: list[Stored], folder: Path) -> None:
+def _copy(missing: list[FileStat], folder: Path) -> None:
     began = time.monotonic()
     total = sum(max(file.size, 0) for file in missing)
     say(f"copying {len(missing)} files, {show_bytes(total)}, to {folder}")
@@ -110,7 +110,7 @@ def _copy(missing: list[Stored], folder: Path) -> None:
         open(folder / ".checksums", "a", encoding="utf-8", errors="surrogateescape") as checksums,
         ThreadPoolExecutor(max_workers=THREADS) as pool,
     ):
-        for file, checksum, size in each("copying the data", _copies(pool, missing, folder)):
+        for file, checksum, size in track("copying the data", _copies(pool, missing, folder)):
             checksums.write(f"{checksum:08x} {size} {file.path}\n")
             done += size
             if time.monotonic() - last > EVERY_S:
@@ -124,8 +124,8 @@ def _copy(missing: list[Stored], folder: Path) -> None:
 
 
 def _copies(
-    pool: ThreadPoolExecutor, missing: list[Stored], folder: Path
-) -> Iterator[tuple[Stored, int, int]]:
+    pool: ThreadPoolExecutor, missing: list[FileStat], folder: Path
+) -> Iterator[tuple[FileStat, int, int]]:
     """Each file that has been copied, its crc32 and size; so many at once that few wait."""
     for start in range(0, len(missing), BATCH):
         batch = missing[start : start + BATCH]
@@ -134,7 +134,7 @@ def _copies(
             yield (file, *result)
 
 
-def _copy_one(file: Stored, folder: Path) -> tuple[int, int]:
+def _copy_one(file: FileStat, folder: Path) -> tuple[int, int]:
     """Copy a file under another name and rename it; its crc32 and size."""
     target = Path(copy_path(folder, file.path))
     made = target.with_name(f".{target.name}.{os.getpid()}")
@@ -154,6 +154,6 @@ def _copy_one(file: Stored, folder: Path) -> tuple[int, int]:
         made.unlink(missing_ok=True)
         reason = error.strerror or str(error)
         raise UserError(
-            f"data.copy_to: {file.path} cannot be copied to {target}: {reason}"
+            f"data.stage_to: {file.path} cannot be copied to {target}: {reason}"
         ) from error
     return checksum, size

@@ -1,4 +1,4 @@
-"""Sources that read from copies of their files (``data.copy_to``) and name the originals."""
+"""Sources that read from copies of their files (``data.stage_to``) and name the originals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from selftask.data.reading.files import BadImage, read_bytes
 from selftask.data.reading.image import decode_image
 from selftask.data.reading.progress_log import say
-from selftask.data.reading.storage import Stored, find_files
+from selftask.data.reading.storage import FileStat, find_files
 from selftask.data.source import Source, Wrapped
 from selftask.data.sources.files import FileSource
 from selftask.data.sources.frames import Frames
@@ -35,22 +35,22 @@ class InFiles(Protocol):
         """From now on read from ``copy_of(path)`` in place of a file or of a folder of files."""
 
 
-def copied(source: Source, copy_to: str) -> Source:
+def copied(source: Source, stage_to: str) -> Source:
     """The source, reading from copies of its files, which are made now; `ram` is a folder, too.
 
     Of a subset of images that are a file each, only those are copied. Raises UserError for a source
     whose files are not known, and as ``copy_files`` does.
     """
-    folder = folder_for(copy_to)
+    folder = folder_for(stage_to)
     inner = source.source if isinstance(source, Subset) else source
     if isinstance(inner, FileSource | Frames):
         return LocalFiles(source, folder)
     if not isinstance(inner, InFiles):
         raise UserError(
-            f"data.copy_to: a {type(inner).__name__} source cannot be copied: which files it reads "
-            "is not known; folders, lists, tables, arrays, tar, HDF5 and LMDB files can be"
+            f"data.stage_to: a {type(inner).__name__} source cannot be copied: the files it reads "
+            "are not known; folders, lists, tables, arrays, tar, HDF5 and LMDB files can be"
         )
-    copy_files(find_files(inner.files(), "data.copy_to"), folder)
+    copy_files(find_files(inner.files(), "data.stage_to"), folder)
     inner.use_copies(partial(copy_path, folder))
     return source
 
@@ -82,7 +82,7 @@ class LocalFiles(Wrapped):
         return f"{self.source.describe()}; copied to {self.folder}"
 
 
-def _stat(path: str) -> Stored | None:
+def _stat(path: str) -> FileStat | None:
     """A regular file; None for what is missing, or a pipe: reading it is an error of its own."""
     try:
         status = os.stat(path)
@@ -90,4 +90,4 @@ def _stat(path: str) -> Stored | None:
         return None
     if not stat.S_ISREG(status.st_mode) or not os.access(path, os.R_OK):
         return None
-    return Stored(path, status.st_size, str(status.st_mtime_ns))
+    return FileStat(path, status.st_size, str(status.st_mtime_ns))

@@ -13,7 +13,7 @@ import numpy as np
 from selftask.data.kernel import MAX_SIGMA, Op
 from selftask.data.transforms.channels import RGB, by_groups, needs_rgb
 from selftask.data.transforms.tones import solarize
-from selftask.data.transforms.transform import ByChance, Transform
+from selftask.data.transforms.transform import RandomlyApplied, Transform
 from selftask.registry import limited, register_transform
 
 LUMA = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R 601), as Pillow and torchvision use
@@ -83,7 +83,7 @@ class ColorJitter(Transform):
 
 @register_transform("grayscale")
 @dataclass(frozen=True, kw_only=True)
-class Grayscale(ByChance):
+class Grayscale(RandomlyApplied):
     """Three equal channels of luma, with probability p."""
 
     p: float = field(default=0.1, metadata={"min": 0, "max": 1})
@@ -131,7 +131,7 @@ class GaussianBlur(Transform):
 
 @register_transform("solarize")
 @dataclass(frozen=True, kw_only=True)
-class Solarize(ByChance):
+class Solarize(RandomlyApplied):
     """Invert the values from ``threshold`` on, with probability p."""
 
     p: float = field(default=0.2, metadata={"min": 0, "max": 1})

@@ -13,7 +13,7 @@ import numpy as np
 from selftask.data.kernel import Filter, Op
 from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.resampling import resize
-from selftask.data.transforms.transform import Certain, Transform
+from selftask.data.transforms.transform import Deterministic, Transform
 from selftask.registry import register_transform
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom, in pixels
@@ -104,7 +104,7 @@ class Resize(Transform):
 
 @register_transform("center_crop")
 @dataclass(frozen=True, kw_only=True)
-class CenterCrop(Certain):
+class CenterCrop(Deterministic):
     """The square in the middle; a smaller image is padded with black first."""
 
     size: int = field(metadata={"min": 1})  # pixels

@@ -13,7 +13,7 @@ import numpy as np
 from selftask.data.kernel import Op
 from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.resampling import warp
-from selftask.data.transforms.transform import ByChance, Transform
+from selftask.data.transforms.transform import RandomlyApplied, Transform
 from selftask.registry import limited, register_transform
 
 Matrix = tuple[float, ...]  # 2x3, row by row
@@ -21,7 +21,7 @@ Matrix = tuple[float, ...]  # 2x3, row by row
 
 @register_transform("horizontal_flip")
 @dataclass(frozen=True, kw_only=True)
-class HorizontalFlip(ByChance):
+class HorizontalFlip(RandomlyApplied):
     """Left becomes right, with probability p."""
 
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
@@ -35,7 +35,7 @@ class HorizontalFlip(ByChance):
 
 @register_transform("vertical_flip")
 @dataclass(frozen=True, kw_only=True)
-class VerticalFlip(ByChance):
+class VerticalFlip(RandomlyApplied):
     """Up becomes down, with probability p."""
 
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})

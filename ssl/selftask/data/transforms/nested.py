@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from selftask.data.transforms.channels import channel_problems
-from selftask.data.views import Pipeline
+from selftask.data.views import Compose
 from selftask.registry import TRANSFORMS, register_transform
 
 
@@ -48,9 +48,9 @@ class RandomApply(_OneList):
         return self.pipeline(image, rng) if rng.random() < self.p else image
 
     @cached_property
-    def pipeline(self) -> Pipeline:
+    def pipeline(self) -> Compose:
         """What ``transforms`` are built to."""
-        return Pipeline(map(build, self.transforms), self.channels)
+        return Compose(map(build, self.transforms), self.channels)
 
 
 @register_transform("random_choice")
@@ -87,9 +87,9 @@ class RandomChoice:
         return self.pipelines[chosen](image, rng)
 
     @cached_property
-    def pipelines(self) -> list[Pipeline]:
+    def pipelines(self) -> list[Compose]:
         """What each of the ``choices`` is built to."""
-        return [Pipeline(map(build, choice), self.channels) for choice in self.choices]
+        return [Compose(map(build, choice), self.channels) for choice in self.choices]
 
     @cached_property
     def shares(self) -> np.ndarray:
@@ -105,7 +105,7 @@ class RandomOrder(_OneList):
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         order = np.argsort(rng.random(len(self.transforms)))
-        return Pipeline((self.built[place] for place in order), self.channels)(image, rng)
+        return Compose((self.built[place] for place in order), self.channels)(image, rng)
 
     @cached_property
     def built(self) -> list[Any]:

@@ -20,7 +20,7 @@ import cv2
 import numpy as np
 
 from selftask.data.transforms.channels import by_groups, needs_rgb
-from selftask.data.transforms.transform import Certain, Transform
+from selftask.data.transforms.transform import Deterministic, Transform
 from selftask.errors import UserError
 from selftask.random.views import draw_rng
 from selftask.registry import register_transform
@@ -164,7 +164,7 @@ def permutations(num_tiles: int, count: int) -> np.ndarray:
 
 @register_transform("lab")
 @dataclass(frozen=True)
-class Lab(Certain):
+class Lab(Deterministic):
     """RGB to CIE L*a*b* in 8 bits: L * 255 / 100, a + 128, b + 128, as OpenCV defines it.
 
     For split-brain and contrastive multiview coding (arXiv:1906.05849), whose networks see the

@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 
 from selftask.data.transforms.channels import by_groups
-from selftask.data.transforms.transform import ByChance, Transform
+from selftask.data.transforms.transform import RandomlyApplied, Transform
 from selftask.registry import register_transform
 
 _VALUES = np.arange(256)
@@ -19,7 +19,7 @@ _VALUES = np.arange(256)
 
 @register_transform("posterize")
 @dataclass(frozen=True, kw_only=True)
-class Posterize(ByChance):
+class Posterize(RandomlyApplied):
     """Keep the highest ``bits`` of every value, with probability p."""
 
     bits: int = field(default=4, metadata={"min": 1, "max": 8})  # 1 to 8 (unchanged)
@@ -31,7 +31,7 @@ class Posterize(ByChance):
 
 @register_transform("equalize")
 @dataclass(frozen=True, kw_only=True)
-class Equalize(ByChance):
+class Equalize(RandomlyApplied):
     """Make the histogram of each channel as flat as it gets, with probability p."""
 
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
@@ -42,7 +42,7 @@ class Equalize(ByChance):
 
 @register_transform("autocontrast")
 @dataclass(frozen=True, kw_only=True)
-class Autocontrast(ByChance):
+class Autocontrast(RandomlyApplied):
     """Stretch each channel to the whole range 0..255, with probability p."""
 
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
@@ -53,7 +53,7 @@ class Autocontrast(ByChance):
 
 @register_transform("invert")
 @dataclass(frozen=True, kw_only=True)
-class Invert(ByChance):
+class Invert(RandomlyApplied):
     """The negative, 255 - x, with probability p."""
 
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})

@@ -40,7 +40,7 @@ class Transform(ABC):
         return image if drawn is None else self.apply(image, drawn)
 
 
-class ByChance(Transform):
+class RandomlyApplied(Transform):
     """A transform that draws no more than whether it changes the image, with probability ``p``."""
 
     p: float
@@ -49,7 +49,7 @@ class ByChance(Transform):
         return () if rng.random() < self.p else None
 
 
-class Certain(Transform):
+class Deterministic(Transform):
     """A transform without randomness."""
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:

@@ -174,7 +174,7 @@ def _best_prefixes(
 
 
 def _rank(prefix: str) -> list[int]:
-    """Places in LAYOUTS of the rows whose network a prefix names: less is better."""
+    """BatchBuffer in LAYOUTS of the rows whose network a prefix names: less is better."""
     parts = prefix.split(".")
     return [*(rank for rank, row in enumerate(LAYOUTS) if row.network in parts), len(LAYOUTS)]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selftask.checkpoint.manifest import SEAL
+from selftask.checkpoint.manifest import MANIFEST
 from selftask.errors import UserError, plural
 from selftask.files.paths import expand_user, is_file, is_folder, names_in
 from selftask.logs import get_logger
@@ -83,7 +83,7 @@ def backbone_state(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def refuse_sharded(path: Path) -> None:
     """Raise UserError for a sharded checkpoint, which is a folder: only a run reads it as it is."""
-    if is_file(path / SEAL):
+    if is_file(path / MANIFEST):
         raise UserError(
             f"{path}: is a sharded checkpoint; `selftask export {path.parent.parent}` takes the "
             "backbone out of a run's newest, and --to checkpoint makes one file of it"

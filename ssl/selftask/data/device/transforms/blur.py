@@ -20,7 +20,7 @@ from selftask.data.device.operation import (
 )
 from selftask.data.device.resampling import resample
 from selftask.data.transforms.color import GaussianBlur
-from selftask.registry import register_batched_form
+from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
     from selftask.random.batched_views import Streams
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LEAST = 1e-2  # pixels: below, a Gaussian is no more than its middle
 
 
-@register_batched_form("gaussian_blur")
+@register_batched_transform("gaussian_blur")
 class BatchedGaussianBlur(Operation):
     """Two matrices a picture, as for resizing."""
 

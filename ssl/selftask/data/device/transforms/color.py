@@ -11,53 +11,53 @@ from torch import Tensor
 
 from selftask.data.device.operation import (
     Arrays,
-    ByChance,
     Images,
     Operation,
+    RandomlyApplied,
     Tensors,
     per_image,
     to_levels,
 )
 from selftask.data.transforms.color import LUMA, ContrastNoise
-from selftask.registry import register_batched_form
+from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
     from selftask.random.batched_views import Streams
 
 
-@register_batched_form("grayscale")
-class BatchedGrayscale(ByChance):
+@register_batched_transform("grayscale")
+class BatchedGrayscale(RandomlyApplied):
     """Luma in all three channels."""
 
     def change(self, values: Tensor) -> Tensor:
         return luma(values).round_().expand_as(values)
 
 
-@register_batched_form("solarize")
-class BatchedSolarize(ByChance):
+@register_batched_transform("solarize")
+class BatchedSolarize(RandomlyApplied):
     """255 - x from the threshold on."""
 
     def change(self, values: Tensor) -> Tensor:
         return solarize(values, self.transform.threshold)
 
 
-@register_batched_form("posterize")
-class BatchedPosterize(ByChance):
+@register_batched_transform("posterize")
+class BatchedPosterize(RandomlyApplied):
     """The highest bits of each value."""
 
     def change(self, values: Tensor) -> Tensor:
         return posterize(values, 2.0 ** (8 - self.transform.bits))
 
 
-@register_batched_form("invert")
-class BatchedInvert(ByChance):
+@register_batched_transform("invert")
+class BatchedInvert(RandomlyApplied):
     """255 - x."""
 
     def change(self, values: Tensor) -> Tensor:
         return values.neg_().add_(255)
 
 
-@register_batched_form("contrast_noise")
+@register_batched_transform("contrast_noise")
 class BatchedContrastNoise(Operation):
     """x * factor + offset + noise, with the noise that was drawn.
 

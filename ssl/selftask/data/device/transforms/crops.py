@@ -19,13 +19,13 @@ from selftask.data.device.operation import (
 )
 from selftask.data.device.resampling import filter_matrix, resample
 from selftask.data.transforms.crops import TRIES, CenterCrop, RandomCrop, RandomResizedCrop, Resize
-from selftask.registry import register_batched_form
+from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
     from selftask.random.batched_views import Streams
 
 
-@register_batched_form("random_resized_crop")
+@register_batched_transform("random_resized_crop")
 class BatchedRandomResizedCrop(Operation):
     """Boxes of any place and size, resampled to one square."""
 
@@ -74,7 +74,7 @@ class BatchedRandomResizedCrop(Operation):
         return images.with_values(to_levels(resample(images.values, down, across)))
 
 
-@register_batched_form("resize")
+@register_batched_transform("resize")
 class BatchedResize(Operation):
     """The shorter side becomes ``size``; pictures of different shapes stay so."""
 
@@ -125,7 +125,7 @@ class BatchedCut(Operation):
         return images.with_values(values)
 
 
-@register_batched_form("center_crop")
+@register_batched_transform("center_crop")
 class BatchedCenterCrop(BatchedCut):
     """The square in the middle."""
 
@@ -138,7 +138,7 @@ class BatchedCenterCrop(BatchedCut):
         return self.pack((), sizes)
 
 
-@register_batched_form("random_crop")
+@register_batched_transform("random_crop")
 class BatchedRandomCrop(BatchedCut):
     """A square at a random place of the padded picture."""
 

@@ -13,9 +13,9 @@ from torch.nn.functional import grid_sample
 
 from selftask.data.device.operation import (
     Arrays,
-    ByChance,
     Images,
     Operation,
+    RandomlyApplied,
     Tensors,
     on_chosen,
     to_levels,
@@ -27,15 +27,15 @@ from selftask.data.transforms.geometry import (
     VerticalFlip,
 )
 from selftask.data.transforms.warps import RandomShear
-from selftask.registry import register_batched_form
+from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
     from selftask.random.batched_views import Streams
 
 
-@register_batched_form("horizontal_flip")
-@register_batched_form("vertical_flip")
-class BatchedFlip(ByChance):
+@register_batched_transform("horizontal_flip")
+@register_batched_transform("vertical_flip")
+class BatchedFlip(RandomlyApplied):
     """Columns or rows in reverse order."""
 
     ragged = True
@@ -63,9 +63,9 @@ class BatchedFlip(ByChance):
         return values.gather(self._axis, at.expand(values.shape))
 
 
-@register_batched_form("rotation")
-@register_batched_form("random_affine")
-@register_batched_form("random_shear")
+@register_batched_transform("rotation")
+@register_batched_transform("random_affine")
+@register_batched_transform("random_shear")
 class BatchedWarp(Operation):
     """Affine maps: each output pixel is read where its matrix says."""
 

@@ -27,7 +27,7 @@ from selftask.data.device.operation import (
 )
 from selftask.data.device.transforms.color import luma
 from selftask.data.transforms.color import ColorJitter, Jitter
-from selftask.registry import register_batched_form
+from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
     from selftask.random.batched_views import Streams
@@ -37,7 +37,7 @@ STEPS = 3  # at most, before the turn and after it
 _ORDERS = np.array(list(itertools.permutations(range(4))))  # as the transform numbers them
 
 
-@register_batched_form("color_jitter")
+@register_batched_transform("color_jitter")
 class BatchedColorJitter(Operation):
     """Colour jitter in each picture's own order."""
 

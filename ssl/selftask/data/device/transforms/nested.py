@@ -9,11 +9,18 @@ import numpy as np
 import torch
 
 from selftask.data.device.compose import Chain
-from selftask.data.device.operation import Images, Operation, Tensors, find_form, fitted, per_image
+from selftask.data.device.operation import (
+    Images,
+    Operation,
+    Tensors,
+    find_batched_transform,
+    fitted,
+    per_image,
+)
 from selftask.data.device.packing import Steps, Tree, spread, take
 from selftask.data.transforms.nested import RandomApply, RandomChoice, RandomOrder
-from selftask.data.views import Pipeline
-from selftask.registry import register_batched_form
+from selftask.data.views import Compose
+from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
     from selftask.random.batched_views import Streams
@@ -100,7 +107,7 @@ class Branches(Operation):
         return images.with_values(made, packed["after"])
 
 
-@register_batched_form("random_apply")
+@register_batched_transform("random_apply")
 class BatchedRandomApply(Branches):
     """All of a chain, or nothing."""
 
@@ -113,7 +120,7 @@ class BatchedRandomApply(Branches):
         return np.where(draws < self.transform.p, 0, NONE)
 
 
-@register_batched_form("random_choice")
+@register_batched_transform("random_choice")
 class BatchedRandomChoice(Branches):
     """One of several chains."""
 
@@ -127,7 +134,7 @@ class BatchedRandomChoice(Branches):
         return np.searchsorted(self.transform.shares, draws, side="right")
 
 
-@register_batched_form("random_order")
+@register_batched_transform("random_order")
 class BatchedRandomOrder(Operation):
     """At each place of the order, each picture goes through one of the operations."""
 
@@ -137,7 +144,7 @@ class BatchedRandomOrder(Operation):
 
     def __init__(self, transform: RandomOrder) -> None:
         super().__init__(transform)
-        pipeline = Pipeline(transform.built, transform.channels)
+        pipeline = Compose(transform.built, transform.channels)
         operations = _chain(transform.transforms, pipeline).operations
         self._one = Branches(transform, [Chain([operation]) for operation in operations])
         self._chain = Chain([self._one] * len(operations))
@@ -174,7 +181,7 @@ class BatchedRandomOrder(Operation):
         return made.with_values(made.values, packed["after"])
 
 
-def _chain(transforms: Sequence[dict[str, Any]], pipeline: Pipeline) -> Chain:
+def _chain(transforms: Sequence[dict[str, Any]], pipeline: Compose) -> Chain:
     """The batched forms of a list within a transform, and what it was built to."""
     named = zip(transforms, pipeline.transforms, strict=True)
-    return Chain([find_form(transform["name"], built) for transform, built in named])
+    return Chain([find_batched_transform(transform["name"], built) for transform, built in named])

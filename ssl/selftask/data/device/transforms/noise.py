@@ -23,7 +23,7 @@ from selftask.data.transforms.noise import (
     RandomErasing,
     SaltAndPepper,
 )
-from selftask.registry import register_batched_form
+from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
     from selftask.random.batched_views import Streams
@@ -71,7 +71,7 @@ class BatchedHoles(Operation):
         return images.with_values(torch.where(inside, fill, values))
 
 
-@register_batched_form("random_erasing")
+@register_batched_transform("random_erasing")
 class BatchedRandomErasing(BatchedHoles):
     """One rectangle."""
 
@@ -98,7 +98,7 @@ class BatchedRandomErasing(BatchedHoles):
         return {"box": box}
 
 
-@register_batched_form("cutout")
+@register_batched_transform("cutout")
 class BatchedCutout(BatchedHoles):
     """Squares, as many for each picture."""
 
@@ -116,7 +116,7 @@ class BatchedCutout(BatchedHoles):
         return {"box": box}
 
 
-@register_batched_form("gaussian_noise")
+@register_batched_transform("gaussian_noise")
 class BatchedGaussianNoise(Operation):
     """The noise that was drawn is added."""
 
@@ -136,7 +136,7 @@ class BatchedGaussianNoise(Operation):
         return images.with_values(to_levels(images.values.add_(noise)))
 
 
-@register_batched_form("salt_and_pepper")
+@register_batched_transform("salt_and_pepper")
 class BatchedSaltAndPepper(Operation):
     """White and black where they were drawn; what was drawn for both is black."""
 

@@ -35,7 +35,7 @@ from selftask.data.transforms.policies import (
 )
 from selftask.data.transforms.policy_tables import GEOMETRY
 from selftask.random.batched_views import replayed
-from selftask.registry import register_batched_form
+from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
     from selftask.random.batched_views import Streams
@@ -76,7 +76,7 @@ class BatchedPolicy(Operation):
         return perform(images, packed["kind"], packed["numbers"], self.transform)
 
 
-@register_batched_form("rand_augment")
+@register_batched_transform("rand_augment")
 class BatchedRandAugment(BatchedPolicy):
     """As many operations for each picture."""
 
@@ -85,21 +85,21 @@ class BatchedRandAugment(BatchedPolicy):
         self.num_ops, self.num_draws = transform.num_ops, 2 * transform.num_ops
 
 
-@register_batched_form("trivial_augment_wide")
+@register_batched_transform("trivial_augment_wide")
 class BatchedTrivialAugment(BatchedPolicy):
     """One operation."""
 
     num_ops, num_draws = 1, 3
 
 
-@register_batched_form("auto_augment")
+@register_batched_transform("auto_augment")
 class BatchedAutoAugment(BatchedPolicy):
     """Up to two operations."""
 
     num_ops, num_draws = 2, 5
 
 
-@register_batched_form("aug_mix")
+@register_batched_transform("aug_mix")
 class BatchedAugMix(Operation):
     """A weighted mean of the picture and of chains."""
 

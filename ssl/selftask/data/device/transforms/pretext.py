@@ -20,7 +20,7 @@ from selftask.data.device.operation import (
 )
 from selftask.data.transforms.pretext import ChannelDrop, Jigsaw, Puzzle, Rotate90, permutations
 from selftask.random.batched_views import replayed
-from selftask.registry import register_batched_form
+from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
     from selftask.random.batched_views import Streams
@@ -33,7 +33,7 @@ _XYZ = (
 )
 
 
-@register_batched_form("rotate_90")
+@register_batched_transform("rotate_90")
 class BatchedRotate90(Operation):
     """Quarter turns; height and width change places for an odd number."""
 
@@ -59,7 +59,7 @@ class BatchedRotate90(Operation):
         return images.with_values(made, packed["after"])
 
 
-@register_batched_form("jigsaw")
+@register_batched_transform("jigsaw")
 class BatchedJigsaw(Operation):
     """Tiles of each picture in an order of its own."""
 
@@ -94,7 +94,7 @@ class BatchedJigsaw(Operation):
         return images.with_values(taken.view(*values.shape[:2], *canvas))
 
 
-@register_batched_form("lab")
+@register_batched_transform("lab")
 class BatchedLab(Operation):
     """CIE L*a*b* in 8 bits."""
 
@@ -125,7 +125,7 @@ def _cube_root(light: Tensor) -> Tensor:
     return torch.where(light > (6 / 29) ** 3, root, light * (841 / 108) + 4 / 29)
 
 
-@register_batched_form("channel_drop")
+@register_batched_transform("channel_drop")
 class BatchedChannelDrop(Operation):
     """Some channels of each picture overwritten."""
 

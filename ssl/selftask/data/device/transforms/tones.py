@@ -11,38 +11,38 @@ from torch import Tensor
 
 from selftask.data.device.operation import (
     Arrays,
-    ByChance,
     Images,
     Operation,
+    RandomlyApplied,
     Tensors,
     on_chosen,
     per_image,
     to_levels,
 )
 from selftask.data.transforms.tones import Sharpness
-from selftask.registry import register_batched_form
+from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
     from selftask.random.batched_views import Streams
 
 
-@register_batched_form("equalize")
-class BatchedEqualize(ByChance):
+@register_batched_transform("equalize")
+class BatchedEqualize(RandomlyApplied):
     """Each channel's values to their places in its order."""
 
     def change(self, values: Tensor) -> Tensor:
         return equalize(values)
 
 
-@register_batched_form("autocontrast")
-class BatchedAutocontrast(ByChance):
+@register_batched_transform("autocontrast")
+class BatchedAutocontrast(RandomlyApplied):
     """Each channel stretched to 0..255."""
 
     def change(self, values: Tensor) -> Tensor:
         return autocontrast(values)
 
 
-@register_batched_form("sharpness")
+@register_batched_transform("sharpness")
 class BatchedSharpness(Operation):
     """Away from or towards a smoothed picture."""
 

@@ -13,7 +13,7 @@ from selftask.data.device.operation import Arrays, Images, Operation, Tensors, o
 from selftask.data.device.transforms.geometry import pixel_centres, read_at
 from selftask.data.transforms.warps import Elastic, RandomPerspective, corners_of
 from selftask.random.batched_views import replayed
-from selftask.registry import register_batched_form
+from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
     from selftask.random.batched_views import Streams
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _STAYS = np.eye(3)
 
 
-@register_batched_form("random_perspective")
+@register_batched_transform("random_perspective")
 class BatchedPerspective(Operation):
     """Projective maps: each output pixel is read where its matrix says."""
 
@@ -51,7 +51,7 @@ class BatchedPerspective(Operation):
         return read_at(values, at_x / scale, at_y / scale, self.transform)
 
 
-@register_batched_form("elastic")
+@register_batched_transform("elastic")
 class BatchedElastic(Operation):
     """Displacements that were drawn for one picture at a time, and travel with the batch."""
 
