@@ -98,7 +98,7 @@ def train(chosen: Config) -> Task:
 
 
 @pytest.mark.parametrize(
-    ("method", "engine"),
+    ("method", "augment_on"),
     [
         ("simclr", "cpu"),
         ("mae", "cpu"),
@@ -112,7 +112,7 @@ def test_stopped_resumed_evaluated_and_exported(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given = recipe(method), f"data.engine={engine}"
+    given = recipe(method), f"data.augment_on={engine}"
     whole = train(config(given[0], tmp_path / "whole", given[1]))
     train(config(given[0], tmp_path / "parts", given[1], "train.stop_at=2"))
     parts = train(config(given[0], tmp_path / "parts", given[1]))
@@ -155,7 +155,9 @@ def test_the_same_views_from_every_engine_and_cache(
         ("device", "none"),
         ("device", "device"),
     ):
-        chosen = config(recipe("simclr"), tmp_path, f"data.engine={engine}", f"data.cache={cache}")
+        chosen = config(
+            recipe("simclr"), tmp_path, f"data.augment_on={engine}", f"data.cache={cache}"
+        )
         feed = DataModule(chosen, open_data(chosen.data), World(), torch.device("cpu"))
         try:
             batch = next(feed.train_batches(0))
@@ -192,7 +194,7 @@ def test_data_commands(
         ([0, 1, 2, 3, 4], "of 5 channels it shows channels 0 to 2 as red, green and blue"),
         ([3], "of 1 channel it shows channel 0 in gray"),
     ):
-        last = "{name: normalize, of: half, mean: null, std: null}"
+        last = "{name: normalize, stats: half, mean: null, std: null}"
         half = [f"eval.transforms=[{last}]", f"views.main.transforms.4={last}"]
         sheet = ["--images=2", f"--out={tmp_path}/x.png", f"data.bands={bands}", *half]
         assert main(["data", "show", recipe("simclr"), *sheet]) == 0
@@ -220,7 +222,9 @@ def test_all_that_cannot_be_is_said_before_training(
         check_data(chosen, open_data(chosen.data).train)
     hue, normalize = error.value.problems
     assert hue.startswith("views.main.transforms.2.hue: 0.1 needs 3 channels, the data have 5")
-    assert normalize.startswith("eval.transforms.1.of: imagenet is for 3 channels, the data have 5")
+    assert normalize.startswith(
+        "eval.transforms.1.stats: imagenet is for 3 channels, the data have 5"
+    )
     chosen = config(recipe("simclr"), tmp_path, "data.val={name: digits}")
     with pytest.raises(
         UserError, match=r"data\.val: its images have 3 channels, those of data have"

@@ -62,7 +62,7 @@ def check_failed(done: subprocess.CompletedProcess[str], out: Path, rank: int, c
 
 
 def test_a_rank_that_raises_is_named(tmp_path: Path) -> None:
-    done = train(tmp_path, "run", TWO, "hooks.fault={at: 3, rank: 1}")
+    done = train(tmp_path, "run", TWO, "hooks.fault_injection={at: 3, rank: 1}")
     check_failed(done, tmp_path / "run", 1, "InjectedFault")
     assert "InjectedFault" in (tmp_path / "run/errors/rank1.txt").read_text()
     assert "in on_forward" in done.stdout  # its traceback, on rank 0's log
@@ -72,15 +72,15 @@ def test_a_rank_that_raises_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rank", "cause"), [(1, "is dead"), (0, "gone")])
 def test_a_rank_that_is_killed_is_named(tmp_path: Path, rank: int, cause: str) -> None:
     start = time.monotonic()
-    done = train(tmp_path, "run", TWO, f"hooks.fault={{at: 3, rank: {rank}, kind: kill}}")
+    done = train(tmp_path, "run", TWO, f"hooks.fault_injection={{at: 3, rank: {rank}, kind: kill}}")
     check_failed(done, tmp_path / "run", rank, cause)
     assert time.monotonic() - start < 60  # 30 after the kill, and as long to start
 
 
 @pytest.mark.slow
 def test_a_rank_that_sleeps_is_named_with_all_stacks(tmp_path: Path) -> None:
-    fault = "hooks.fault={at: 3, rank: 1, kind: sleep}"
-    done = train(tmp_path, "run", TWO, fault, "launch.timeout_s=8")
+    fault = "hooks.fault_injection={at: 3, rank: 1, kind: sleep}"
+    done = train(tmp_path, "run", TWO, fault, "launch.hang_timeout_s=8")
     check_failed(done, tmp_path / "run", 1, "nothing has moved")
     assert "time.sleep(self.seconds)" in done.stdout
     assert "all_gather" in done.stdout
@@ -91,8 +91,8 @@ def test_a_rank_that_sleeps_is_named_with_all_stacks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path, rank: int) -> None:
     """Rank 0 keeps the board: the others must not wait for its answer."""
-    fault = f"hooks.fault={{at: 3, rank: {rank}, kind: stop}}"
-    done = train(tmp_path, "run", TWO, fault, "launch.timeout_s=20")
+    fault = f"hooks.fault_injection={{at: 3, rank: {rank}, kind: stop}}"
+    done = train(tmp_path, "run", TWO, fault, "launch.hang_timeout_s=20")
     cause = r"has not answered for 20 s" if rank == 0 else "nothing has moved"
     check_failed(done, tmp_path / "run", rank, cause)
     assert "RUN FAILED" in (tmp_path / "run/log.txt").read_text().splitlines()[-1]
@@ -100,11 +100,11 @@ def test_a_rank_that_is_stopped_is_named(tmp_path: Path, rank: int) -> None:
 
 @pytest.mark.slow
 def test_a_killed_rank_is_started_again(tmp_path: Path) -> None:
-    fault = "hooks.fault={at: 9, rank: 1, kind: kill}"
+    fault = "hooks.fault_injection={at: 9, rank: 1, kind: kill}"
     done = train(tmp_path, "run", TWO, fault, "launch.max_restarts=1", "train.checkpoint_every=4")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "restart 1 of 1" in done.stdout
-    spared = "hooks.fault={at: 999, rank: 1, kind: kill}"
+    spared = "hooks.fault_injection={at: 999, rank: 1, kind: kill}"
     assert train(tmp_path, "whole", TWO, spared).returncode == 0
     assert tiny.rows(tmp_path / "run") == tiny.rows(tmp_path / "whole")
     states = [tiny.last_state(tmp_path / name) for name in ("run", "whole")]
@@ -132,7 +132,7 @@ def start(folder: Path, *more: str) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_ranks_that_are_suspended_together_go_on(tmp_path: Path) -> None:
     """As ``scontrol suspend`` does: nobody hangs, and nobody is taken for hanging."""
-    process = start(tmp_path, "train.epochs=4000", "launch.timeout_s=20")
+    process = start(tmp_path, "train.epochs=4000", "launch.hang_timeout_s=20")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 2
     for number, pause in ((signal.SIGSTOP, 25), (signal.SIGCONT, 4)):

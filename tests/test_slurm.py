@@ -300,7 +300,7 @@ def test_killed_rank(folder: Path, undisturbed: dict[str, Any]) -> None:
 
 def test_stopped_rank_0(folder: Path, undisturbed: dict[str, Any]) -> None:
     """It keeps the board of the watch; that it does not answer ends the run, which comes back."""
-    limit = ("launch.timeout_s=15", "launch.max_restarts=1")
+    limit = ("launch.hang_timeout_s=15", "launch.max_restarts=1")
     run = Run(folder, "stopped", *limit, pace=0.5)
     run.wait_for_step(4)
     run.kill(0, signal.SIGSTOP)
@@ -374,7 +374,7 @@ def test_cancelled(folder: Path) -> None:
 
 
 def test_failing_run_fails_its_job(folder: Path) -> None:
-    run = Run(folder, "raised", "hooks.fault={at: 3, rank: 1, kind: raise}")
+    run = Run(folder, "raised", "hooks.fault_injection={at: 3, rank: 1, kind: raise}")
     run.wait_for_end("failed")
     assert run.slurm("JobState") == "FAILED"
     assert run.slurm("ExitCode") != "0:0"

@@ -29,8 +29,8 @@ from selftask.task.loop import Interrupted, train_loop
 ROOT = Path(__file__).resolve().parents[1]
 STEPS_PER_EPOCH = 5
 SMALL = {
-    "dim": "16",
-    "hidden": "32",
+    "out_dim": "16",
+    "hidden_dim": "32",
     "bottleneck": "16",
     "queue_size": "32",
     "queue_start": "'1 epoch'",

@@ -30,16 +30,16 @@ class SimSiam(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        dim: int = 2048  # D
-        hidden: int = 512  # the predictor's bottleneck
+        out_dim: int = 2048  # D
+        hidden_dim: int = 512  # the predictor's bottleneck
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.predictor = mlp(config.dim, config.hidden, config.dim, bias=False)
+        self.predictor = mlp(config.out_dim, config.hidden_dim, config.out_dim, bias=False)
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """The projector of section 3: three layers, BatchNorm after each, the last without ReLU."""
-        dim = self.config.dim
+        dim = self.config.out_dim
         return mlp(embed_dim, dim, dim, dim, bias=False, last_norm=True, last_affine=False)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:

@@ -120,7 +120,9 @@ class ClassyTaskNames(ClassyTask):  # type: ignore[misc]  # classy-vision ships 
 
     @property
     def num_batches_per_phase(self) -> int:
-        return int(self.length.batches_per_epoch if self.train else self.data_module.num_test_batches)
+        return int(
+            self.length.batches_per_epoch if self.train else self.data_module.num_test_batches
+        )
 
     @property
     def use_gpu(self) -> bool:

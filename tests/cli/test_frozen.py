@@ -229,13 +229,13 @@ def exported_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transforms = [
         {"name": "resize", "size": 80, "interpolation": "bilinear"},
         {"name": "center_crop", "size": 64},
-        {"name": "normalize", "of": "half", "mean": None, "std": None},
+        {"name": "normalize", "stats": "half", "mean": None, "std": None},
     ]
     meta = {"architecture": {"name": component.name, "args": args}, "transforms": transforms}
     return save_backbone(build_backbone(component), tmp_path_factory.mktemp("vit"), meta)
 
 
-LARGER = "eval.transforms=[{name: center_crop, size: 96},{name: normalize, of: half}]"
+LARGER = "eval.transforms=[{name: center_crop, size: 96},{name: normalize, stats: half}]"
 
 
 @pytest.mark.parametrize("command", ["eval", "features"])

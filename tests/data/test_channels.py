@@ -30,7 +30,7 @@ ARGS: dict[str, dict[str, Any]] = {
     "center_crop": {"size": 40},
     "resize": {"size": 8},
     "rotation": {"degrees": 30.0, "fill": 9},
-    "random_affine": {"degrees": 30.0, "scale": (0.5, 1.5), "shift": 0.5, "fill": 9},
+    "random_affine": {"degrees": 30.0, "scale": (0.5, 1.5), "translate": 0.5, "fill": 9},
     "random_shear": {"x": 20.0, "y": 20.0, "fill": 9},
     "random_perspective": {"fill": 9},
     "elastic": {"fill": 9},
@@ -144,7 +144,7 @@ def test_groups_are_of_sizes_that_opencv_knows() -> None:
             "fill: [1, 2] is for 2 channels, the data have 3; or",
         ),
         ("cutout", {"fill": [1, 2, 3]}, 4, "fill: [1, 2, 3] is for 3 channels, the data have 4"),
-        ("normalize", {}, 4, "of: imagenet is for 3 channels, the data have 4; give mean"),
+        ("normalize", {}, 4, "stats: imagenet is for 3 channels, the data have 4; give mean"),
         (
             "normalize",
             {"mean": [0.5], "std": [1.0]},
@@ -179,7 +179,7 @@ def test_normalize_has_a_mean_and_std_for_each(channels: int) -> None:
     args = {"mean": mean.tolist(), "std": std.tolist()}
     own = build_pipeline([named("normalize", **args)], "views", channels).to_float(pixels)
     assert np.allclose(own.permute(0, 2, 3, 1), expected, atol=1e-6)
-    half = build_pipeline([named("normalize", of="half")], "views", channels)
+    half = build_pipeline([named("normalize", stats="half")], "views", channels)
     assert np.allclose(half.to_float(pixels).permute(0, 2, 3, 1), pixels / 127.5 - 1, atol=1e-6)
     assert np.allclose(Compose([], channels).to_float(pixels)[0, 0], pixels[0, ..., 0] / 255)
 

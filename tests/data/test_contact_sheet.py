@@ -22,7 +22,7 @@ from selftask.distributed.world import World
 MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])  # ImageNet's
 VIEWS = (
     "views={global: {count: 2, transforms: [{name: random_resized_crop, size: 20}, "
-    "horizontal_flip, {name: normalize, of: imagenet}]}, local: {count: 1, transforms: "
+    "horizontal_flip, {name: normalize, stats: imagenet}]}, local: {count: 1, transforms: "
     "[{name: random_resized_crop, size: 12}, {name: normalize, mean: [0, 0, 0], std: [1, 1, 1]}]}}"
 )
 
@@ -74,7 +74,7 @@ def test_views_that_the_device_makes(tmp_path: Path) -> None:
         rows_of(config, open_data(config.data), 4)
         for config in (
             config_for(tmp_path),
-            config_for(tmp_path, "data.engine=device", "data.cache=device"),
+            config_for(tmp_path, "data.augment_on=device", "data.cache=device"),
         )
     )
     for row, other in zip(here, there, strict=True):

@@ -108,7 +108,7 @@ def test_a_changed_file_is_noticed(photos: Path) -> None:
 
 
 def test_shrunk_pictures_are_kept_apart(photos: Path) -> None:
-    whole, small = (decoded(opened(photos), "disk", shrink=side) for side in (None, 15))
+    whole, small = (decoded(opened(photos), "disk", max_side=side) for side in (None, 15))
     assert whole[0][0].shape == (20, 30, 3)
     assert small[0][0].shape == (10, 15, 3)
 

@@ -1,4 +1,4 @@
-"""Transforms that data.engine=device cannot do to batches are told before anything starts."""
+"""Transforms that data.augment_on=device cannot do to batches are told before anything starts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Batched:
         return images
 '''
 NESTED = "views.main.transforms.1={name: random_apply, transforms: [invert, gaussian_blurr]}"
-DEVICE = "data.engine=device"
+DEVICE = "data.augment_on=device"
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_what_has_no_batched_form_is_refused(
     said = capsys.readouterr().err
     key = "views.main.transforms.1.transforms.1" if inner else "views.main.transforms.1"
     assert f"{key}: 'gaussian_blurr' has no form for whole batches" in said
-    assert "set data.engine=cpu" in said
+    assert "set data.augment_on=cpu" in said
     assert "did you mean 'gaussian_blur'?" in said
     assert not (here / "runs").exists()
 

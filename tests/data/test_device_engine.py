@@ -57,7 +57,7 @@ CASES: dict[str, tuple[list[Component], float]] = {
     "horizontal_flip": ([part("horizontal_flip")], 0.0),
     "vertical_flip": ([part("vertical_flip", p=0.3)], 0.0),
     "rotation": ([part("rotation", degrees=40, fill=90)], 0.1),
-    "affine": ([part("random_affine", degrees=30, scale=(0.7, 1.3), shift=0.2)], 0.1),
+    "affine": ([part("random_affine", degrees=30, scale=(0.7, 1.3), translate=0.2)], 0.1),
     "bicubic affine": ([part("random_affine", degrees=30, interpolation="bicubic")], 0.1),
     "nearest affine": ([part("random_affine", degrees=30, interpolation="nearest")], 0.5),
     "shear": ([part("random_shear", x=20, y=10)], 0.1),
@@ -302,7 +302,7 @@ def test_transforms_without_a_form_are_named(name: str) -> None:
         Engine(Views(config), config)
     message = str(caught.value)
     assert message.startswith(f"views.main.transforms.1: {name!r} has no form for whole batches")
-    assert "data.engine=cpu" in message
+    assert "data.augment_on=cpu" in message
 
 
 def test_different_sizes_need_a_crop_first() -> None:

@@ -66,10 +66,10 @@ def config(transforms: list[Component], count: int = 2) -> dict[str, ViewConfig]
 
 
 def dataset(
-    source: Any, transforms: list[Component] = CROPS, shrink: int | None = None
+    source: Any, transforms: list[Component] = CROPS, max_side: int | None = None
 ) -> DeviceDataset:
     views = Views(config(transforms))
-    return DeviceDataset(source, views, 3, Engine(views, config(transforms)), shrink)
+    return DeviceDataset(source, views, 3, Engine(views, config(transforms)), max_side)
 
 
 def read(batches: Batches, count: int, start: int = 0) -> list[dict[str, Any]]:
@@ -148,7 +148,7 @@ def test_shrunk_pictures() -> None:
     small = shrunk(picture, 10)
     assert small.shape == (6, 10, 3)
     assert abs(small.mean() - picture.mean()) < 3
-    batches = Batches(dataset(Photos(), shrink=12), batch_size=8, seed=3)
+    batches = Batches(dataset(Photos(), max_side=12), batch_size=8, seed=3)
     (sample,) = read(batches, 1)
     assert sample["views"][0].shape == (8, 3, 12, 12)
 

@@ -111,7 +111,7 @@ CASES: dict[str, tuple[list[Component], float]] = {
     ),
     "rotate_90, crop": ([part("rotate_90"), part("random_resized_crop", size=20)], 0.25),
     "rotate_90 of squares": (
-        [part("center_crop", size=30), part("rotate_90", turns=[0, 1, 3])],
+        [part("center_crop", size=30), part("rotate_90", k=[0, 1, 3])],
         0.0,
     ),
     "jigsaw": ([part("jigsaw", tile=10)], 0.0),

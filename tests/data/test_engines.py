@@ -1,4 +1,4 @@
-"""``data.engine`` and ``data.cache`` from the config on: the same samples, whoever makes them."""
+"""Both values of ``data.augment_on`` give the same batches."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def batches(feed: DataModule, start: int) -> list[Batch]:
     return read
 
 
-@pytest.mark.parametrize("engine", ["cpu", "device"])
+@pytest.mark.parametrize("augment_on", ["cpu", "device"])
 def test_caches_do_not_change_samples(tmp_path: Path, engine: str) -> None:
-    plain = feed(tmp_path, f"data.engine={engine}")
+    plain = feed(tmp_path, f"data.augment_on={engine}")
     assert isinstance(plain.batches.dataset, DeviceDataset) == (engine == "device")
     expected = batches(plain, 5)
     for cache in ("disk", "device") if engine == "device" else ("ram",):
-        cached = feed(tmp_path, f"data.engine={engine}", f"data.cache={cache}")
+        cached = feed(tmp_path, f"data.augment_on={engine}", f"data.cache={cache}")
         assert isinstance(cached.batches, CachedBatches) == (cache == "device")
         found = batches(cached, 5)
         assert isinstance(cached.batches.dataset.source, Decoded) == (cache != "device")
@@ -55,7 +55,9 @@ def test_caches_do_not_change_samples(tmp_path: Path, engine: str) -> None:
 
 
 def test_engines_differ_by_rounding(tmp_path: Path) -> None:
-    cpu, device = (batches(feed(tmp_path, f"data.engine={name}"), 3) for name in ("cpu", "device"))
+    cpu, device = (
+        batches(feed(tmp_path, f"data.augment_on={name}"), 3) for name in ("cpu", "device")
+    )
     for one, other in zip(cpu, device, strict=True):
         assert torch.equal(one.index, other.index)
         for view, other_view in zip(one.all_views, other.all_views, strict=True):
@@ -63,7 +65,7 @@ def test_engines_differ_by_rounding(tmp_path: Path) -> None:
 
 
 def test_a_sweep_reads_every_image_once(tmp_path: Path) -> None:
-    made = feed(tmp_path, "data.engine=device", "data.cache=ram", "train.batch_size=256")
+    made = feed(tmp_path, "data.augment_on=device", "data.cache=ram", "train.batch_size=256")
     found = torch.cat([sample["index"] for sample in made.sweep()])
     assert found.tolist() == list(range(made.num_images))
 
@@ -71,9 +73,12 @@ def test_a_sweep_reads_every_image_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["data.cache=device"], "data.cache='device' needs data.engine=device"),
-        (["data.shrink=64"], "data.shrink=64 has no effect with data.engine='cpu' without a cache"),
-        (["data.engine=gpu"], "data.engine='gpu'"),
+        (["data.cache=device"], "data.cache='device' needs data.augment_on=device"),
+        (
+            ["data.max_side=64"],
+            "data.max_side=64 has no effect with data.augment_on='cpu' without a cache",
+        ),
+        (["data.augment_on=gpu"], "data.augment_on='gpu'"),
     ],
 )
 def test_what_does_not_go_together(tmp_path: Path, settings: list[str], message: str) -> None:

@@ -28,7 +28,7 @@ from selftask.errors import ConfigError
 def digits() -> ViewDataset:
     source = open_source(Component(name="digits", args={}))
     source.images, source.labels = source.images[:65], source.labels[:65]  # type: ignore[attr-defined]
-    affine = Component(name="random_affine", args={"degrees": 45, "shift": 0.2})
+    affine = Component(name="random_affine", args={"degrees": 45, "translate": 0.2})
     noise = Component(name="contrast_noise", args={"noise": 0.05})
     return ViewDataset(source, Views({"main": ViewConfig(count=2, transforms=[affine, noise])}), 3)
 

@@ -36,7 +36,7 @@ def views_of(*transforms: tuple[str, dict[str, Any]], count: int = 1) -> Views:
 
 def test_rotations_are_those_of_torch() -> None:
     for quarters in range(4):
-        out = build("rotate_90", turns=[quarters])(IMAGE, rng())
+        out = build("rotate_90", k=[quarters])(IMAGE, rng())
         expected = torch.rot90(torch.from_numpy(IMAGE), quarters, dims=(0, 1)).numpy()
         assert np.array_equal(out, expected)
         assert out.flags.c_contiguous
@@ -176,8 +176,8 @@ def test_channel_drop(keep: int) -> None:
 @pytest.mark.parametrize(
     ("name", "args", "key"),
     [
-        ("rotate_90", {"turns": []}, "turns"),
-        ("rotate_90", {"turns": [4]}, "turns"),
+        ("rotate_90", {"k": []}, "turns"),
+        ("rotate_90", {"k": [4]}, "turns"),
         ("jigsaw", {"grid": 2, "num_permutations": 25}, "num_permutations"),
     ],
 )

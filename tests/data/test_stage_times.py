@@ -113,7 +113,9 @@ def test_workers_share_the_waiting(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cache", ["none", "device"])
 def test_views_made_on_the_device(cache: str, tmp_path: Path) -> None:
-    config = config_for(tmp_path, "data.num_workers=0", "data.engine=device", f"data.cache={cache}")
+    config = config_for(
+        tmp_path, "data.num_workers=0", "data.augment_on=device", f"data.cache={cache}"
+    )
     times = measure(config, Sources(Slow(24, 0.005), None), CPU, seconds=0.3)
     assert list(times.stages) == ["read+decode", "draw", "collate", "device views"]
     assert all(seconds > 0 for seconds in times.stages.values())
@@ -202,7 +204,7 @@ def test_the_costliest_transform_is_found(tmp_path: Path, monkeypatch: pytest.Mo
         ({"augment_s": 9e-3}, "making 2 views takes 88%, gaussian_blur 60% of that"),
         ({"collate_s": 9e-3}, "putting batches together takes 81%"),
         (
-            {"engine": "device", "to_device_s": 2e-3, "num_workers": 8},
+            {"augment_on": "device", "to_device_s": 2e-3, "num_workers": 8},
             "cpu takes 2.0 ms to make the views of an image, longer than the workers take",
         ),
         ({"decodes_per_sample": 2.0}, "an image is decoded 2.00 times for its views"),
@@ -217,7 +219,7 @@ def test_advice_fits_what_was_measured(changes: dict[str, object], said: str) ->
 def test_nothing_to_advise() -> None:
     assert advice(found()) == []
     assert advice(found(num_workers=0, cache="device")) == [], "no worker is met"
-    assert advice(found(engine="device", to_device_s=2e-4)) == []
+    assert advice(found(augment_on="device", to_device_s=2e-4)) == []
 
 
 def test_the_table_adds_up() -> None:

@@ -19,7 +19,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "center_crop": {"size": 8},
     "resize": {"size": 8},
     "rotation": {"degrees": 30.0},
-    "random_affine": {"degrees": 30.0, "scale": (0.5, 1.5), "shift": 0.5},
+    "random_affine": {"degrees": 30.0, "scale": (0.5, 1.5), "translate": 0.5},
     "random_shear": {"x": 20.0, "y": 20.0},
     "color_jitter": {"brightness": 0.8, "contrast": 0.8, "saturation": 0.8, "hue": 0.2},
     "contrast_noise": {"contrast": (0.5, 1.5), "offset": (-0.5, 0.5), "noise": 0.1},

@@ -128,7 +128,7 @@ def test_flips(photo: np.ndarray) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_random_affine(photo: np.ndarray, seed: int) -> None:
     """OpenCV knows positions to 1/32 of a pixel, here worth up to 3 grey levels, but for edges."""
-    transform = build("random_affine", degrees=45, scale=(0.5, 1.1), shift=0.25)
+    transform = build("random_affine", degrees=45, scale=(0.5, 1.1), translate=0.25)
     angle, scale, right, down = rng(seed).random(4)
     expected = F.affine(
         pillow(photo),
@@ -338,7 +338,7 @@ def test_problems_name_the_key(name: str, args: dict[str, Any], key: str) -> Non
         ("color_jitter", "hue", 0.7, "must be at most 0.5"),
         ("color_jitter", "hue", "nan", "expected a number"),
         ("contrast_noise", "noise", -1.0, "must be at least 0"),
-        ("random_affine", "shift", 1.5, "must be at most 1"),
+        ("random_affine", "translate", 1.5, "must be at most 1"),
         ("random_perspective", "distortion", 1.5, "must be at most 1"),
         ("elastic", "alpha", -1.0, "must be at least 0"),
         ("rand_augment", "num_ops", 0, "must be at least 1"),

@@ -95,7 +95,7 @@ def test_batches_are_normalized_like_torchvision_does(image: np.ndarray, of: str
     batch = np.stack([image, 255 - image])
     mean, std = STATISTICS[of]
     expected = torch.stack([F.normalize(F.to_tensor(pixels), mean, std) for pixels in batch])
-    named = build_pipeline([Component(name="normalize", args={"of": of})])
+    named = build_pipeline([Component(name="normalize", args={"stats": of})])
     listed = Component(name="normalize", args={"mean": list(mean), "std": list(std)})
     for pipeline in (named, build_pipeline([listed])):
         values = pipeline.to_float(torch.from_numpy(batch))

@@ -15,7 +15,7 @@ from selftask.methods.barlow import BarlowTwins, cross_correlation
 from selftask.models.heads import mlp
 from selftask.registry import METHODS
 
-SMALL: dict[str, Any] = {"dim": 5, "hidden": 7, "redundancy_weight": 0.02}
+SMALL: dict[str, Any] = {"out_dim": 5, "hidden_dim": 7, "redundancy_weight": 0.02}
 
 
 class PlainBarlow(BarlowTwins):

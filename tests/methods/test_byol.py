@@ -15,7 +15,7 @@ from ranks import run_ranks
 from selftask.methods.byol import BYOL, regression_loss
 from selftask.models.heads import mlp
 
-SMALL: dict[str, Any] = {"dim": 5, "hidden": 7, "momentum": 0.9}
+SMALL: dict[str, Any] = {"out_dim": 5, "hidden_dim": 7, "momentum": 0.9}
 
 
 class PlainBYOL(BYOL):

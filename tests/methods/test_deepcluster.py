@@ -16,7 +16,7 @@ from selftask.config.load import load_config
 from selftask.errors import ConfigError, UserError
 from selftask.methods.deepcluster import NO_CLUSTER, DeepCluster
 
-SMALL: dict[str, Any] = {"dim": 5, "hidden": 7, "norm": False, "num_prototypes": [4, 6]}
+SMALL: dict[str, Any] = {"out_dim": 5, "hidden_dim": 7, "norm": False, "num_prototypes": [4, 6]}
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:

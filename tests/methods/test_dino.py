@@ -20,15 +20,15 @@ from selftask.models.clustering import swapped_cross_entropy
 from selftask.registry import OPTIMIZERS
 
 SMALL: dict[str, Any] = {
-    "num_prototypes": 10,
-    "hidden": 7,
+    "out_dim": 10,
+    "hidden_dim": 7,
     "bottleneck": 5,
     "teacher_temperature_warmup": "2 epochs",
 }
 
 
-def _method(num_prototypes: int = 6, **config: Any) -> DINO:
-    return DINO(DINO.Config(num_prototypes=num_prototypes, **config)).double()
+def _method(out_dim: int = 6, **config: Any) -> DINO:
+    return DINO(DINO.Config(out_dim=out_dim, **config)).double()
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
@@ -101,7 +101,7 @@ def test_no_view_is_compared_with_itself() -> None:
 
 
 def test_perfect_agreement_costs_nothing_and_ignorance_costs_chance() -> None:
-    method = _method(num_prototypes=4, temperature=1e-3)
+    method = _method(out_dim=4, temperature=1e-3)
     same = torch.eye(4, dtype=torch.float64).expand(2, 4, 4)
     probs = F.softmax(same / 1e-3, dim=2)
     assert loss_of(method, same, probs=probs).item() == pytest.approx(0.0, abs=1e-9)

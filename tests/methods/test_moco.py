@@ -16,7 +16,7 @@ from selftask.distributed.collectives import world_size
 from selftask.methods.moco import MoCo, info_nce, shuffle_bn, unshuffle_bn
 from selftask.registry import METHODS
 
-SMALL: dict[str, Any] = {"dim": 5, "queue_size": 20, "momentum": 0.9}
+SMALL: dict[str, Any] = {"out_dim": 5, "queue_size": 20, "momentum": 0.9}
 
 
 def _unit(*shape: int) -> Tensor:

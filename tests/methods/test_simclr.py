@@ -90,7 +90,7 @@ def test_world_size_is_invisible() -> None:
 
 
 def _four_updates(rank: int) -> dict[str, Any]:
-    task = MiniTask("simclr", {"dim": 5, "norm": False}).run(4)
+    task = MiniTask("simclr", {"out_dim": 5, "norm": False}).run(4)
     return {"state": task.state(), "chance": task.loss.chance_loss}
 
 

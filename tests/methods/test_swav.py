@@ -17,8 +17,8 @@ from selftask.errors import ConfigError
 from selftask.methods.swav import SwAV
 
 SMALL: dict[str, Any] = {
-    "dim": 5,
-    "hidden": 7,
+    "out_dim": 5,
+    "hidden_dim": 7,
     "norm": False,
     "num_prototypes": 4,
     "epsilon": 0.3,
@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {
 
 def _method(**config: Any) -> SwAV:
     torch.manual_seed(0)
-    return SwAV(SwAV.Config(**{"dim": 5, "num_prototypes": 6, **config})).double()
+    return SwAV(SwAV.Config(**{"out_dim": 5, "num_prototypes": 6, **config})).double()
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:

@@ -117,7 +117,7 @@ def test_one_renamed_key_is_named_with_its_nearest(resnet: nn.Module) -> None:
     assert "1 missing: layer1.0.conv1.weight (the file has layer1.0.convv1.weight)" in text
     assert "1 unexpected: layer1.0.convv1.weight" in text and "119/120" in text
     assert _same(fresh.state_dict(), before)
-    load_weights(fresh, state, coverage=0.99)
+    load_weights(fresh, state, min_matched=0.99)
     assert torch.equal(fresh.bn1.weight, resnet.bn1.weight)
 
 
@@ -130,7 +130,7 @@ def test_another_architecture_is_refused(resnet: nn.Module) -> None:
         load_weights(small_stem, resnet.state_dict())
     vit = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=0)
     with pytest.raises(UserError, match="another architecture"):
-        load_weights(build_backbone(RESNET), vit.state_dict(), coverage=0.5)
+        load_weights(build_backbone(RESNET), vit.state_dict(), min_matched=0.5)
 
 
 class _Config(dict):

@@ -66,7 +66,7 @@ def lars(w: list[float], g: list[float], v: list[float], lr: float, *, classic: 
 def path(optimizer_type: type[LARS], weight: list[float], **args: Any) -> list[list[float]]:
     parameter = torch.nn.Parameter(torch.tensor(weight, dtype=torch.float64))
     optimizer = optimizer_type(
-        [parameter], lr=0.0, momentum=MOMENTUM, weight_decay=DECAY, trust=TRUST, **args
+        [parameter], lr=0.0, momentum=MOMENTUM, weight_decay=DECAY, trust_coefficient=TRUST, **args
     )
     found = []
     for step in range(STEPS):
@@ -103,7 +103,7 @@ def test_larc_by_name_adapts_and_decays_norms_and_biases() -> None:
     """One step of the registered optimizer on a BatchNorm, as in SwAV's and DeepCluster's code."""
     config = OptimizerConfig(
         name="larc",
-        args={"sgd_momentum": MOMENTUM, "trust": TRUST},
+        args={"sgd_momentum": MOMENTUM, "trust_coefficient": TRUST},
         lr=1.0,
         weight_decay=DECAY,
         decay_1d=True,

@@ -21,7 +21,7 @@ def test_short_form_and_defaults() -> None:
         (["parallel=dpp"], "parallel.reduce='dpp'"),
         (["parallel.sync_bn=all"], "did you mean 'parallel.sync_batch_norm'"),
         (["parallel.sync_batch_norm=0"], "parallel.sync_batch_norm=0"),
-        (["parallel=ddp", "parallel.compress=bf16"], "use parallel.reduce=manual"),
+        (["parallel=ddp", "parallel.grad_compression=bf16"], "use parallel.reduce=manual"),
         (["parallel.static_graph=true"], "use parallel.reduce=ddp"),
         (
             ["parallel=ddp", "parallel.static_graph=true", "train.accumulate=2"],

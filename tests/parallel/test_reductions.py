@@ -296,14 +296,14 @@ def second_backward(rank: int) -> str:
 def compressed(rank: int) -> dict[str, Tensor]:
     """Sums in half the bytes; a gradient that is scaled for float16 stays in its range."""
     gradients = {}
-    for compress in ("none", "fp16", "bf16"):
+    for compression in ("none", "fp16", "bf16"):
         weight = nn.Parameter(torch.ones(1000))
-        sharing = ManualReduction(compress=compress)
+        sharing = ManualReduction(compression=compression)
         sharing.register([("weight", weight)])
         draws = torch.Generator().manual_seed(rank)
         weight.grad = torch.randn(1000, generator=draws) * 1e4
         sharing.reduce()
-        gradients[compress] = weight.grad.clone()
+        gradients[compression] = weight.grad.clone()
     return gradients
 
 
@@ -345,9 +345,9 @@ def test_details_of_manual_reduction(told: list[dict[str, Any]]) -> None:
         assert "network.weight" in message
         assert "task.no_sync()" in message
         exact = gradients["none"]
-        for compress, error in (("fp16", 1.5e-3), ("bf16", 1.2e-2)):
-            assert not torch.equal(gradients[compress], exact)
-            assert torch.allclose(gradients[compress], exact, rtol=0, atol=error * 4e4)
+        for compression, error in (("fp16", 1.5e-3), ("bf16", 1.2e-2)):
+            assert not torch.equal(gradients[compression], exact)
+            assert torch.allclose(gradients[compression], exact, rtol=0, atol=error * 4e4)
         assert kept
         assert counts == [0, 8, 0]
 

@@ -13,7 +13,7 @@ turn of each entry, another one first in each:
     async       all of these at once, then the divisions (VISSL's way)
     one bucket  all gradients in one flat tensor after the backward pass
     manual      parallel.reduce=manual: buckets on their way during the backward pass
-    fp16        the same with parallel.compress=fp16
+    fp16        the same with parallel.grad_compression=fp16
     ddp         torch's DistributedDataParallel
 
 ``ms`` is the median and ``least`` the minimum of whole passes on rank 0; ``reduce`` is the median
@@ -109,7 +109,7 @@ ENTRIES: dict[str, Callable[[], Reduction]] = {
     "async": Async,
     "one bucket": OneBucket,
     "manual": ManualReduction,
-    "fp16": lambda: ManualReduction(compress="fp16"),
+    "fp16": lambda: ManualReduction(compression="fp16"),
     "ddp": DDPReduction,
 }
 

@@ -5,8 +5,8 @@
 SimCLR with a small ResNet on images of 32x32 (CIFAR-10: TRAIN and VAL are folders or lists), with
 crop, flip, colour jitter and gray made by
 
-    cpu          data.engine=cpu: the compiled kernel, or OpenCV
-    device       data.engine=device: batches at once, in torch
+    cpu          data.augment_on=cpu: the compiled kernel, or OpenCV
+    device       data.augment_on=device: batches at once, in torch
     torchvision  torchvision's transforms on Pillow images, as a transform of one's own
 
 Prints the k-NN accuracy of every run and mean and standard deviation of each way: they should
@@ -42,13 +42,13 @@ views:
   main:
     count: 2
     transforms:{transforms}
-      - {{name: normalize, of: cifar10}}
+      - {{name: normalize, stats: cifar10}}
 backbone: {{name: small_resnet, width: 32}}
 method: {{name: simclr, hidden: 256, dim: 64, temperature: 0.2}}
 train: {{epochs: {epochs}, batch_size: 256, seed: {seed}}}
 optimizer: {{name: adamw, lr: 2.0e-3, weight_decay: 1.0e-4, schedule: cosine, warmup: 5%}}
 eval:
-  transforms: [{{name: normalize, of: cifar10}}]
+  transforms: [{{name: normalize, stats: cifar10}}]
   evaluations: {{knn: {{}}}}
 """
 

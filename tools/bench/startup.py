@@ -95,7 +95,7 @@ views:
       - horizontal_flip
       - {{name: color_jitter, brightness: 0.4, contrast: 0.4, saturation: 0.2, hue: 0.1, p: 0.8}}
       - {{name: grayscale, p: 0.2}}
-      - {{name: normalize, of: imagenet}}
+      - {{name: normalize, stats: imagenet}}
 backbone: resnet18
 method: {{name: simclr, temperature: 0.1}}
 train: {{max_steps: 1, batch_size: {batch}, threads: 1}}

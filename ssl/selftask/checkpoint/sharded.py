@@ -2,8 +2,8 @@
 
 ``step_N/`` holds the sharded tensors, as torch.distributed.checkpoint (DCP) writes them; in
 ``rest.pt`` everything else, plain, with None where a sharded tensor goes; in ``manifest.json``
-length and CRC-32 of every file. The folder gets its name when all of that is on disk. Any number of ranks
-reads it, each its own part; one alone, without a process group, reads the whole.
+length and CRC-32 of every file. The folder gets its name when all of that is on disk. Any number
+of ranks reads it, each its own part; one alone, without a process group, reads the whole.
 """
 
 from __future__ import annotations

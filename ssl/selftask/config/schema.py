@@ -59,11 +59,13 @@ class DataConfig:
     source: Component  # yaml: data.name and the source's own fields, flat in `data:`
     val: Component | None = None  # labelled images for evaluations; none: no k-NN while training
     sampler: Component = field(default_factory=lambda: Component(name="shuffled"))  # of an epoch
-    engine: Literal["cpu", "device"] = "cpu"  # who makes the views: workers, or the device
-    shrink: int | None = _setting(None, min=1)  # pixels: images for engine=device, and those in a
+    augment_on: Literal["cpu", "device"] = "cpu"  # who makes the views: workers, or the device
+    max_side: int | None = _setting(
+        None, min=1
+    )  # pixels: images for augment_on=device, and those in a
     # cache, have a longer side of at most this; crops then see no finer detail
     cache: Literal["none", "ram", "disk", "device"] = "none"  # of decoded images: in each process's
-    # memory, in a file below $SELFTASK_CACHE, or (small data sets, engine=device) on the device
+    # memory, in a file below $SELFTASK_CACHE, or (small data sets, augment_on=device) on the device
     num_workers: int = _setting(0, min=0, also=["workers"])  # processes; yaml `auto`: see derive
     on_error: Literal["skip", "fail"] = "skip"  # what an unreadable file does
     max_unreadable: float | None = _setting(
@@ -184,7 +186,7 @@ class InitConfig:
     """Weights to start from; not to be confused with ``resume``."""
 
     backbone: str | None = _setting(None, path=True)  # a file, a run, timm:NAME or torchvision:NAME
-    coverage: float = _setting(1.0, min=0, max=1)  # least share of the backbone's tensors loaded
+    min_matched: float = _setting(1.0, min=0, max=1)  # least share of the backbone's tensors loaded
 
     def to_dict(self) -> dict[str, Any]:
         """As in the yaml."""
@@ -210,7 +212,9 @@ class LaunchConfig:
     nodes: int = _setting(1, min=1, also=["num_nodes"])
     processes: int = _setting(1, min=1, also=["gpus", "num_gpus", "nproc_per_node"])  # per node
     slurm: dict[str, Any] = field(default_factory=dict)
-    timeout_s: float = _setting(600.0, min=1)  # a run in which no rank moves for so long is stuck
+    hang_timeout_s: float = _setting(
+        600.0, min=1
+    )  # a run in which no rank moves for so long is stuck
     max_restarts: int = _setting(0, min=0)  # new attempts after a rank failed or was killed
     max_requeues: int = _setting(100, min=0)  # SLURM: returns to the queue, preempted or timed out
 
@@ -230,7 +234,7 @@ class ParallelConfig:
 
     reduce: Literal["manual", "ddp", "fsdp"] = _setting("manual", also=["strategy", "backend"])
     bucket_mb: float = _setting(25.0, min=0.001)  # MiB of gradients that travel together
-    compress: Literal["none", "fp16", "bf16"] = "none"  # of gradients on their way (manual)
+    grad_compression: Literal["none", "fp16", "bf16"] = "none"  # of gradients on their way (manual)
     static_graph: bool = False  # every step uses the same parameters, equally often (ddp)
     activation_checkpointing: float | str = _setting(
         "none", also=["checkpointing", "grad_checkpointing", "gradient_checkpointing"]

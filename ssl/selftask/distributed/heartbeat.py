@@ -44,7 +44,7 @@ class activity:
 def track(doing: str, items: Iterable[T]) -> Iterator[T]:
     """The items of a long loop; the main thread is ``doing`` something, and each is a sign of life.
 
-    Whoever watches takes a process that gives none for ``launch.timeout_s`` for stuck.
+    Whoever watches takes a process that gives none for ``launch.hang_timeout_s`` for stuck.
     """
     for item in items:
         with activity(doing):

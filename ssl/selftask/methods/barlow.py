@@ -33,8 +33,8 @@ class BarlowTwins(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        dim: int = limited(8192, min=1)  # D
-        hidden: int = limited(8192, min=1)  # width of the projector's two hidden layers
+        out_dim: int = limited(8192, min=1)  # D
+        hidden_dim: int = limited(8192, min=1)  # width of the projector's two hidden layers
         redundancy_weight: float = limited(0.0051, min=0)  # lambda in eq. 1
         scale: float = limited(1.0, min=0)  # of the whole loss; 0.1 in solo-learn
 
@@ -44,8 +44,8 @@ class BarlowTwins(Method):
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """The projector: three layers, the last one bare."""
-        hidden = self.config.hidden
-        return mlp(embed_dim, hidden, hidden, self.config.dim, bias=False, last_bias=False)
+        hidden = self.config.hidden_dim
+        return mlp(embed_dim, hidden, hidden, self.config.out_dim, bias=False, last_bias=False)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Eq. 1, its two terms as they enter the sum; ``output`` (2, B, D), same on all ranks."""
@@ -62,7 +62,7 @@ class BarlowTwins(Method):
     @property
     def chance_loss(self) -> float:
         """A correlation of zero everywhere."""
-        return float(self.config.scale * self.config.dim)
+        return float(self.config.scale * self.config.out_dim)
 
 
 @in_full_precision

@@ -37,8 +37,10 @@ class BYOL(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        dim: int = limited(256, min=1)  # D
-        hidden: int = limited(4096, min=1)  # width of the hidden layers of projector and predictor
+        out_dim: int = limited(256, min=1)  # D
+        hidden_dim: int = limited(
+            4096, min=1
+        )  # width of the hidden layers of projector and predictor
         # tau_base in section 3.2; 0.99 for 300 epochs
         momentum: float = field(default=0.996, metadata={"min": 0, "max": 1})
         # at the end of training, along a cosine
@@ -46,12 +48,12 @@ class BYOL(Method):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.predictor = mlp(config.dim, config.hidden, config.dim, last_bias=False)
+        self.predictor = mlp(config.out_dim, config.hidden_dim, config.out_dim, last_bias=False)
         self.momentum = build_schedule("cosine", config.momentum, config.end_momentum)
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """The projector; its output is not normalised, unlike SimCLR's."""
-        return mlp(embed_dim, self.config.hidden, self.config.dim, last_bias=False)
+        return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim, last_bias=False)
 
     def setup(self, task: Task) -> None:
         self.teacher = Teacher(task.base_model)

@@ -49,8 +49,8 @@ class DeepCluster(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        dim: int = limited(128, min=1)  # D
-        hidden: int = limited(2048, min=1)  # width of the head's hidden layer
+        out_dim: int = limited(128, min=1)  # D
+        hidden_dim: int = limited(2048, min=1)  # width of the head's hidden layer
         norm: bool = True  # BatchNorm in the head
         num_prototypes: list[int] = field(default_factory=lambda: [3000, 3000, 3000])  # K_h
         temperature: float = 0.1  # of the softmax over prototypes
@@ -71,12 +71,12 @@ class DeepCluster(Method):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        prototypes = torch.zeros(sum(config.num_prototypes), config.dim)
+        prototypes = torch.zeros(sum(config.num_prototypes), config.out_dim)
         self.register_buffer("prototypes", prototypes)  # (K_1 + ... + K_H, D): never trained
         self.pending: list[tuple[Tensor, Tensor]] = []  # index and features since the last update
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        return mlp(embed_dim, self.config.hidden, self.config.dim, norm=self.config.norm)
+        return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim, norm=self.config.norm)
 
     def setup(self, task: Task) -> None:
         """A slot for each image. Raises UserError where there are fewer images than clusters."""
@@ -86,7 +86,7 @@ class DeepCluster(Method):
                 f"method.num_prototypes={config.num_prototypes}: {num_images} images cannot make "
                 f"{max(config.num_prototypes)} clusters; a tenth of the images is plenty"
             )
-        memory = torch.zeros(num_images, NUM_REMEMBERED, config.dim)
+        memory = torch.zeros(num_images, NUM_REMEMBERED, config.out_dim)
         clusters = torch.full((len(config.num_prototypes), num_images), NO_CLUSTER)
         self.register_buffer("memory", memory)  # (N, 2, D)
         self.register_buffer("clusters", clusters)  # (H, N)

@@ -43,8 +43,8 @@ class DINO(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_prototypes: int = limited(65_536, min=1)  # K
-        hidden: int = limited(2048, min=1)  # width of the head's hidden layers
+        out_dim: int = limited(65_536, min=1)  # K
+        hidden_dim: int = limited(2048, min=1)  # width of the head's hidden layers
         bottleneck: int = limited(256, min=1)  # width before the last layer
         num_layers: int = limited(3, min=1, max=100)  # of the head, the bottleneck's included, the
         # last layer not
@@ -71,15 +71,15 @@ class DINO(Method):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.register_buffer("center", torch.zeros(config.num_prototypes))  # (K,), c in eq. 4
+        self.register_buffer("center", torch.zeros(config.out_dim))  # (K,), c in eq. 4
         self.batch_centers: list[Tensor] = []  # of the batches since the last update
 
     def build_head(self, embed_dim: int) -> nn.Module:
         config = self.config
         return DINOHead(
             embed_dim,
-            config.num_prototypes,
-            hidden=config.hidden,
+            config.out_dim,
+            hidden=config.hidden_dim,
             bottleneck=config.bottleneck,
             num_layers=config.num_layers,
             norm=config.norm,
@@ -139,7 +139,7 @@ class DINO(Method):
     @property
     def chance_loss(self) -> float:
         """A student that gives every prototype the same probability."""
-        return math.log(self.config.num_prototypes)
+        return math.log(self.config.out_dim)
 
     def export_backbone(self, network: nn.Module) -> nn.Module:
         """The teacher's, which is better than the student's throughout training (section 5.2)."""

@@ -42,8 +42,8 @@ class MoCo(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        dim: int = limited(128, min=1)  # D
-        hidden: int | None = limited(None, min=1)  # width of the head's hidden layer; None: the
+        out_dim: int = limited(128, min=1)  # D
+        hidden_dim: int | None = limited(None, min=1)  # width of the head's hidden layer; None: the
         # backbone's
         queue_size: int = 65_536  # K
         temperature: float = 0.2  # tau in eq. 1; v1 has 0.07
@@ -69,7 +69,7 @@ class MoCo(Method):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         num_queues = 2 if config.symmetric else 1
-        queue = F.normalize(torch.randn(num_queues, config.queue_size, config.dim), dim=2)
+        queue = F.normalize(torch.randn(num_queues, config.queue_size, config.out_dim), dim=2)
         self.register_buffer("queue", queue)
         self.register_buffer("oldest", torch.zeros((), dtype=torch.long))
         end = config.momentum if config.end_momentum is None else config.end_momentum
@@ -78,7 +78,7 @@ class MoCo(Method):
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """The two layers that v2 adds, without BatchNorm."""
-        return mlp(embed_dim, self.config.hidden or embed_dim, self.config.dim, norm=False)
+        return mlp(embed_dim, self.config.hidden_dim or embed_dim, self.config.out_dim, norm=False)
 
     def setup(self, task: Task) -> None:
         self.teacher = Teacher(task.base_model)

@@ -37,8 +37,8 @@ class SimCLR(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        dim: int = limited(128, min=1)  # D
-        hidden: int | None = limited(None, min=1)  # width of the head's hidden layer; None: the
+        out_dim: int = limited(128, min=1)  # D
+        hidden_dim: int | None = limited(None, min=1)  # width of the head's hidden layer; None: the
         # backbone's
         norm: bool = True  # BatchNorm after both layers of the head, as in the paper's code
         temperature: float = 0.1  # tau in eq. 1; 0.5 for CIFAR-10 in the paper, 0.2 in solo-learn
@@ -54,12 +54,12 @@ class SimCLR(Method):
     def build_head(self, embed_dim: int) -> nn.Module:
         """g in section 2.1; the last BatchNorm has no shift, as in the paper's code."""
         norm = self.config.norm
-        hidden = self.config.hidden or embed_dim
+        hidden = self.config.hidden_dim or embed_dim
         bias = not norm
         head = mlp(
             embed_dim,
             hidden,
-            self.config.dim,
+            self.config.out_dim,
             norm=norm,
             last_norm=norm,
             bias=bias,

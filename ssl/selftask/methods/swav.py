@@ -42,8 +42,8 @@ class SwAV(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        dim: int = limited(128, min=1)  # D
-        hidden: int = limited(2048, min=1)  # width of the head's hidden layer
+        out_dim: int = limited(128, min=1)  # D
+        hidden_dim: int = limited(2048, min=1)  # width of the head's hidden layer
         norm: bool = True  # BatchNorm in the head
         num_prototypes: int = limited(3000, min=1)  # K
         temperature: float = 0.1  # tau in eq. 2
@@ -69,14 +69,14 @@ class SwAV(Method):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.prototypes = Prototypes(config.dim, config.num_prototypes)  # C, trained
-        queue = torch.zeros(config.queue_size, NUM_ASSIGNED, config.dim)
+        self.prototypes = Prototypes(config.out_dim, config.num_prototypes)  # C, trained
+        queue = torch.zeros(config.queue_size, NUM_ASSIGNED, config.out_dim)
         self.register_buffer("queue", queue)  # (L, 2, D), the newest first
         self.queue_is_used = False
         self.pending: list[Tensor] = []  # features (B, 2, D) of the batches since the last update
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        return mlp(embed_dim, self.config.hidden, self.config.dim, norm=self.config.norm)
+        return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim, norm=self.config.norm)
 
     def setup(self, task: Task) -> None:
         self.queue_start, self.frozen_updates = (

@@ -159,7 +159,7 @@ def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
 def padded_indices(mask: Tensor, length: int, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The true places of each row of ``mask`` (..., N), as (..., length) with padding.
 
-    Returns indices and where they only fill the row. BatchBuffer come in the order of the numbers
+    Returns indices and where they only fill the row. Places come in the order of the numbers
     ``order`` (..., N), from [0, 1), or as they stand; a row with more than ``length`` loses the
     last. The shape does not depend on the mask, so that nothing waits for the device.
     """

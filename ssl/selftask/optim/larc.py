@@ -24,17 +24,22 @@ class LARCConfig:
     """
 
     sgd_momentum: float = limited(0.9, min=0, below=1)
-    trust: float = limited(1e-3, above=0)  # eta in the paper
+    trust_coefficient: float = limited(1e-3, above=0)  # eta in the paper
     eps: float = limited(1e-8, above=0)  # keeps the rate of a tiny gradient finite
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return LARC(groups, momentum=self.sgd_momentum, trust=self.trust, eps=self.eps)
+        return LARC(
+            groups,
+            momentum=self.sgd_momentum,
+            trust_coefficient=self.trust_coefficient,
+            eps=self.eps,
+        )
 
 
 class LARC(LARS):
     """One update of a parameter w with gradient g, as in apex's LARC around SGD::
 
-        rate <- trust * |w| / (|g| + weight_decay * |w| + eps)
+        rate <- trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)
         g <- rate * (g + weight_decay * w)
         v <- momentum * v + g
         w <- w - lr * v
@@ -48,7 +53,9 @@ class LARC(LARS):
 
     def _adapt(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         weight_norm, grad_norm, decay = weight.norm(), grad.norm(), group["weight_decay"]
-        rate = group["trust"] * weight_norm / (grad_norm + decay * weight_norm + self.eps)
+        rate = (
+            group["trust_coefficient"] * weight_norm / (grad_norm + decay * weight_norm + self.eps)
+        )
         alive = (weight_norm > 0) & (grad_norm > 0)
         rate = torch.where(alive, rate, torch.ones_like(rate))
         return (grad + weight * (decay * alive.to(weight.dtype))) * rate

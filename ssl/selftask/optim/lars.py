@@ -20,7 +20,7 @@ class LARSConfig:
     layerwise: ClassVar[bool] = True  # groups with adapt=False are treated apart
 
     sgd_momentum: float = limited(0.9, min=0, below=1)
-    trust: float = limited(1e-3, above=0)  # eta in the paper; SimCLR and BYOL use 1e-3,
+    trust_coefficient: float = limited(1e-3, above=0)  # eta in the paper; SimCLR and BYOL use 1e-3,
     # solo-learn's CIFAR 2e-2
     clip_lr: bool = False  # never exceed the global lr (LARC's clip mode)
     classic_momentum: bool = False  # lr inside the velocity: the paper and SimCLR; BYOL: outside
@@ -29,7 +29,7 @@ class LARSConfig:
         return LARS(
             groups,
             momentum=self.sgd_momentum,
-            trust=self.trust,
+            trust_coefficient=self.trust_coefficient,
             clip_lr=self.clip_lr,
             classic_momentum=self.classic_momentum,
         )
@@ -39,7 +39,7 @@ class LARS(torch.optim.Optimizer):
     """One update of a parameter w with gradient g, equation 6 and algorithm 1 of the paper::
 
         g <- g + weight_decay * w
-        rate <- trust * |w| / |g|        (1 where the group has adapt=False, or a norm is zero)
+        rate <- trust_coefficient * |w| / |g|   (1 where the group has adapt=False, or a norm is zero)
         v <- momentum * v + rate * g
         w <- w - lr * v
 
@@ -54,7 +54,7 @@ class LARS(torch.optim.Optimizer):
         lr: float = 0.1,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        trust: float = 1e-3,
+        trust_coefficient: float = 1e-3,
         clip_lr: bool = False,
         classic_momentum: bool = False,
     ) -> None:
@@ -62,7 +62,7 @@ class LARS(torch.optim.Optimizer):
             "lr": lr,
             "momentum": momentum,
             "weight_decay": weight_decay,
-            "trust": trust,
+            "trust_coefficient": trust_coefficient,
             "clip_lr": clip_lr,
             "adapt": True,
         }
@@ -95,7 +95,7 @@ class LARS(torch.optim.Optimizer):
 
     def _rate(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         weight_norm, grad_norm = weight.norm(), grad.norm()
-        rate = group["trust"] * weight_norm / grad_norm
+        rate = group["trust_coefficient"] * weight_norm / grad_norm
         rate = torch.where((weight_norm > 0) & (grad_norm > 0), rate, torch.ones_like(rate))
         if group["clip_lr"]:
             rate = (rate / max(group["lr"], 1e-12)).clamp(max=1.0)

@@ -35,7 +35,7 @@ def build_reduction(config: ParallelConfig, low_precision: torch.dtype | None) -
         return FSDPReduction(bucket_mb=config.bucket_mb, low_precision=low_precision)
     from selftask.parallel.manual import ManualReduction
 
-    return ManualReduction(bucket_mb=config.bucket_mb, compress=config.compress)
+    return ManualReduction(bucket_mb=config.bucket_mb, compression=config.grad_compression)
 
 
 def synchronize(config: ParallelConfig, modules: list[nn.Module]) -> None:

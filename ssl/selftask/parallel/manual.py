@@ -80,7 +80,7 @@ class Bucket:
 class ManualReduction(Reduction):
     """Bucketed all-reduce of all parameters, overlapping with the backward pass.
 
-    ``compress`` sums in half the bytes: each gradient is rounded to 11 bits (fp16) or 8 (bf16),
+    ``compression`` sums in half the bytes: each gradient is rounded to 11 bits (fp16) or 8 (bf16),
     relative errors of up to 5e-4 and 4e-3 for each addition, and fp16 loses what is below 6e-8.
     Methods with small gradients (LARS, late training) should not be trained so without a look. It
     pays where the network is slow: on one machine gloo takes half as long again with it.
@@ -89,9 +89,9 @@ class ManualReduction(Reduction):
     some ranks have no gradient for counts as zero there.
     """
 
-    def __init__(self, *, bucket_mb: float = 25.0, compress: str = "none") -> None:
+    def __init__(self, *, bucket_mb: float = 25.0, compression: str = "none") -> None:
         self._bytes = bucket_mb * 2**20
-        self._wire = _WIRE[compress]
+        self._wire = _WIRE[compression]
         self._listens = False  # to arriving gradients; not in the first step, nor under no_sync
         self._idle: Named = []  # no rank had a gradient for them in the first step
         self._next = 0  # the first bucket that is not launched yet

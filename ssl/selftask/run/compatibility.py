@@ -16,7 +16,7 @@ from selftask.files.paths import exists
 
 _SECTIONS = ("data", "views", "backbone", "method", "optimizer", "init")
 _TRAIN = ("batch_size", "accumulate", "seed", "precision", "step")
-_PARALLEL = ("sync_batch_norm", "compress")
+_PARALLEL = ("sync_batch_norm", "grad_compression")
 _MAY_CHANGE = {
     "data": (
         *(
@@ -76,7 +76,7 @@ def _fixed(config: dict[str, Any]) -> dict[str, Any]:
         for section in _SECTIONS
     }
     fixed["data"].setdefault("sampler", {"name": "shuffled"})  # runs of old had this one only
-    fixed["data"].setdefault("engine", "cpu")  # so too
+    fixed["data"].setdefault("augment_on", "cpu")  # so too
     fixed["train"] = {key: (config.get("train") or {}).get(key) for key in _TRAIN}
     parallel = config.get("parallel") or {}  # no such section in runs of old
     fixed["parallel"] = {key: parallel.get(key, "none") for key in _PARALLEL}

@@ -74,7 +74,7 @@ def run_task(task: Task, *, raises: bool = False) -> int:
         try:
             if world.rank == 0 and (lost := Status(config).close_lost()):
                 LOGGER.warning("the attempt before: %s", lost)
-            if (absence := kernel.absence()) and config.data.engine == "cpu":
+            if (absence := kernel.absence()) and config.data.augment_on == "cpu":
                 LOGGER.warning("kernel: %s", absence)
             LOGGER.info("data: %s", sources.train.describe())
             if labels is not None:
@@ -94,7 +94,7 @@ def _run(task: Task, *, raises: bool) -> int:
     config, status = task.config, Status(task.config)
     keep_freed_memory(task.device)
     task.evaluate = evaluate_task
-    world, timeout_s = task.world, config.launch.timeout_s
+    world, timeout_s = task.world, config.launch.hang_timeout_s
     ending = Ending(task, status)
     watch: Watch | None = None
     stopped_by: str | None = None

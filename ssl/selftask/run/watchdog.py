@@ -2,7 +2,7 @@
 
 Every rank writes a sign of life a second to a board (a key-value store that rank 0 keeps) and reads
 whether another has failed. Rank 0 also reads all signs: it knows who has died and, when none has
-moved for ``launch.timeout_s``, asks every rank for its stack and tells who was missing where.
+moved for ``launch.hang_timeout_s``, asks every rank for its stack and tells who was missing where.
 
 The main thread may be deep in a collective that never ends, so whoever finds the cause here reports
 it and ends the process from here.
@@ -249,7 +249,7 @@ class Watch:
         doing = present[guilty]["doing"]
         others = f", and {len(waiting)} of {self.size} ranks wait for it" if waiting else ""
         message = (
-            f"nothing has moved for {still:.0f} s (launch.timeout_s={self.timeout_s:g}): "
+            f"nothing has moved for {still:.0f} s (launch.hang_timeout_s={self.timeout_s:g}): "
             f"{_who(guilty, present[guilty])} is at {doing!r} in step {present[guilty]['step'] + 1}"
             f"{others}"
         )

@@ -208,7 +208,9 @@ def resume(task: Task) -> bool:
 
 def _check_data(task: Task, state: dict[str, Any], path: Path) -> None:
     """Raise UserError if the training images differ from the checkpoint's, or log how."""
-    changes = differences(state.get("data") or task.data_module.fingerprint, task.data_module.fingerprint)
+    changes = differences(
+        state.get("data") or task.data_module.fingerprint, task.data_module.fingerprint
+    )
     if not changes:
         return
     text = f"data is not what it was when {path.name} was written: {'; '.join(changes)}"

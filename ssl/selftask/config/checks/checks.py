@@ -130,21 +130,21 @@ def _number_of_views(config: Config) -> Iterator[Problem]:
 def _engine(config: Config) -> Iterator[Problem]:
     """What only one of the two engines can do."""
     data = config.data
-    if data.engine == "device":
+    if data.augment_on == "device":
         yield from unbatched(config.views)
         return
     if data.cache == "device":
-        yield ("data", "cache"), "data.cache='device' needs data.engine=device"
-    if data.shrink is not None and data.cache not in ("ram", "disk"):
+        yield ("data", "cache"), "data.cache='device' needs data.augment_on=device"
+    if data.max_side is not None and data.cache not in ("ram", "disk"):
         text = (
-            f"data.shrink={data.shrink} has no effect with data.engine='cpu' without a cache; use "
-            "data.engine=device, or data.cache=ram or disk"
+            f"data.max_side={data.max_side} has no effect with data.augment_on='cpu' without a "
+            "cache; use data.augment_on=device, or data.cache=ram or disk"
         )
-        yield ("data", "shrink"), text
+        yield ("data", "max_side"), text
 
 
 def unbatched(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
-    """The transforms, also those in others, that data.engine=device cannot do to whole batches."""
+    """Transforms, nested ones too, without the batched form that data.augment_on=device needs."""
     for key, transforms in _of_views(views).items():
         for index, transform in enumerate(transforms):
             yield from _unbatched(transform, TRANSFORMS, (*key, str(index)))
@@ -159,8 +159,8 @@ def _unbatched(transform: Component, registry: Registry, key: Key) -> Iterator[P
     own = TRANSFORMS.imported(name)
     if not (hasattr(own, "on_batch") and hasattr(own, "draw")):
         text = (
-            f"{'.'.join(key)}: {name!r} has no form for whole batches, which data.engine='device' "
-            "needs; set data.engine=cpu, give it a method on_batch(images, drawn), or take one "
+            f"{'.'.join(key)}: {name!r} has no form for whole batches, which "
+            "data.augment_on='device' needs; set data.augment_on=cpu, give it a method on_batch(images, drawn), or take one "
             f"that has a form ({nearest(name, BATCHED_TRANSFORMS.names())})"
         )
         yield key, text
@@ -187,12 +187,12 @@ def _can_be_read(path: str) -> bool:
 def _parallel(config: Config) -> Iterator[Problem]:
     """Options of one way of reducing gradients that another one knows nothing of."""
     parallel, train = config.parallel, config.train
-    if parallel.compress != "none" and parallel.reduce != "manual":
+    if parallel.grad_compression != "none" and parallel.reduce != "manual":
         text = (
-            f"parallel.compress={parallel.compress!r} has no effect with "
+            f"parallel.grad_compression={parallel.grad_compression!r} has no effect with "
             f"parallel.reduce={parallel.reduce!r}; use parallel.reduce=manual"
         )
-        yield ("parallel", "compress"), text
+        yield ("parallel", "grad_compression"), text
     if parallel.static_graph and parallel.reduce != "ddp":
         text = (
             "parallel.static_graph has no effect with "

@@ -141,7 +141,7 @@ class Store:
         return store
 
 
-def fingerprint(source: Source, shrink: int | None) -> str:
+def fingerprint(source: Source, max_side: int | None) -> str:
     """A name for the decoded pictures of a source: another one for other files or other pixels.
 
     Made of all names, of the size and time of those that are files, and of a few pictures, which
@@ -149,7 +149,7 @@ def fingerprint(source: Source, shrink: int | None) -> str:
     """
     number = len(source)
     what: list[Any] = [_VERSION, type(source).__name__, source.describe(), number]
-    digest = hashlib.sha256(repr([*what, shrink, source.max_pixels]).encode())
+    digest = hashlib.sha256(repr([*what, max_side, source.max_pixels]).encode())
     for index in range(number):
         path = source.path(index)
         digest.update(f"{path}\0{_stamp(path)}\0".encode("utf-8", "surrogateescape"))

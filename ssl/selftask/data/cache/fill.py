@@ -42,7 +42,7 @@ def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decode
         with _memory_file() as file:
             return Decoded(source, fill.into(file, lambda: free_bytes(torch.device("cpu"))))
     folder = cache_folder() / "decoded"
-    pixels = folder / f"{fingerprint(source, data.shrink)}.pixels"
+    pixels = folder / f"{fingerprint(source, data.max_side)}.pixels"
     table = pixels.with_suffix(".npz")
     with locked(pixels.with_suffix(".lock")):
         if table.exists() and pixels.exists():
@@ -84,7 +84,7 @@ class _Filling:
         started = time.perf_counter()
         store = Store(len(self.source), channels_of(self.source))
         pictures = EvalBatches(
-            Pictures(self.source, self.data.shrink),
+            Pictures(self.source, self.data.max_side),
             batch_size=_READ_AT_ONCE,
             num_workers=self.data.num_workers,
             bad_files=self.bad_files,
@@ -124,5 +124,5 @@ class _Filling:
             raise UserError(
                 f"data.cache={self.data.cache}: {len(self.source)} decoded images would take about "
                 f"{expected / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; a smaller "
-                "data.shrink makes them smaller"
+                "data.max_side makes them smaller"
             )

@@ -100,7 +100,7 @@ class Cache:
         started = time.perf_counter()
         cache = Cache(len(dataset), device, channels_of(dataset.source))
         pictures = EvalBatches(
-            Pictures(dataset.source, dataset.shrink),
+            Pictures(dataset.source, dataset.max_side),
             batch_size=_READ_AT_ONCE,
             num_workers=num_workers,
             bad_files=bad_files,
@@ -138,7 +138,7 @@ class Cache:
             raise UserError(
                 f"data.cache=device: {number} images in {new[1]}x{new[0]} take "
                 f"{needed / 2**30:.1f} GiB, and {self.device} has {free / 2**30:.1f} GiB free, of "
-                f"which they may take {_SHARE:.0%}; use data.cache=none, or a smaller data.shrink"
+                f"which they may take {_SHARE:.0%}; use data.cache=none, or a smaller data.max_side"
             )
         pixels = torch.zeros((number, *new, channels), dtype=torch.uint8, device=self.device)
         pixels[:, : old[0], : old[1]] = self.pixels
@@ -148,15 +148,15 @@ class Cache:
 class Pictures(EvalDataset):
     """The images of a source as they are cached, for ``EvalBatches``; bad ones are left out."""
 
-    def __init__(self, source: Source, shrink: int | None) -> None:
+    def __init__(self, source: Source, max_side: int | None) -> None:
         super().__init__(source, Compose([]))
-        self.shrink = shrink
+        self.max_side = max_side
 
     def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
         sample = super().sample(key)
-        if self.shrink is None:
+        if self.max_side is None:
             return sample
-        return replace(sample, views=[shrunk(picture, self.shrink) for picture in sample.views])
+        return replace(sample, views=[shrunk(picture, self.max_side) for picture in sample.views])
 
     def collate(self, samples: Iterable[Sample], places: BatchBuffer) -> PictureBatch:
         """Pictures of any sizes in one canvas."""

@@ -58,12 +58,12 @@ class DeviceDataset(ViewDataset):
     makes_views_on_device = True
 
     def __init__(
-        self, source: Source, views: Views, seed: int, engine: Engine, shrink: int | None = None
+        self, source: Source, views: Views, seed: int, engine: Engine, max_side: int | None = None
     ) -> None:
-        """``shrink``: pixels that the longer side of a handed-over picture has at most."""
+        """``max_side``: pixels that the longer side of a handed-over picture has at most."""
         super().__init__(source, views, seed)
         self.engine = engine
-        self.shrink = shrink
+        self.max_side = max_side
 
     @property
     def to_float(self) -> Any:
@@ -74,7 +74,7 @@ class DeviceDataset(ViewDataset):
         self, image: np.ndarray, epoch: int, index: int, out: Sequence[np.ndarray] = ()
     ) -> tuple[list[np.ndarray], Any]:
         """The picture itself, and the draws for all of its views."""
-        picture = image if self.shrink is None else shrunk(image, self.shrink)
+        picture = image if self.max_side is None else shrunk(image, self.max_side)
         height, width = picture.shape[:2]
         return [picture], self.engine.draw(height, width, self.seed, epoch, index)
 

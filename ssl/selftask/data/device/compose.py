@@ -67,7 +67,7 @@ class Chain:
                 raise UserError(
                     f"{type(operation.transform).__name__} comes before any crop, where images "
                     f"have different sizes ({listed(sizes)}); put a crop first, or set "
-                    "data.engine=cpu"
+                    "data.augment_on=cpu"
                 )
             packed = pack(at, operation, sizes)
             sizes = operation.sizes_after(sizes, packed)

@@ -121,8 +121,8 @@ class OwnOperation(Operation):
         if changed.shape != images.values.shape:
             raise UserError(
                 f"{type(self.transform).__name__}.on_batch gave shape {tuple(changed.shape)} for "
-                f"{tuple(images.values.shape)}; the shape has to stay (data.engine=cpu has no such "
-                "limit)"
+                f"{tuple(images.values.shape)}; the shape has to stay (data.augment_on=cpu has no "
+                "such limit)"
             )
         return images.with_values(to_levels(changed.float()))
 

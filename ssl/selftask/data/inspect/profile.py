@@ -41,9 +41,9 @@ class StageTimes:
 
     read_s: float | None  # None: an image has no file of its own, and reading is in decode_s
     decode_s: float
-    augment_s: float  # with data.engine=device: to shrink the image and to draw for its views
+    augment_s: float  # with data.augment_on=device: to shrink the image and to draw for its views
     collate_s: float
-    to_device_s: float  # with data.engine=device: and to make the views on it
+    to_device_s: float  # with data.augment_on=device: and to make the views on it
     loader_images_per_s: float  # with the configured workers
     decodes_per_sample: float
     num_images: int  # that the stages were measured on
@@ -52,7 +52,7 @@ class StageTimes:
     processes: int  # of a node, which share its cores
     device: str
     num_cores: int
-    engine: str = "cpu"  # data.engine
+    engine: str = "cpu"  # data.augment_on
     cache: str = "none"  # data.cache
     views: list[tuple[int, int]] = field(default_factory=list)  # (width, height) of each
     image_pixels: float = 0.0  # of an image, in the median
@@ -151,7 +151,7 @@ def _one_process(
         processes=config.launch.processes,
         device=str(device),
         num_cores=cores(),
-        engine=config.data.engine,
+        engine=config.data.augment_on,
         cache=config.data.cache,
         views=[(view.shape[-1], view.shape[-2]) for view in sample["views"]],
         image_pixels=float(np.median([image.shape[0] * image.shape[1] for image, _ in images])),

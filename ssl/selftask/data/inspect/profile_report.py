@@ -26,7 +26,7 @@ def as_json(found: StageTimes) -> dict[str, Any]:
         "processes": found.processes,
         "cores": found.num_cores,
         "device": found.device,
-        "engine": found.engine,
+        "augment_on": found.engine,
         "cache": found.cache,
         "views": [list(size) for size in found.views],
         "transforms": found.transforms,
@@ -45,7 +45,7 @@ def _advice(found: StageTimes) -> Iterator[str]:
     if found.engine == "device" and found.to_device_s > found.worker_s / max(found.num_workers, 1):
         yield (
             f"{found.device} takes {1e3 * found.to_device_s:.1f} ms to make the views of an image, "
-            "longer than the workers take for the rest; try data.engine=cpu"
+            "longer than the workers take for the rest; try data.augment_on=cpu"
         )
     machine = Cores(found.num_cores, found.processes)
     about_workers = workers_advice(found.num_workers, machine)

@@ -275,7 +275,7 @@ class BadFiles:
         return (
             f"{len(counted)} of {self.num_images} images ({share:.2%}) cannot be read, more than "
             f"{self.limit}; fix or remove them, or raise data.max_unreadable: "
-                f"{', '.join(first)}{where}"
+            f"{', '.join(first)}{where}"
         )
 
     def _read(self) -> None:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def train_dataset(config: Config, source: Source) -> ViewDataset:
-    """For ``data.engine``; raises ConfigError for views that it cannot make."""
+    """For ``data.augment_on``; raises ConfigError for views that it cannot make."""
     views, seed = Views(config.views, channels_of(source)), config.train.seed
-    if config.data.engine == "cpu":
+    if config.data.augment_on == "cpu":
         return ViewDataset(source, views, seed)
-    return DeviceDataset(source, views, seed, Engine(views, config.views), config.data.shrink)
+    return DeviceDataset(source, views, seed, Engine(views, config.views), config.data.max_side)

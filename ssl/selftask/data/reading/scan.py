@@ -23,6 +23,7 @@ from selftask.data.reading.index import Index, settled
 from selftask.data.reading.progress_log import ScanProgress
 from selftask.data.reading.skipped_files import kind_of
 from selftask.data.source import NO_LABEL, join_bytes, split_bytes
+from selftask.distributed.heartbeat import track
 from selftask.errors import UserError
 
 THREADS = 16  # a network file system answers many questions at once; a local one does not mind

@@ -22,6 +22,7 @@ from selftask.data.reading.skipped_files import kind_of
 from selftask.data.reading.storage import FileStat, open_file
 from selftask.data.reading.tar_walk import Damaged, Member, walk
 from selftask.data.sources.files import EXTENSIONS
+from selftask.distributed.heartbeat import track
 from selftask.errors import UserError, nearest
 
 THREADS = 8  # read headers at the same time

@@ -73,7 +73,7 @@ class RandomAffine(Transform):
     degrees: float = limited(0.0, min=0, max=360)  # rotation by up to this, either way
     scale: tuple[float, float] = (1.0, 1.0)
     # by up to this fraction of the width and of the height, either way
-    shift: float = field(default=0.0, metadata={"min": 0, "max": 1})
+    translate: float = field(default=0.0, metadata={"min": 0, "max": 1})
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
     fill: int = limited(0, min=0, max=255)  # grey level of what comes from outside
 
@@ -88,7 +88,7 @@ class RandomAffine(Transform):
             (width, height),
             self.degrees * (2 * angle - 1),
             self.scale[0] + (self.scale[1] - self.scale[0]) * scale,
-            (width * self.shift * (2 * right - 1), height * self.shift * (2 * down - 1)),
+            (width * self.translate * (2 * right - 1), height * self.translate * (2 * down - 1)),
         )
 
     def apply(self, image: np.ndarray, drawn: Matrix) -> np.ndarray:

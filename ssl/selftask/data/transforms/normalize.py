@@ -28,7 +28,7 @@ class Normalize:
     become floats on the device, a batch at a time.
     """
 
-    of: Literal["imagenet", "cifar10", "cifar100", "half"] = "imagenet"  # whose mean and std
+    stats: Literal["imagenet", "cifar10", "cifar100", "half"] = "imagenet"  # whose mean and std
     mean: list[float] | None = None  # your own instead, one for each channel, together with std
     std: list[float] | None = None
 
@@ -41,17 +41,17 @@ class Normalize:
             yield "std: must be above 0"
 
     def channel_problems(self, channels: int) -> Iterator[str]:
-        what = f"of: {self.of}" if self.mean is None else f"mean: {self.mean}"
-        instead = "give mean and std of each (`selftask data stats` prints them), or of: half"
+        what = f"stats: {self.stats}" if self.mean is None else f"mean: {self.mean}"
+        instead = "give mean and std of each (`selftask data stats` prints them), or stats: half"
         return needs_number(what, len(self.moments(channels)[0]), channels, instead)
 
     def moments(self, channels: int = 3) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of each channel."""
         if self.mean is not None and self.std is not None:
             return self.mean, self.std
-        if self.of == "half":
+        if self.stats == "half":
             return [0.5] * channels, [0.5] * channels
-        mean, std = STATISTICS[self.of]
+        mean, std = STATISTICS[self.stats]
         return list(mean), list(std)
 
     def scale_and_shift(self, channels: int = 3) -> tuple[np.ndarray, np.ndarray]:

@@ -4,7 +4,7 @@ What was drawn is a label, which the picture alone does not carry into the loss.
 fixed place of the view's stream, whatever else the pipeline draws, so that ``drawn_rotation`` and
 ``drawn_permutation`` know it from the seed, the ``key`` of the sample and the view. A method that
 wants every rotation of every image needs no draw: one group of views for each,
-``{name: rotate_90, turns: [1]}``; the group is the label.
+``{name: rotate_90, k: [1]}``; the group is the label.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Rotate90(Transform):
     Height and width change places for an odd number: crop to a square before.
     """
 
-    turns: list[int] = field(default_factory=lambda: [0, 1, 2, 3])  # of which one is drawn
+    k: list[int] = field(default_factory=lambda: [0, 1, 2, 3])  # of which one is drawn
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not self.turns or not set(self.turns) <= {0, 1, 2, 3}:
-            yield f"turns: {self.turns}; a list of some of 0, 1, 2 and 3 is expected"
+        if not self.k or not set(self.k) <= {0, 1, 2, 3}:
+            yield f"k: {self.k}; a list of some of 0, 1, 2 and 3 is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> int | None:
         """Quarters of a turn."""
-        return self.turns[int(_at(rng, ROTATION) * len(self.turns))] or None
+        return self.k[int(_at(rng, ROTATION) * len(self.k))] or None
 
     def apply(self, image: np.ndarray, drawn: int) -> np.ndarray:
         return by_groups(lambda part: cv2.rotate(part, _ROTATIONS[drawn]), image)

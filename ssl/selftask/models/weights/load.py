@@ -91,7 +91,7 @@ def refuse_sharded(path: Path) -> None:
 
 
 def load_weights(
-    module: nn.Module, state: State, *, coverage: float = 1.0, what: str = "weights"
+    module: nn.Module, state: State, *, min_matched: float = 1.0, what: str = "weights"
 ) -> None:
     """Load ``state`` into ``module``, from a file of any layout in ``layouts``.
 
@@ -100,7 +100,7 @@ def load_weights(
     Args:
         module: the backbone.
         state: what ``read_state`` returned.
-        coverage: least share of the module's tensors that must be found; those not found keep their
+        min_matched: least share of the module's tensors that must be found; the others keep their
             values. With 1.0, what the file's network has beyond the module must be a head.
         what: the file, for messages.
 
@@ -110,8 +110,8 @@ def load_weights(
     """
     match = _match(module, state, what)
     share = len(match.found) / max(1, match.num_wanted)
-    if share < coverage or (coverage >= 1.0 and not match.is_complete):
-        raise UserError(_explain(match, coverage, what))
+    if share < min_matched or (min_matched >= 1.0 and not match.is_complete):
+        raise UserError(_explain(match, min_matched, what))
     log.info("%s: %s", what, match.summary())
     if match.left_out:
         parts = [
@@ -190,9 +190,9 @@ def _match(module: nn.Module, state: State, what: str) -> _Match:
     )
 
 
-def _explain(match: _Match, coverage: float, what: str) -> str:
+def _explain(match: _Match, min_matched: float, what: str) -> str:
     """One paragraph: what was wanted, what there was, and how the two differ."""
-    lines = [f"{what}: {match.summary()}, wanted {coverage:.0%} of them"]
+    lines = [f"{what}: {match.summary()}, wanted {min_matched:.0%} of them"]
     if match.prefix:
         lines.append(f"  removed from all keys: {match.prefix!r}")
     missing = [f"{key}{_nearest_key(key, match.unexpected)}" for key in match.missing]

@@ -110,7 +110,7 @@ def load_init(backbone: nn.Module, config: Config) -> None:
     init = config.init
     if init.backbone is not None and not goes_on(config):
         weights = read_weights(init.backbone)
-        load_weights(backbone, weights, coverage=init.coverage, what="init.backbone")
+        load_weights(backbone, weights, min_matched=init.min_matched, what="init.backbone")
 
 
 def read_weights(address: str) -> dict[str, Tensor]:

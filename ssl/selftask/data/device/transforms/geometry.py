@@ -88,8 +88,8 @@ class BatchedWarp(Operation):
         matrix = _inverse_affine(
             *(width, height, transform.degrees * (2 * angle - 1)),
             transform.scale[0] + (transform.scale[1] - transform.scale[0]) * scale,
-            width * transform.shift * (2 * right - 1),
-            height * transform.shift * (2 * down - 1),
+            width * transform.translate * (2 * right - 1),
+            height * transform.translate * (2 * down - 1),
         )
         return {"matrix": matrix}
 

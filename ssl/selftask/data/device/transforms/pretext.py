@@ -53,7 +53,7 @@ class BatchedRotate90(Operation):
 
     def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
         made = fitted(images.values, canvas)
-        for turns in sorted({*self.transform.turns} - {0}):
+        for turns in sorted({*self.transform.k} - {0}):
             turned = fitted(images.values.rot90(turns, (2, 3)), canvas)
             made = torch.where(per_image(packed["turns"]) == turns, turned, made)
         return images.with_values(made, packed["after"])

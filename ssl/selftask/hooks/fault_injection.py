@@ -23,13 +23,13 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.
 
 
 class InjectedFault(Exception):
-    """What ``hooks.fault`` was asked to raise."""
+    """What ``hooks.fault_injection`` was asked to raise."""
 
 
-@register_hook("fault")
+@register_hook("fault_injection")
 @dataclass(eq=False, kw_only=True)
 class Fault(Hook):
-    """``hooks.fault={at: 5, rank: 1, kind: kill}``: in step 5 that rank is killed.
+    """``hooks.fault_injection={at: 5, rank: 1, kind: kill}``: in step 5 that rank is killed.
 
     A run that was resumed is spared, so that one can see it go on.
     """
@@ -48,9 +48,11 @@ class Fault(Hook):
     def on_forward(self, task: Task) -> None:
         if task.resumed or not task.train or task.iteration + 1 != self.at or rank() != self.rank:
             return
-        log.warning("hooks.fault: %s in step %d on rank %d", self.kind, self.at, self.rank)
+        log.warning(
+            "hooks.fault_injection: %s in step %d on rank %d", self.kind, self.at, self.rank
+        )
         if self.kind == "raise":
-            raise InjectedFault(f"asked for by hooks.fault in step {self.at}")
+            raise InjectedFault(f"asked for by hooks.fault_injection in step {self.at}")
         if self.kind == "sleep":
             time.sleep(self.seconds)
         else:
