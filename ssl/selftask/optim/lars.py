@@ -39,7 +39,7 @@ class LARS(torch.optim.Optimizer):
     """One update of a parameter w with gradient g, equation 6 and algorithm 1 of the paper::
 
         g <- g + weight_decay * w
-        rate <- trust_coefficient * |w| / |g|   (1 where the group has adapt=False, or a norm is zero)
+        rate <- trust_coefficient * |w| / |g|  (1 if adapt=False or a norm is zero)
         v <- momentum * v + rate * g
         w <- w - lr * v
 

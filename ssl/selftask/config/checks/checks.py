@@ -160,7 +160,8 @@ def _unbatched(transform: Component, registry: Registry, key: Key) -> Iterator[P
     if not (hasattr(own, "on_batch") and hasattr(own, "draw")):
         text = (
             f"{'.'.join(key)}: {name!r} has no form for whole batches, which "
-            "data.augment_on='device' needs; set data.augment_on=cpu, give it a method on_batch(images, drawn), or take one "
+            "data.augment_on='device' needs; set data.augment_on=cpu, give it a method "
+            "on_batch(images, drawn), or take one "
             f"that has a form ({nearest(name, BATCHED_TRANSFORMS.names())})"
         )
         yield key, text
