@@ -62,7 +62,7 @@ class MiniTask:
             num_samples=NUM_IMAGES, batch_size=batch_size, accumulate=accumulate, epochs=epochs
         )
         self.clock = Clock(self.length)
-        self.data_module = SimpleNamespace(num_images=NUM_IMAGES, sweep=self.sweep)
+        self.data_module = SimpleNamespace(num_images=NUM_IMAGES, iterate_all=self.iterate_all)
         self.views = make_views(sizes)
         self.train, self.device = True, torch.device("cpu")
         method = METHODS[method] if isinstance(method, str) else method
@@ -114,10 +114,10 @@ class MiniTask:
             first = batch * size + rank() * mine
             yield self.batch(torch.arange(first, first + mine))
 
-    def sweep(self) -> Iterator[dict[str, Any]]:
+    def iterate_all(self) -> Iterator[Batch]:
         """This rank's part of all images, in batches of which the last is smaller."""
         for index in torch.arange(NUM_IMAGES).tensor_split(world_size())[rank()].split(5):
-            yield {"views": [view[index] for view in self.views], "index": index}
+            yield self.batch(index)
 
     def batch(self, index: Tensor) -> Batch:
         batch = Batch(

@@ -64,9 +64,9 @@ def test_engines_differ_by_rounding(tmp_path: Path) -> None:
             assert (view - other_view).abs().mean() < 1.5 / 127.5  # grey levels, normalised
 
 
-def test_a_sweep_reads_every_image_once(tmp_path: Path) -> None:
+def test_iterate_all_reads_every_image_once(tmp_path: Path) -> None:
     made = feed(tmp_path, "data.augment_on=device", "data.cache=ram", "train.batch_size=256")
-    found = torch.cat([sample["index"] for sample in made.sweep()])
+    found = torch.cat([batch.index for batch in made.iterate_all()])
     assert found.tolist() == list(range(made.num_images))
 
 

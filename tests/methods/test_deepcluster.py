@@ -86,7 +86,7 @@ def test_the_first_memory_holds_every_image() -> None:
     task = MiniTask("deepcluster", SMALL, batch_size=9)  # of 24 images an epoch leaves out 6
     expected = _features(task)
     task.loss.on_phase_start(task)
-    assert torch.allclose(task.loss.memory, expected, atol=1e-12)
+    assert torch.allclose(task.loss.memory.rows, expected, atol=1e-12)
     assert (task.loss.clusters != NO_CLUSTER).all()
     assert task.base_model.training
 
@@ -96,7 +96,7 @@ def test_prototypes_are_the_centroids_of_one_view_each() -> None:
     task.loss.on_phase_start(task)
     method = task.loss
     for head, prototypes in enumerate(method.prototypes.split(method.config.num_prototypes)):
-        memory = method.memory[:, head % 2]
+        memory = method.memory.rows[:, head % 2]
         assert torch.equal((memory @ prototypes.T).argmax(dim=1), method.clusters[head])
         for k, prototype in enumerate(prototypes):
             mean = memory[method.clusters[head] == k].mean(dim=0)
@@ -108,13 +108,13 @@ def test_steps_replace_the_memory_of_their_images_only() -> None:
     task = MiniTask("deepcluster", SMALL)
     before = _features(task)
     task.run(1)  # sees images 0 to 7, with the first weights
-    assert torch.allclose(task.loss.memory, before, atol=1e-12)
+    assert torch.allclose(task.loss.memory.rows, before, atol=1e-12)
     second = _features(task)[8:16]
     task.run(1)
-    assert torch.allclose(task.loss.memory[8:16], second, atol=1e-12)
+    assert torch.allclose(task.loss.memory.rows[8:16], second, atol=1e-12)
     assert not torch.allclose(second, before[8:16], atol=1e-4)
     rest = [*range(8), *range(16, 24)]
-    assert torch.allclose(task.loss.memory[rest], before[rest], atol=1e-12)
+    assert torch.allclose(task.loss.memory.rows[rest], before[rest], atol=1e-12)
 
 
 def test_clusters_change_between_epochs_only() -> None:
@@ -146,7 +146,7 @@ def test_clusters_are_a_function_of_seed_and_epoch() -> None:
 
 def test_unreadable_images_are_left_out_of_the_clustering() -> None:
     method = MiniTask("deepcluster", SMALL).run(1).loss
-    method.memory[5] = 0.0
+    method.memory.rows[5] = 0.0
     method.clusters.fill_(NO_CLUSTER)
     method.cluster_memory(0, 1)
     readable = torch.arange(NUM_IMAGES) != 5

@@ -76,17 +76,17 @@ def run(method: str, crops: str, way: str, checkpointing: str, folder: Path) -> 
 
 def make_double(task: Task) -> None:
     """Images are read in single precision."""
-    prepare, sweep = task.loss.prepare_batch, task.data_module.sweep
+    prepare, iterate_all = task.loss.prepare_batch, task.data_module.iterate_all
 
-    def double(sample: dict[str, Any]) -> dict[str, Any]:
-        return {**sample, "views": [view.double() for view in sample["views"]]}
+    def double(batch: Batch) -> Batch:
+        batch.views = {n: [view.double() for view in group] for n, group in batch.views.items()}
+        return batch
 
     def prepare_double(batch: Batch, task: Task) -> None:
-        batch.views = {n: [view.double() for view in group] for n, group in batch.views.items()}
-        prepare(batch, task)
+        prepare(double(batch), task)
 
     task.loss.prepare_batch = prepare_double  # type: ignore[method-assign]
-    task.data_module.sweep = lambda: map(double, sweep())  # type: ignore[method-assign]
+    task.data_module.iterate_all = lambda: map(double, iterate_all())  # type: ignore[method-assign]
 
 
 def on_rank(_: int, folder: Path, start: int, stop: int) -> list[Any]:

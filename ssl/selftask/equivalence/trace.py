@@ -186,14 +186,17 @@ class _InDouble:
         return getattr(self._feed, name)
 
     def train_batches(self, first: int) -> Iterator[Batch]:
-        for batch in self._feed.train_batches(first):
-            yield replace(batch, views=_doubles(batch.views))
+        return map(_in_double, self._feed.train_batches(first))
 
-    def sweep(self) -> Iterator[dict[str, Any]]:
-        return map(_doubles, self._feed.sweep())
+    def iterate_all(self) -> Iterator[Batch]:
+        return map(_in_double, self._feed.iterate_all())
 
     def labelled_samples(self) -> Iterator[dict[str, Any]]:
         return map(_doubles, self._feed.labelled_samples())
+
+
+def _in_double(batch: Batch) -> Batch:
+    return replace(batch, views=_doubles(batch.views))
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -20,12 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
-from selftask.distributed.collectives import all_gather_cat, all_reduce_sum
+from selftask.distributed.collectives import all_reduce_sum
 from selftask.errors import UserError
 from selftask.logs import get_logger
 from selftask.methods.base import Method
 from selftask.models.clustering import spherical_kmeans
 from selftask.models.heads import mlp
+from selftask.models.memory_bank import MemoryBank
 from selftask.models.precision import to_float32
 from selftask.random.permutation import hash_words
 from selftask.registry import limited, register_method
@@ -66,7 +67,6 @@ class DeepCluster(Method):
                 yield f"temperature: {self.temperature}; must be above 0"
 
     prototypes: Tensor
-    memory: Tensor
     clusters: Tensor
 
     def __init__(self, config: Config) -> None:
@@ -86,9 +86,8 @@ class DeepCluster(Method):
                 f"method.num_prototypes={config.num_prototypes}: {num_images} images cannot make "
                 f"{max(config.num_prototypes)} clusters; a tenth of the images is plenty"
             )
-        memory = torch.zeros(num_images, NUM_REMEMBERED, config.out_dim)
+        self.memory = MemoryBank(num_images, NUM_REMEMBERED, config.out_dim)
         clusters = torch.full((len(config.num_prototypes), num_images), NO_CLUSTER)
-        self.register_buffer("memory", memory)  # (N, 2, D)
         self.register_buffer("clusters", clusters)  # (H, N)
 
     def on_phase_start(self, task: Task) -> None:
@@ -110,13 +109,13 @@ class DeepCluster(Method):
         """
         log.info("deepcluster: filling the memory, one pass over %d images", len(self.memory))
         task.base_model.eval()
-        self.memory.zero_()
-        for sample in task.data_module.sweep():
+        rows = self.memory.rows.zero_()  # (N, 2, D)
+        for batch in task.data_module.iterate_all():
             with task.autocast():
-                output = task.base_model(sample["views"][:NUM_REMEMBERED])  # (2, B, D)
+                output = task.base_model(batch.all_views[:NUM_REMEMBERED])  # (2, B, D)
             features = F.normalize(to_float32(output), dim=2)
-            self.memory[sample["index"]] = features.transpose(0, 1)
-        self.memory.copy_(all_reduce_sum(self.memory))  # each row is zero on all ranks but one
+            rows[batch.index] = features.transpose(0, 1)
+        rows.copy_(all_reduce_sum(rows))  # each row is zero on all ranks but one
         task.base_model.train()
 
     @torch.no_grad()
@@ -125,11 +124,11 @@ class DeepCluster(Method):
 
         The same on every rank, as the memory is, and the same whenever this epoch is started.
         """
-        known = self.memory[:, 0].any(dim=1)  # (N,)
+        known = self.memory.rows[:, 0].any(dim=1)  # (N,)
         draws = torch.Generator().manual_seed(hash_words(seed, _CLUSTERING, epoch))
         for head, prototypes in enumerate(self.prototypes.split(self.config.num_prototypes)):
             centroids, clusters = spherical_kmeans(
-                self.memory[known, head % NUM_REMEMBERED],
+                self.memory.rows[known, head % NUM_REMEMBERED],
                 len(prototypes),
                 iterations=self.config.kmeans_iterations,
                 generator=draws,
@@ -141,8 +140,8 @@ class DeepCluster(Method):
         """Keep the features of the batch for the memory, which moves in ``on_update``."""
         if task.train:
             batch = task.last_batch
-            remembered = to_float32(batch.output[:NUM_REMEMBERED].detach())  # (2, B, D)
-            self.pending.append((batch.index, F.normalize(remembered, dim=2).transpose(0, 1)))
+            remembered = batch.output[:NUM_REMEMBERED].detach()  # (2, B, D)
+            self.pending.append((batch.index, remembered.transpose(0, 1)))
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Cross-entropy of each view with its image's cluster, averaged over heads; (V, B, D)."""
@@ -157,7 +156,7 @@ class DeepCluster(Method):
     def on_update(self, task: Task) -> None:
         """The features of the batch take their images' slots, on every rank."""
         for index, features in self.pending:
-            self.memory[all_gather_cat(index)] = all_gather_cat(features)
+            self.memory.update(index, features)
         self.pending.clear()
 
     @property

@@ -118,13 +118,14 @@ class DataModule:
     def _views_per_group(self) -> dict[str, int]:
         return {name: group.count for name, group in self.config.views.items()}
 
-    def sweep(self) -> Iterator[dict[str, Any]]:
-        """Every training image once, in order, in the views of epoch 0: this rank's part.
+    def iterate_all(self) -> Iterator[Batch]:
+        """Yield this rank's part of all training images once, in order, in the views of epoch 0.
 
-        For methods that look at the whole set before the first step; no image is dropped.
+        For methods that need the whole data set before the first step; no image is dropped.
         """
         self._decode_once()
-        yield from self._pass(self.batches.dataset, self.batches.bad_files)
+        for sample in self._pass(self.batches.dataset, self.batches.bad_files):
+            yield make_batch(sample, self._views_per_group)
 
     def _decode_once(self) -> None:
         """Read views from decoded pictures, if ``data.cache`` wants them kept."""
