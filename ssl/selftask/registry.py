@@ -150,7 +150,9 @@ class Registry:
         """
         if name in self._registered:
             return getattr(self._registered[name], attribute, default)
-        for node in _definition(self.address(name), self.decorator, name).body:
+        address = self.address(name)
+        definition = _definition(address, self.decorator, name)
+        for node in reversed([*_statements(definition, _parse(address.path))]):
             if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
                 continue
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
@@ -261,6 +263,15 @@ def _is_dataclass(node: ast.ClassDef) -> bool:
     return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
+def _statements(node: ast.ClassDef | ast.FunctionDef, file: ast.Module) -> Iterator[ast.stmt]:
+    """The body of a class after those of its bases in the same file."""
+    bases = {ast.unparse(base) for base in node.bases} if isinstance(node, ast.ClassDef) else ()
+    for other in file.body:
+        if isinstance(other, ast.ClassDef) and other.name in bases:
+            yield from _statements(other, file)
+    yield from node.body
+
+
 def _fields_and_problems(config: ast.ClassDef, file: ast.Module) -> Iterator[ast.stmt]:
     """What of a config class is kept: its fields, and ``problems`` without annotations.
 
@@ -287,6 +298,16 @@ REDUCTIONS = {
     "statistics": "sums over the samples of all ranks enter the loss",
 }
 """Values of ``Method.loss_reduction``; `selftask check` tests the claim."""
+
+REQUIREMENTS = {
+    "tokens": "patch tokens of a transformer",
+    "dense": "dense feature maps",
+    "labels": "labels",
+    "index": "the number of each image in the data set",
+    "boxes": "the crop boxes of views",
+    "captions": "captions",
+}
+"""Words of ``Method.requires``; checked by ``config.checks.requirements``."""
 
 METHODS = Registry("method", "selftask.methods", declares=("loss_reduction", REDUCTIONS))
 TRAIN_STEPS = Registry("train_step", "selftask.train_steps")

@@ -22,11 +22,11 @@ def _labelled(*labels: int) -> SimpleNamespace:
 
 
 def _build(train: Any, val: Any = None, **config: Any) -> tuple[Supervised, nn.Module]:
-    feed = SimpleNamespace(
+    data_module = SimpleNamespace(
         train_source=train, val_source=val, num_classes=getattr(train, "num_classes", 0)
     )
     method = Supervised(Supervised.Config(**config))
-    task: Any = SimpleNamespace(feed=feed)
+    task: Any = SimpleNamespace(data_module=data_module)
     return method, method.build_network(TinyBackbone(), task)
 
 
@@ -82,10 +82,9 @@ def test_the_probes_classifier_starts_as_in_mocos_code() -> None:
 @pytest.mark.parametrize(
     ("train", "val", "config", "message"),
     [
-        (SimpleNamespace(labels=None), None, {}, "the data set has none"),
-        (_labelled(0, -1, 2), None, {}, "data: 1 of 3 images have no label"),
-        (_labelled(0, 1), _labelled(0, 4), {}, r"data.val: .* up to 4.*method.num_classes=5"),
-        (_labelled(0, 1, 2), None, {"num_classes": 2}, "data: its labels go up to 2"),
+        (SimpleNamespace(labels=None), None, {}, r"method\.num_classes is missing"),
+        (_labelled(0, 1), _labelled(0, 4), {}, r"data.val: .* up to 4.*at least 5"),
+        (_labelled(0, 1, 2), None, {"num_classes": 2}, "set method.num_classes to at least 3"),
         (_labelled(0, 1), None, {"loss": "CrosEntropyLoss"}, "did you mean 'CrossEntropyLoss'?"),
         (_labelled(0, 1), None, {"loss_args": {"smooth": 1}}, "method.loss_args=.*'smooth'"),
     ],
@@ -126,6 +125,6 @@ class FourClasses(Supervised):
 
     def build_network(self, backbone: nn.Module, task: Any) -> nn.Module:
         source = _labelled(0, 1, 2, 3)
-        feed = SimpleNamespace(train_source=source, val_source=None, num_classes=4)
-        stand_in: Any = SimpleNamespace(feed=feed)
+        data_module = SimpleNamespace(train_source=source, val_source=None, num_classes=4)
+        stand_in: Any = SimpleNamespace(data_module=data_module)
         return super().build_network(backbone, stand_in)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from selftask.data.reading.files import BadImage
 from selftask.data.source import NO_LABEL, PathTable, Source
 from selftask.errors import UserError, nearest
 
@@ -51,6 +52,21 @@ def check_labels(source: Source) -> None:
                 f"data: {source.path(row)} has the label {labels[row]}; numbers are "
                 f"those of classes, 0 to {MAX_CLASSES - 1} ({NO_LABEL}: none); texts are numbered"
             )
+
+
+def count_unlabelled(source: Source) -> int:
+    """Return the number of images without a label.
+
+    A source that does not know its labels before reading is judged by its first readable image.
+    """
+    if source.labels is not None:
+        return int((source.labels < 0).sum())
+    for index in range(len(source)):
+        try:
+            return 0 if source[index][1] >= 0 else len(source)
+        except BadImage:
+            continue
+    return 0
 
 
 def label_top_folders(paths: Sequence[str]) -> np.ndarray | None:

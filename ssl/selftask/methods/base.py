@@ -45,6 +45,14 @@ class Method(nn.Module, Hook):
     loss_reduction: ClassVar[Literal["samples", "gathered", "statistics"]]
     views: ClassVar[int | tuple[int, int | None]] = (1, None)
     """Number of views, or the least and the largest; None: any number."""
+    requires: ClassVar[tuple[str, ...]] = ()
+    """What else the loss needs, checked before a run starts; a tuple of these words:
+
+    * ``"tokens"``: patch tokens of a transformer; ``"dense"``: dense feature maps of a backbone.
+    * ``"labels"``: a label for each image.
+    * ``"index"``: ``batch.index``, the number of each image, is used as an address in a memory.
+    * ``"boxes"``: crop boxes of the views; ``"captions"``: a caption for each image.
+    """
     outputs_logits: ClassVar[bool] = False  # True if the output is (B, C), as meters expect
     per_view: ClassVar[bool] = False  # whether BatchNorm statistics are those of one view, not all
 

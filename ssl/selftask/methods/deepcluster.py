@@ -47,6 +47,7 @@ class DeepCluster(Method):
 
     loss_reduction = "samples"
     views = (2, None)
+    requires = ("index",)  # the memory has a slot for each image
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

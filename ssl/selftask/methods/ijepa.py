@@ -54,6 +54,7 @@ class IJEPA(Method):
 
     loss_reduction = "samples"
     views = 1
+    requires = ("tokens",)
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -74,8 +75,6 @@ class IJEPA(Method):
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             backbone = config["backbone"]
-            if "patch_size" not in backbone and "model" not in backbone:  # timm's are seen later
-                yield f"backbone: ijepa needs a vision transformer, not {backbone['name']}"
             if backbone.get("dynamic_img_size"):
                 yield "backbone.dynamic_img_size: ijepa needs a fixed grid; set it to false"
             if backbone.get("pool") == "token":

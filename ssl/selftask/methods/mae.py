@@ -44,6 +44,7 @@ class MAE(Method):
 
     loss_reduction = "samples"
     views = 1
+    requires = ("tokens",)
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -55,8 +56,6 @@ class MAE(Method):
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             backbone = config["backbone"]
-            if "patch_size" not in backbone and "model" not in backbone:  # timm's are seen later
-                yield f"backbone: mae needs a vision transformer, not {backbone['name']}"
             if backbone.get("dynamic_img_size"):
                 yield "backbone.dynamic_img_size: mae needs a fixed grid; set it to false"
             if not 0 < self.mask_ratio < 1:

@@ -30,6 +30,7 @@ class Supervised(Method):
 
     loss_reduction = "samples"
     views = 1
+    requires = ("labels",)
     outputs_logits = True
 
     @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,10 @@ class Supervised(Method):
         """The classifier. Raises UserError if the labels or the loss will not do."""
         self.num_classes = self.config.num_classes or task.data_module.num_classes
         if not self.num_classes:
-            raise UserError("method.name=supervised needs labels, and the data set has none")
+            raise UserError(
+                "method.num_classes is missing: the labels of these images are not known before "
+                "they are read"
+            )
         _check_labels("data", task.data_module.train_source, self.num_classes)
         _check_labels("data.val", task.data_module.val_source, self.num_classes)
         self.loss = _build_loss(self.config.loss, self.config.loss_args)
@@ -96,23 +100,13 @@ class Classifier(nn.Module):
 
 
 def _check_labels(key: str, source: Any, num_classes: int) -> None:
-    """Raise UserError for images without a label, or with one the classifier has no score for.
-
-    Sources that do not know their labels before reading are believed.
-    """
+    """Raise UserError for a known label that the classifier has no score for."""
     labels = None if source is None else source.labels
-    if labels is None:
-        return
-    missing, high = int((labels < 0).sum()), int(labels.max(initial=-1))
-    if missing:
-        raise UserError(
-            f"{key}: {missing} of {len(labels)} images have no label, and method.name=supervised "
-            "needs all of them; leave those images out"
-        )
+    high = -1 if labels is None else int(labels.max(initial=-1))
     if high >= num_classes:
         raise UserError(
             f"{key}: its labels go up to {high}, and the classifier has {num_classes} classes; "
-            f"method.num_classes={high + 1} is the least that will do"
+            f"set method.num_classes to at least {high + 1}"
         )
 
 

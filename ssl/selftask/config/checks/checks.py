@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from selftask.config.checks import grid, sbatch
+from selftask.config.checks import grid, requirements, sbatch
 from selftask.config.checks.resuming import goes_on, uses_newest
 from selftask.config.compose.provenance import Key
 from selftask.config.schema import Component, Config, ViewConfig
@@ -31,6 +31,7 @@ def contradictions(config: Config) -> Iterator[Problem]:
     yield from _batch(config)
     yield from _precision(config)
     yield from _views(config)
+    yield from requirements.of_config(config)
     yield from grid.problems(config)
     yield from _engine(config)
     yield from _weights(config)

@@ -16,7 +16,7 @@ from selftask.data.cache.on_device import CachedBatches
 from selftask.data.fingerprint import fingerprint
 from selftask.data.loading.dataset import BadFiles, EvalDataset, ViewDataset
 from selftask.data.loading.loader import Batches, EvalBatches
-from selftask.data.loading.open_data import Sources, check_data
+from selftask.data.loading.open_data import Sources, check_data, check_val
 from selftask.data.loading.train_dataset import train_dataset
 from selftask.data.source import channels_of
 from selftask.data.views import build_pipeline
@@ -63,6 +63,7 @@ class DataModule:
         )
         self.batches.bad_files.refuse(self.train_source.unreadable().values())
         if self.val_source is not None:
+            check_val(config, self.val_source)
             self._val_bad_files().refuse(self.val_source.unreadable().values())
         log.info("sampler: %s", self.batches.sampler.describe())
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from selftask.config.checks.checks import pipelines
-from selftask.data.labels import align_classes, check_labels
+from selftask.config.checks.requirements import of_labels
+from selftask.data.labels import align_classes, check_labels, count_unlabelled
 from selftask.data.reading.files import Policy, set_policy
 from selftask.data.sampling.sampler import Sampler, build_sampler, steps_per_epoch
 from selftask.data.source import Source, channels_of
@@ -73,13 +75,18 @@ def copy_data(sources: Sources, stage_to: str | None) -> Sources:
 
 
 def check_data(config: Config, source: Source) -> Sampler:
-    """The sampler of a run.
+    """Return the sampler of a run.
 
-    Raises ConfigError if images with so many channels cannot have the config's views and
-    evaluations, and if the sampler's epoch has no step, or less than one update.
+    Raises:
+        ConfigError: If images with so many channels cannot have the config's views and
+            evaluations, if the method needs labels that are missing, or if the sampler's epoch
+            has no step or less than one update.
     """
     channels = channels_of(source)
-    found = [list_problems(ts, ".".join(key), channels) for key, ts in pipelines(config).items()]
+    found: list[Iterable[str]] = [
+        list_problems(ts, ".".join(key), channels) for key, ts in pipelines(config).items()
+    ]
+    found.append(of_labels(config, count_unlabelled(source), len(source)))
     if problems := list(chain.from_iterable(found)):
         raise ConfigError(problems)
     batch_size, accumulate = config.train.batch_size, config.train.accumulate
@@ -93,3 +100,11 @@ def check_data(config: Config, source: Source) -> Sampler:
         )
         raise ConfigError([problem])
     return sampler
+
+
+def check_val(config: Config, source: Source) -> None:
+    """Raise ConfigError if only some images of ``data.val`` have the labels the method needs."""
+    if source.labels is not None:
+        found = of_labels(config, count_unlabelled(source), len(source), "data.val")
+        if problems := list(found):
+            raise ConfigError(problems)

@@ -1,6 +1,9 @@
 """Backbones by name. Each is a dataclass of what can be chosen, with ``build() -> nn.Module``;
 ``build(channels)`` where it can be made for images of other than three.
 
+A class attribute ``offers`` names what the backbone gives beside pooled features (``"tokens"``,
+``"dense"``: words of ``Method.requires``); without it this is known once it is built.
+
 A backbone maps images (B, C, H, W) to features (B, E) and keeps the parameter names of the library
 it comes from. ``models/build.py`` makes one and sees to its ``embed_dim``.
 """

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class _ResNet:
     """What can be chosen for every depth."""
 
+    offers = ("dense",)
     architecture: ClassVar[str]  # torchvision's name for it
 
     stem: Literal["imagenet", "cifar"] = "imagenet"

@@ -15,6 +15,8 @@ from selftask.registry import limited, register_backbone
 class SmallResNetConfig:
     """Small residual network for 32 x 32 images: a 3 x 3 stem and three stages."""
 
+    offers = ("dense",)
+
     width: int = limited(32, min=1, max=10000)  # channels of the stem; stages have 1, 2 and 4
     # times as many
     blocks: int = limited(1, min=1, max=1000)  # residual blocks in each stage

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 class _ViT:
     """What can be chosen for every width."""
 
+    offers = ("tokens", "dense")
     embed_dim: ClassVar[int]
     num_heads: ClassVar[int]
 

@@ -1,0 +1,72 @@
+"""What a method declares that it needs (``Method.requires``), compared with the rest of a run.
+
+Each need is checked as soon as the answer is known, before a run starts: with the config
+(``of_config``), the opened data (``of_labels``) and the built backbone (``of_backbone``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from selftask.config.checks import grid
+from selftask.config.compose.provenance import Key
+from selftask.config.schema import Config
+from selftask.errors import UserError, nearest
+from selftask.registry import BACKBONES, METHODS, REQUIREMENTS
+
+Problem = tuple[Key, str]
+
+OF_BACKBONES = ("tokens", "dense")
+"""Requirements that a backbone meets or not: the words of ``offers``."""
+
+
+def required(method: str) -> frozenset[str]:
+    """Return what a method requires, without importing it.
+
+    Raises UserError for a word that is no requirement.
+    """
+    words = METHODS.declared(method, "requires", ())
+    words = (words,) if isinstance(words, str) else words
+    for word in words:
+        if word not in REQUIREMENTS:
+            raise UserError(
+                f"{METHODS.address(method)}: the method {method!r} requires {word!r}, which is "
+                f"no requirement; {nearest(word, REQUIREMENTS)}"
+            )
+    return frozenset(words)
+
+
+def of_config(config: Config) -> Iterator[Problem]:
+    """Yield a problem if a backbone of ours, by its declaration, lacks what the method needs."""
+    offered = BACKBONES.declared(config.backbone.name, "offers", None)
+    if offered is not None:  # None: known once it is built
+        for text in of_backbone(config, offered):
+            yield ("backbone",), text
+
+
+def of_backbone(config: Config, offered: Collection[str]) -> Iterator[str]:
+    """Yield a problem for each need of the method that is not in what the backbone offers."""
+    for word in OF_BACKBONES:
+        if word in required(config.method.name) - {*offered}:
+            fit = [name for name in BACKBONES if word in BACKBONES.declared(name, "offers", ())]
+            yield (
+                f"backbone: {config.method.name} needs {REQUIREMENTS[word]}, and "
+                f"{grid.title(config.backbone)} has none; take {', '.join(fit)} or one of "
+                "timm: and torchvision: that has them"
+            )
+
+
+def of_labels(config: Config, unlabelled: int, total: int, key: str = "data") -> Iterator[str]:
+    """Yield a problem if the method needs labels and some of the images have none."""
+    method = config.method.name
+    if unlabelled and "labels" in required(method):
+        if unlabelled == total:
+            yield (
+                f"{key}: method.name={method} needs labels, and these images have none; put those "
+                "of each class into a folder of its own, or give a table with a column of labels"
+            )
+        else:
+            yield (
+                f"{key}: {unlabelled} of {total} images have no label, and method.name={method} "
+                "needs all of them; leave those images out"
+            )

@@ -1,0 +1,84 @@
+"""What a method declares that it needs: refused before a run starts, with the key to set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from selftask.config.checks.requirements import of_backbone, required
+from selftask.config.load import load_config
+from selftask.data.loading.open_data import check_data, check_val, open_data
+from selftask.errors import ConfigError, UserError
+from selftask.registry import BACKBONES, METHODS, register_method
+
+
+@pytest.mark.parametrize("method", METHODS.names())
+def test_the_source_says_what_the_class_says(method: str) -> None:
+    assert required(method) == {*METHODS[method].requires}
+
+
+@pytest.mark.parametrize("backbone", BACKBONES.names())
+def test_offers_of_a_backbone_are_read_without_importing_it(backbone: str) -> None:
+    built = getattr(BACKBONES[backbone], "offers", None)
+    assert BACKBONES.declared(backbone, "offers", None) == built
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if "tokens" in required(m)])
+def test_a_network_without_tokens_is_refused_with_the_config(method: str) -> None:
+    wanted = (
+        f"backbone: {method} needs patch tokens .* backbone 'small_resnet' has none; .*vit_tiny"
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        load_config(f"{method}/digits", ["backbone={name: small_resnet}"])
+
+
+def test_a_built_network_is_asked_for_what_it_offers() -> None:
+    config = load_config("mae/images", ["data=digits", "backbone=timm:vit_tiny_patch16_224"])
+    assert list(of_backbone(config, {"tokens"})) == []
+    (problem,) = of_backbone(config, {"dense"})
+    assert "'timm:vit_tiny_patch16_224' has none" in problem
+
+
+def _images(folder: Path, *labels: int) -> str:
+    images = np.zeros((len(labels), 8, 8, 3), np.uint8)
+    arrays = {"images": images} | ({"labels": np.array(labels)} if max(labels) >= 0 else {})
+    np.savez(folder / "images.npz", **arrays)
+    return f"data={folder / 'images.npz'}"
+
+
+@pytest.mark.parametrize(
+    ("labels", "wanted"),
+    [
+        (
+            [-1, -1, -1],
+            "data: method.name=supervised needs labels, and these images have none; put",
+        ),
+        ([0, -1, 1], "data: 1 of 3 images have no label, and method.name=supervised needs all"),
+    ],
+)
+def test_missing_labels_are_refused_with_the_data(
+    labels: list[int], wanted: str, tmp_path: Path
+) -> None:
+    small = [_images(tmp_path, *labels), "train.batch_size=2", "data.val=null"]
+    config = load_config("supervised/digits", small)
+    source = open_data(config.data).train
+    with pytest.raises(ConfigError, match=wanted):
+        check_data(config, source)
+    check_data(load_config("simclr/digits", small), source)  # which needs none
+    if labels[0] == 0:
+        with pytest.raises(ConfigError, match=r"data\.val: 1 of 3 images have no label"):
+            check_val(config, source)
+
+
+def test_an_unknown_word_is_refused(tmp_path: Path) -> None:
+    from selftask.methods.base import Method
+
+    @register_method("wants_tokenz")
+    class WantsTokenz(Method):
+        loss_reduction = "samples"
+        requires = ("tokenz",)
+
+    with pytest.raises(UserError, match=r"test_requirements\.py:\d+: .* did you mean 'tokens'\?"):
+        load_config("simclr/digits", ["method={name: wants_tokenz}"])
