@@ -28,8 +28,6 @@ from selftask.data.transforms.geometry import HorizontalFlip
 from selftask.data.transforms.transform import Transform
 from selftask.data.views import Views
 from selftask.errors import ConfigError, UserError
-from selftask.random.batched_views import Streams, uniforms
-from selftask.random.views import draw_rng
 from selftask.registry import TRANSFORMS
 
 JITTER = part("color_jitter", brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, p=0.8)
@@ -159,25 +157,6 @@ def test_pixels_are_left_as_they_were() -> None:
     config = views_of([part("invert", p=1.0)], count=2)
     first, second = by_device(config, list(pictures(4, 8, 8)), dense=False)
     assert torch.equal(first, second)
-
-
-def test_uniforms_are_numpys() -> None:
-    epochs, indices = np.array([0, 3, (5 << 32) + 7, 2]), np.array([0, 9, 10**9, 2**40])
-    keys = list(zip(epochs.tolist(), indices.tolist(), strict=True))
-    for seed, view in ((0, 0), (2**63 + 11, 4)):
-        expected = np.stack([draw_rng(seed, *key, view).random(30) for key in keys])
-        assert np.array_equal(uniforms(seed, epochs, indices, view, 30), expected)
-        later = uniforms(seed, epochs, indices, view, 10, start=8)
-        assert np.array_equal(later, expected[:, 8:18])
-
-
-def test_streams_keep_a_position_for_each_sample() -> None:
-    streams = Streams(1, np.zeros(3, np.int64), np.arange(3), 0)
-    expected = np.stack([draw_rng(1, 0, index, 0).random(200) for index in range(3)])
-    assert np.array_equal(streams.random(2), expected[:, :2])
-    assert np.array_equal(streams.random(3, np.array([2, 0])), expected[[2, 0], 2:5])
-    assert np.array_equal(streams.random(100, np.array([1, 2]))[0], expected[1, 2:102])
-    assert np.array_equal(streams.random(1)[:, 0], expected[[0, 1, 2], [5, 102, 105]])
 
 
 def test_moments_over_many_pictures() -> None:

@@ -176,8 +176,8 @@ def test_channel_drop(keep: int) -> None:
 @pytest.mark.parametrize(
     ("name", "args", "key"),
     [
-        ("rotate_90", {"k": []}, "turns"),
-        ("rotate_90", {"k": [4]}, "turns"),
+        ("rotate_90", {"k": []}, "k"),
+        ("rotate_90", {"k": [4]}, "k"),
         ("jigsaw", {"grid": 2, "num_permutations": 25}, "num_permutations"),
     ],
 )

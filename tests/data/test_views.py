@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 
 import numpy as np
@@ -15,7 +14,6 @@ from selftask.data import views as views_module
 from selftask.data.transforms.normalize import STATISTICS
 from selftask.data.views import Normalizer, Views, build_pipeline
 from selftask.errors import ConfigError
-from selftask.random.views import ViewDraws, draw_rng
 
 CROP = Component(name="random_resized_crop", args={"size": 8})
 SMALL = Component(name="random_resized_crop", args={"size": 6})
@@ -25,25 +23,6 @@ NORMALIZE = Component(name="normalize", args={})
 @pytest.fixture
 def image() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (20, 20, 3), dtype=np.uint8)
-
-
-def test_streams_are_distinct_and_repeatable() -> None:
-    places = list(itertools.product((0, 1), (0, 1), (0, 1, 2), (0, 1)))
-    firsts = {draw_rng(*place).integers(0, 2**63) for place in places}
-    assert len(firsts) == len(places)
-    draws = ViewDraws(1)
-    for epoch, index, view in [(3, 10**12, 1), (0, 0, 0), (3, 10**12, 1)]:
-        generator = draws.at(epoch, index, view)
-        expected = draw_rng(1, epoch, index, view)
-        assert np.array_equal(generator.random(50), expected.random(50))
-        assert generator.integers(0, 7, dtype=np.int32) == expected.integers(0, 7, dtype=np.int32)
-
-
-def test_streams_look_independent() -> None:
-    values = np.array([draw_rng(0, 0, index, 0).random(8) for index in range(2000)])
-    correlation = np.corrcoef(np.concatenate([values[:-1], values[1:]], axis=1).T)
-    assert np.abs(correlation - np.eye(16)).max() < 5 / np.sqrt(2000)
-    assert abs(values.mean() - 0.5) < 5 * np.sqrt(1 / 12 / values.size)
 
 
 def test_views_come_in_order_and_size(image: np.ndarray) -> None:

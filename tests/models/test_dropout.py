@@ -19,7 +19,8 @@ from selftask.models.dropout import draw_per_sample
 from selftask.models.network import Network
 from selftask.parallel.activation_checkpointing import checkpoint_blocks
 from selftask.parallel.blocks import find_blocks
-from selftask.random.keyed import LAYER_DRAWS, keep_mask, splitmix64
+from selftask.random.keyed import LAYER_DRAWS, keep_mask
+from selftask.random.splitmix import splitmix64
 
 CPU = torch.device("cpu")
 

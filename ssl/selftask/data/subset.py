@@ -10,7 +10,7 @@ import numpy as np
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source, Wrapped
 from selftask.errors import UserError, nearest
-from selftask.random.permutation import hash_words, mix
+from selftask.random.splitmix import hash_words, mix
 
 
 @dataclass(frozen=True, kw_only=True)

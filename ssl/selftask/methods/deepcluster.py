@@ -28,7 +28,7 @@ from selftask.models.clustering import spherical_kmeans
 from selftask.models.heads import mlp
 from selftask.models.memory_bank import MemoryBank
 from selftask.models.precision import to_float32
-from selftask.random.permutation import hash_words
+from selftask.random.splitmix import hash_words
 from selftask.registry import limited, register_method
 
 if TYPE_CHECKING:

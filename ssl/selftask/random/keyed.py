@@ -1,9 +1,8 @@
-"""Random numbers drawn on the device as a pure function of what they are for.
+"""Random numbers drawn on the device as a pure function of (seed, epoch, sample).
 
-What a method draws for an image (a mask, a block) must not depend on worker, rank, batch or resume:
-there is no generator to advance, only names of draws and a hash. Everything is int64 arithmetic on
-the device, which wraps around modulo 2**64 there as unsigned arithmetic does elsewhere; nothing
-waits for the host.
+What a method draws for an image (a mask, a block) must not depend on worker, rank, batch or resume.
+So there is no generator: keys are hashed by ``splitmix64``. It is int64 arithmetic on the device
+and never waits for the host.
 """
 
 from __future__ import annotations
@@ -14,24 +13,32 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_METHOD = 0x6D6574686F64  # "method": keeps these draws apart from other uses of the same seed
+from selftask.random.splitmix import as_signed, shift_right, splitmix64
+
+_METHOD = 0x6D6574686F64  # "method": separates these draws from other uses of the same seed
 _LAYERS = 0x6C6179657273  # "layers": the same for those of dropout and stochastic depth
-_GOLDEN = 0x9E3779B97F4A7C15  # the odd number nearest to 2**64 / golden ratio
-_BITS = 24  # of a draw: what a float32 below 1 can hold exactly
+_BITS = 24  # of a draw; a float32 below 1 holds so many exactly
 
 
 def uniform(seed: int, key: Tensor, n: int) -> Tensor:
-    """``n`` draws from [0, 1) for each of the samples: float32 (B, n), on the device of ``key``.
+    """Draw ``n`` numbers from [0, 1) for each sample.
 
-    ``key`` (B, 2) is what the loader gives with a batch: the epoch (with a sampler that repeats
-    images, a number of the showing, too) and the index. Draw j of a sample is a function of (seed,
-    key, j) alone, so that asking for more draws or for other samples changes none: the epoch-th
-    number of the stream that ``seed`` starts itself starts a stream, whose index-th number starts
-    the one read here.
+    Draw j of a sample is a function of (seed, key, j) only: more draws or other samples in the
+    batch do not change it. The epoch-th number of the stream that starts at ``seed`` starts a
+    second stream; its index-th number starts the stream that is read here.
+
+    Args:
+        seed: seed of the run.
+        key: int64 (B, 2), the loader's key of each sample: epoch (with a sampler that repeats
+            images, combined with the number of the repeat) and index.
+        n: draws for each sample.
+
+    Returns:
+        float32 (B, n), on the device of ``key``.
     """
     start = _streams(seed ^ _METHOD, key)
     bits = splitmix64(start[:, None], torch.arange(n, device=key.device))  # (B, n)
-    return _shift_right(bits, 64 - _BITS).float() * 2.0**-_BITS
+    return shift_right(bits, 64 - _BITS).float() * 2.0**-_BITS
 
 
 class LayerDraws:
@@ -117,29 +124,7 @@ def keep_mask(words: Tensor, count: int, keep: float) -> Tensor:
 
 
 def _streams(seed: int, key: Tensor) -> Tensor:
-    """The stream that begins at each ``key`` (B, 2): int64 (B,)."""
+    """Return the start of each key's stream, int64 (B,)."""
     epoch, index = key.unbind(dim=1)
-    start = torch.full_like(epoch, _signed(seed))
+    start = torch.full_like(epoch, as_signed(seed))
     return splitmix64(splitmix64(start, epoch), index)
-
-
-def splitmix64(start: Tensor, place: Tensor) -> Tensor:
-    """The 64 bits at ``place`` (from 0) of the stream from ``start``; both int64, broadcast.
-
-    Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014, with the
-    constants of Vigna's splitmix64. Two places of one stream never hold the same number.
-    """
-    bits = start + (place + 1) * _signed(_GOLDEN)
-    bits = (bits ^ _shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
-    bits = (bits ^ _shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
-    return bits ^ _shift_right(bits, 31)
-
-
-def _shift_right(x: Tensor, places: int) -> Tensor:
-    """``x >> places`` with zeros coming in, where torch's keeps the sign."""
-    return (x >> places) & ((1 << (64 - places)) - 1)
-
-
-def _signed(word: int) -> int:
-    """The int64 of the same 64 bits."""
-    return (word + (1 << 63)) % (1 << 64) - (1 << 63)

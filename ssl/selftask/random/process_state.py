@@ -1,4 +1,4 @@
-"""The generators of this process: seeds, and their states in a checkpoint."""
+"""Seed the global generators of this process; save and restore their states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def seed_all(seed: int, rank: int) -> None:
-    """Seed python, numpy and torch; ranks draw differently from the same seed."""
+    """Seed Python, NumPy and torch, differently on each rank."""
     mixed = (seed * 1_000_003 + rank) % 2**32
     random.seed(mixed)
     np.random.seed(mixed)
@@ -18,7 +18,7 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every generator of this process, as plain tensors and python scalars."""
+    """Return the state of every generator, as plain tensors and Python scalars."""
     version, key, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=True)
     name, keys, position, has_gauss, cached = numpy_state
@@ -39,7 +39,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put every generator back where ``rng_state`` found it."""
+    """Restore the states returned by ``rng_state``."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["key"]), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)

@@ -1,4 +1,9 @@
-"""The generators behind all random draws for images, one stream for each (epoch, sample, view)."""
+"""Random streams for augmentation: one for each (seed, epoch, sample, view).
+
+A stream is NumPy's Philox generator with the counter (block, view, index, epoch), so that draws do
+not depend on worker, rank, batch or resume. ``ViewDraws`` gives the stream of one view,
+``Streams`` those of a batch; both give the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +11,20 @@ from typing import Any
 
 import numpy as np
 
-STREAM = 0x76696577  # "view": keeps these draws apart from other uses of the same seed
-MASK = (1 << 64) - 1
+from selftask.random.philox import philox
+from selftask.random.splitmix import MASK
+
+STREAM = 0x76696577  # "view": separates these draws from other uses of the same seed
+_FIRST = 24  # draws computed at once; enough for most pipelines
 
 
 def draw_rng(seed: int, epoch: int, index: int, view: int) -> np.random.Generator:
-    """The generator of all draws for one view of one sample: a counter-based stream of its own."""
+    """Return the generator for all draws of one view of one sample."""
     return ViewDraws(seed).at(epoch, index, view)
 
 
 class ViewDraws:
-    """``draw_rng`` for many views: one generator whose counter is moved, not made anew."""
+    """``draw_rng`` for many views in turn: one generator whose counter is moved."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -27,7 +35,109 @@ class ViewDraws:
         self._state["state"] = {"counter": np.zeros(4, dtype=np.uint64), "key": key}
 
     def at(self, epoch: int, index: int, view: int) -> np.random.Generator:
-        """The generator at the start of a view's stream; the next call moves it away."""
+        """Return the generator at the start of a view's stream; valid until the next call."""
         self._state["state"]["counter"][:] = (0, view, index, epoch)
         self._philox.state = self._state
         return self._generator
+
+
+def draw_at(rng: np.random.Generator, block: int) -> float:
+    """Return the draw at a block of the stream of ``rng``, in [0, 1), wherever ``rng`` is in it.
+
+    A generator that is not a view's stream has no places: the next draw is returned.
+    """
+    state: Any = rng.bit_generator.state
+    if state["bit_generator"] != "Philox":
+        return rng.random()
+    counter = state["state"]["counter"].copy()
+    counter[0] = block
+    philox_at = np.random.Philox(key=state["state"]["key"], counter=counter)
+    return np.random.Generator(philox_at).random()
+
+
+def uniforms(
+    seed: int, epochs: np.ndarray, indices: np.ndarray, view: int, count: int, start: int = 0
+) -> np.ndarray:
+    """Return draws of many streams, bit for bit those of ``draw_rng``.
+
+    Args:
+        seed: seed of the run.
+        epochs: int64 (N,).
+        indices: int64 (N,).
+        view: number of the view.
+        count: draws of each stream.
+        start: position of the first one, a multiple of four.
+
+    Returns:
+        float64 (N, count) in [0, 1).
+    """
+    blocks = np.arange(start // 4, start // 4 + -(-count // 4), dtype=np.uint64)
+    shape = (len(indices), len(blocks))
+    words = [np.broadcast_to(blocks + np.uint64(1), shape), np.full(shape, view, np.uint64)]
+    words += [np.broadcast_to(_words(one)[:, None], shape) for one in (indices, epochs)]
+    mixed = np.stack(philox(words, (seed & MASK, STREAM)), axis=2).reshape(len(indices), -1)
+    draws: np.ndarray = (mixed[:, :count] >> np.uint64(11)) * 2.0**-53
+    return draws
+
+
+def _words(numbers: np.ndarray) -> np.ndarray:
+    return np.asarray(numbers, dtype=np.int64).view(np.uint64)
+
+
+class Streams:
+    """The streams of N samples in one view; each has its own position."""
+
+    def __init__(self, seed: int, epochs: np.ndarray, indices: np.ndarray, view: int) -> None:
+        self._at = (seed, epochs, indices, view)
+        self._draws = uniforms(*self._at, _FIRST)
+        self._positions = np.zeros(len(indices), dtype=np.int64)
+
+    def random(self, count: int, rows: np.ndarray | None = None) -> np.ndarray:
+        """Return the next ``count`` draws (R, count) of all streams, or of those in ``rows``."""
+        some = np.arange(len(self._positions)) if rows is None else rows
+        places = self._positions[some, None] + np.arange(count)
+        while len(some) and places.max() >= self._draws.shape[1]:
+            more = uniforms(*self._at, _FIRST, start=self._draws.shape[1])
+            self._draws = np.concatenate([self._draws, more], axis=1)
+        self._positions[some] += count
+        draws: np.ndarray = self._draws[some[:, None], places]
+        return draws
+
+    def at(self, rows: np.ndarray) -> Streams:
+        """Return the streams in ``rows``; drawing from them moves these."""
+        return _SomeStreams(self, rows)
+
+
+class _SomeStreams(Streams):
+    def __init__(self, streams: Streams, rows: np.ndarray) -> None:
+        self._streams = streams
+        self._rows = rows
+
+    def random(self, count: int, rows: np.ndarray | None = None) -> np.ndarray:
+        return self._streams.random(count, self._rows if rows is None else self._rows[rows])
+
+
+def replayed(transform: Any, draws: np.ndarray, sizes: np.ndarray) -> list[Any]:
+    """Return the parameters that ``transform.draw`` makes of given uniforms, for each image.
+
+    Slower than arithmetic on whole batches, faster than moving a generator for each image.
+
+    Args:
+        transform: a transform that draws uniforms only.
+        draws: float64 (B, N).
+        sizes: height and width of each image, int64 (B, 2).
+    """
+    sides = sizes.tolist()
+    return [transform.draw(_Replay(row), *size) for row, size in zip(draws, sides, strict=True)]
+
+
+class _Replay:
+    """Given uniforms in place of a generator."""
+
+    def __init__(self, draws: np.ndarray) -> None:
+        self._draws = draws
+
+    def random(self, shape: int | tuple[int, ...] | None = None) -> Any:
+        count = 1 if shape is None else int(np.prod(shape))
+        draws, self._draws = self._draws[:count], self._draws[count:]
+        return float(draws[0]) if shape is None else draws.reshape(shape)

@@ -14,7 +14,7 @@ from selftask.data.device.packing import Step, Steps, Tree
 from selftask.errors import UserError
 
 if TYPE_CHECKING:
-    from selftask.random.batched_views import Streams
+    from selftask.random.views import Streams
 
 
 class Chain:

@@ -15,8 +15,7 @@ from selftask.data.device.operation import Images, find_batched_transform
 from selftask.data.device.packing import Packed, Steps, pack
 from selftask.data.views import Views
 from selftask.errors import ConfigError, UserError
-from selftask.random.batched_views import Streams
-from selftask.random.views import ViewDraws
+from selftask.random.views import Streams, ViewDraws
 
 if TYPE_CHECKING:
     from selftask.config.schema import ViewConfig

@@ -21,7 +21,7 @@ from selftask.errors import UserError
 from selftask.registry import BATCHED_TRANSFORMS
 
 if TYPE_CHECKING:
-    from selftask.random.batched_views import Streams
+    from selftask.random.views import Streams
 
 Arrays = dict[str, np.ndarray]  # parameters by name, (B, ...) each, one entry a picture
 Tensors = Mapping[str, Tensor]  # the same on the device: float32, or the bytes that they were

@@ -16,7 +16,7 @@ from selftask.data.loading.sample import Sample
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source, channels_of
 from selftask.errors import UserError
-from selftask.random.permutation import hash_words
+from selftask.random.splitmix import hash_words
 from selftask.random.views import draw_rng
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ import numpy as np
 
 from selftask.data.sampling.sampler import Pool, Sampler
 from selftask.errors import UserError
-from selftask.random.permutation import EpochOrder, SetOrders, epoch_order, hash_words
+from selftask.random.permutation import EpochOrder, SetOrders, epoch_order
+from selftask.random.splitmix import hash_words
 from selftask.registry import limited, register_sampler
 
 _BATCHES, _PLACES, _IMAGES = 1, 2, 3  # streams of one seed

@@ -10,7 +10,8 @@ import numpy as np
 from selftask.data.sampling.sampler import Pool, Sampler
 from selftask.errors import UserError, nearest_path
 from selftask.files.paths import is_file
-from selftask.random.permutation import EpochOrder, hash_words, mix
+from selftask.random.permutation import EpochOrder
+from selftask.random.splitmix import hash_words, mix
 from selftask.registry import register_sampler
 
 _STREAM = 0x77656967  # "weig": keeps these draws apart from other uses of the same seed

@@ -22,7 +22,7 @@ import numpy as np
 from selftask.data.transforms.channels import by_groups, needs_rgb
 from selftask.data.transforms.transform import Deterministic, Transform
 from selftask.errors import UserError
-from selftask.random.views import draw_rng
+from selftask.random.views import draw_at, draw_rng
 from selftask.registry import register_transform
 
 ROTATION, PERMUTATION = 1 << 63, (1 << 63) + 1  # blocks of a stream that other draws never reach
@@ -50,7 +50,7 @@ class Rotate90(Transform):
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> int | None:
         """Quarters of a turn."""
-        return self.k[int(_at(rng, ROTATION) * len(self.k))] or None
+        return self.k[int(draw_at(rng, ROTATION) * len(self.k))] or None
 
     def apply(self, image: np.ndarray, drawn: int) -> np.ndarray:
         return by_groups(lambda part: cv2.rotate(part, _ROTATIONS[drawn]), image)
@@ -63,7 +63,7 @@ def drawn_rotation(
 
     ``view`` counts all views of an image from 0, ``epoch`` and ``index`` are those of the key.
     """
-    return turns[int(_at(draw_rng(seed, epoch, index, view), ROTATION) * len(turns))]
+    return turns[int(draw_at(draw_rng(seed, epoch, index, view), ROTATION) * len(turns))]
 
 
 class Puzzle(NamedTuple):
@@ -96,7 +96,7 @@ class Jigsaw(Transform):
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Puzzle:
         rows, columns = self.tile_size(height, width)
-        number = int(_at(rng, PERMUTATION) * self.num_permutations)
+        number = int(draw_at(rng, PERMUTATION) * self.num_permutations)
         left, top = rng.random((2, self.grid**2))
         return Puzzle(
             number,
@@ -135,7 +135,7 @@ def drawn_permutation(
     seed: int, epoch: int, index: int, view: int, num_permutations: int = 100
 ) -> int:
     """The number of the permutation that ``jigsaw`` drew for a view."""
-    return int(_at(draw_rng(seed, epoch, index, view), PERMUTATION) * num_permutations)
+    return int(draw_at(draw_rng(seed, epoch, index, view), PERMUTATION) * num_permutations)
 
 
 @cache
@@ -203,14 +203,3 @@ class ChannelDrop(Transform):
         changed = image.copy()
         changed[..., drawn] = self.fill
         return changed
-
-
-def _at(rng: np.random.Generator, block: int) -> float:
-    """The draw at a block of the view's stream, in [0, 1), wherever ``rng`` is in it."""
-    state: Any = rng.bit_generator.state
-    if state["bit_generator"] != "Philox":  # no view's stream: there are no places in it
-        return rng.random()
-    counter = state["state"]["counter"].copy()
-    counter[0] = block
-    philox = np.random.Philox(key=state["state"]["key"], counter=counter)
-    return np.random.Generator(philox).random()

@@ -23,7 +23,7 @@ from selftask.data.transforms.color import GaussianBlur
 from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
-    from selftask.random.batched_views import Streams
+    from selftask.random.views import Streams
 
 _LEAST = 1e-2  # pixels: below, a Gaussian is no more than its middle
 

@@ -22,7 +22,7 @@ from selftask.data.transforms.color import LUMA, ContrastNoise
 from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
-    from selftask.random.batched_views import Streams
+    from selftask.random.views import Streams
 
 
 @register_batched_transform("grayscale")

@@ -30,7 +30,7 @@ from selftask.data.transforms.warps import RandomShear
 from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
-    from selftask.random.batched_views import Streams
+    from selftask.random.views import Streams
 
 
 @register_batched_transform("horizontal_flip")

@@ -30,7 +30,7 @@ from selftask.data.transforms.color import ColorJitter, Jitter
 from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
-    from selftask.random.batched_views import Streams
+    from selftask.random.views import Streams
 
 HUE = 3  # number of the operation; 0 brightness, 1 contrast, 2 saturation
 STEPS = 3  # at most, before the turn and after it

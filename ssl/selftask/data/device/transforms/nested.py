@@ -23,7 +23,7 @@ from selftask.data.views import Compose
 from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
-    from selftask.random.batched_views import Streams
+    from selftask.random.views import Streams
 
 NONE = -1  # in place of the number of a chain: the picture stays as it is
 Chosen = tuple[int, list[Any]]  # the number of a chain, and what was drawn for its operations

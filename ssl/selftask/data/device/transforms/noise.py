@@ -26,7 +26,7 @@ from selftask.data.transforms.noise import (
 from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
-    from selftask.random.batched_views import Streams
+    from selftask.random.views import Streams
 
 WHITE, BLACK = 1, 2
 

@@ -34,11 +34,11 @@ from selftask.data.transforms.policies import (
     affine_of,
 )
 from selftask.data.transforms.policy_tables import GEOMETRY
-from selftask.random.batched_views import replayed
+from selftask.random.views import replayed
 from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
-    from selftask.random.batched_views import Streams
+    from selftask.random.views import Streams
 
 NONE, WARP, BLEND, SHARPEN, POSTERIZE, SOLARIZE, AUTOCONTRAST, EQUALIZE = range(-1, 7)
 _KINDS = {

@@ -19,11 +19,11 @@ from selftask.data.device.operation import (
     to_levels,
 )
 from selftask.data.transforms.pretext import ChannelDrop, Jigsaw, Puzzle, Rotate90, permutations
-from selftask.random.batched_views import replayed
+from selftask.random.views import replayed
 from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
-    from selftask.random.batched_views import Streams
+    from selftask.random.views import Streams
 
 # Linear sRGB to X, Y and Z over those of white (D65), as OpenCV has them
 _XYZ = (

@@ -23,7 +23,7 @@ from selftask.data.transforms.tones import Sharpness
 from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
-    from selftask.random.batched_views import Streams
+    from selftask.random.views import Streams
 
 
 @register_batched_transform("equalize")

@@ -12,11 +12,11 @@ from torch import Tensor
 from selftask.data.device.operation import Arrays, Images, Operation, Tensors, on_chosen
 from selftask.data.device.transforms.geometry import pixel_centres, read_at
 from selftask.data.transforms.warps import Elastic, RandomPerspective, corners_of
-from selftask.random.batched_views import replayed
+from selftask.random.views import replayed
 from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
-    from selftask.random.batched_views import Streams
+    from selftask.random.views import Streams
 
 _STAYS = np.eye(3)
 
