@@ -105,6 +105,13 @@ def test_only_classy_imports_classy() -> None:
             assert names == [], path
 
 
+def test_only_files_imports_iopath_and_fsspec() -> None:
+    for path in FILES:
+        if part(path) != "files":
+            names = [n for n, _ in runtime_imports(path) if n.startswith(("iopath", "fsspec"))]
+            assert names == [], path
+
+
 def test_torch_free_zone() -> None:
     for path in FILES:
         place = path.relative_to(PACKAGE).with_suffix("").as_posix()

@@ -113,7 +113,8 @@ def test_a_distant_store_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None
             return super().cat_file(path, **part)
 
     monkeypatch.setattr("selftask.data.reading.files.FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr("selftask.data.reading.storage._store", lambda path: (Flaky(), "/flaky/x"))
+    where = "selftask.files.fsspec_handler.store_of"
+    monkeypatch.setattr(where, lambda path: (Flaky(), "/flaky/x"))
     assert storage.read_part("memory://flaky/x", 2, 3, "x") == b"234"
     assert len(asked) == 3
     asked.clear()

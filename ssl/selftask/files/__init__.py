@@ -1,1 +1,1 @@
-"""Files and folders that users name."""
+"""Files and folders that users name: local paths, and addresses through iopath."""

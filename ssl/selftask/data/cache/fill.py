@@ -15,9 +15,9 @@ from selftask.data.cache.decoded import DamagedStore, Decoded, Store, fingerprin
 from selftask.data.cache.on_device import Pictures, free_bytes
 from selftask.data.loading.dataset import BadFiles
 from selftask.data.loading.loader import EvalBatches
-from selftask.data.reading.cache_dir import cache_folder, locked
 from selftask.data.source import channels_of
 from selftask.errors import UserError
+from selftask.files.cache_dir import cache_folder, locked
 from selftask.logs import get_logger
 
 if TYPE_CHECKING:

@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.reading.cache_dir import cache_path, take_lock
 from selftask.data.reading.progress_log import say
 from selftask.data.source import PathTable
 from selftask.distributed.heartbeat import activity
 from selftask.errors import UserError
+from selftask.files.cache_dir import cache_path, take_lock
 from selftask.logs import get_logger
 
 MIN_INDEXED = 20_000  # paths; of fewer, no file is made

@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from selftask.data.labels import number_labels
-from selftask.data.reading.cache_dir import cache_folder, locked
 from selftask.data.reading.progress_log import say
 from selftask.data.reading.skipped_files import kind_of
 from selftask.data.reading.storage import FileStat, open_file
@@ -24,6 +23,7 @@ from selftask.data.reading.tar_walk import Damaged, Member, walk
 from selftask.data.sources.files import EXTENSIONS
 from selftask.distributed.heartbeat import track
 from selftask.errors import UserError, nearest
+from selftask.files.cache_dir import cache_folder, locked
 
 THREADS = 8  # read headers at the same time
 VERSION = 2  # of the files below; another one is never read

@@ -16,12 +16,13 @@ from functools import partial
 from pathlib import Path
 
 from selftask.config.values.budget import show_bytes
-from selftask.data.reading.cache_dir import locked
 from selftask.data.reading.progress_log import say
-from selftask.data.reading.storage import FileStat, is_remote, open_file
+from selftask.data.reading.storage import FileStat, open_file
 from selftask.distributed.heartbeat import track
 from selftask.distributed.out_of_memory import available_bytes
 from selftask.errors import UserError
+from selftask.files.addresses import is_remote
+from selftask.files.cache_dir import locked
 from selftask.files.paths import expand_user
 
 THREADS = 8  # files that are copied at the same time

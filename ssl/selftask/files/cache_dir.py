@@ -1,4 +1,4 @@
-"""What is computed once about a data set, and kept for the next run."""
+"""The cache folder: what one run computes or downloads and the next one uses again."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import IO
 from selftask.distributed.heartbeat import activity
 from selftask.errors import UserError
 
-WAIT_S = 0.1  # between two looks at a lock that another process has
+WAIT_S = 0.1  # between two attempts to take a lock
 
 
 def cache_path() -> Path:
-    """``$SELFTASK_CACHE``, or ``~/.cache/selftask``; nothing is made yet."""
+    """Return ``$SELFTASK_CACHE``, or ``~/.cache/selftask``, without creating it."""
     return Path(os.environ.get("SELFTASK_CACHE") or "~/.cache/selftask").expanduser()
 
 
 def cache_folder() -> Path:
-    """``cache_path``, made if it is not there; raises UserError where it cannot be written to."""
+    """Create ``cache_path`` if needed and return it. Raises UserError if it is not writable."""
     folder = cache_path()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -37,22 +37,22 @@ def cache_folder() -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Context in which no other process of this machine is for the same ``path``.
+    """Context manager that only one process of this machine enters at a time, per ``path``.
 
-    The lock is the kernel's and ends with the process, however it ends. Where there are no locks
-    (some network file systems) everybody is alone.
+    The kernel releases the lock when the process ends, however it ends. On file systems without
+    locks (some network file systems) it excludes nobody.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
-        with suppress(OSError):  # as said above
+        with suppress(OSError):  # a file system without locks
             while not take_lock(file):
-                with activity("waiting for another process to prepare the data"):  # it is alive
+                with activity("waiting for another process to prepare the data"):
                     time.sleep(WAIT_S)
         yield
 
 
 def take_lock(file: IO[str]) -> bool:
-    """Whether the lock on an open file is ours now; raises OSError where there are none."""
+    """Try to lock an open file; return True on success. Raises OSError if there are no locks."""
     import fcntl
 
     try:

@@ -1,0 +1,233 @@
+"""Files at addresses such as ``s3://bucket/x``, through iopath's PathManager.
+
+An address is handled by the PathHandler that is registered for its prefix with iopath's global
+PathManager, where a plug-in (``import: [mine]``) puts its own::
+
+    from iopath.common.file_io import PathManagerFactory
+    PathManagerFactory.get().register_handler(MyHandler())
+
+Addresses without such a handler go to fsspec. A handler needs ``_open``, ``_exists``, ``_isfile``,
+``_isdir``, ``_ls``, ``_mkdirs``, ``_rm``, ``_copy_from_local`` and ``_get_local_path``. Nothing is
+asked of it that an object store lacks: no rename, append, lock or fsync.
+
+iopath is imported at the first address; local paths do not pay for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from selftask.errors import UserError
+from selftask.files.cache_dir import cache_path
+from selftask.files.paths import expand_user
+
+if TYPE_CHECKING:
+    from iopath.common.file_io import PathManager
+
+PIECE = 4 << 20  # bytes copied at a time
+
+
+def is_remote(path: str | Path) -> bool:
+    """Return True for an address (``scheme://...``), False for a local path."""
+    return "://" in (path if isinstance(path, str) else str(path))
+
+
+def manager(address: str) -> PathManager:
+    """Return the PathManager with a handler for this address. Its telemetry is off.
+
+    Raises UserError if neither iopath nor fsspec knows the scheme.
+    """
+    from iopath.common.file_io import PathManagerFactory
+
+    found = PathManagerFactory.get()
+    found.set_logging(False)
+    if not any(address.startswith(prefix) for prefix in found._path_handlers):
+        from selftask.files.fsspec_handler import FsspecHandler
+
+        found.register_handler(FsspecHandler.of(address))
+    return found
+
+
+def exists(address: str) -> bool:
+    """Return True if a file or folder is there. Raises UserError if the store does not answer."""
+    return _ask(address, "exists")
+
+
+def is_file(address: str) -> bool:
+    """Return True if a file is there. Raises UserError if the store does not answer."""
+    return _ask(address, "isfile")
+
+
+def is_folder(address: str) -> bool:
+    """Return True if a folder is there. Raises UserError if the store does not answer."""
+    return _ask(address, "isdir")
+
+
+def list_names(address: str) -> list[str]:
+    """Return the sorted names in a folder; none if there is no folder."""
+    if not is_folder(address):
+        return []
+    return sorted({name.rstrip("/").rpartition("/")[2] for name in _ask(address, "ls")})
+
+
+def walk(address: str) -> Iterator[str]:
+    """Yield the paths of all files below a folder, relative to it, sorted in each folder."""
+    for name in list_names(address):
+        inside = f"{address.rstrip('/')}/{name}"
+        if is_folder(inside):
+            yield from (f"{name}/{below}" for below in walk(inside))
+        else:
+            yield name
+
+
+def open_read(address: str) -> BinaryIO:
+    """Open a file for reading and seeking. Raises what the handler raises."""
+    return cast(BinaryIO, manager(address).open(address, "rb"))
+
+
+def read_bytes(address: str) -> bytes:
+    """Read a whole file. Raises what the handler raises."""
+    with open_read(address) as file:
+        return file.read()
+
+
+def read_range(address: str, offset: int, size: int) -> bytes:
+    """Read up to ``size`` bytes from ``offset`` on. Raises what the handler raises."""
+    handler = _fsspec_handler(address)
+    if handler is not None:  # one request, without reading ahead
+        return handler.read_range(address, offset, size)
+    with open_read(address) as file:
+        file.seek(offset)
+        return file.read(size)
+
+
+def find(address: str, *, pattern: bool = False) -> list[tuple[str, int, str]]:
+    """Return address, size in bytes (-1: unknown) and stamp of a file, or of a pattern's matches.
+
+    The stamp changes with the content. iopath knows none: with a handler of a plug-in it is empty,
+    and a file replaced by another one of the same size goes unnoticed. Raises what the handler
+    raises.
+    """
+    handler = _fsspec_handler(address)
+    if handler is not None:
+        return handler.find(address, pattern)
+    matches = _match(address) if pattern else [address]
+    return [(match, _size(match), "") for match in matches]
+
+
+def download(address: str, path: Path) -> None:
+    """Copy a file from the store to ``path``, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open_read(address) as source, temporary.open("wb") as copy:
+            shutil.copyfileobj(source, copy, PIECE)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def upload(path: Path, address: str) -> None:
+    """Copy a local file to the store, in place of what is there."""
+    found = manager(address)
+    found.mkdirs(address.rpartition("/")[0])
+    found.copy_from_local(str(path), address, overwrite=True)
+
+
+def remove(address: str) -> None:
+    """Remove a file from the store."""
+    manager(address).rm(address)
+
+
+def fetch(path: str | Path) -> Path:
+    """Return a local path for a file that a user names: its own, or that of a downloaded copy.
+
+    How long a copy is kept is the handler's choice. Raises UserError for an address that cannot be
+    read.
+    """
+    if not is_remote(path):
+        return expand_user(path)
+    return Path(_ask(str(path), "get_local_path"))
+
+
+@contextmanager
+def output_folder(out: str | Path) -> Iterator[Path]:
+    """Context manager that yields a local folder to write to; an address gets its files at exit.
+
+    They are uploaded in the order in which they were written, and not at all after an error.
+    Raises UserError if that fails.
+    """
+    if not is_remote(out):
+        yield expand_user(out)
+        return
+    with tempfile.TemporaryDirectory(prefix="selftask-") as name:
+        folder = Path(name)
+        yield folder
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        for path in sorted(files, key=lambda path: path.stat().st_mtime_ns):
+            address = f"{str(out).rstrip('/')}/{path.relative_to(folder).as_posix()}"
+            try:
+                upload(path, address)
+            except Exception as error:
+                raise UserError(f"{address}: cannot be written ({reason_of(error)})") from error
+
+
+def work_folder(out: str) -> Path:
+    """Return the local folder in which a run works: ``out``, or one in the cache for an address."""
+    if not is_remote(out):
+        return Path(out)
+    address = out.rstrip("/")
+    name = f"{address.rpartition('/')[2]}-{zlib.crc32(address.encode()):08x}"
+    return cache_path() / "out" / name
+
+
+def reason_of(error: Exception) -> str:
+    """Return a handler's error in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _ask(address: str, question: str) -> Any:
+    try:
+        return getattr(manager(address), question)(address)
+    except UserError:
+        raise
+    except Exception as error:  # each handler has errors of its own
+        raise UserError(f"{address}: cannot be read ({reason_of(error)})") from error
+
+
+def _match(pattern: str) -> list[str]:
+    """Return the addresses of files that match ``*``, ``?``, ``[...]`` and ``**/``."""
+    fixed = re.split(r"[*?\[]", pattern, maxsplit=1)[0].rpartition("/")[0]
+    parts = re.split(r"(\*\*/|\*|\?|\[[^\]]*\])", pattern[len(fixed) + 1 :])
+    wild = {"**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
+    regex = re.compile(
+        "".join(wild.get(p, p.replace("[!", "[^") if p[:1] == "[" else re.escape(p)) for p in parts)
+    )
+    return [f"{fixed}/{name}" for name in walk(fixed) if regex.fullmatch(name)]
+
+
+def _size(address: str) -> int:
+    if not manager(address).isfile(address):
+        raise FileNotFoundError(errno.ENOENT, "no such file", address)
+    with open_read(address) as file:
+        return file.seek(0, io.SEEK_END)
+
+
+def _fsspec_handler(address: str) -> Any:
+    """Return the handler of an address if it is fsspec's, else None."""
+    from selftask.files.fsspec_handler import FsspecHandler
+
+    handlers = manager(address)._path_handlers
+    handler = next(handlers[prefix] for prefix in handlers if address.startswith(prefix))
+    return handler if isinstance(handler, FsspecHandler) else None

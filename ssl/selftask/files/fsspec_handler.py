@@ -1,0 +1,127 @@
+"""fsspec's file systems (``s3://``, ``gs://``, ``hf://``, ``https://``) as a handler of iopath."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import zlib
+from typing import IO, Any, cast
+
+from iopath.common.file_io import PathHandler
+
+from selftask.errors import UserError
+from selftask.files.cache_dir import cache_folder, locked
+
+_STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
+
+
+class FsspecHandler(PathHandler):
+    """Handles the addresses of one scheme.
+
+    Args:
+        prefix: The scheme with ``://``.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self._prefix = prefix
+
+    @classmethod
+    def of(cls, address: str) -> FsspecHandler:
+        """Return a handler for an address. Raises UserError if fsspec does not know its scheme."""
+        if importlib.util.find_spec("fsspec") is None:
+            raise UserError(
+                f"{address}: needs a handler registered with iopath, or the package fsspec: "
+                "pip install fsspec, or pip install 'selftask[data]'"
+            )
+        store_of(address)
+        return cls(address.partition("://")[0] + "://")
+
+    def find(self, path: str, pattern: bool) -> list[tuple[str, int, str]]:
+        """Return address, size and stamp of a file, or of the sorted matches of a pattern."""
+        store, inside = store_of(path)
+        found = store.glob(inside, detail=True) if pattern else {inside: store.info(inside)}
+        return [
+            (store.unstrip_protocol(found[name]["name"]), *_stat(found[name]))
+            for name in sorted(found)
+            if found[name]["type"] == "file"
+        ]
+
+    def read_range(self, path: str, offset: int, size: int) -> bytes:
+        """Read up to ``size`` bytes from ``offset`` on, in one request."""
+        store, inside = store_of(path)
+        return cast(bytes, store.cat_file(inside, start=offset, end=offset + size))
+
+    def _get_supported_prefixes(self) -> list[str]:
+        return [self._prefix]
+
+    def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
+        """Download to the cache folder unless the same version (size and stamp) is there."""
+        store, inside = store_of(path)
+        version = f"{path} {_stat(store.info(inside))}"
+        folder = cache_folder() / "files" / f"{zlib.crc32(version.encode()):08x}"
+        local = folder / path.rstrip("/").rpartition("/")[2]
+        with locked(folder / ".lock"):
+            if force or not local.exists():
+                part = local.with_name(f".{local.name}.part")
+                store.get_file(inside, str(part))
+                part.replace(local)
+        return str(local)
+
+    def _copy_from_local(
+        self, local_path: str, dst_path: str, overwrite: bool = False, **kwargs: Any
+    ) -> None:
+        store, inside = store_of(dst_path)
+        if not overwrite and store.exists(inside):
+            raise FileExistsError(errno.EEXIST, "there is such a file", dst_path)
+        store.put_file(local_path, inside)
+
+    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
+        store, inside = store_of(path)
+        return cast(IO[Any], store.open(inside, mode))
+
+    def _exists(self, path: str, **kwargs: Any) -> bool:
+        store, inside = store_of(path)
+        return bool(store.exists(inside))
+
+    def _isfile(self, path: str, **kwargs: Any) -> bool:
+        store, inside = store_of(path)
+        return bool(store.isfile(inside))
+
+    def _isdir(self, path: str, **kwargs: Any) -> bool:
+        store, inside = store_of(path)
+        return bool(store.isdir(inside))
+
+    def _ls(self, path: str, **kwargs: Any) -> list[str]:
+        store, inside = store_of(path)
+        names = (name.rstrip("/").rpartition("/")[2] for name in store.ls(inside, detail=False))
+        return sorted(names)
+
+    def _mkdirs(self, path: str, **kwargs: Any) -> None:
+        store, inside = store_of(path)
+        store.makedirs(inside, exist_ok=True)
+
+    def _rm(self, path: str, **kwargs: Any) -> None:
+        store, inside = store_of(path)
+        store.rm_file(inside)
+
+
+def store_of(address: str) -> tuple[Any, str]:
+    """Return fsspec's file system of an address, of this process, and the path in it.
+
+    Raises UserError if fsspec does not know the scheme, or needs a package for it.
+    """
+    from fsspec.core import url_to_fs
+
+    try:
+        store, inside = url_to_fs(address)
+    except (ImportError, ValueError) as error:
+        raise UserError(f"{address}: {error}") from error
+    return store, inside
+
+
+def _stat(info: dict[str, Any]) -> tuple[int, str]:
+    """Return size in bytes (-1: unknown) and ETag or time of change (empty: unknown)."""
+    stamp = next((info[key] for key in _STAMPS if info.get(key) is not None), "")
+    size = info.get("size")
+    return -1 if size is None else int(size), str(stamp)
