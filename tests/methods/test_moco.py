@@ -75,7 +75,7 @@ def test_a_positive_is_never_among_its_negatives() -> None:
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_query_and_key_are_the_two_views(symmetric: bool) -> None:
     task = MiniTask("moco", {**SMALL, "symmetric": symmetric})
-    queue = task.loss.queue.clone()
+    queue = task.loss.queue.rows.transpose(0, 1).clone()
     terms = []
     for v, (query, key) in enumerate([(0, 1), (1, 0)][: len(queue)]):
         queries = task.base_model([task.views[query][:8]])
@@ -88,23 +88,23 @@ def test_query_and_key_are_the_two_views(symmetric: bool) -> None:
 def test_queue_is_first_in_first_out_and_wraps() -> None:
     """20 slots and 8 keys an update: a list says what each slot must hold."""
     task = MiniTask("moco", SMALL)
-    slots, oldest = list(task.loss.queue[0].clone()), 0
+    slots, oldest = list(task.loss.queue.rows[:, 0].clone()), 0
     for update in range(4):
         first = 8 * (update % 3)
         for key in _keys(task, 1, slice(first, first + 8)):
             slots[oldest] = key
             oldest = (oldest + 1) % 20
         task.run(1)
-        assert torch.allclose(task.loss.queue[0], torch.stack(slots), rtol=0, atol=1e-12)
-        assert task.loss.oldest.item() == oldest
+        assert torch.allclose(task.loss.queue.rows[:, 0], torch.stack(slots), rtol=0, atol=1e-12)
+        assert task.loss.queue.oldest.item() == oldest
 
 
 def test_no_batch_of_an_accumulated_update_is_lost() -> None:
     task = MiniTask("moco", SMALL, accumulate=2)
     keys = _keys(task, 1, slice(16))
     task.run(1)
-    assert torch.allclose(task.loss.queue[0, :16], keys, rtol=0, atol=1e-12)
-    assert task.loss.oldest.item() == 16
+    assert torch.allclose(task.loss.queue.rows[:16, 0], keys, rtol=0, atol=1e-12)
+    assert task.loss.queue.oldest.item() == 16
     assert not task.loss.pending
 
 
@@ -132,7 +132,7 @@ def test_resumed_is_never_stopped() -> None:
     half = MiniTask("moco", {**SMALL, "symmetric": True}).run(2)
     rest = MiniTask("moco", {**SMALL, "symmetric": True}).resume(half.state()).run(3)
     assert half.losses + rest.losses == whole.losses
-    assert torch.equal(rest.loss.queue, whole.loss.queue)
+    assert torch.equal(rest.loss.queue.rows, whole.loss.queue.rows)
 
 
 def test_world_size_is_invisible() -> None:

@@ -79,7 +79,7 @@ def test_loss_is_that_of_the_paper(num_views: int) -> None:
 def test_the_queue_joins_the_assignment_and_nothing_else() -> None:
     method, output = _method(queue_size=9), _random(3, 7, 5)
     queue = F.normalize(_random(9, 2, 5, seed=1), dim=2)
-    method.queue.copy_(queue)
+    method.queue.rows.copy_(queue)
     assert loss_of(method, output).item() == pytest.approx(_paper_loss(output, method))
     method.queue_is_used = True
     expected = _paper_loss(output, method, queue)
@@ -90,10 +90,10 @@ def test_the_queue_joins_the_assignment_and_nothing_else() -> None:
 def test_loss_is_that_of_lightly(with_queue: bool) -> None:
     lightly = pytest.importorskip("lightly.loss")
     method, output = _method(queue_size=9), _random(4, 7, 5)
-    method.queue.copy_(F.normalize(_random(9, 2, 5, seed=1), dim=2))
+    method.queue.rows.copy_(F.normalize(_random(9, 2, 5, seed=1), dim=2))
     method.queue_is_used = with_queue
     scores = list(method.prototypes(F.normalize(output, dim=2)))
-    queued = [method.prototypes(method.queue[:, view]) for view in (0, 1)]
+    queued = [method.prototypes(method.queue.rows[:, view]) for view in (0, 1)]
     theirs = lightly.SwaVLoss(temperature=0.1, sinkhorn_epsilon=0.05, sinkhorn_iterations=3)
     expected = theirs(scores[:2], scores[2:], queued if with_queue else None)
     assert loss_of(method, output).item() == pytest.approx(expected.item(), rel=1e-5)
@@ -112,7 +112,7 @@ def test_gradients_do_not_flow_through_assignments() -> None:
 
 
 def test_perfect_agreement_costs_nothing_and_ignorance_costs_chance() -> None:
-    method = _method(dim=6, temperature=1e-3, epsilon=0.01)
+    method = _method(out_dim=6, temperature=1e-3, epsilon=0.01)
     method.prototypes.weight.data.copy_(torch.eye(6))
     same = torch.eye(6, dtype=torch.float64).expand(2, 6, 6)  # each image at its own prototype
     assert loss_of(method, same).item() == pytest.approx(0.0, abs=1e-6)
@@ -123,7 +123,7 @@ def test_perfect_agreement_costs_nothing_and_ignorance_costs_chance() -> None:
 
 def test_autocast_rounds_nothing() -> None:
     method, output = _method(queue_size=9), _random(3, 7, 5)
-    method.queue.copy_(F.normalize(_random(9, 2, 5, seed=1), dim=2))
+    method.queue.rows.copy_(F.normalize(_random(9, 2, 5, seed=1), dim=2))
     method.float().queue_is_used = True
     plain = loss_of(method, output.float())
     with torch.autocast("cpu", torch.bfloat16):
@@ -142,7 +142,7 @@ def test_prototypes_wait_and_then_stay_on_the_sphere() -> None:
     assert torch.allclose(weight.norm(dim=1), torch.ones(4, dtype=torch.float64), atol=1e-12)
 
 
-def test_the_queue_holds_the_newest_features_first_and_starts_full() -> None:
+def test_the_queue_holds_the_newest_features_and_starts_full() -> None:
     task = MiniTask("swav", SMALL, lr=0.0)  # the features of an image stay the same
     with torch.no_grad():
         views = task.batch(torch.arange(24)).input
@@ -151,11 +151,12 @@ def test_the_queue_holds_the_newest_features_first_and_starts_full() -> None:
     for batch in range(5):
         task.run(1)
         used.append(task.loss.queue_is_used)
-        newest = features[8 * (batch % 3) : 8 * (batch % 3) + 8]
-        assert torch.allclose(task.loss.queue[:8], newest, atol=1e-12)
+        queue, newest = task.loss.queue, features[8 * (batch % 3) : 8 * (batch % 3) + 8]
+        rows = queue.rows.roll(-int(queue.oldest), dims=0)  # the oldest first
+        assert torch.allclose(rows[8:], newest, atol=1e-12)
         if batch:
             before = features[8 * ((batch - 1) % 3) : 8 * ((batch - 1) % 3) + 8]
-            assert torch.allclose(task.loss.queue[8:], before, atol=1e-12)
+            assert torch.allclose(rows[:8], before, atol=1e-12)
     assert used == [False, False, False, True, True]  # queue_start is 3, full it was after 2
     early = MiniTask("swav", {**SMALL, "queue_start": 0})
     assert [early.run(1).loss.queue_is_used for _ in range(4)] == [False, False, True, True]
@@ -164,14 +165,14 @@ def test_the_queue_holds_the_newest_features_first_and_starts_full() -> None:
 def test_without_a_queue_nothing_is_kept() -> None:
     task = MiniTask("swav", {**SMALL, "queue_size": 0}).run(4)
     assert not task.loss.queue_is_used
-    assert task.loss.queue.shape == (0, 2, 5)
+    assert len(task.loss.queue) == 0
 
 
 def test_accumulated_batches_all_enter_the_queue() -> None:
     whole = MiniTask("swav", SMALL, batch_size=12, lr=0.0).run(2)
     parts = MiniTask("swav", SMALL, batch_size=6, accumulate=2, lr=0.0).run(2)
     assert not parts.loss.pending
-    rows = [sorted(task.loss.queue[:12].sum(dim=(1, 2)).tolist()) for task in (whole, parts)]
+    rows = [sorted(task.loss.queue.rows[:12].sum(dim=(1, 2)).tolist()) for task in (whole, parts)]
     assert rows[0] == pytest.approx(rows[1])
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.distributed.collectives import all_gather_cat, rank, world_size
 from selftask.methods.base import Method
+from selftask.models.feature_queue import FeatureQueue
 from selftask.models.heads import mlp
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.models.teacher import Teacher
@@ -63,18 +64,13 @@ class MoCo(Method):
                     "(train.batch_size * train.accumulate)"
                 )
 
-    queue: Tensor  # (V, K, D)
-    oldest: Tensor  # the slot to fill next, in every queue
-
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        num_queues = 2 if config.symmetric else 1
-        queue = F.normalize(torch.randn(num_queues, config.queue_size, config.out_dim), dim=2)
-        self.register_buffer("queue", queue)
-        self.register_buffer("oldest", torch.zeros((), dtype=torch.long))
+        self.num_queries = 2 if config.symmetric else 1  # V
+        self.queue = FeatureQueue(config.queue_size, self.num_queries, config.out_dim)
         end = config.momentum if config.end_momentum is None else config.end_momentum
         self.momentum = build_schedule("cosine", config.momentum, end)
-        self.pending: list[Tensor] = []  # keys (V, B * W, D) of each batch of this step
+        self.pending: list[Tensor] = []  # keys (V, B, D) of each batch of this step
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """The two layers that v2 adds, without BatchNorm."""
@@ -85,23 +81,24 @@ class MoCo(Method):
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Query v is view v; its key is the other view."""
-        batch.input = batch.all_views[: len(self.queue)]
+        batch.input = batch.all_views[: self.num_queries]
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
         """The keys of the batch on all ranks; they join the queue after the update."""
         batch = task.last_batch
-        others = [shuffle_bn(view) for view in batch.all_views[::-1][: len(self.queue)]]
+        others = [shuffle_bn(view) for view in batch.all_views[::-1][: self.num_queries]]
         with LAYER_DRAWS.exchanged(shuffle_bn):
             keys = F.normalize(to_float32(self.teacher(others)), dim=2)  # (V, B, D)
         keys = torch.stack([unshuffle_bn(key) for key in keys])  # (V, B * W, D)
         num_images = len(batch.index)
         batch["keys"] = keys.narrow(1, rank() * num_images, num_images)  # (V, B, D)
-        self.pending.append(keys)
+        self.pending.append(batch["keys"])
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Eq. 1 averaged over the queries; ``output`` (V, B, D)."""
-        return info_nce(output, batch["keys"], self.queue, temperature=self.config.temperature)
+        queue = self.queue.rows.transpose(0, 1)  # (V, K, D)
+        return info_nce(output, batch["keys"], queue, temperature=self.config.temperature)
 
     @property
     def chance_loss(self) -> float:
@@ -110,12 +107,10 @@ class MoCo(Method):
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """Eq. 2, then the oldest keys give way to those of this update, in global order."""
+        """Eq. 2, then the keys of this step replace the oldest."""
         self.teacher.update(task.base_model, momentum=self.momentum(task.where))
-        keys = torch.cat(self.pending, dim=1)
-        slots = torch.arange(keys.shape[1], device=keys.device) + self.oldest
-        self.queue.index_copy_(1, slots % self.config.queue_size, keys.to(self.queue.dtype))
-        self.oldest.add_(keys.shape[1]).remainder_(self.config.queue_size)
+        for keys in self.pending:
+            self.queue.update(keys.transpose(0, 1))
         self.pending.clear()
 
 

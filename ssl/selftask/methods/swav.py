@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.values.duration import updates_in
-from selftask.distributed.collectives import all_gather_cat, rank, world_size
+from selftask.distributed.collectives import rank, world_size
 from selftask.methods.base import Method
 from selftask.models.clustering import sinkhorn_knopp, swapped_cross_entropy
+from selftask.models.feature_queue import FeatureQueue
 from selftask.models.heads import Prototypes, mlp
 from selftask.models.precision import to_float32
 from selftask.registry import limited, register_method
@@ -65,13 +66,10 @@ class SwAV(Method):
                 if getattr(self, key) <= 0:
                     yield f"{key}: {getattr(self, key)}; must be above 0"
 
-    queue: Tensor
-
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.prototypes = Prototypes(config.out_dim, config.num_prototypes)  # C, trained
-        queue = torch.zeros(config.queue_size, NUM_ASSIGNED, config.out_dim)
-        self.register_buffer("queue", queue)  # (L, 2, D), the newest first
+        self.queue = FeatureQueue(config.queue_size, NUM_ASSIGNED, config.out_dim)  # (L, 2, D)
         self.queue_is_used = False
         self.pending: list[Tensor] = []  # features (B, 2, D) of the batches since the last update
 
@@ -119,7 +117,7 @@ class SwAV(Method):
         """
         config, batch = self.config, len(scores)
         if self.queue_is_used:
-            share = self.queue[:, view].tensor_split(world_size())[rank()]  # (L / W, D)
+            share = self.queue.rows[:, view].tensor_split(world_size())[rank()]  # (L / W, D)
             scores = torch.cat([self.prototypes(share), scores])  # (L / W + B, K)
         assigned = sinkhorn_knopp(
             scores, epsilon=config.epsilon, iterations=config.sinkhorn_iterations
@@ -135,8 +133,7 @@ class SwAV(Method):
         """Prototypes return to the unit sphere; the batch's features enter the queue."""
         self.prototypes.normalize_()
         for features in self.pending:
-            everyone = all_gather_cat(features)  # (B * W, 2, D)
-            self.queue.copy_(torch.cat([everyone, self.queue])[: len(self.queue)])
+            self.queue.update(features)
         self.pending.clear()
 
     @property

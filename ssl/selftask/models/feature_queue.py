@@ -1,0 +1,46 @@
+"""Feature queue: the features of the latest images, as in MoCo (arXiv:1911.05722, section 3.2)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.distributed.collectives import all_gather_cat
+
+
+class FeatureQueue(nn.Module):
+    """First in, first out; the same on every rank, saved and resumed as buffers.
+
+    Methods read ``rows`` in ``forward`` and call ``update`` in ``on_update``.
+
+    Args:
+        length: Number of entries, K.
+        shape: Shape of an entry: ``dim``, or several sizes of which the last is ``dim``.
+
+    The first entries are random unit vectors.
+    """
+
+    rows: Tensor
+    """(K, *shape), in no particular order."""
+    oldest: Tensor
+    """Number of the entry to replace next."""
+
+    def __init__(self, length: int, *shape: int) -> None:
+        super().__init__()
+        self.register_buffer("rows", F.normalize(torch.randn(length, *shape), dim=-1))
+        self.register_buffer("oldest", torch.zeros((), dtype=torch.long))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @torch.no_grad()
+    def update(self, rows: Tensor) -> None:
+        """Replace the oldest entries by ``rows`` (B, *shape) of this rank; every rank calls.
+
+        They enter in the order of the global batch; of more than K, the last K are kept.
+        """
+        rows = all_gather_cat(rows)[-len(self) :]  # (W * B, *shape)
+        places = (torch.arange(len(rows), device=rows.device) + self.oldest) % len(self)
+        self.rows.index_copy_(0, places, rows.to(self.rows.dtype))
+        self.oldest.add_(len(rows)).remainder_(len(self))
