@@ -98,7 +98,7 @@ def train(chosen: Config) -> Task:
 
 
 @pytest.mark.parametrize(
-    ("method", "augment_on"),
+    ("method", "engine"),
     [
         ("simclr", "cpu"),
         ("mae", "cpu"),

@@ -205,7 +205,7 @@ def test_a_large_recipe_becomes_small() -> None:
 
 def test_what_the_command_line_says_stays() -> None:
     config = small("simclr", "method.out_dim=24", "train.batch_size=12", "backbone.width=4")
-    assert (config.method.args["dim"], config.method.args["hidden"]) == (24, 32)
+    assert (config.method.args["out_dim"], config.method.args["hidden_dim"]) == (24, 32)
     assert (config.train.batch_size, config.backbone.args["width"]) == (12, 4)
     assert len(images_for(config)) == 25
     assert small("simclr", "backbone=resnet34").backbone.name == "resnet34"

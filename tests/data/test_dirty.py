@@ -48,7 +48,7 @@ def config_for(folder: Path, out: Path, *more: str) -> Config:
             f"data={folder}",
             f"views={{main: {{count: 2, transforms: {transforms}}}}}",
             "backbone={name: small_resnet, width: 8}",
-            "method={hidden: 16, dim: 8}",
+            "method={hidden_dim: 16, out_dim: 8}",
             "train={batch_size: 10, epochs: 1, threads: 1, device: cpu}",
             "eval.evaluations={knn: null, linear: null}",
             f"out={out}",

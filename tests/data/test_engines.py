@@ -1,4 +1,4 @@
-"""Both values of ``data.augment_on`` give the same batches."""
+"""``data.augment_on`` and ``data.cache`` do not change the samples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def batches(feed: DataModule, start: int) -> list[Batch]:
     return read
 
 
-@pytest.mark.parametrize("augment_on", ["cpu", "device"])
+@pytest.mark.parametrize("engine", ["cpu", "device"])
 def test_caches_do_not_change_samples(tmp_path: Path, engine: str) -> None:
     plain = feed(tmp_path, f"data.augment_on={engine}")
     assert isinstance(plain.batches.dataset, DeviceDataset) == (engine == "device")

@@ -22,7 +22,7 @@ class PlainBarlow(BarlowTwins):
     """Without BatchNorm in the projector, whose statistics are those of one rank."""
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        return mlp(embed_dim, self.config.hidden, self.config.dim, norm=False)
+        return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim, norm=False)
 
 
 def _random(*shape: int) -> Tensor:

@@ -23,10 +23,10 @@ class PlainBYOL(BYOL):
 
     def __init__(self, config: BYOL.Config) -> None:
         super().__init__(config)
-        self.predictor = mlp(config.dim, config.hidden, config.dim, norm=False)
+        self.predictor = mlp(config.out_dim, config.hidden_dim, config.out_dim, norm=False)
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        return mlp(embed_dim, self.config.hidden, self.config.dim, norm=False)
+        return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim, norm=False)
 
 
 def _random(*shape: int) -> Tensor:

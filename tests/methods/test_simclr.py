@@ -68,7 +68,7 @@ def test_head_is_that_of_the_papers_code_or_bare() -> None:
     assert kinds == [nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Linear, nn.BatchNorm1d]
     head = SimCLR(SimCLR.Config()).build_head(6)
     assert not head[-1].bias.any() and not head[-1].bias.requires_grad  # center=False there
-    bare = SimCLR(SimCLR.Config(norm=False, hidden=7, dim=3)).build_head(6)
+    bare = SimCLR(SimCLR.Config(norm=False, hidden_dim=7, out_dim=3)).build_head(6)
     assert [type(layer) for layer in bare] == [nn.Linear, nn.ReLU, nn.Linear]
     assert [tuple(p.shape) for p in bare.parameters()] == [(7, 6), (7,), (3, 7), (3,)]
 

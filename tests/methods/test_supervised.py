@@ -121,7 +121,7 @@ def _six_updates(rank: int) -> dict[str, Any]:
 
 
 class FourClasses(Supervised):
-    """Builds its network without asking a feed."""
+    """Builds its network without asking a data module."""
 
     def build_network(self, backbone: nn.Module, task: Any) -> nn.Module:
         source = _labelled(0, 1, 2, 3)

@@ -383,7 +383,7 @@ def _one_update(kind: type[LARS], way: str) -> Tensor:
     named = [(n, p) for n, p in student.named_parameters() if p.requires_grad]
     sharing.register(named)
     groups = sharing.regroup([{"params": [p for _, p in named]}])
-    optimizer = kind(groups, lr=1.0, trust=0.1, weight_decay=0.1)
+    optimizer = kind(groups, lr=1.0, trust_coefficient=0.1, weight_decay=0.1)
     sharing.wrap(student)(list(data()[0])).square().mean().backward()
     sharing.reduce()
     clip([p for _, p in named], 0.05, per_parameter=True)

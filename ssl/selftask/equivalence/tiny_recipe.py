@@ -33,8 +33,8 @@ _VIT = {"img_size": IMAGE_SIZE, "patch_size": 4, "depth": 2}
 _VIT_CHOICES = ("pool", "class_token", "drop_path", "dynamic_img_size")  # which stay as they are
 _NETS = ("small_resnet", "resnet", "torchvision", "timm")
 _SMALL = {
-    "dim": 16,
-    "hidden": 32,
+    "out_dim": 16,
+    "hidden_dim": 32,
     "bottleneck": 16,
     "queue_start": 1,
     "decoder_dim": 16,

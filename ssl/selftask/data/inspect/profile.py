@@ -52,7 +52,7 @@ class StageTimes:
     processes: int  # of a node, which share its cores
     device: str
     num_cores: int
-    engine: str = "cpu"  # data.augment_on
+    augment_on: str = "cpu"  # data.augment_on
     cache: str = "none"  # data.cache
     views: list[tuple[int, int]] = field(default_factory=list)  # (width, height) of each
     image_pixels: float = 0.0  # of an image, in the median
@@ -64,9 +64,9 @@ class StageTimes:
         named = {
             "read": self.read_s,
             "decode" if self.read_s is not None else "read+decode": self.decode_s,
-            "augment" if self.engine == "cpu" else "draw": self.augment_s,
+            "augment" if self.augment_on == "cpu" else "draw": self.augment_s,
             "collate": self.collate_s,
-            "to device" if self.engine == "cpu" else "device views": self.to_device_s,
+            "to device" if self.augment_on == "cpu" else "device views": self.to_device_s,
         }
         return {name: seconds for name, seconds in named.items() if seconds is not None}
 
@@ -151,7 +151,7 @@ def _one_process(
         processes=config.launch.processes,
         device=str(device),
         num_cores=cores(),
-        engine=config.data.augment_on,
+        augment_on=config.data.augment_on,
         cache=config.data.cache,
         views=[(view.shape[-1], view.shape[-2]) for view in sample["views"]],
         image_pixels=float(np.median([image.shape[0] * image.shape[1] for image, _ in images])),

@@ -26,7 +26,7 @@ def as_json(found: StageTimes) -> dict[str, Any]:
         "processes": found.processes,
         "cores": found.num_cores,
         "device": found.device,
-        "augment_on": found.engine,
+        "augment_on": found.augment_on,
         "cache": found.cache,
         "views": [list(size) for size in found.views],
         "transforms": found.transforms,
@@ -42,7 +42,7 @@ def advice(found: StageTimes) -> list[str]:
 def _advice(found: StageTimes) -> Iterator[str]:
     if found.cache == "device":
         return  # no worker is met after the start
-    if found.engine == "device" and found.to_device_s > found.worker_s / max(found.num_workers, 1):
+    if found.augment_on == "device" and found.to_device_s > found.worker_s / max(found.num_workers, 1):
         yield (
             f"{found.device} takes {1e3 * found.to_device_s:.1f} ms to make the views of an image, "
             "longer than the workers take for the rest; try data.augment_on=cpu"
@@ -108,12 +108,12 @@ def table(found: StageTimes) -> Iterator[str]:
             "what comes before the last stage" if found.cache == "device" else "reading, decoding"
         )
         yield f"data.cache={found.cache}: {what} is done once, at the start"
-    if found.transforms and found.engine == "cpu":
+    if found.transforms and found.augment_on == "cpu":
         shares = (f"{name} {share:.0%}" for name, share in found.transforms.items())
         yield f"augment one by one: {', '.join(shares)}"
     yield f"decodes per sample {found.decodes_per_sample:.2f}"
     workers = f"{found.num_workers} {plural('worker', found.num_workers)}"
-    alone_s = found.worker_s if found.engine == "cpu" else total
+    alone_s = found.worker_s if found.augment_on == "cpu" else total
     times = found.loader_images_per_s * alone_s
     yield (
         f"loader with {workers}, batches of {found.batch_size}, {found.num_cores} cores, to "
