@@ -42,7 +42,9 @@ def advice(found: StageTimes) -> list[str]:
 def _advice(found: StageTimes) -> Iterator[str]:
     if found.cache == "device":
         return  # no worker is met after the start
-    if found.augment_on == "device" and found.to_device_s > found.worker_s / max(found.num_workers, 1):
+    if found.augment_on == "device" and found.to_device_s > found.worker_s / max(
+        found.num_workers, 1
+    ):
         yield (
             f"{found.device} takes {1e3 * found.to_device_s:.1f} ms to make the views of an image, "
             "longer than the workers take for the rest; try data.augment_on=cpu"
