@@ -25,7 +25,9 @@ def part(name: str, **args: Any) -> Component:
     return Component(name=name, args=args)
 
 
-def pictures(count: int, height: int, width: int, seed: int = 0, channels: int = 3) -> np.ndarray:
+def smooth_images(
+    count: int, height: int, width: int, seed: int = 0, channels: int = 3
+) -> np.ndarray:
     """Smooth and colourful, uint8 (count, height, width, channels)."""
     rng = np.random.default_rng(seed)
     shape = count, height // 5 + 2, width // 5 + 2, channels

@@ -1,4 +1,4 @@
-"""Pictures of 1, 2, 4, 5 and 13 channels: each channel as its own picture would be changed."""
+"""Images of 1, 2, 4, 5 and 13 channels: each channel as its own image would be changed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def named(name: str, **args: Any) -> Component:
     return Component(name=name, args=args)
 
 
-def picture(channels: int, height: int = 24, width: int = 33) -> np.ndarray:
+def smooth_image(channels: int, height: int = 24, width: int = 33) -> np.ndarray:
     """Another one in each channel."""
     shape = height, width, channels
     image = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
@@ -75,7 +75,7 @@ def picture(channels: int, height: int = 24, width: int = 33) -> np.ndarray:
 def test_every_transform_takes_them(name: str, channels: int) -> None:
     if name == "channel_drop" and channels == 1:
         return
-    transform, image = build(name, channels), picture(channels)
+    transform, image = build(name, channels), smooth_image(channels)
     pipeline, before = Compose([build(name, 3)], channels), image.copy()
     for index in range(6):
         out = transform(image, draw_rng(3, 0, index, 0))
@@ -89,8 +89,8 @@ def test_every_transform_takes_them(name: str, channels: int) -> None:
 @pytest.mark.parametrize("channels", [2, 5, 13])
 @pytest.mark.parametrize("name", sorted({*ANY} - OF_ALL - NESTS - {"color_jitter"}))
 def test_each_channel_is_changed_as_it_would_be_alone(name: str, channels: int) -> None:
-    """Three equal channels, which go the way of RGB pictures, are the reference."""
-    image = picture(channels)
+    """Three equal channels, which go the way of RGB images, are the reference."""
+    image = smooth_image(channels)
     for index in range(4):
         out = build(name, channels)(image, draw_rng(0, 0, index, 0))
         for channel in range(channels):
@@ -101,7 +101,7 @@ def test_each_channel_is_changed_as_it_would_be_alone(name: str, channels: int) 
 
 @pytest.mark.parametrize("channels", MANY)
 def test_brightness_and_contrast_of_all_channels_alike(channels: int) -> None:
-    image = picture(channels)
+    image = smooth_image(channels)
     bright = build("color_jitter", channels, brightness=0.5, contrast=0.0)
     factor = bright.draw(draw_rng(0, 0, 1, 0), 24, 33).factors[0]
     expected = np.rint(np.clip(image * factor, 0, 255))
@@ -121,7 +121,7 @@ def test_groups_are_of_sizes_that_opencv_knows() -> None:
 
     for channels, expected in ((1, [()]), (2, [(), ()]), (6, [(4,), (), ()]), (3, [(3,)])):
         seen.clear()
-        assert np.array_equal(by_groups(look, picture(channels)), picture(channels))
+        assert np.array_equal(by_groups(look, smooth_image(channels)), smooth_image(channels))
         assert seen == expected
 
 
@@ -173,7 +173,7 @@ def test_nothing_is_refused_that_does_nothing() -> None:
 
 @pytest.mark.parametrize("channels", MANY)
 def test_normalize_has_a_mean_and_std_for_each(channels: int) -> None:
-    pixels = torch.from_numpy(picture(channels)[None].copy())
+    pixels = torch.from_numpy(smooth_image(channels)[None].copy())
     mean, std = np.linspace(0.1, 0.9, channels), np.linspace(1.0, 2.0, channels)
     expected = (pixels.numpy() / 255 - mean) / std
     args = {"mean": mean.tolist(), "std": std.tolist()}
@@ -207,7 +207,7 @@ class Odd:
     labels = None
 
     def __init__(self, channels: int) -> None:
-        self.image = picture(channels)
+        self.image = smooth_image(channels)
 
     def __len__(self) -> int:
         return 1

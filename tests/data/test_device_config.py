@@ -17,7 +17,7 @@ from selftask.registry import register_transform
 
 @register_transform("gaussian_blurr")
 class Own:
-    """A user's, picture by picture."""
+    """A user's, image by image."""
 
     def __call__(self, image, rng):
         return image

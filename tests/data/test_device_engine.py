@@ -16,7 +16,7 @@ from both_engines import (
     by_device,
     on_an_imagined_gpu,
     part,
-    pictures,
+    smooth_images,
     views_of,
 )
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
@@ -86,14 +86,14 @@ def test_same_draws_same_views(name: str, dense: bool) -> None:
     config = views_of(transforms)
     if name == "two groups":
         config["other"] = ViewConfig(transforms=[part("random_resized_crop", size=16), *SIMCLR[1:]])
-    images = list(pictures(IMAGES, HEIGHT, WIDTH))
+    images = list(smooth_images(IMAGES, HEIGHT, WIDTH))
     assert_close(config, by_device(config, images, dense=dense), by_cpu(config, images), most)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_draws_of_a_batch_are_those_of_its_pictures(name: str) -> None:
     config = views_of(CASES[name][0], count=3)
-    images = list(pictures(IMAGES, HEIGHT, WIDTH))
+    images = list(smooth_images(IMAGES, HEIGHT, WIDTH))
     one_by_one = by_device(config, images, dense=False)
     for one, other in zip(
         one_by_one, by_device(config, images, dense=False, at_once=True), strict=True
@@ -117,7 +117,7 @@ RAGGED = {
 def test_pictures_of_different_sizes(name: str, dense: bool, at_once: bool) -> None:
     config = views_of(RAGGED[name])
     sizes = [(40, 48), (17, 90), (64, 20), (33, 33), (9, 9), (40, 48)]
-    images = [pictures(1, *size, seed=n)[0] for n, size in enumerate(sizes)]
+    images = [smooth_images(1, *size, seed=n)[0] for n, size in enumerate(sizes)]
     ours = by_device(config, images, dense=dense, at_once=at_once)
     assert_close(config, ours, by_cpu(config, images), 1.5)
 
@@ -126,7 +126,7 @@ def test_pictures_of_different_sizes(name: str, dense: bool, at_once: bool) -> N
 def test_pictures_of_one_size_in_a_larger_canvas(dense: bool) -> None:
     """As in ``data.cache=device``, where others of the data set are larger than all of a batch."""
     config = views_of([part("horizontal_flip"), part("vertical_flip"), *SIMCLR])
-    images = list(pictures(6, 20, 30))
+    images = list(smooth_images(6, 20, 30))
     ours = by_device(config, images, dense=dense, room=7)
     assert_close(config, ours, by_cpu(config, images), 1.5)
 
@@ -134,7 +134,7 @@ def test_pictures_of_one_size_in_a_larger_canvas(dense: bool) -> None:
 @pytest.mark.parametrize("size", [16, 224])
 def test_half_precision_is_enough_for_resampling(size: int) -> None:
     """What tensor cores compute with on a GPU, against float64."""
-    values = torch.from_numpy(pictures(3, 60, 60)).permute(0, 3, 1, 2).float()
+    values = torch.from_numpy(smooth_images(3, 60, 60)).permute(0, 3, 1, 2).float()
     start, length = torch.tensor([0.0, 7.0, 31.0]), torch.tensor([60.0, 33.0, 20.0])
     matrix = filter_matrix(start, length, size, (size, 60), "bilinear")
     exact = resample(values.double(), matrix.double(), matrix.double())
@@ -145,7 +145,7 @@ def test_half_precision_is_enough_for_resampling(size: int) -> None:
 
 def test_chunks_do_not_change_views(monkeypatch: pytest.MonkeyPatch) -> None:
     config = views_of(SIMCLR)
-    images = list(pictures(IMAGES, HEIGHT, WIDTH))
+    images = list(smooth_images(IMAGES, HEIGHT, WIDTH))
     whole = by_device(config, images, dense=False)
     monkeypatch.setattr("selftask.data.device.engine._CHUNK_BYTES", 5 * 12 * HEIGHT * WIDTH)
     for one, other in zip(whole, by_device(config, images, dense=False), strict=True):
@@ -155,7 +155,7 @@ def test_chunks_do_not_change_views(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pixels_are_left_as_they_were() -> None:
     """A view that begins with a change in place must not change what the next view sees."""
     config = views_of([part("invert", p=1.0)], count=2)
-    first, second = by_device(config, list(pictures(4, 8, 8)), dense=False)
+    first, second = by_device(config, list(smooth_images(4, 8, 8)), dense=False)
     assert torch.equal(first, second)
 
 
@@ -192,7 +192,7 @@ def test_moments_over_many_pictures() -> None:
 def test_compiles_as_one_graph(more: list[Component]) -> None:
     """No break in the graph: nothing asks the host about the device's values."""
     config = views_of([*SIMCLR[:-1], *more, SIMCLR[-1]])
-    images = pictures(4, HEIGHT, WIDTH)
+    images = smooth_images(4, HEIGHT, WIDTH)
     engine = Engine(Views(config), config, dense=True)
     sizes = np.tile((HEIGHT, WIDTH), (4, 1))
     packed = engine.draw_batch(SEED, np.zeros(4, int), np.arange(4), sizes)
@@ -231,16 +231,16 @@ class Darker(Transform):
         factor = float(rng.random())
         return factor if factor < 0.7 else None
 
-    def apply(self, image: np.ndarray, drawn: float) -> np.ndarray:
-        return np.rint(image * drawn).astype(np.uint8)
+    def apply(self, image: np.ndarray, params: float) -> np.ndarray:
+        return np.rint(image * params).astype(np.uint8)
 
-    def on_batch(self, images: torch.Tensor, drawn: list[float | None]) -> torch.Tensor:
-        factors = torch.tensor([1.0 if one is None else one for one in drawn])
+    def on_batch(self, images: torch.Tensor, params: list[float | None]) -> torch.Tensor:
+        factors = torch.tensor([1.0 if one is None else one for one in params])
         return images * factors[:, None, None, None]
 
 
 class Cropping(Darker):
-    def on_batch(self, images: torch.Tensor, drawn: list[float | None]) -> torch.Tensor:
+    def on_batch(self, images: torch.Tensor, params: list[float | None]) -> torch.Tensor:
         return images[..., 1:]
 
 
@@ -262,7 +262,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_users_transform_with_a_form_for_batches() -> None:
     config = views_of([*SIMCLR[:2], part("darker"), part("grayscale")])
-    images = list(pictures(8, HEIGHT, WIDTH))
+    images = list(smooth_images(8, HEIGHT, WIDTH))
     for dense in (False, True):
         ours = by_device(config, images, dense=dense, at_once=dense)
         assert_close(config, ours, by_cpu(config, images), 0.5)
@@ -271,7 +271,7 @@ def test_a_users_transform_with_a_form_for_batches() -> None:
 def test_a_form_for_batches_must_keep_the_shape() -> None:
     config = views_of([part("cropping")])
     with pytest.raises(UserError, match=r"Cropping.on_batch gave shape \(4, 3, 8, 7\)"):
-        by_device(config, list(pictures(4, 8, 8)), dense=False)
+        by_device(config, list(smooth_images(4, 8, 8)), dense=False)
 
 
 @pytest.mark.parametrize("name", ["function", "mirrored"])
@@ -285,7 +285,7 @@ def test_transforms_without_a_form_are_named(name: str) -> None:
 
 
 def test_different_sizes_need_a_crop_first() -> None:
-    images = [pictures(1, 9, 9)[0], pictures(1, 8, 9)[0]]
+    images = [smooth_images(1, 9, 9)[0], smooth_images(1, 8, 9)[0]]
     with pytest.raises(UserError, match=r"view 0: ColorJitter comes before any crop"):
         by_device(views_of([JITTER, *SIMCLR]), images, dense=False)
     with pytest.raises(UserError, match=r"have different sizes \(9x8, 9x9\) and make no batch"):

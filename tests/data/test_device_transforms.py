@@ -17,7 +17,7 @@ from both_engines import (
     by_device,
     on_an_imagined_gpu,
     part,
-    pictures,
+    smooth_images,
     views_of,
 )
 
@@ -128,15 +128,15 @@ CASES: dict[str, tuple[list[Component], float]] = {
 def test_same_draws_same_views(name: str, dense: bool) -> None:
     transforms, most = CASES[name]
     config = views_of(transforms)
-    images = list(pictures(IMAGES, HEIGHT, WIDTH))
+    images = list(smooth_images(IMAGES, HEIGHT, WIDTH))
     assert_close(config, by_device(config, images, dense=dense), by_cpu(config, images), most)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_draws_at_once_and_in_batches_of_any_size(name: str) -> None:
-    """A picture's views do not depend on those beside it, nor on who draws."""
+    """A image's views do not depend on those beside it, nor on who draws."""
     config = views_of(CASES[name][0])
-    images = list(pictures(16, HEIGHT, WIDTH))
+    images = list(smooth_images(16, HEIGHT, WIDTH))
     whole = by_device(config, images, dense=False)
     for count in (1, 3, 16):
         some = by_device(config, images[:count], dense=count == 3, at_once=True)
@@ -161,7 +161,7 @@ RAGGED: dict[str, list[Component]] = {
 def test_pictures_of_different_sizes(name: str, dense: bool, at_once: bool) -> None:
     config = views_of(RAGGED[name])
     sizes = [(40, 48), (17, 90), (64, 20), (33, 33), (9, 9), (40, 48), (12, 30)]
-    images = [pictures(1, *size, seed=n)[0] for n, size in enumerate(sizes)]
+    images = [smooth_images(1, *size, seed=n)[0] for n, size in enumerate(sizes)]
     ours = by_device(config, images, dense=dense, at_once=at_once)
     assert_close(config, ours, by_cpu(config, images), 1.5)
 
@@ -186,7 +186,7 @@ def test_pictures_of_other_channels(channels: int, dense: bool) -> None:
     if channels > 1:
         chain.append(part("channel_drop"))
     config = views_of(chain)
-    images = list(pictures(6, HEIGHT, WIDTH, channels=channels))
+    images = list(smooth_images(6, HEIGHT, WIDTH, channels=channels))
     assert_close(config, by_device(config, images, dense=dense), by_cpu(config, images), 1.5)
 
 
@@ -207,11 +207,11 @@ class Brighter(Transform):
     def draw(self, rng: np.random.Generator, height: int, width: int) -> float:
         return float(rng.random())
 
-    def apply(self, image: np.ndarray, drawn: float) -> np.ndarray:
-        return np.rint(255 - image * drawn).astype(np.uint8)
+    def apply(self, image: np.ndarray, params: float) -> np.ndarray:
+        return np.rint(255 - image * params).astype(np.uint8)
 
-    def on_batch(self, images: torch.Tensor, drawn: list[float | None]) -> torch.Tensor:
-        changes = zip(images, drawn, strict=True)
+    def on_batch(self, images: torch.Tensor, params: list[float | None]) -> torch.Tensor:
+        changes = zip(images, params, strict=True)
         return torch.stack([image if d is None else 255 - image * d for image, d in changes])
 
 
@@ -219,7 +219,7 @@ class Brighter(Transform):
 def test_a_users_transform_within_another(dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRANSFORMS._registered, "brighter", Brighter)
     nested = [part("random_apply", transforms=[inner("invert"), inner("brighter")], p=0.6)]
-    config, images = views_of(nested), list(pictures(9, 12, 12))
+    config, images = views_of(nested), list(smooth_images(9, 12, 12))
     for at_once in (False, True):
         ours = by_device(config, images, dense=dense, at_once=at_once)
         assert_close(config, ours, by_cpu(config, images), 0.1)

@@ -109,8 +109,8 @@ def test_random_perspective_draws_like_torchvision() -> None:
     transform = build("random_perspective", distortion=0.5, p=1.0)
     ours = np.array([transform.draw(draws, 41, 64) for _ in range(2000)]).reshape(2000, 8)
     torch.manual_seed(0)
-    drawn = [tv.RandomPerspective.get_params(64, 41, 0.5)[1] for _ in range(2000)]
-    theirs = np.array(drawn, dtype=float).reshape(2000, 8)
+    params = [tv.RandomPerspective.get_params(64, 41, 0.5)[1] for _ in range(2000)]
+    theirs = np.array(params, dtype=float).reshape(2000, 8)
     error = np.sqrt((ours.var(0) + theirs.var(0)) / 2000)
     assert (np.abs(ours.mean(0) - theirs.mean(0)) < 5 * error).all()
     assert (ours.min(0) == theirs.min(0)).all()
@@ -140,11 +140,11 @@ def assert_close_inside(ours: np.ndarray, theirs: Image.Image) -> None:
 def test_elastic_moves_pixels_by_what_was_drawn() -> None:
     image = PICTURES["waves"]
     transform = build("elastic", alpha=60.0, sigma=3.0, p=1.0)
-    drawn = transform.draw(rng(), 44, 60)
-    grid = torch.from_numpy(drawn.transpose(1, 2, 0) / (30, 22)).float()[None]  # half a side is 1
+    params = transform.draw(rng(), 44, 60)
+    grid = torch.from_numpy(params.transpose(1, 2, 0) / (30, 22)).float()[None]  # half a side is 1
     expected = F.elastic_transform(pillow(image), grid, tv.InterpolationMode.BILINEAR)
-    assert np.abs(drawn).max() > 3
-    assert_close_inside(transform.apply(image, drawn), expected)
+    assert np.abs(params).max() > 3
+    assert_close_inside(transform.apply(image, params), expected)
 
 
 def test_elastic_draws_like_torchvision() -> None:

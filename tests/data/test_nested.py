@@ -79,12 +79,12 @@ def test_random_order_uses_every_order() -> None:
     orders = [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
     expected = Counter(after(order) for order in orders)
     draws = rng()
-    drawn = Counter(transform(IMAGE, draws).tobytes() for _ in range(1200))
-    assert set(drawn) == set(expected)
+    results = Counter(transform(IMAGE, draws).tobytes() for _ in range(1200))
+    assert set(results) == set(expected)
     assert len(expected) >= 4
     for result, count in expected.items():
         share = count / 6
-        assert abs(drawn[result] / 1200 - share) < error_of(share, 1200)
+        assert abs(results[result] / 1200 - share) < error_of(share, 1200)
 
 
 def test_later_ones_draw_for_the_size_that_earlier_ones_left() -> None:

@@ -32,10 +32,10 @@ def test_random_erasing_draws_like_torchvision() -> None:
     ours = np.array([(h.top, h.left, h.bottom - h.top, h.right - h.left) for h in holes])
     torch.manual_seed(0)
     blank = torch.zeros(3, 40, 60)
-    drawn = [
+    params = [
         tv.RandomErasing.get_params(blank, (0.02, 0.33), (0.3, 3.3), [0.0])[:4] for _ in range(2000)
     ]
-    theirs = np.array([box for box in drawn if box != (0, 0, 40, 60)], dtype=float)
+    theirs = np.array([box for box in params if box != (0, 0, 40, 60)], dtype=float)
     error = np.sqrt(ours.var(0) / len(ours) + theirs.var(0) / len(theirs))
     assert (np.abs(ours.mean(0) - theirs.mean(0)) < 5 * error).all()
     assert abs(len(ours) - len(theirs)) < 5 * math.sqrt(20)

@@ -24,7 +24,7 @@ def build(name: str, **args: Any) -> Any:
     return TRANSFORMS[name](**args)
 
 
-def picture(seed: int, height: int, width: int) -> np.ndarray:
+def smooth_image(seed: int, height: int, width: int) -> np.ndarray:
     """Smooth and colourful, with a part of the range of values only."""
     small = np.random.default_rng(seed).integers(20, 240, (5, 6, 3), dtype=np.uint8)
     return cv2.resize(small, (width, height), interpolation=cv2.INTER_LINEAR)
@@ -86,13 +86,13 @@ def test_learned_policies(policy: str) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", sorted({*policies.ALL, "Invert"}))
 def test_each_operation(name: str, size: tuple[int, int]) -> None:
-    """At every strength of the widest table, either way, on a smooth picture.
+    """At every strength of the widest table, either way, on a smooth image.
 
     Tables are exact, blends within rounding; what is moved is the same but for one pixel in 30,
     whose nearest neighbour OpenCV's steps of 1/1024 of a pixel find on the other side.
     """
     height, width = size
-    image = picture(3, height, width)
+    image = smooth_image(3, height, width)
     for level in (0.0, 0.1, 1 / 3, 0.5, 0.7, 1.0):
         strength = policy_tables.magnitude(name, level, height, width, policy_tables.WIDE)
         for sign in (1, -1) if name in policy_tables.SIGNED else (1,):
@@ -111,7 +111,7 @@ def test_each_operation(name: str, size: tuple[int, int]) -> None:
 
 def test_shift_is_in_whole_pixels() -> None:
     """32 pixels times 15 of 30 is 16, however it is rounded on the way."""
-    image = picture(0, 40, 40)
+    image = smooth_image(0, 40, 40)
     for bin_ in range(31):
         pixels = policy_tables.magnitude("TranslateX", bin_ / 30, 40, 40, policy_tables.WIDE)
         moved = policies.perform(image, (("TranslateX", pixels),), "nearest", 7)
@@ -125,16 +125,16 @@ def test_auto_augment_draws(policy: str) -> None:
     """How often each operation is used, against what the table says; 5 standard errors."""
     transform, rng = build("auto_augment", policy=policy), np.random.default_rng(0)
     table, n = policy_tables.POLICIES[policy], 4000
-    drawn = Counter(op for _ in range(n) for op in transform.draw(rng, 32, 32))
-    assert sum(v for (name, _), v in drawn.items() if name == "Identity") == 0
+    params = Counter(op for _ in range(n) for op in transform.draw(rng, 32, 32))
+    assert sum(v for (name, _), v in params.items() if name == "Identity") == 0
     for wanted in {name for pair in table for name, _, _ in pair}:
         expected = sum(p for pair in table for name, p, _ in pair if name == wanted) / 25
-        got = sum(v for (name, _), v in drawn.items() if name == wanted) / n
+        got = sum(v for (name, _), v in params.items() if name == wanted) / n
         spread = sum(
             sum(p for name, p, _ in pair if name == wanted) ** 2 + 0.5 for pair in table
         ) / (25 * n)
         assert abs(got - expected) < 5 * math.sqrt(spread)
-    signed = [size for (name, size), v in drawn.items() if name in policy_tables.SIGNED and size]
+    signed = [size for (name, size), v in params.items() if name in policy_tables.SIGNED and size]
     assert min(signed) < 0 < max(signed)
 
 
@@ -144,13 +144,13 @@ def test_rand_and_trivial_augment_draw_evenly() -> None:
     first = [rand.draw(rng, 32, 32) for _ in range(n // 3)]
     assert {len(operations) for operations in first} == {3}
     lists = [[op for ops in first for op in ops], [wide.draw(rng, 32, 32)[0] for _ in range(n)]]
-    for drawn in lists:
-        counts = Counter(name for name, _ in drawn)
+    for params in lists:
+        counts = Counter(name for name, _ in params)
         assert set(counts) == set(policies.ALL)
         share = 1 / len(policies.ALL)
         error = math.sqrt(share * (1 - share) / n)
         assert all(abs(count / n - share) < 5 * error for count in counts.values())
-        turned = [size for name, size in drawn if name == "Rotate"]
+        turned = [size for name, size in params if name == "Rotate"]
         assert abs(np.mean(np.sign(turned))) < 5 / math.sqrt(len(turned))
     assert {round(abs(size), 9) for name, size in lists[0] if name == "Rotate"} == {9.0}
     sizes = {round(abs(size) / 4.5) for name, size in lists[1] if name == "Rotate"}
@@ -159,7 +159,7 @@ def test_rand_and_trivial_augment_draw_evenly() -> None:
 
 def test_aug_mix_is_the_weighted_mean() -> None:
     """torchvision's AugMix given our draws."""
-    image = picture(1, 40, 50)
+    image = smooth_image(1, 40, 50)
     for seed in range(6):
         transform = build("aug_mix", severity=5, interpolation="nearest")
         weights, chains = transform.draw(np.random.default_rng(seed), 40, 50)
@@ -179,15 +179,15 @@ def test_aug_mix_is_the_weighted_mean() -> None:
 
 
 def test_aug_mix_draws_like_the_paper() -> None:
-    """Weights: Beta(1, 1) for the picture, the rest even; chains of 1 to 3; 5 standard errors."""
+    """Weights: Beta(1, 1) for the image, the rest even; chains of 1 to 3; 5 standard errors."""
     transform, rng, n = build("aug_mix"), np.random.default_rng(0), 1500
-    drawn = [transform.draw(rng, 32, 32) for _ in range(n)]
-    weights = np.array([weights for weights, _ in drawn])
+    params = [transform.draw(rng, 32, 32) for _ in range(n)]
+    weights = np.array([weights for weights, _ in params])
     kept = weights[:, 0]
     assert abs(kept.mean() - 0.5) < 5 * math.sqrt(1 / 12 / n)
     assert abs(kept.var() - 1 / 12) < 0.01
     assert np.abs(weights[:, 1:].mean(0) - 1 / 6).max() < 5 * math.sqrt(weights[:, 1].var() / n)
-    depths = Counter(len(chain) for _, chains in drawn for chain in chains)
+    depths = Counter(len(chain) for _, chains in params for chain in chains)
     assert set(depths) == {1, 2, 3}
     assert max(depths.values()) / min(depths.values()) < 1.2
     assert {len(c) for c in build("aug_mix", depth=2, num_chains=4).draw(rng, 9, 9)[1]} == {2}
@@ -201,7 +201,7 @@ def test_aug_mix_draws_like_the_paper() -> None:
 )
 def test_pictures_keep_their_size_and_the_given_one_its_values(name: str) -> None:
     transform, rng = build(name), np.random.default_rng(0)
-    image = picture(2, 33, 47)
+    image = smooth_image(2, 33, 47)
     before, changed = image.copy(), 0
     for _ in range(60):
         out = transform(image, rng)

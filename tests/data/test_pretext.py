@@ -1,4 +1,4 @@
-"""Pretext views: what is done to the picture, and that its label is known to the method."""
+"""Pretext views: what is done to the image, and that its label is known to the method."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NOISE = ("contrast_noise", {"noise": 0.0, "contrast": (0.9, 1.0)})
 
 
 def test_the_drawn_rotation_is_known_whatever_comes_before() -> None:
-    """Brightness grows from left to right, so the picture shows how it was turned."""
+    """Brightness grows from left to right, so the image shows how it was turned."""
     image = np.ascontiguousarray(np.tile(np.arange(48, dtype=np.uint8)[:, None], (36, 1, 3)))
     image[:] += np.arange(36, dtype=np.uint8)[:, None, None] // 4  # and a little downwards
     views = views_of(CROP, NOISE, ("rotate_90", {}), count=2)

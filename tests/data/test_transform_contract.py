@@ -1,4 +1,4 @@
-"""What every registered transform promises: 8-bit RGB of any size, the given picture untouched."""
+"""What every registered transform promises: 8-bit RGB of any size, the given image untouched."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build(name: str) -> Any:
 @pytest.mark.parametrize("size", [(1, 1), (2, 9), (9, 1), (33, 47)])
 @pytest.mark.parametrize("name", CHANGING)
 def test_any_size_the_same_again_and_in_place_never(name: str, size: tuple[int, int]) -> None:
-    """The picture cannot be written to, so that trying to would raise."""
+    """The image cannot be written to, so that trying to would raise."""
     least = SMALLEST.get(name, 1)
     height, width = (max(least, side) for side in size)
     image = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -60,7 +60,7 @@ def test_any_size_the_same_again_and_in_place_never(name: str, size: tuple[int, 
 
 @pytest.mark.parametrize("name", CHANGING)
 def test_gray_pictures_stay_gray_but_for_what_has_to_do_with_colours(name: str) -> None:
-    """A picture of equal channels keeps them equal unless the transform treats them apart."""
+    """A image of equal channels keeps them equal unless the transform treats them apart."""
     apart = {"lab", "channel_drop", "gaussian_noise"}
     gray = np.random.default_rng(0).integers(0, 256, (16, 20, 1), dtype=np.uint8)
     image = np.repeat(gray, 3, axis=2)

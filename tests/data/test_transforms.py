@@ -187,10 +187,10 @@ def test_color_jitter_hue(photo: np.ndarray) -> None:
 def test_color_jitter_uses_every_order(photo: np.ndarray) -> None:
     jitter = build("color_jitter", brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, p=0.8)
     draws = rng()
-    drawn = [jitter.draw(draws, 44, 60) for _ in range(3000)]
-    untouched = np.mean([draw is None for draw in drawn])
+    params = [jitter.draw(draws, 44, 60) for _ in range(3000)]
+    untouched = np.mean([draw is None for draw in params])
     assert abs(untouched - 0.2) < 5 * math.sqrt(0.16 / 3000)
-    orders = [draw.order for draw in drawn if draw is not None]
+    orders = [draw.order for draw in params if draw is not None]
     counts = [orders.count(order) for order in itertools.permutations(range(4))]
     assert len(set(orders)) == 24
     assert sum((count - len(orders) / 24) ** 2 for count in counts) / (len(orders) / 24) < 60
@@ -200,10 +200,10 @@ def test_color_jitter_applies_in_the_drawn_order(photo: np.ndarray) -> None:
     jitter = build("color_jitter", brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2)
     functions = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
     for seed in range(30):
-        drawn = jitter.draw(rng(seed), 44, 60)
+        params = jitter.draw(rng(seed), 44, 60)
         expected = pillow(photo)
-        for operation in drawn.order:
-            expected = functions[operation](expected, (*drawn.factors, drawn.turn)[operation])
+        for operation in params.order:
+            expected = functions[operation](expected, (*params.factors, params.turn)[operation])
         difference = np.abs(jitter(photo, rng(seed)).astype(int) - np.asarray(expected).astype(int))
         assert difference.mean() < 3, seed
 
@@ -231,9 +231,9 @@ def test_the_whole_pipeline_is_close_to_torchvisions(compiled: bool) -> None:
         theirs = F.resized_crop(pillow(image), top, left, bottom - top, right - left, [64, 64])
         if flip.draw(generator, 64, 64) is not None:
             theirs = F.hflip(theirs)
-        drawn = jitter.draw(generator, 64, 64)
-        for operation in () if drawn is None else drawn.order:
-            theirs = functions[operation](theirs, (*drawn.factors, drawn.turn)[operation])
+        params = jitter.draw(generator, 64, 64)
+        for operation in () if params is None else params.order:
+            theirs = functions[operation](theirs, (*params.factors, params.turn)[operation])
         if gray.draw(generator, 64, 64) is not None:
             theirs = F.rgb_to_grayscale(theirs, 3)
         if solarize.draw(generator, 64, 64) is not None:

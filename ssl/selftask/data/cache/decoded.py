@@ -1,4 +1,4 @@
-"""The pictures of another source, decoded once and kept: bytes in one file that processes share."""
+"""The images of another source, decoded once and kept: bytes in one file that processes share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from selftask.data.source import Source, Wrapped
 from selftask.errors import UserError
 
 _VERSION = "2"  # of the files; others are not read
-_LOOKED_AT = 8  # pictures that are compared when a kept file is found
+_LOOKED_AT = 8  # images that are compared when a kept file is found
 
 
 class DamagedStore(Exception):
@@ -36,19 +36,19 @@ class Decoded(Wrapped):
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         try:
-            picture = self.store.picture(index)
+            image = self.store.image(index)
         except DamagedStore as error:
             self.store.remove()
             raise UserError(
                 f"data.cache: {error}; it is removed: the same command makes it anew and goes on"
             ) from error
-        if picture is None:
+        if image is None:
             raise BadImage(self.path(index), self.store.reasons[index])
-        return picture, int(self.store.labels[index])
+        return image, int(self.store.labels[index])
 
 
 class Store:
-    """Pictures of any sizes one after the other in a file, which is written and then mapped."""
+    """Images of any sizes one after the other in a file, which is written and then mapped."""
 
     def __init__(self, num_images: int, channels: int) -> None:
         self.channels = channels  # of each
@@ -56,21 +56,21 @@ class Store:
         self.sizes = np.zeros((num_images, 2), dtype=np.int64)  # height and width
         self.labels = np.full(num_images, -1, dtype=np.int64)
         self.checksums = np.zeros(num_images, dtype=np.uint32)  # crc32 of the bytes
-        self.reasons: dict[int, str] = {}  # why a picture could not be read
+        self.reasons: dict[int, str] = {}  # why an image could not be read
         self.length = 0  # bytes
         self._blob = np.zeros(0, dtype=np.uint8)
         self._checked: np.ndarray | None = None  # by this process; None: nothing to check
         self._files: tuple[Path, Path] | None = None  # pixels and table, unless only in memory
 
-    def put(self, file: IO[bytes], index: int, picture: np.ndarray, label: int) -> None:
-        """Append one picture; raises OSError."""
-        pixels = np.ascontiguousarray(picture).data
+    def put(self, file: IO[bytes], index: int, image: np.ndarray, label: int) -> None:
+        """Append one image; raises OSError."""
+        pixels = np.ascontiguousarray(image).data
         file.write(pixels)
         self.checksums[index] = zlib.crc32(pixels)
         self.offsets[index] = self.length
-        self.sizes[index] = picture.shape[:2]
+        self.sizes[index] = image.shape[:2]
         self.labels[index] = label
-        self.length += picture.nbytes
+        self.length += image.nbytes
 
     def map(self, file: IO[bytes]) -> None:
         """Read from the file from now on; changes to what is read stay this process's own."""
@@ -78,7 +78,7 @@ class Store:
         if self.length:
             self._blob = np.memmap(file, dtype=np.uint8, mode="c", shape=(self.length,))
 
-    def picture(self, index: int) -> np.ndarray | None:
+    def image(self, index: int) -> np.ndarray | None:
         """uint8 (H, W, C), or None for one that could not be read.
 
         Raises DamagedStore for one whose bytes have changed, when a process first asks for it.
@@ -142,9 +142,9 @@ class Store:
 
 
 def fingerprint(source: Source, max_side: int | None) -> str:
-    """A name for the decoded pictures of a source: another one for other files or other pixels.
+    """A name for the decoded images of a source: another one for other files or other pixels.
 
-    Made of all names, of the size and time of those that are files, and of a few pictures, which
+    Made of all names, of the size and time of those that are files, and of a few images, which
     tell what is no file apart.
     """
     number = len(source)

@@ -1,4 +1,4 @@
-"""``data.cache=ram`` and ``disk``: workers decode every picture once, before the first step."""
+"""``data.cache=ram`` and ``disk``: workers decode every image once, before the first step."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-_SHARE = 0.9  # of the free space that pictures may take
-_READ_AT_ONCE = 64  # pictures of a batch while reading
+_SHARE = 0.9  # of the free space that images may take
+_READ_AT_ONCE = 64  # images of a batch while reading
 
 
 def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decoded:
-    """The same source from decoded pictures, as ``data.cache`` says where they are to be kept.
+    """The same source from decoded images, as ``data.cache`` says where they are to be kept.
 
     In memory each process of a run keeps its own for its workers; on disk all of a machine share
     one file, below ``$SELFTASK_CACHE``, which the next run finds. Raises UserError for too many
@@ -46,7 +46,7 @@ def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decode
     table = pixels.with_suffix(".npz")
     with locked(pixels.with_suffix(".lock")):
         if table.exists() and pixels.exists():
-            log.info("data.cache=disk: decoded pictures of an earlier run, %s", pixels)
+            log.info("data.cache=disk: decoded images of an earlier run, %s", pixels)
             try:
                 return Decoded(source, Store.open(pixels, table, channels_of(source)))
             except DamagedStore as error:
@@ -83,7 +83,7 @@ class _Filling:
         """Write to an empty file, of a disk with ``free()`` bytes left, and map it."""
         started = time.perf_counter()
         store = Store(len(self.source), channels_of(self.source))
-        pictures = EvalBatches(
+        images = EvalBatches(
             Pictures(self.source, self.data.max_side),
             batch_size=_READ_AT_ONCE,
             num_workers=self.data.num_workers,
@@ -91,7 +91,7 @@ class _Filling:
         )
         missing = set(range(len(self.source)))
         try:
-            for sample in pictures:
+            for sample in images:
                 self._put(file, store, sample)
                 missing -= set(sample["index"].tolist())
                 if store.length and len(self.source) - len(missing) <= _READ_AT_ONCE:
@@ -114,11 +114,11 @@ class _Filling:
         labels = sample["target"].tolist()
         for place, index in enumerate(sample["index"].tolist()):
             height, width = sizes[place]
-            picture = sample["input"][place, :height, :width].numpy()
-            store.put(file, index, picture, labels[place])
+            image = sample["input"][place, :height, :width].numpy()
+            store.put(file, index, image, labels[place])
 
     def _check_space(self, store: Store, free: int) -> None:
-        """Judge by the first pictures whether all will fit."""
+        """Judge by the first images whether all will fit."""
         expected = store.length / max(1, int((store.sizes[:, 0] > 0).sum())) * len(self.source)
         if expected > _SHARE * (free + store.length):
             raise UserError(

@@ -30,16 +30,16 @@ from selftask.logs import get_logger
 
 log = get_logger(__name__)
 
-_SHARE = 0.8  # of the free memory that pictures may take
-_READ_AT_ONCE = 256  # pictures of a batch while reading
-_Keys = list[tuple[int, int]]  # of a batch: epoch or occasion, and index
+_SHARE = 0.8  # of the free memory that images may take
+_READ_AT_ONCE = 256  # images of a batch while reading
+_Keys = list[tuple[int, int]]  # of a batch: epoch or repeat, and index
 
 
 @dataclass(frozen=True)
 class Plan:
     """Everything about a batch that the host decides."""
 
-    shown: Tensor  # (B,) int64, of the pictures
+    shown: Tensor  # (B,) int64, of the images
     sizes: Tensor | None  # (B, 2) float32; None: all fill the canvas
     packed: Packed
     key: Tensor  # (B, 2) int64, what the draws are those of
@@ -53,7 +53,7 @@ class Plan:
 
 
 class CachedBatches(Batches):
-    """``Batches`` from pictures on the device: the same samples, but no file is read again.
+    """``Batches`` from images on the device: the same samples, but no file is read again.
 
     They are read when training starts, by worker processes, under the policy for bad files; one
     that cannot be read is replaced as ever. Each rank keeps all of them.
@@ -84,7 +84,7 @@ class CachedBatches(Batches):
 
 
 class Cache:
-    """All pictures of a source in one tensor on a device."""
+    """All images of a source in one tensor on a device."""
 
     def __init__(self, num_images: int, device: torch.device, channels: int) -> None:
         self.device = device
@@ -99,13 +99,13 @@ class Cache:
         """Read all images; raises UserError for too many bad ones, and for too little memory."""
         started = time.perf_counter()
         cache = Cache(len(dataset), device, channels_of(dataset.source))
-        pictures = EvalBatches(
+        images = EvalBatches(
             Pictures(dataset.source, dataset.max_side),
             batch_size=_READ_AT_ONCE,
             num_workers=num_workers,
             bad_files=bad_files,
         )
-        for sample in pictures:
+        for sample in images:
             cache.put(sample)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # other streams will read this
@@ -118,7 +118,7 @@ class Cache:
         return cache
 
     def put(self, sample: dict[str, Any]) -> None:
-        """Keep the pictures of a batch: ``input`` is their canvas."""
+        """Keep the images of a batch: ``input`` is their canvas."""
         canvas, index = sample["input"], sample["index"]
         height, width = canvas.shape[1:3]
         self._make_room(height, width)
@@ -128,7 +128,7 @@ class Cache:
         self.sizes[index.numpy()] = sample["sizes"]
 
     def _make_room(self, height: int, width: int) -> None:
-        """Widen the canvas if a picture is larger than all before."""
+        """Widen the canvas if an image is larger than all before."""
         number, *old, channels = self.pixels.shape
         new = max(height, old[0]), max(width, old[1])
         if tuple(old) == new:
@@ -156,21 +156,21 @@ class Pictures(EvalDataset):
         sample = super().sample(key)
         if self.max_side is None:
             return sample
-        return replace(sample, views=[shrunk(picture, self.max_side) for picture in sample.views])
+        return replace(sample, views=[shrunk(image, self.max_side) for image in sample.views])
 
     def collate(self, samples: Iterable[Sample], places: BatchBuffer) -> PictureBatch:
-        """Pictures of any sizes in one canvas."""
+        """Images of any sizes in one canvas."""
         listed = BatchFields()
-        pictures = [sample.views[0] for sample in samples if listed.add(sample)]
-        if not pictures:
+        images = [sample.views[0] for sample in samples if listed.add(sample)]
+        if not images:
             return PictureBatch(views=[], **listed.fields())
-        canvas, sizes = to_canvas(pictures, places.new)
+        canvas, sizes = to_canvas(images, places.new)
         return PictureBatch(views=[canvas], **listed.fields(), sizes=sizes)
 
 
 @dataclass(frozen=True)
 class PictureBatch(Batch):
-    """Pictures in one canvas, and their sizes (B, 2) int64."""
+    """Images in one canvas, and their sizes (B, 2) int64."""
 
     sizes: np.ndarray | None = None
 
@@ -189,7 +189,7 @@ class Planner:
         self._seed = seed
 
     def plan(self, keys: _Keys) -> Plan:
-        """Which pictures, and the draws for all their views; raises UserError."""
+        """Which images, and the draws for all their views; raises UserError."""
         epochs, indices = np.array(keys, dtype=np.int64).T
         shown = indices.copy()
         for place in np.flatnonzero(self._sizes[indices, 0] == 0):

@@ -1,4 +1,4 @@
-"""Pictures and draws on their way from the workers to the engine."""
+"""Images and draws on their way from the workers to the engine."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceBatch(Batch):
-    """A batch whose views are still to be made: ``views`` is one canvas with all pictures."""
+    """A batch whose views are still to be made: ``views`` is one canvas with all images."""
 
     sizes: Tensor | None = None  # (B, 2) float32 height and width; None: all fill the canvas
-    packed: Packed | None = None  # the draws; None where there is no picture
+    packed: Packed | None = None  # the draws; None where there is no image
 
     def pin_memory(self) -> Self:
         """The same in page-locked memory."""
@@ -41,7 +41,7 @@ class DeviceBatch(Batch):
 
     def to_sample(self, device: torch.device, to_float: Any) -> dict[str, Any]:
         """Views, target and index; ``to_float`` is the engine, which makes the views."""
-        assert self.packed is not None, "left-out pictures are noticed before"
+        assert self.packed is not None, "left-out images are noticed before"
         pixels = self.views[0].to(device, non_blocking=True)
         sizes = None if self.sizes is None else self.sizes.to(device, non_blocking=True)
         return {
@@ -53,14 +53,14 @@ class DeviceBatch(Batch):
 
 
 class DeviceDataset(ViewDataset):
-    """Training samples whose views are made on the device: a picture and what was drawn for it."""
+    """Training samples whose views are made on the device: an image and what was drawn for it."""
 
     makes_views_on_device = True
 
     def __init__(
         self, source: Source, views: Views, seed: int, engine: Engine, max_side: int | None = None
     ) -> None:
-        """``max_side``: pixels that the longer side of a handed-over picture has at most."""
+        """``max_side``: pixels that the longer side of a handed-over image has at most."""
         super().__init__(source, views, seed)
         self.engine = engine
         self.max_side = max_side
@@ -73,13 +73,14 @@ class DeviceDataset(ViewDataset):
     def make(
         self, image: np.ndarray, epoch: int, index: int, out: Sequence[np.ndarray] = ()
     ) -> tuple[list[np.ndarray], Any]:
-        """The picture itself, and the draws for all of its views."""
-        picture = image if self.max_side is None else shrunk(image, self.max_side)
-        height, width = picture.shape[:2]
-        return [picture], self.engine.draw(height, width, self.seed, epoch, index)
+        """The image itself, and the draws for all of its views."""
+        if self.max_side is not None:
+            image = shrunk(image, self.max_side)
+        height, width = image.shape[:2]
+        return [image], self.engine.draw(height, width, self.seed, epoch, index)
 
     def collate(self, samples: Iterable[Sample], places: BatchBuffer) -> DeviceBatch:
-        """All pictures in one canvas, and all draws in one tensor."""
+        """All images in one canvas, and all draws in one tensor."""
         listed = BatchFields()
         shown = [sample for sample in samples if listed.add(sample)]
         batch = DeviceBatch(views=[], **listed.fields())
@@ -94,7 +95,7 @@ class DeviceDataset(ViewDataset):
 
 
 def shrunk(image: np.ndarray, longest: int) -> np.ndarray:
-    """The picture with its longer side at most ``longest`` pixels, antialiased."""
+    """The image with its longer side at most ``longest`` pixels, antialiased."""
     height, width = image.shape[:2]
     scale = longest / max(height, width)
     if scale >= 1:
@@ -102,14 +103,14 @@ def shrunk(image: np.ndarray, longest: int) -> np.ndarray:
     return resize(image, max(1, round(height * scale)), max(1, round(width * scale)), "bilinear")
 
 
-def to_canvas(pictures: list[np.ndarray], new: Allocator) -> tuple[Tensor, np.ndarray]:
+def to_canvas(images: list[np.ndarray], new: Allocator) -> tuple[Tensor, np.ndarray]:
     """uint8 (B, H, W, C) with each in its upper left corner, and their sizes (B, 2) int64."""
-    sizes = np.array([picture.shape[:2] for picture in pictures], dtype=np.int64)
-    shape = len(pictures), *sizes.max(0).tolist(), pictures[0].shape[2]
+    sizes = np.array([image.shape[:2] for image in images], dtype=np.int64)
+    shape = len(images), *sizes.max(0).tolist(), images[0].shape[2]
     canvas = new(shape, np.uint8)
     canvas.fill(0)
-    for place, picture in zip(canvas, pictures, strict=True):
-        place[: picture.shape[0], : picture.shape[1]] = picture
+    for place, image in zip(canvas, images, strict=True):
+        place[: image.shape[0], : image.shape[1]] = image
     return torch.from_numpy(canvas), sizes
 
 

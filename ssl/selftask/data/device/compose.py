@@ -18,42 +18,42 @@ if TYPE_CHECKING:
 
 
 class Chain:
-    """Operations in their order; the pictures that it is given stay as they were."""
+    """Operations in their order; the images that it is given stay as they were."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self.operations = list(operations)
 
     @property
     def vectorised(self) -> bool:
-        """Whether ``draw`` draws for many pictures at once."""
+        """Whether ``draw`` draws for many images at once."""
         return all(operation.vectorised for operation in self.operations)
 
     def draw_for(self, rng: np.random.Generator, height: int, width: int) -> list[Any]:
-        """What the cpu engine draws for one picture of that size, for each operation."""
-        size, drawn = (height, width), []
+        """What the cpu engine draws for one image of that size, for each operation."""
+        size, params = (height, width), []
         for operation in self.operations:
-            drawn.append(operation.draw_for(rng, *size))
-            size = operation.size_after(*size, drawn[-1])
-        return drawn
+            params.append(operation.draw_for(rng, *size))
+            size = operation.size_after(*size, params[-1])
+        return params
 
-    def size_after(self, height: int, width: int, drawn: Sequence[Any]) -> tuple[int, int]:
-        """Height and width of what is made of a picture of that size."""
+    def size_after(self, height: int, width: int, params: Sequence[Any]) -> tuple[int, int]:
+        """Height and width of what is made of an image of that size."""
         size = height, width
-        for operation, one in zip(self.operations, drawn, strict=True):
+        for operation, one in zip(self.operations, params, strict=True):
             size = operation.size_after(*size, one)
         return size
 
-    def pack(self, drawn: Sequence[Sequence[Any]], sizes: np.ndarray) -> tuple[Steps, np.ndarray]:
-        """The draws of a batch, and the sizes that its pictures have afterwards, (B, 2) int64.
+    def pack(self, params: Sequence[Sequence[Any]], sizes: np.ndarray) -> tuple[Steps, np.ndarray]:
+        """The draws of a batch, and the sizes that its images have afterwards, (B, 2) int64.
 
-        Raises UserError where pictures would have to be of one size and are not.
+        Raises UserError where images would have to be of one size and are not.
         """
         return self.lay_out(
-            lambda at, operation, now: operation.pack([one[at] for one in drawn], now), sizes
+            lambda at, operation, now: operation.pack([one[at] for one in params], now), sizes
         )
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> tuple[Steps, np.ndarray]:
-        """``draw_for`` and ``pack`` for all pictures at once, if this is ``vectorised``."""
+        """``draw_for`` and ``pack`` for all images at once, if this is ``vectorised``."""
         return self.lay_out(lambda _, operation, now: operation.draw(streams, now), sizes)
 
     def lay_out(
@@ -75,7 +75,7 @@ class Chain:
         return Steps(before, tuple(steps)), sizes
 
     def apply(self, images: Images, steps: Steps) -> Images:
-        """The changed pictures; ``steps`` are those of ``pack`` on the device."""
+        """The changed images; ``steps`` are those of ``pack`` on the device."""
         images = _narrowed(images, *steps.canvas)
         given = images.values
         for operation, step in zip(self.operations, steps.steps, strict=True):
@@ -88,13 +88,13 @@ class Chain:
 
 
 def canvas_of(sizes: np.ndarray) -> tuple[int, int]:
-    """Height and width that hold pictures of these sizes, (B, 2)."""
+    """Height and width that hold images of these sizes, (B, 2)."""
     height, width = sizes.max(0).tolist()
     return height, width
 
 
 def differ(sizes: np.ndarray) -> bool:
-    """Whether pictures (B, 2) have different sizes."""
+    """Whether images (B, 2) have different sizes."""
     return bool((sizes != sizes[0]).any())
 
 
@@ -108,6 +108,6 @@ def _narrowed(images: Images, height: int, width: int) -> Images:
     values, sizes = images.values, images.sizes
     if values.shape[2:] == (height, width):
         return images
-    if sizes is not None:  # of pictures that are not meant, too
+    if sizes is not None:  # of images that are not meant, too
         sizes = torch.stack([sizes[:, 0].clamp(max=height), sizes[:, 1].clamp(max=width)], 1)
     return images.with_values(values[:, :, :height, :width], sizes)

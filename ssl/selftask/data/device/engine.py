@@ -1,4 +1,4 @@
-"""The engine: all views of a batch of pictures, made on the device from draws made elsewhere."""
+"""The engine: all views of a batch of images, made on the device from draws made elsewhere."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from selftask.random.views import Streams, ViewDraws
 if TYPE_CHECKING:
     from selftask.config.schema import ViewConfig
 
-_CHUNK_BYTES = 1 << 24  # of pictures changed together on a CPU; less costs more calls than misses
+_CHUNK_BYTES = 1 << 24  # of images changed together on a CPU; less costs more calls than misses
 
-Draws = list[list[Any]]  # of one picture: for each view, what each of its transforms drew
+Draws = list[list[Any]]  # of one image: for each view, what each of its transforms drew
 
 
 class Engine:
@@ -35,14 +35,14 @@ class Engine:
     def __init__(
         self, views: Views, config: Mapping[str, ViewConfig], dense: bool | None = None
     ) -> None:
-        """``dense`` chooses how pictures are changed that only some are; None: by the device."""
+        """``dense`` chooses how images are changed that only some are; None: by the device."""
         self.views = _chains(views, config)
         self.to_float = [pipeline.to_float for pipeline in views.pipelines]
         self.dense = dense
         self._draws: ViewDraws | None = None
 
     def draw(self, height: int, width: int, seed: int, epoch: int, index: int) -> Draws:
-        """What the cpu engine would draw for one picture of that size."""
+        """What the cpu engine would draw for one image of that size."""
         if self._draws is None or self._draws.seed != seed:
             self._draws = ViewDraws(seed)
         return self._draw(self._draws, (height, width), epoch, index)
@@ -53,19 +53,19 @@ class Engine:
             for view, chain in enumerate(self.views)
         ]
 
-    def pack(self, drawn: Sequence[Draws], sizes: np.ndarray) -> Packed:
-        """The draws of a batch whose pictures have these sizes, (B, 2) int64.
+    def pack(self, params: Sequence[Draws], sizes: np.ndarray) -> Packed:
+        """The draws of a batch whose images have these sizes, (B, 2) int64.
 
-        Raises UserError where pictures would have to be of one size and are not.
+        Raises UserError where images would have to be of one size and are not.
         """
-        return self._pack(lambda view, chain: chain.pack([one[view] for one in drawn], sizes))
+        return self._pack(lambda view, chain: chain.pack([one[view] for one in params], sizes))
 
     def draw_batch(
         self, seed: int, epochs: np.ndarray, indices: np.ndarray, sizes: np.ndarray
     ) -> Packed:
         """``draw`` and ``pack`` for a batch of samples, (B,) int64 each, of any sizes (B, 2).
 
-        All pictures' draws at once, if every transform has a form for that.
+        All images' draws at once, if every transform has a form for that.
         """
         if not all(chain.vectorised for chain in self.views):
             draws = ViewDraws(seed)  # of this call: others may draw at the same time
@@ -93,7 +93,7 @@ class Engine:
     def __call__(self, pixels: Tensor, sizes: Tensor | None, packed: Packed) -> list[Tensor]:
         """V views (B, C, S, S) float32, normalised, of uint8 (B, H, W, C), all on one device.
 
-        ``sizes`` (B, 2) float32 are the pictures' heights and widths in their canvas, None where
+        ``sizes`` (B, 2) float32 are the images' heights and widths in their canvas, None where
         all fill it. Nothing here waits for the device.
         """
         on_host = pixels.device.type == "cpu"
@@ -110,7 +110,7 @@ class Engine:
     def _views(
         self, pixels: Tensor, sizes: Tensor | None, packed: Packed, rows: slice, dense: bool
     ) -> list[Tensor]:
-        """All views of some of the pictures."""
+        """All views of some of the images."""
         planes = pixels[rows].permute(0, 3, 1, 2)
         values = planes.to(torch.float32, memory_format=torch.contiguous_format)
         images = Images(values, None if sizes is None else sizes[rows], dense)
@@ -137,7 +137,7 @@ def _chains(views: Views, config: Mapping[str, ViewConfig]) -> list[Chain]:
 
 
 def _rows_at_once(pixels: Tensor, packed: Packed) -> int:
-    """How many pictures are changed together: as floats, so many bytes."""
+    """How many images are changed together: as floats, so many bytes."""
     canvases = [(pixels.shape[1], pixels.shape[2])]
     for view in packed.views:
         canvases += [step.canvas for step in view.steps]

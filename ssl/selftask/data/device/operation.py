@@ -23,39 +23,39 @@ from selftask.registry import BATCHED_TRANSFORMS
 if TYPE_CHECKING:
     from selftask.random.views import Streams
 
-Arrays = dict[str, np.ndarray]  # parameters by name, (B, ...) each, one entry a picture
+Arrays = dict[str, np.ndarray]  # parameters by name, (B, ...) each, one entry an image
 Tensors = Mapping[str, Tensor]  # the same on the device: float32, or the bytes that they were
 
 
 @dataclass(frozen=True)
 class Images:
-    """A batch of pictures between two operations."""
+    """A batch of images between two operations."""
 
     values: Tensor  # (B, C, H, W) float32, whole levels 0..255
     sizes: Tensor | None = None  # (B, 2) height and width in the canvas; None: they all fill it
     dense: bool = True  # change all and choose afterwards: no shape depends on a draw
 
     def with_values(self, values: Tensor, sizes: Tensor | None = None) -> Images:
-        """Other pictures, which fill their canvas unless ``sizes`` are given."""
+        """Other images, which fill their canvas unless ``sizes`` are given."""
         return replace(self, values=values, sizes=sizes)
 
 
 class Operation(ABC):
     """The batched form of one transform."""
 
-    ragged = False  # whether it takes pictures of different sizes
+    ragged = False  # whether it takes images of different sizes
     in_place = True  # whether it may write into the values that it is given
-    vectorised = True  # whether ``draw`` draws for many pictures at once
+    vectorised = True  # whether ``draw`` draws for many images at once
 
     def __init__(self, transform: Any) -> None:
         self.transform = transform
 
     def draw_for(self, rng: np.random.Generator, height: int, width: int) -> Any:
-        """What the cpu engine draws for one picture of that size."""
+        """What the cpu engine draws for one image of that size."""
         return self.transform.draw(rng, height, width)
 
-    def size_after(self, height: int, width: int, drawn: Any = None) -> tuple[int, int]:
-        """Height and width of what is made of a picture of that size."""
+    def size_after(self, height: int, width: int, params: Any = None) -> tuple[int, int]:
+        """Height and width of what is made of an image of that size."""
         return height, width
 
     def sizes_after(self, sizes: np.ndarray, packed: Any) -> np.ndarray:
@@ -67,29 +67,29 @@ class Operation(ABC):
         return np.array(after, dtype=np.int64)[which.ravel()]
 
     @abstractmethod
-    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Any:
-        """What ``apply`` needs of the draws for B pictures of these ``sizes``, (B, 2) int64."""
+    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Any:
+        """What ``apply`` needs of the draws for B images of these ``sizes``, (B, 2) int64."""
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        """``pack`` of the draws for many pictures, all drawn at once, if this is ``vectorised``.
+        """``pack`` of the draws for many images, all drawn at once, if this is ``vectorised``.
 
-        Takes from each picture's stream what ``Transform.draw`` would take.
+        Takes from each image's stream what ``Transform.draw`` would take.
         """
-        raise NotImplementedError(f"{type(self).__name__} draws for one picture at a time")
+        raise NotImplementedError(f"{type(self).__name__} draws for one image at a time")
 
     @abstractmethod
     def apply(self, images: Images, packed: Any, canvas: tuple[int, int]) -> Images:
-        """The changed pictures; ``packed`` are the arrays of ``pack`` on their device.
+        """The changed images; ``packed`` are the arrays of ``pack`` on their device.
 
         ``canvas`` is the height and width that the largest of them has afterwards.
         """
 
 
 class RandomlyApplied(Operation):
-    """A transform that draws no more than whether it changes a picture."""
+    """A transform that draws no more than whether it changes an image."""
 
-    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        return {"chosen": np.array([one is not None for one in drawn], dtype=np.float32)}
+    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
+        return {"chosen": np.array([one is not None for one in params], dtype=np.float32)}
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
         return {"chosen": (streams.random(1)[:, 0] < self.transform.p).astype(np.float32)}
@@ -103,18 +103,18 @@ class RandomlyApplied(Operation):
 
 
 class OwnOperation(Operation):
-    """A user's transform with a method ``on_batch``; the size of the pictures stays.
+    """A user's transform with a method ``on_batch``; the size of the images stays.
 
     ``on_batch(images, drawn)`` gets float32 (B, C, H, W) in 0..255 and a list of what its ``draw``
-    gave for each picture (None: it stays as it is), and returns the changed pictures. They are
+    gave for each image (None: it stays as it is), and returns the changed images. They are
     rounded to whole levels afterwards. It must not wait for the device (no ``.item()``).
     """
 
     in_place = False
     vectorised = False
 
-    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> list[Any]:
-        return list(drawn)
+    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> list[Any]:
+        return list(params)
 
     def apply(self, images: Images, packed: Any, canvas: tuple[int, int]) -> Images:
         changed = self.transform.on_batch(images.values, packed)
@@ -146,7 +146,7 @@ def to_levels(values: Tensor) -> Tensor:
 def on_chosen(
     images: Images, chosen: Tensor, change: Callable[..., Tensor], *parameters: Tensor
 ) -> Images:
-    """``change(values, *parameters)`` for the pictures where ``chosen`` (B,) is not zero.
+    """``change(values, *parameters)`` for the images where ``chosen`` (B,) is not zero.
 
     Dense, all are changed and the right ones taken; else, on a host that knows its own values,
     only those are touched, in place.
@@ -164,7 +164,7 @@ def on_chosen(
 
 
 def fitted(values: Tensor, canvas: tuple[int, int]) -> Tensor:
-    """With rows and columns added, or left out where no picture reaches them."""
+    """With rows and columns added, or left out where no image reaches them."""
     height, width = values.shape[2:]
     if (height, width) == canvas:
         return values
@@ -172,5 +172,5 @@ def fitted(values: Tensor, canvas: tuple[int, int]) -> Tensor:
 
 
 def per_image(parameter: Tensor) -> Tensor:
-    """(B,) as (B, 1, 1, 1), for products with pictures."""
+    """(B,) as (B, 1, 1, 1), for products with images."""
     return parameter[:, None, None, None]

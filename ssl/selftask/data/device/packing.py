@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Arrays or tensors with an entry a picture, lists with one (the draws of a user's transform), and
+# Arrays or tensors with an entry an image, lists with one (the draws of a user's transform), and
 # dicts and Steps of these.
 Tree = Any
 
@@ -21,7 +21,7 @@ class Step:
     """What one operation needs of a batch."""
 
     packed: Tree
-    canvas: tuple[int, int]  # height and width of the largest picture afterwards
+    canvas: tuple[int, int]  # height and width of the largest image afterwards
     ragged: bool  # whether sizes differ before it
 
 
@@ -29,7 +29,7 @@ class Step:
 class Steps:
     """What operations one after the other need."""
 
-    canvas: tuple[int, int]  # height and width of the largest picture before them
+    canvas: tuple[int, int]  # height and width of the largest image before them
     steps: tuple[Step, ...]
 
 
@@ -57,7 +57,7 @@ class Packed:
         return replace(self, numbers=self.numbers.pin_memory())
 
     def steps(self, view: int, rows: slice = slice(None)) -> Steps:
-        """What the operations of a view take, for some of the pictures."""
+        """What the operations of a view take, for some of the images."""
 
         def find(leaf: Any) -> Any:
             if isinstance(leaf, list):
@@ -104,7 +104,7 @@ def mapped(tree: Tree, change: Callable[[Any], Any]) -> Tree:
 
 
 def take(tree: Tree, rows: Tensor) -> Tree:
-    """The tree of some of the pictures, on the host."""
+    """The tree of some of the images, on the host."""
 
     def of(leaf: Any) -> Any:
         return [leaf[row] for row in rows.tolist()] if isinstance(leaf, list) else leaf[rows]
@@ -113,7 +113,7 @@ def take(tree: Tree, rows: Tensor) -> Tree:
 
 
 def spread(tree: Tree, rows: np.ndarray, count: int) -> Tree:
-    """The tree for ``count`` pictures of one for those in ``rows``, at least one.
+    """The tree for ``count`` images of one for those in ``rows``, at least one.
 
     The others get what the first of them has: numbers that make sense, whatever is made of them.
     In a list they get None.

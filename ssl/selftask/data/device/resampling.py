@@ -1,4 +1,4 @@
-"""Resampling as matrices: one for the columns and one for the rows of each picture."""
+"""Resampling as matrices: one for the columns and one for the rows of each image."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def filter_matrix(
 
     start and length are (B,), num_out is a number or (B,); ``shape`` is (O, I), at least as large
     as any of them. The filter is Pillow's: it widens when it shrinks, and where it reaches beyond
-    the crop (which may be a part of the picture) its other weights make up for it. Rows beyond
+    the crop (which may be a part of the image) its other weights make up for it. Rows beyond
     ``num_out`` are zero.
     """
     outs = torch.arange(shape[0], device=start.device, dtype=torch.float32)

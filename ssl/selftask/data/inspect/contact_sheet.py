@@ -1,4 +1,4 @@
-"""A picture of what the network gets: each image in its row, then its views."""
+"""An image of what the network gets: each image in its row, then its views."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MIN_SIDE = 96  # pixels; smaller views are enlarged by a whole number
 _LARGEST_ORIGINAL = 256
-_GAP, _LINE, _TEXT = 8, 16, 13  # pixels between pictures, of a line of text, of its letters
+_GAP, _LINE, _TEXT = 8, 16, 13  # pixels between images, of a line of text, of its letters
 _PAPER, _INK = (228, 228, 228), (30, 30, 30)  # no image is likely to be just as gray
 
 
@@ -115,9 +115,9 @@ def draw(rows: list[Row], names: list[str]) -> Image.Image:
     return sheet
 
 
-def as_seen(picture: np.ndarray) -> np.ndarray:
+def as_seen(image: np.ndarray) -> np.ndarray:
     """What can be drawn of (H, W, C): the first three channels, or the first one in gray."""
-    return picture[..., :3] if picture.shape[2] >= 3 else picture[..., 0]
+    return image[..., :3] if image.shape[2] >= 3 else image[..., 0]
 
 
 def _starts(widths: list[int]) -> Iterator[int]:

@@ -122,7 +122,7 @@ def _one_process(
     augment_s, made = _each(
         lambda place: dataset.make(images[place][0], 0, place), range(len(images)), seconds
     )
-    samples = [Sample(pictures, -1, 0, (0, 0), [], drawn) for pictures, drawn in made]
+    samples = [Sample(images, -1, 0, (0, 0), [], drawn) for images, drawn in made]
     samples = samples[: config.train.batch_size]
     collate_s, batch = _repeat(
         lambda: dataset.collate(samples, BatchBuffer(len(samples))), seconds / 4

@@ -1,4 +1,4 @@
-"""Reading one image: whatever file it is, an upright 8-bit RGB picture, or ``BadImage``."""
+"""Reading one image: whatever file it is, an upright 8-bit RGB image, or ``BadImage``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _HEAD = 65_536  # bytes in which these marks are looked for: longer than such a 
 
 
 def read_image(path: str, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """The upright RGB picture of a file, uint8 (H, W, 3); the first frame of an animation.
+    """The upright RGB image of a file, uint8 (H, W, 3); the first frame of an animation.
 
     The content decides about the format, not the name. Raises BadImage for what cannot be
     decoded to its end, for what claims more than ``max_pixels`` (before decoding it), and for what

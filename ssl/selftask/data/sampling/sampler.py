@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from selftask.data.source import Source
 
 _EPOCHS = 1 << 32  # numbers below are epochs,
-_OCCASIONS = 1 << 31  # multiples of it occasions; together 63 bits
+_REPEATS = 1 << 31  # multiples of it are repeats; together 63 bits
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class BatchSampler:
 
     Global batch k of an epoch is ``order[k * B : (k + 1) * B]``, and rank r of W has its r-th
     contiguous part of B / W. The last partial batch of an epoch is dropped. Yields lists of
-    (epoch, index), where the epoch of a sampler that repeats images also holds the occasion:
+    (epoch, index), where the epoch of a sampler that repeats images also holds the repeat:
     ``epoch_of`` takes it out.
     """
 
@@ -116,7 +116,7 @@ class BatchSampler:
             yield from ([(epoch, index) for index in batch] for batch in indices.tolist())
             return
         for places, batch in zip(positions.tolist(), indices.tolist(), strict=True):
-            yield [(_occasion(epoch, at), index) for at, index in zip(places, batch, strict=True)]
+            yield [(_repeat(epoch, at), index) for at, index in zip(places, batch, strict=True)]
 
     def describe(self) -> str:
         """How long an epoch is, in one line for the log."""
@@ -129,9 +129,9 @@ class BatchSampler:
         )
 
 
-def _occasion(epoch: int, position: int) -> int:
+def _repeat(epoch: int, position: int) -> int:
     """A number for one showing of an image in an epoch: draws for it are unlike all others."""
-    return epoch + (position + 1) % _OCCASIONS * _EPOCHS
+    return epoch + (position + 1) % _REPEATS * _EPOCHS
 
 
 def epoch_of(key: int) -> int:

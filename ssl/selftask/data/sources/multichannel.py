@@ -25,7 +25,7 @@ MAX_TRIED = 20  # files at the start, to find one that can be read
 
 @register_source("bands")
 class Bands(Source):
-    """Arrays of any number of channels in .npy, .npz and .tif files, as 8-bit pictures."""
+    """Arrays of any number of channels in .npy, .npz and .tif files, as 8-bit images."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -1,4 +1,4 @@
-"""Pictures of any number of channels: how OpenCV takes them, and which transforms can."""
+"""Images of any number of channels: how OpenCV takes them, and which transforms can."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _AT_ONCE = 4  # channels that all of OpenCV takes
 
 
 def by_groups(change: Callable[[np.ndarray], np.ndarray], image: np.ndarray) -> np.ndarray:
-    """``change``, a function of OpenCV, of a picture with any number of channels (H, W, C).
+    """``change``, a function of OpenCV, of an image with any number of channels (H, W, C).
 
-    It gets pictures of three or four channels and planes (H, W). OpenCV refuses more in some
+    It gets images of three or four channels and planes (H, W). OpenCV refuses more in some
     functions, and in others computes places another way for two, or for more than four.
     """
     channels = image.shape[2]
@@ -36,7 +36,7 @@ def by_groups(change: Callable[[np.ndarray], np.ndarray], image: np.ndarray) -> 
 
 
 def for_channels(transform: Any, channels: int) -> Any:
-    """The same transform for pictures of so many channels, if its class has ``channels``, a number.
+    """The same transform for images of so many channels, if its class has ``channels``, a number.
 
     What an instance has by that name already is a key of its own, and stays.
     """
@@ -49,7 +49,7 @@ def for_channels(transform: Any, channels: int) -> Any:
 
 
 def channel_problems(transform: Any, channels: int) -> Iterator[str]:
-    """``key: why``, for what a transform cannot do to pictures of so many channels."""
+    """``key: why``, for what a transform cannot do to images of so many channels."""
     if hasattr(transform, "channel_problems"):
         yield from transform.channel_problems(channels)
 

@@ -61,23 +61,23 @@ class ColorJitter(Transform):
         turn = self.hue * (2 * turn - 1)
         return Jitter((brightness, contrast, saturation), turn, _ORDERS[int(order * len(_ORDERS))])
 
-    def apply(self, image: np.ndarray, drawn: Jitter) -> np.ndarray:
+    def apply(self, image: np.ndarray, params: Jitter) -> np.ndarray:
         strengths = (self.brightness, self.contrast, self.saturation, self.hue)
-        for operation in drawn.order:
+        for operation in params.order:
             if not strengths[operation]:
                 continue
             if operation == 3:
-                image = adjust_hue(image, drawn.turn)
+                image = adjust_hue(image, params.turn)
             else:
-                image = _ADJUST[operation](image, drawn.factors[operation])
+                image = _ADJUST[operation](image, params.factors[operation])
         return image
 
-    def program(self, drawn: Jitter) -> Sequence[float]:
+    def program(self, params: Jitter) -> Sequence[float]:
         strengths = (self.brightness, self.contrast, self.saturation, self.hue)
         program: list[float] = []
-        for operation in drawn.order:
+        for operation in params.order:
             if strengths[operation]:
-                program += _STEPS[operation]((*drawn.factors, drawn.turn)[operation])
+                program += _STEPS[operation]((*params.factors, params.turn)[operation])
         return program
 
 
@@ -92,10 +92,10 @@ class Grayscale(RandomlyApplied):
         if self.p:
             yield from needs_rgb(f"p: {self.p}; grayscale", channels, "use 0, or leave it out")
 
-    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+    def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
 
-    def program(self, drawn: Any) -> Sequence[float]:
+    def program(self, params: Any) -> Sequence[float]:
         return (Op.GRAY,)
 
 
@@ -122,11 +122,11 @@ class GaussianBlur(Transform):
         sigma = low + (high - low) * draw
         return sigma if chance < self.p and sigma > 0 else None
 
-    def apply(self, image: np.ndarray, drawn: float) -> np.ndarray:
-        return by_groups(lambda part: cv2.GaussianBlur(part, (0, 0), drawn), image)
+    def apply(self, image: np.ndarray, params: float) -> np.ndarray:
+        return by_groups(lambda part: cv2.GaussianBlur(part, (0, 0), params), image)
 
-    def program(self, drawn: float) -> Sequence[float] | None:
-        return (Op.BLUR, drawn) if drawn <= MAX_SIGMA else None
+    def program(self, params: float) -> Sequence[float] | None:
+        return (Op.BLUR, params) if params <= MAX_SIGMA else None
 
 
 @register_transform("solarize")
@@ -137,10 +137,10 @@ class Solarize(RandomlyApplied):
     p: float = field(default=0.2, metadata={"min": 0, "max": 1})
     threshold: int = limited(128, min=0, max=256)  # 0..256
 
-    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+    def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return solarize(image, self.threshold)
 
-    def program(self, drawn: Any) -> Sequence[float]:
+    def program(self, params: Any) -> Sequence[float]:
         return (Op.SOLARIZE, self.threshold)
 
 
@@ -175,8 +175,10 @@ class ContrastNoise(Transform):
             noise *= np.float32(255 * self.noise)
         return factor, 255 * offset, noise
 
-    def apply(self, image: np.ndarray, drawn: tuple[float, float, np.ndarray | None]) -> np.ndarray:
-        factor, offset, noise = drawn
+    def apply(
+        self, image: np.ndarray, params: tuple[float, float, np.ndarray | None]
+    ) -> np.ndarray:
+        factor, offset, noise = params
         values = image * np.float32(factor)
         values += np.float32(offset) if noise is None else noise + np.float32(offset)
         np.rint(values, out=values)

@@ -50,12 +50,12 @@ class RandomResizedCrop(Transform):
                 return left, top, left + w, top + h
         return self.centre_box(width, height)
 
-    def apply(self, image: np.ndarray, drawn: Box) -> np.ndarray:
-        left, top, right, bottom = drawn
+    def apply(self, image: np.ndarray, params: Box) -> np.ndarray:
+        left, top, right, bottom = params
         return resize(image[top:bottom, left:right], self.size, self.size, self.interpolation)
 
-    def program(self, drawn: Box) -> Sequence[float] | None:
-        left, top, right, bottom = drawn
+    def program(self, params: Box) -> Sequence[float] | None:
+        left, top, right, bottom = params
         filter_ = _FILTERS.get(self.interpolation)
         if filter_ is None:
             return None
@@ -91,11 +91,11 @@ class Resize(Transform):
             return height, width, max(1, int(self.size * height / width)), self.size
         return height, width, self.size, max(1, int(self.size * width / height))
 
-    def apply(self, image: np.ndarray, drawn: tuple[int, int, int, int]) -> np.ndarray:
-        return resize(image, *drawn[2:], self.interpolation)
+    def apply(self, image: np.ndarray, params: tuple[int, int, int, int]) -> np.ndarray:
+        return resize(image, *params[2:], self.interpolation)
 
-    def program(self, drawn: tuple[int, int, int, int]) -> Sequence[float] | None:
-        height, width, rows, columns = drawn
+    def program(self, params: tuple[int, int, int, int]) -> Sequence[float] | None:
+        height, width, rows, columns = params
         filter_ = _FILTERS.get(self.interpolation)
         if filter_ is None:
             return None
@@ -109,7 +109,7 @@ class CenterCrop(Deterministic):
 
     size: int = field(metadata={"min": 1})  # pixels
 
-    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+    def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         image = _pad_to(image, self.size)
         top = round((image.shape[0] - self.size) / 2)
         left = round((image.shape[1] - self.size) / 2)
@@ -130,11 +130,11 @@ class RandomCrop(Transform):
         room = (max(0, side + 2 * self.padding - self.size) for side in (width, height))
         return int(across * (next(room) + 1)), int(down * (next(room) + 1))
 
-    def apply(self, image: np.ndarray, drawn: tuple[int, int]) -> np.ndarray:
+    def apply(self, image: np.ndarray, params: tuple[int, int]) -> np.ndarray:
         if self.padding:
             image = _pad(image, self.padding, self.padding, self.padding, self.padding)
         image = _pad_to(image, self.size)
-        left, top = drawn
+        left, top = params
         return np.ascontiguousarray(image[top : top + self.size, left : left + self.size])
 
 

@@ -26,10 +26,10 @@ class HorizontalFlip(RandomlyApplied):
 
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
-    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+    def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return by_groups(lambda part: cv2.flip(part, 1), image)
 
-    def program(self, drawn: Any) -> Sequence[float]:
+    def program(self, params: Any) -> Sequence[float]:
         return (Op.HFLIP,)
 
 
@@ -40,7 +40,7 @@ class VerticalFlip(RandomlyApplied):
 
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
-    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+    def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return by_groups(lambda part: cv2.flip(part, 0), image)
 
 
@@ -58,8 +58,8 @@ class Rotation(Transform):
         angle = self.degrees * (2 * rng.random() - 1)
         return inverse_affine((width, height), -angle, 1.0, (0.0, 0.0))
 
-    def apply(self, image: np.ndarray, drawn: Matrix) -> np.ndarray:
-        return warp(image, drawn, self.interpolation, self.fill)
+    def apply(self, image: np.ndarray, params: Matrix) -> np.ndarray:
+        return warp(image, params, self.interpolation, self.fill)
 
 
 @register_transform("random_affine")
@@ -91,8 +91,8 @@ class RandomAffine(Transform):
             (width * self.translate * (2 * right - 1), height * self.translate * (2 * down - 1)),
         )
 
-    def apply(self, image: np.ndarray, drawn: Matrix) -> np.ndarray:
-        return warp(image, drawn, self.interpolation, self.fill)
+    def apply(self, image: np.ndarray, params: Matrix) -> np.ndarray:
+        return warp(image, params, self.interpolation, self.fill)
 
 
 def inverse_affine(

@@ -22,7 +22,7 @@ from selftask.registry import TRANSFORMS, register_transform
 class _OneList:
     """What has one list of transforms, at least one of them."""
 
-    channels: ClassVar[int] = 3  # of the pictures
+    channels: ClassVar[int] = 3  # of the images
 
     transforms: list[Any] = field(metadata={"of": "transforms"})
 
@@ -56,9 +56,9 @@ class RandomApply(_OneList):
 @register_transform("random_choice")
 @dataclass(frozen=True, kw_only=True)
 class RandomChoice:
-    """One of several lists of transforms; an empty one leaves the picture as it is."""
+    """One of several lists of transforms; an empty one leaves the image as it is."""
 
-    channels: ClassVar[int] = 3  # of the pictures
+    channels: ClassVar[int] = 3  # of the images
 
     choices: list[list[Any]] = field(metadata={"of": "transforms"})
     weights: list[float] | None = None  # how likely each is, relative to the others; none: equally

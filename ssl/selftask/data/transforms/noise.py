@@ -69,8 +69,8 @@ class RandomErasing(Transform):
                 return Hole(left, top, left + w, top + h, values)
         return None
 
-    def apply(self, image: np.ndarray, drawn: Hole) -> np.ndarray:
-        return _with_holes(image, [drawn])
+    def apply(self, image: np.ndarray, params: Hole) -> np.ndarray:
+        return _with_holes(image, [params])
 
 
 @register_transform("cutout")
@@ -106,8 +106,8 @@ class Cutout(Transform):
             holes.append(Hole(left, top, right, bottom, values))
         return holes
 
-    def apply(self, image: np.ndarray, drawn: list[Hole]) -> np.ndarray:
-        return _with_holes(image, drawn)
+    def apply(self, image: np.ndarray, params: list[Hole]) -> np.ndarray:
+        return _with_holes(image, params)
 
 
 @register_transform("gaussian_noise")
@@ -142,8 +142,8 @@ class GaussianNoise(Transform):
             return cv2.merge([noise] * RGB)
         return np.repeat(noise, self.channels, axis=2)
 
-    def apply(self, image: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-        return cv2.add(image, drawn, dtype=cv2.CV_8U).reshape(image.shape)
+    def apply(self, image: np.ndarray, params: np.ndarray) -> np.ndarray:
+        return cv2.add(image, params, dtype=cv2.CV_8U).reshape(image.shape)
 
 
 @register_transform("salt_and_pepper")
@@ -166,11 +166,11 @@ class SaltAndPepper(Transform):
         share = self.amount[0] + (self.amount[1] - self.amount[0]) * share
         return rng.integers(0, height * width, round(share * height * width))
 
-    def apply(self, image: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+    def apply(self, image: np.ndarray, params: np.ndarray) -> np.ndarray:
         changed = image.copy()
         pixels = changed.reshape(-1, image.shape[2])
-        pixels[drawn[: -(-len(drawn) // 2)]] = 255
-        pixels[drawn[-(-len(drawn) // 2) :]] = 0
+        pixels[params[: -(-len(params) // 2)]] = 255
+        pixels[params[-(-len(params) // 2) :]] = 0
         return changed
 
 

@@ -1,4 +1,4 @@
-"""From 8-bit pictures to what a network gets: the last step of a pipeline, for whole batches."""
+"""From 8-bit images to what a network gets: the last step of a pipeline, for whole batches."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ class RandAugment(Transform):
             for which, sign in draws
         )
 
-    def apply(self, image: np.ndarray, drawn: tuple[Operation, ...]) -> np.ndarray:
-        return perform(image, drawn, self.interpolation, self.fill)
+    def apply(self, image: np.ndarray, params: tuple[Operation, ...]) -> np.ndarray:
+        return perform(image, params, self.interpolation, self.fill)
 
 
 @register_transform("trivial_augment_wide")
@@ -87,8 +87,8 @@ class TrivialAugmentWide(Transform):
         level = int(strength * self.num_bins) / (self.num_bins - 1)
         return (_signed(ALL[int(which * len(ALL))], level, sign, height, width, WIDE),)
 
-    def apply(self, image: np.ndarray, drawn: tuple[Operation, ...]) -> np.ndarray:
-        return perform(image, drawn, self.interpolation, self.fill)
+    def apply(self, image: np.ndarray, params: tuple[Operation, ...]) -> np.ndarray:
+        return perform(image, params, self.interpolation, self.fill)
 
 
 @register_transform("auto_augment")
@@ -113,14 +113,14 @@ class AutoAugment(Transform):
             if chance < p
         )
 
-    def apply(self, image: np.ndarray, drawn: tuple[Operation, ...]) -> np.ndarray:
-        return perform(image, drawn, self.interpolation, self.fill)
+    def apply(self, image: np.ndarray, params: tuple[Operation, ...]) -> np.ndarray:
+        return perform(image, params, self.interpolation, self.fill)
 
 
 @register_transform("aug_mix")
 @dataclass(frozen=True, kw_only=True)
 class AugMix(Transform):
-    """A weighted mean of the picture and of chains of operations on it (arXiv:1912.02781)."""
+    """A weighted mean of the image and of chains of operations on it (arXiv:1912.02781)."""
 
     # strengths are drawn from so many of 10 bins (MIX_BINS)
     severity: int = field(default=3, metadata={"min": 1, "max": 10})
@@ -143,7 +143,7 @@ class AugMix(Transform):
     def draw(
         self, rng: np.random.Generator, height: int, width: int
     ) -> tuple[np.ndarray, list[tuple[Operation, ...]]]:
-        """Weights of the picture and of each chain, adding up to 1; the chains."""
+        """Weights of the image and of each chain, adding up to 1; the chains."""
         kept, mixed = rng.dirichlet([self.alpha] * 2).tolist()
         weights = np.array([kept, *(mixed * rng.dirichlet([self.alpha] * self.num_chains))])
         return weights, [self._chain(rng, height, width) for _ in range(self.num_chains)]
@@ -159,9 +159,9 @@ class AugMix(Transform):
         return tuple(chain)
 
     def apply(
-        self, image: np.ndarray, drawn: tuple[np.ndarray, list[tuple[Operation, ...]]]
+        self, image: np.ndarray, params: tuple[np.ndarray, list[tuple[Operation, ...]]]
     ) -> np.ndarray:
-        weights, chains = drawn
+        weights, chains = params
         mixed = image * np.float32(weights[0])
         for weight, chain in zip(weights[1:], chains, strict=True):
             changed = perform(image, chain, self.interpolation, self.fill)

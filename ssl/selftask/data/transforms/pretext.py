@@ -1,6 +1,6 @@
 """Views for pretext tasks: rotations and jigsaw puzzles to be told apart, fewer or other colours.
 
-What was drawn is a label, which the picture alone does not carry into the loss. It is drawn at a
+What was drawn is a label, which the image alone does not carry into the loss. It is drawn at a
 fixed place of the view's stream, whatever else the pipeline draws, so that ``drawn_rotation`` and
 ``drawn_permutation`` know it from the seed, the ``key`` of the sample and the view. A method that
 wants every rotation of every image needs no draw: one group of views for each,
@@ -52,8 +52,8 @@ class Rotate90(Transform):
         """Quarters of a turn."""
         return self.k[int(draw_at(rng, ROTATION) * len(self.k))] or None
 
-    def apply(self, image: np.ndarray, drawn: int) -> np.ndarray:
-        return by_groups(lambda part: cv2.rotate(part, _ROTATIONS[drawn]), image)
+    def apply(self, image: np.ndarray, params: int) -> np.ndarray:
+        return by_groups(lambda part: cv2.rotate(part, _ROTATIONS[params]), image)
 
 
 def drawn_rotation(
@@ -77,9 +77,9 @@ class Puzzle(NamedTuple):
 @register_transform("jigsaw")
 @dataclass(frozen=True, kw_only=True)
 class Jigsaw(Transform):
-    """A puzzle: tiles of the picture, put together in a drawn order (arXiv:1603.09246).
+    """A puzzle: tiles of the image, put together in a drawn order (arXiv:1603.09246).
 
-    The picture is divided into cells, a tile is cut out of each at a random place, so that edges do
+    The image is divided into cells, a tile is cut out of each at a random place, so that edges do
     not show what belongs together, and the tiles are laid out again without gaps. In the place of
     number k, counted row by row, is the tile of number ``permutations(...)[drawn][k]``.
     """
@@ -104,15 +104,15 @@ class Jigsaw(Transform):
             (top * (height // self.grid - rows + 1)).astype(int),
         )
 
-    def apply(self, image: np.ndarray, drawn: Puzzle) -> np.ndarray:
+    def apply(self, image: np.ndarray, params: Puzzle) -> np.ndarray:
         cell = image.shape[0] // self.grid, image.shape[1] // self.grid
         rows, columns = self.tile_size(*image.shape[:2])
         size = self.grid * rows, self.grid * columns, image.shape[2]
         puzzle = np.empty(size, dtype=np.uint8)
-        order = permutations(self.grid**2, self.num_permutations)[drawn.permutation]
+        order = permutations(self.grid**2, self.num_permutations)[params.permutation]
         for place, tile in enumerate(order.tolist()):
             down, across = divmod(tile, self.grid)
-            top, left = down * cell[0] + drawn.top[tile], across * cell[1] + drawn.left[tile]
+            top, left = down * cell[0] + params.top[tile], across * cell[1] + params.left[tile]
             down, across = divmod(place, self.grid)
             puzzle[down * rows : (down + 1) * rows, across * columns : (across + 1) * columns] = (
                 image[top : top + rows, left : left + columns]
@@ -120,12 +120,12 @@ class Jigsaw(Transform):
         return puzzle
 
     def tile_size(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of a tile; raises UserError for a picture too small for it."""
+        """Rows and columns of a tile; raises UserError for an image too small for it."""
         cell = height // self.grid, width // self.grid
         size = cell if self.tile is None else (self.tile, self.tile)
         if min(size) < 1 or size[0] > cell[0] or size[1] > cell[1]:
             raise UserError(
-                f"jigsaw: a picture of {width}x{height} pixels has cells of {cell[1]}x{cell[0]} in "
+                f"jigsaw: an image of {width}x{height} pixels has cells of {cell[1]}x{cell[0]} in "
                 f"a grid of {self.grid}, too small for tiles of {self.tile or 1}; take larger crops"
             )
         return size
@@ -174,7 +174,7 @@ class Lab(Deterministic):
     def channel_problems(self, channels: int) -> Iterator[str]:
         return needs_rgb("name: lab", channels, "leave it out")
 
-    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+    def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return cv2.cvtColor(image, cv2.COLOR_RGB2LAB)
 
 
@@ -199,7 +199,7 @@ class ChannelDrop(Transform):
         chance, *draws = rng.random(1 + self.channels).tolist()
         return np.argsort(draws)[self.keep :] if chance < self.p else None
 
-    def apply(self, image: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+    def apply(self, image: np.ndarray, params: np.ndarray) -> np.ndarray:
         changed = image.copy()
-        changed[..., drawn] = self.fill
+        changed[..., params] = self.fill
         return changed

@@ -1,4 +1,4 @@
-"""Other sizes and other frames for 8-bit pictures, at Pillow's (and so torchvision's) semantics."""
+"""Other sizes and other frames for 8-bit images, at Pillow's (and so torchvision's) semantics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 
 from selftask.data.transforms.channels import by_groups
 
-cv2.setNumThreads(1)  # pictures are shared out among processes; its threads do not survive a fork
+cv2.setNumThreads(1)  # images are shared out among processes; its threads do not survive a fork
 
 MODES = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC, "nearest": cv2.INTER_NEAREST}
 

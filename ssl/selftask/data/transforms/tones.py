@@ -1,4 +1,4 @@
-"""Tones of 8-bit pictures: tables over a channel's values and sharpness, as Pillow's ImageOps."""
+"""Tones of 8-bit images: tables over a channel's values and sharpness, as Pillow's ImageOps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Posterize(RandomlyApplied):
     bits: int = field(default=4, metadata={"min": 1, "max": 8})  # 1 to 8 (unchanged)
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
-    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+    def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return posterize(image, self.bits)
 
 
@@ -36,7 +36,7 @@ class Equalize(RandomlyApplied):
 
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
-    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+    def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return equalize(image)
 
 
@@ -47,7 +47,7 @@ class Autocontrast(RandomlyApplied):
 
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
-    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+    def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return autocontrast(image)
 
 
@@ -58,7 +58,7 @@ class Invert(RandomlyApplied):
 
     p: float = field(default=0.5, metadata={"min": 0, "max": 1})
 
-    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
+    def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return cv2.bitwise_not(image).reshape(image.shape)
 
 
@@ -80,8 +80,8 @@ class Sharpness(Transform):
         low, high = self.factor
         return low + (high - low) * draw if chance < self.p else None
 
-    def apply(self, image: np.ndarray, drawn: float) -> np.ndarray:
-        return adjust_sharpness(image, drawn)
+    def apply(self, image: np.ndarray, params: float) -> np.ndarray:
+        return adjust_sharpness(image, params)
 
 
 def posterize(image: np.ndarray, bits: int) -> np.ndarray:
@@ -135,7 +135,7 @@ def _flat_table(histogram: np.ndarray) -> np.ndarray:
 
 
 def adjust_sharpness(image: np.ndarray, factor: float) -> np.ndarray:
-    """Away from (factor above 1) or towards a smoothed picture; the outermost pixels stay.
+    """Away from (factor above 1) or towards a smoothed image; the outermost pixels stay.
 
     Pillow's smoothing is [1 1 1; 1 5 1; 1 1 1] / 13: nine parts a mean of 3x3 and four the pixel.
     """

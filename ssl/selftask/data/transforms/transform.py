@@ -10,17 +10,17 @@ import numpy as np
 
 
 class Transform(ABC):
-    """One registered operation on 8-bit pictures; its dataclass fields are its keys in the config.
+    """One registered operation on 8-bit images; its dataclass fields are its keys in the config.
 
     Drawing and applying are apart, so that whoever applies (image by image here, a batch at once
     on a device) does the same with the same draws. A transform of your own may as well be any
     callable ``(image, rng) -> image``.
     """
 
-    channels: ClassVar[int] = 3  # of the pictures that it is used for; set with them
+    channels: ClassVar[int] = 3  # of the images that it is used for; set with them
 
     def channel_problems(self, channels: int) -> Iterator[str]:
-        """``key: why``, for what it cannot do to pictures of so many channels."""
+        """``key: why``, for what it cannot do to images of so many channels."""
         return iter(())
 
     @abstractmethod
@@ -28,16 +28,16 @@ class Transform(ABC):
         """Parameters for an image of that size; None if it is to stay as it is."""
 
     @abstractmethod
-    def apply(self, image: np.ndarray, drawn: Any) -> np.ndarray:
-        """The changed picture, uint8 (H', W', C), of one (H, W, C), which is left as it was."""
+    def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
+        """The changed image, uint8 (H', W', C), of one (H, W, C), which is left as it was."""
 
-    def program(self, drawn: Any) -> Sequence[float] | None:
+    def program(self, params: Any) -> Sequence[float] | None:
         """The same for the compiled kernel (``data/kernel``); None where it knows no such thing."""
         return None
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        drawn = self.draw(rng, *image.shape[:2])
-        return image if drawn is None else self.apply(image, drawn)
+        params = self.draw(rng, *image.shape[:2])
+        return image if params is None else self.apply(image, params)
 
 
 class RandomlyApplied(Transform):

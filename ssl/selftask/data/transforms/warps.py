@@ -42,14 +42,14 @@ class RandomShear(Transform):
         left, top = width / 2, height / 2
         return a, b, left - a * left - b * top, c, d, top - c * left - d * top
 
-    def apply(self, image: np.ndarray, drawn: tuple[float, ...]) -> np.ndarray:
-        return warp(image, drawn, self.interpolation, self.fill)
+    def apply(self, image: np.ndarray, params: tuple[float, ...]) -> np.ndarray:
+        return warp(image, params, self.interpolation, self.fill)
 
 
 @register_transform("random_perspective")
 @dataclass(frozen=True, kw_only=True)
 class RandomPerspective(Transform):
-    """The picture seen from a random side, with probability p; torchvision's RandomPerspective."""
+    """The image seen from a random side, with probability p; torchvision's RandomPerspective."""
 
     # a corner moves inwards by up to this part of half a side
     distortion: float = field(default=0.5, metadata={"min": 0, "max": 1})
@@ -67,10 +67,10 @@ class RandomPerspective(Transform):
         corners = corners_of(height, width)
         return np.where(corners == 0, inwards, corners - inwards)
 
-    def apply(self, image: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+    def apply(self, image: np.ndarray, params: np.ndarray) -> np.ndarray:
         height, width = image.shape[:2]
         corners = corners_of(height, width)
-        to_input = cv2.getPerspectiveTransform(drawn.astype(np.float32), corners)
+        to_input = cv2.getPerspectiveTransform(params.astype(np.float32), corners)
 
         def change(part: np.ndarray) -> np.ndarray:
             return cv2.warpPerspective(
@@ -113,10 +113,10 @@ class Elastic(Transform):
         smooth = [cv2.GaussianBlur(plane, (side, side), self.sigma) for plane in noise]
         return np.stack(smooth) * np.float32(self.alpha / 2)
 
-    def apply(self, image: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+    def apply(self, image: np.ndarray, params: np.ndarray) -> np.ndarray:
         height, width = image.shape[:2]
-        across = drawn[0] + np.arange(width, dtype=np.float32)
-        down = drawn[1] + np.arange(height, dtype=np.float32)[:, None]
+        across = params[0] + np.arange(width, dtype=np.float32)
+        down = params[1] + np.arange(height, dtype=np.float32)[:, None]
 
         def change(part: np.ndarray) -> np.ndarray:
             return cv2.remap(

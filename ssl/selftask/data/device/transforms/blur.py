@@ -1,4 +1,4 @@
-"""Batched Gaussian blur, each picture by its own sigma."""
+"""Batched Gaussian blur, each image by its own sigma."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _LEAST = 1e-2  # pixels: below, a Gaussian is no more than its middle
 
 @register_batched_transform("gaussian_blur")
 class BatchedGaussianBlur(Operation):
-    """Two matrices a picture, as for resizing."""
+    """Two matrices an image, as for resizing."""
 
     transform: GaussianBlur
 
-    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        sigma = np.array([one or 0.0 for one in drawn], dtype=np.float32)
+    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
+        sigma = np.array([one or 0.0 for one in params], dtype=np.float32)
         return {"sigma": sigma}
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
@@ -59,7 +59,7 @@ def _blur(values: Tensor, sigma: Tensor, radius: int) -> Tensor:
 def blur_matrix(sigma: Tensor, size: int, radius: int) -> Tensor:
     """(B, size, size): Gaussian weights cut off as OpenCV cuts 8-bit ones, mirrored at the ends.
 
-    The pixel at an end is not repeated. No sigma reaches farther than ``radius``. Pictures smaller
+    The pixel at an end is not repeated. No sigma reaches farther than ``radius``. Images smaller
     than that would be mirrored more than once; their weights make up for what is missing.
     """
     sigma = sigma.clamp(min=_LEAST)[:, None]
@@ -71,7 +71,7 @@ def blur_matrix(sigma: Tensor, size: int, radius: int) -> Tensor:
 
 
 def _radius(sigma: Tensor) -> Tensor:
-    """Pixels to either side that OpenCV's kernel for 8-bit pictures takes."""
+    """Pixels to either side that OpenCV's kernel for 8-bit images takes."""
     return torch.floor(torch.round(6 * sigma + 1) / 2)
 
 

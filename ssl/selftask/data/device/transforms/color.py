@@ -61,7 +61,7 @@ class BatchedInvert(RandomlyApplied):
 class BatchedContrastNoise(Operation):
     """x * factor + offset + noise, with the noise that was drawn.
 
-    Noise is no function of a few numbers, so it travels with the batch, and many pictures' worth
+    Noise is no function of a few numbers, so it travels with the batch, and many images' worth
     cannot be drawn at once.
     """
 
@@ -71,8 +71,8 @@ class BatchedContrastNoise(Operation):
         super().__init__(transform)
         self.vectorised = not transform.noise
 
-    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        factors, offsets, noises = zip(*drawn, strict=True)
+    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
+        factors, offsets, noises = zip(*params, strict=True)
         packed = {"factor": np.array(factors, np.float32), "offset": np.array(offsets, np.float32)}
         if self.transform.noise:
             packed["noise"] = np.stack(noises)[..., 0]
@@ -95,7 +95,7 @@ class BatchedContrastNoise(Operation):
 
 
 def solarize(values: Tensor, threshold: float | Tensor) -> Tensor:
-    """255 - x from the threshold on; of all pictures, or (B, 1, 1, 1) of each."""
+    """255 - x from the threshold on; of all images, or (B, 1, 1, 1) of each."""
     return torch.where(values >= threshold, 255 - values, values)
 
 

@@ -1,4 +1,4 @@
-"""Batched crops and sizes; the only operations that take pictures of different sizes."""
+"""Batched crops and sizes; the only operations that take images of different sizes."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class BatchedRandomResizedCrop(Operation):
     in_place = False
     transform: RandomResizedCrop
 
-    def size_after(self, height: int, width: int, drawn: Any = None) -> tuple[int, int]:
+    def size_after(self, height: int, width: int, params: Any = None) -> tuple[int, int]:
         return self.transform.size, self.transform.size
 
-    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        return {"box": np.array(drawn, dtype=np.float32)}
+    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
+        return {"box": np.array(params, dtype=np.float32)}
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        """The tries of all pictures together; each goes on until its crop fits."""
+        """The tries of all images together; each goes on until its crop fits."""
         crop = self.transform
         box = np.array([crop.centre_box(w, h) for h, w in sizes.tolist()], dtype=np.int64)
         low, high = math.log(crop.ratio[0]), math.log(crop.ratio[1])
@@ -76,19 +76,19 @@ class BatchedRandomResizedCrop(Operation):
 
 @register_batched_transform("resize")
 class BatchedResize(Operation):
-    """The shorter side becomes ``size``; pictures of different shapes stay so."""
+    """The shorter side becomes ``size``; images of different shapes stay so."""
 
     ragged = True
     in_place = False
     transform: Resize
 
-    def size_after(self, height: int, width: int, drawn: Any = None) -> tuple[int, int]:
+    def size_after(self, height: int, width: int, params: Any = None) -> tuple[int, int]:
         size = self.transform.size
         if width <= height:
             return max(1, int(size * height / width)), size
         return size, max(1, int(size * width / height))
 
-    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
+    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
         after = [self.size_after(height, width) for height, width in sizes.tolist()]
         return {"before": sizes.astype(np.float32), "after": np.array(after, dtype=np.float32)}
 
@@ -107,13 +107,13 @@ class BatchedResize(Operation):
 
 
 class BatchedCut(Operation):
-    """A square cut out, with black where it reaches beyond the picture."""
+    """A square cut out, with black where it reaches beyond the image."""
 
     ragged = True
     in_place = False
     transform: CenterCrop | RandomCrop
 
-    def size_after(self, height: int, width: int, drawn: Any = None) -> tuple[int, int]:
+    def size_after(self, height: int, width: int, params: Any = None) -> tuple[int, int]:
         return self.transform.size, self.transform.size
 
     def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
@@ -129,7 +129,7 @@ class BatchedCut(Operation):
 class BatchedCenterCrop(BatchedCut):
     """The square in the middle."""
 
-    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
+    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
         room = sizes - self.transform.size
         before = np.maximum(0, -room) // 2  # black above and on the left
         return {"corner": (np.rint(np.maximum(0, room) / 2) - before).astype(np.float32)}
@@ -140,12 +140,12 @@ class BatchedCenterCrop(BatchedCut):
 
 @register_batched_transform("random_crop")
 class BatchedRandomCrop(BatchedCut):
-    """A square at a random place of the padded picture."""
+    """A square at a random place of the padded image."""
 
     transform: RandomCrop
 
-    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        return self._pack(np.array(drawn, dtype=np.int64)[:, ::-1], sizes)
+    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
+        return self._pack(np.array(params, dtype=np.int64)[:, ::-1], sizes)
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
         room = np.maximum(0, sizes + 2 * self.transform.padding - self.transform.size)
@@ -154,14 +154,14 @@ class BatchedRandomCrop(BatchedCut):
         return self._pack((draws * (room + 1)).astype(np.int64), sizes)
 
     def _pack(self, corner: np.ndarray, sizes: np.ndarray) -> Arrays:
-        """``corner`` (B, 2) is top and left in the padded picture."""
+        """``corner`` (B, 2) is top and left in the padded image."""
         padding = self.transform.padding
         missing = np.maximum(0, self.transform.size - sizes - 2 * padding)
         return {"corner": (corner - padding - missing // 2).astype(np.float32)}
 
 
 def _cut(values: Tensor, axis: int, start: Tensor, end: Any, size: int) -> Tensor:
-    """``size`` rows or columns of each picture from its own ``start`` (B,) on.
+    """``size`` rows or columns of each image from its own ``start`` (B,) on.
 
     Those before 0 and from ``end`` on, a number or (B, 1), are black.
     """

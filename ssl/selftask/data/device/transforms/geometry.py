@@ -55,7 +55,7 @@ class BatchedFlip(RandomlyApplied):
         return values.flip(self._axis)
 
     def _flip_part(self, values: Tensor, ends: Tensor) -> Tensor:
-        """Only the first ``ends`` (B,) rows or columns; what comes after them is no picture."""
+        """Only the first ``ends`` (B,) rows or columns; what comes after them is no image."""
         last = (ends - 1)[:, None]
         places = (last - torch.arange(values.shape[self._axis], device=values.device)).clamp(min=0)
         at = places.long()
@@ -72,8 +72,8 @@ class BatchedWarp(Operation):
     in_place = False
     transform: Rotation | RandomAffine | RandomShear
 
-    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        return {"matrix": np.array(drawn, dtype=np.float32)}
+    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
+        return {"matrix": np.array(params, dtype=np.float32)}
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
         height, width = sizes.T
@@ -142,7 +142,7 @@ def _inverse_affine(
     right: np.ndarray,
     down: np.ndarray,
 ) -> np.ndarray:
-    """transforms.geometry.inverse_affine for N pictures: (N, 6) float32."""
+    """transforms.geometry.inverse_affine for N images: (N, 6) float32."""
     centre_x, centre_y = width / 2, height / 2
     cos, sin = (f(degrees * (math.pi / 180)) / scale for f in (np.cos, np.sin))
     from_x, from_y = centre_x + right, centre_y + down

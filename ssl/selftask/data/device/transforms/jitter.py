@@ -1,9 +1,9 @@
-"""Batched colour jitter: each picture's own factors, in its own order, clipped in between.
+"""Batched colour jitter: each image's own factors, in its own order, clipped in between.
 
 Brightness, contrast and saturation are one formula, x * gain + luma(x) * a + mean(luma) * b. So a
-picture's jitter is up to three such steps before the hue is turned, the turn, and up to three
-after it; a step that a picture does not have leaves it exactly as it is. The dear one, the turn,
-is done once for all pictures, at whatever place in the order it comes for each.
+image's jitter is up to three such steps before the hue is turned, the turn, and up to three
+after it; a step that an image does not have leaves it exactly as it is. The dear one, the turn,
+is done once for all images, at whatever place in the order it comes for each.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _ORDERS = np.array(list(itertools.permutations(range(4))))  # as the transform n
 
 @register_batched_transform("color_jitter")
 class BatchedColorJitter(Operation):
-    """Colour jitter in each picture's own order."""
+    """Colour jitter in each image's own order."""
 
     transform: ColorJitter
 
-    def pack(self, drawn: Sequence[Jitter | None], sizes: np.ndarray) -> Arrays:
+    def pack(self, params: Sequence[Jitter | None], sizes: np.ndarray) -> Arrays:
         none = Jitter((1.0, 1.0, 1.0), 0.0, tuple(range(4)))
-        given = [one or none for one in drawn]
+        given = [one or none for one in params]
         return self._pack(
-            np.array([one is not None for one in drawn]),
+            np.array([one is not None for one in params]),
             np.array([one.factors for one in given]),
             np.array([one.turn for one in given]),
             np.array([one.order for one in given]),

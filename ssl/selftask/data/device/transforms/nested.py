@@ -1,4 +1,4 @@
-"""Batched transforms of transforms: each picture goes through a list of operations of its own."""
+"""Batched transforms of transforms: each image goes through a list of operations of its own."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from selftask.registry import register_batched_transform
 if TYPE_CHECKING:
     from selftask.random.views import Streams
 
-NONE = -1  # in place of the number of a chain: the picture stays as it is
+NONE = -1  # in place of the number of a chain: the image stays as it is
 Chosen = tuple[int, list[Any]]  # the number of a chain, and what was drawn for its operations
 
 
 class Branches(Operation):
-    """Several chains, of which each picture goes through one or none."""
+    """Several chains, of which each image goes through one or none."""
 
     ragged = True  # each chain sees to that itself
 
@@ -50,8 +50,8 @@ class Branches(Operation):
         """The number of a chain, or ``NONE``, for each draw."""
         raise NotImplementedError(f"{type(self).__name__} is told what to choose")
 
-    def size_after(self, height: int, width: int, drawn: Any = None) -> tuple[int, int]:
-        number, inner = drawn
+    def size_after(self, height: int, width: int, params: Any = None) -> tuple[int, int]:
+        number, inner = params
         if number == NONE:
             return height, width
         return self.chains[number].size_after(height, width, inner)
@@ -60,10 +60,10 @@ class Branches(Operation):
         after: np.ndarray = packed["after"]
         return after
 
-    def pack(self, drawn: Sequence[Chosen], sizes: np.ndarray) -> Tree:
+    def pack(self, params: Sequence[Chosen], sizes: np.ndarray) -> Tree:
         return self._pack(
-            np.array([number for number, _ in drawn]),
-            lambda chain, rows: chain.pack([drawn[row][1] for row in rows.tolist()], sizes[rows]),
+            np.array([number for number, _ in params]),
+            lambda chain, rows: chain.pack([params[row][1] for row in rows.tolist()], sizes[rows]),
             sizes,
         )
 
@@ -82,7 +82,7 @@ class Branches(Operation):
         lay_out: Callable[[Chain, np.ndarray], tuple[Steps, np.ndarray]],
         sizes: np.ndarray,
     ) -> Tree:
-        """``lay_out(chain, rows)`` of those chains that a picture goes through."""
+        """``lay_out(chain, rows)`` of those chains that an image goes through."""
         after, chains = sizes.copy(), {}
         for number, chain in enumerate(self.chains):
             (rows,) = np.nonzero(numbers == number)
@@ -136,7 +136,7 @@ class BatchedRandomChoice(Branches):
 
 @register_batched_transform("random_order")
 class BatchedRandomOrder(Operation):
-    """At each place of the order, each picture goes through one of the operations."""
+    """At each place of the order, each image goes through one of the operations."""
 
     ragged = True
     in_place = False
@@ -151,21 +151,21 @@ class BatchedRandomOrder(Operation):
         self.vectorised = self._one.vectorised
 
     def draw_for(self, rng: np.random.Generator, height: int, width: int) -> list[Chosen]:
-        size, drawn = (height, width), []
+        size, params = (height, width), []
         for number in np.argsort(rng.random(len(self._chain.operations))).tolist():
-            drawn.append(self._one.draw_chosen(number, rng, *size))
-            size = self._one.size_after(*size, drawn[-1])
-        return drawn
+            params.append(self._one.draw_chosen(number, rng, *size))
+            size = self._one.size_after(*size, params[-1])
+        return params
 
-    def size_after(self, height: int, width: int, drawn: Any = None) -> tuple[int, int]:
-        return self._chain.size_after(height, width, drawn)
+    def size_after(self, height: int, width: int, params: Any = None) -> tuple[int, int]:
+        return self._chain.size_after(height, width, params)
 
     def sizes_after(self, sizes: np.ndarray, packed: Any) -> np.ndarray:
         after: np.ndarray = packed["after"]
         return after
 
-    def pack(self, drawn: Sequence[list[Chosen]], sizes: np.ndarray) -> Tree:
-        steps, after = self._chain.pack(drawn, sizes)
+    def pack(self, params: Sequence[list[Chosen]], sizes: np.ndarray) -> Tree:
+        steps, after = self._chain.pack(params, sizes)
         return {"steps": steps, "after": after}
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Tree:

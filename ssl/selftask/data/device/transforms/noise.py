@@ -1,6 +1,6 @@
 """Batched noise and holes.
 
-Noise is no function of a few numbers: it is drawn for one picture at a time and travels with the
+Noise is no function of a few numbers: it is drawn for one image at a time and travels with the
 batch, as bytes or short numbers.
 """
 
@@ -42,8 +42,8 @@ class BatchedHoles(Operation):
         self._noisy = transform.fill == "noise"
         self.vectorised = not self._noisy
 
-    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        holes = [_holes(one) for one in drawn]
+    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
+        holes = [_holes(one) for one in params]
         box = np.zeros((len(holes), max(1, *map(len, holes)), 4))
         for place, some in zip(box, holes, strict=True):
             for number, hole in enumerate(some):
@@ -78,7 +78,7 @@ class BatchedRandomErasing(BatchedHoles):
     transform: RandomErasing
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        """The tries of all pictures together; each goes on until its rectangle fits."""
+        """The tries of all images together; each goes on until its rectangle fits."""
         erasing, (height, width) = self.transform, sizes.T
         box = np.zeros((len(sizes), 1, 4))
         low, high = math.log(erasing.ratio[0]), math.log(erasing.ratio[1])
@@ -100,7 +100,7 @@ class BatchedRandomErasing(BatchedHoles):
 
 @register_batched_transform("cutout")
 class BatchedCutout(BatchedHoles):
-    """Squares, as many for each picture."""
+    """Squares, as many for each image."""
 
     transform: Cutout
 
@@ -123,10 +123,10 @@ class BatchedGaussianNoise(Operation):
     vectorised = False
     transform: GaussianNoise
 
-    def pack(self, drawn: Sequence[np.ndarray | None], sizes: np.ndarray) -> Arrays:
+    def pack(self, params: Sequence[np.ndarray | None], sizes: np.ndarray) -> Arrays:
         channels = 1 if self.transform.gray else self.transform.channels
-        noise = np.zeros((len(drawn), *sizes[0], channels), dtype=np.int16)
-        for place, one in zip(noise, drawn, strict=True):
+        noise = np.zeros((len(params), *sizes[0], channels), dtype=np.int16)
+        for place, one in zip(noise, params, strict=True):
             if one is not None:
                 place[:] = one[..., :channels]
         return {"noise": noise}
@@ -143,9 +143,9 @@ class BatchedSaltAndPepper(Operation):
     vectorised = False
     transform: SaltAndPepper
 
-    def pack(self, drawn: Sequence[np.ndarray | None], sizes: np.ndarray) -> Arrays:
-        grains = np.zeros((len(drawn), *sizes[0]), dtype=np.uint8)
-        for place, one in zip(grains, drawn, strict=True):
+    def pack(self, params: Sequence[np.ndarray | None], sizes: np.ndarray) -> Arrays:
+        grains = np.zeros((len(params), *sizes[0]), dtype=np.uint8)
+        for place, one in zip(grains, params, strict=True):
             if one is not None:
                 half = -(-len(one) // 2)
                 place.reshape(-1)[one[:half]] = WHITE
@@ -158,10 +158,10 @@ class BatchedSaltAndPepper(Operation):
         return images.with_values(values.masked_fill_(grains == BLACK, 0.0))
 
 
-def _holes(drawn: Hole | list[Hole] | None) -> list[Hole]:
-    if drawn is None:
+def _holes(params: Hole | list[Hole] | None) -> list[Hole]:
+    if params is None:
         return []
-    return [drawn] if isinstance(drawn, Hole) else drawn
+    return [params] if isinstance(params, Hole) else params
 
 
 def _inside(box: Tensor, height: int, width: int) -> Tensor:

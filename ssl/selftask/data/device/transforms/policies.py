@@ -1,6 +1,6 @@
-"""Batched automatic augmentation: each picture's own operations, one after the other.
+"""Batched automatic augmentation: each image's own operations, one after the other.
 
-What is drawn is a place for each operation of each picture, with a kind and numbers. Operations of
+What is drawn is a place for each operation of each image, with a kind and numbers. Operations of
 one kind are one formula: all maps of the frame, all blends with gray or black, all inversions.
 """
 
@@ -55,7 +55,7 @@ _KINDS = {
 _BLENDS = {"Brightness": None, "Color": 1, "Contrast": 2}  # with black, each pixel's luma, its mean
 _NUMBERS = 6  # of an operation: a matrix, three weights, or one number
 
-Drawn = Sequence[tuple[str, float]]  # operations of a picture, as transforms.policies draws them
+Drawn = Sequence[tuple[str, float]]  # operations of an image, as transforms.policies draws them
 
 
 class BatchedPolicy(Operation):
@@ -65,8 +65,8 @@ class BatchedPolicy(Operation):
     num_ops: int  # at most
     num_draws: int
 
-    def pack(self, drawn: Sequence[Drawn], sizes: np.ndarray) -> Arrays:
-        return packed_operations(drawn, self.num_ops, sizes)
+    def pack(self, params: Sequence[Drawn], sizes: np.ndarray) -> Arrays:
+        return packed_operations(params, self.num_ops, sizes)
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
         draws = streams.random(self.num_draws)
@@ -78,7 +78,7 @@ class BatchedPolicy(Operation):
 
 @register_batched_transform("rand_augment")
 class BatchedRandAugment(BatchedPolicy):
-    """As many operations for each picture."""
+    """As many operations for each image."""
 
     def __init__(self, transform: RandAugment) -> None:
         super().__init__(transform)
@@ -101,19 +101,19 @@ class BatchedAutoAugment(BatchedPolicy):
 
 @register_batched_transform("aug_mix")
 class BatchedAugMix(Operation):
-    """A weighted mean of the picture and of chains."""
+    """A weighted mean of the image and of chains."""
 
     in_place = False
     vectorised = False  # its draws are not uniform
     transform: AugMix
 
-    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Any:
+    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Any:
         depth = self.transform.depth or 3
         chains = [
-            packed_operations([chains[number] for _, chains in drawn], depth, sizes)
+            packed_operations([chains[number] for _, chains in params], depth, sizes)
             for number in range(self.transform.num_chains)
         ]
-        weights = np.array([weights for weights, _ in drawn])
+        weights = np.array([weights for weights, _ in params])
         return {"weights": weights, **{str(at): chain for at, chain in enumerate(chains)}}
 
     def apply(self, images: Images, packed: Any, canvas: tuple[int, int]) -> Images:
@@ -127,12 +127,12 @@ class BatchedAugMix(Operation):
         return images.with_values(to_levels(mixed))
 
 
-def packed_operations(drawn: Sequence[Drawn], most: int, sizes: np.ndarray) -> Arrays:
-    """The kinds (B, K) of up to K operations of each picture, and their numbers (B, K, 6)."""
+def packed_operations(params: Sequence[Drawn], most: int, sizes: np.ndarray) -> Arrays:
+    """The kinds (B, K) of up to K operations of each image, and their numbers (B, K, 6)."""
     height, width = sizes[0].tolist()
-    kind = np.full((len(drawn), most), NONE)
-    numbers = np.zeros((len(drawn), most, _NUMBERS))
-    for row, operations in enumerate(drawn):
+    kind = np.full((len(params), most), NONE)
+    numbers = np.zeros((len(params), most, _NUMBERS))
+    for row, operations in enumerate(params):
         for place, (name, size) in enumerate(operations):
             kind[row, place] = _KINDS[name]
             own = _numbers(name, size, height, width)
@@ -157,7 +157,7 @@ def _numbers(name: str, size: float, height: int, width: int) -> Sequence[float]
 
 
 def perform(images: Images, kind: Tensor, numbers: Tensor, transform: Any) -> Images:
-    """The operations of each picture in their order; may write into the values it is given.
+    """The operations of each image in their order; may write into the values it is given.
 
     ``transform`` has the interpolation and the fill of the geometric ones.
     """

@@ -41,14 +41,14 @@ class BatchedRotate90(Operation):
     vectorised = False  # its draw lies elsewhere in the stream
     transform: Rotate90
 
-    def size_after(self, height: int, width: int, drawn: int | None = None) -> tuple[int, int]:
-        return (width, height) if (drawn or 0) % 2 else (height, width)
+    def size_after(self, height: int, width: int, params: int | None = None) -> tuple[int, int]:
+        return (width, height) if (params or 0) % 2 else (height, width)
 
     def sizes_after(self, sizes: np.ndarray, packed: Any) -> np.ndarray:
         return np.where(packed["turns"][:, None] % 2, sizes[:, ::-1], sizes)
 
-    def pack(self, drawn: Sequence[int | None], sizes: np.ndarray) -> Arrays:
-        turns = np.array([one or 0 for one in drawn])
+    def pack(self, params: Sequence[int | None], sizes: np.ndarray) -> Arrays:
+        turns = np.array([one or 0 for one in params])
         return {"turns": turns, "after": self.sizes_after(sizes, {"turns": turns})}
 
     def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
@@ -61,23 +61,23 @@ class BatchedRotate90(Operation):
 
 @register_batched_transform("jigsaw")
 class BatchedJigsaw(Operation):
-    """Tiles of each picture in an order of its own."""
+    """Tiles of each image in an order of its own."""
 
     in_place = False
     vectorised = False  # the permutation lies elsewhere in the stream
     transform: Jigsaw
 
-    def size_after(self, height: int, width: int, drawn: Any = None) -> tuple[int, int]:
+    def size_after(self, height: int, width: int, params: Any = None) -> tuple[int, int]:
         rows, columns = self.transform.tile_size(height, width)
         return self.transform.grid * rows, self.transform.grid * columns
 
-    def pack(self, drawn: Sequence[Puzzle], sizes: np.ndarray) -> Arrays:
-        """Where the tile at each place of the puzzle begins in the picture, (B, T) in pixels."""
+    def pack(self, params: Sequence[Puzzle], sizes: np.ndarray) -> Arrays:
+        """Where the tile at each place of the puzzle begins in the image, (B, T) in pixels."""
         grid, (height, width) = self.transform.grid, sizes[0]
         orders = permutations(grid**2, self.transform.num_permutations)
-        tile = orders[[puzzle.permutation for puzzle in drawn]].astype(np.int64)  # (B, T)
+        tile = orders[[puzzle.permutation for puzzle in params]].astype(np.int64)  # (B, T)
         down, across = np.divmod(tile, grid)
-        tops, lefts = (np.array([getattr(one, side) for one in drawn]) for side in ("top", "left"))
+        tops, lefts = (np.array([getattr(one, side) for one in params]) for side in ("top", "left"))
         return {
             "top": down * (height // grid) + np.take_along_axis(tops, tile, 1),
             "left": across * (width // grid) + np.take_along_axis(lefts, tile, 1),
@@ -100,7 +100,7 @@ class BatchedLab(Operation):
 
     in_place = False
 
-    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
+    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
         return {}
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
@@ -127,14 +127,14 @@ def _cube_root(light: Tensor) -> Tensor:
 
 @register_batched_transform("channel_drop")
 class BatchedChannelDrop(Operation):
-    """Some channels of each picture overwritten."""
+    """Some channels of each image overwritten."""
 
     in_place = False
     transform: ChannelDrop
 
-    def pack(self, drawn: Sequence[np.ndarray | None], sizes: np.ndarray) -> Arrays:
-        dropped = np.zeros((len(drawn), self.transform.channels))
-        for row, channels in enumerate(drawn):
+    def pack(self, params: Sequence[np.ndarray | None], sizes: np.ndarray) -> Arrays:
+        dropped = np.zeros((len(params), self.transform.channels))
+        for row, channels in enumerate(params):
             if channels is not None:
                 dropped[row, channels] = 1
         return {"dropped": dropped}

@@ -44,14 +44,14 @@ class BatchedAutocontrast(RandomlyApplied):
 
 @register_batched_transform("sharpness")
 class BatchedSharpness(Operation):
-    """Away from or towards a smoothed picture."""
+    """Away from or towards a smoothed image."""
 
     transform: Sharpness
 
-    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
+    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
         return {
-            "factor": np.array([1.0 if one is None else one for one in drawn]),
-            "chosen": np.array([one is not None for one in drawn]),
+            "factor": np.array([1.0 if one is None else one for one in params]),
+            "chosen": np.array([one is not None for one in params]),
         }
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
@@ -95,7 +95,7 @@ def _look_up(levels: Tensor, tables: Tensor) -> Tensor:
 
 
 def sharpen(values: Tensor, factor: Tensor) -> Tensor:
-    """transforms.tones.adjust_sharpness, each picture by its own factor (B,); in place."""
+    """transforms.tones.adjust_sharpness, each image by its own factor (B,); in place."""
     if min(values.shape[2:]) < 3:
         return values  # all of it is border
     middle = values[:, :, 1:-1, 1:-1]

@@ -27,14 +27,14 @@ class BatchedPerspective(Operation):
 
     transform: RandomPerspective
 
-    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
+    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
         height, width = sizes[0].tolist()
         ends = corners_of(height, width)
         matrix = [
             _STAYS if one is None else cv2.getPerspectiveTransform(one.astype(np.float32), ends)
-            for one in drawn
+            for one in params
         ]
-        chosen = np.array([one is not None for one in drawn])
+        chosen = np.array([one is not None for one in params])
         return {"matrix": np.array(matrix), "chosen": chosen}
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
@@ -53,17 +53,17 @@ class BatchedPerspective(Operation):
 
 @register_batched_transform("elastic")
 class BatchedElastic(Operation):
-    """Displacements that were drawn for one picture at a time, and travel with the batch."""
+    """Displacements that were drawn for one image at a time, and travel with the batch."""
 
     vectorised = False
     transform: Elastic
 
-    def pack(self, drawn: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        by = np.zeros((len(drawn), 2, *sizes[0]), dtype=np.float32)
-        for place, one in zip(by, drawn, strict=True):
+    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
+        by = np.zeros((len(params), 2, *sizes[0]), dtype=np.float32)
+        for place, one in zip(by, params, strict=True):
             if one is not None:
                 place[:] = one
-        return {"by": by, "chosen": np.array([one is not None for one in drawn])}
+        return {"by": by, "chosen": np.array([one is not None for one in params])}
 
     def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
         return on_chosen(images, packed["chosen"], self._change, packed["by"])
