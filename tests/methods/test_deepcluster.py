@@ -38,7 +38,7 @@ def _paper_loss(output: Tensor, index: Tensor, method: DeepCluster) -> float:
         terms = []
         for view in output:
             for row, image in zip(F.normalize(view, dim=1), index.tolist(), strict=True):
-                cluster = int(method.clusters[head, image])
+                cluster = int(method.assignments[head, image])
                 if cluster == NO_CLUSTER:
                     continue
                 scores = [float(row @ p) / method.config.temperature for p in prototypes]
@@ -53,7 +53,7 @@ def test_loss_is_that_of_the_paper(num_views: int) -> None:
     output, index = _random(num_views, 3, 5), torch.tensor([20, 3, 11])
     expected = _paper_loss(output, index, method)
     assert loss_of(method, output, index=index).item() == pytest.approx(expected, rel=1e-12)
-    method.clusters[:, 3] = NO_CLUSTER  # an image that the first pass could not read
+    method.assignments[:, 3] = NO_CLUSTER  # an image that the first pass could not read
     assert loss_of(method, output, index=index).item() != pytest.approx(expected)
     expected = _paper_loss(output, index, method)
     assert loss_of(method, output, index=index).item() == pytest.approx(expected, rel=1e-12)
@@ -63,9 +63,9 @@ def test_perfect_agreement_costs_nothing_and_ignorance_costs_chance() -> None:
     method = MiniTask("deepcluster", {**SMALL, "temperature": 1e-3}).run(1).loss
     index = torch.arange(4)
     method.prototypes.copy_(torch.eye(5).repeat(2, 1))
-    method.clusters[:, :4] = torch.arange(4)
+    method.assignments[:, :4] = torch.arange(4)
     at_their_own = torch.eye(5, dtype=torch.float64)[:4].expand(2, 4, 5)
-    method.clusters[1, :4] = (torch.arange(4) + 1) % 5  # head 1 begins at the last unit vector
+    method.assignments[1, :4] = (torch.arange(4) + 1) % 5  # head 1 begins at the last unit vector
     method.prototypes[4:] = torch.eye(5, dtype=torch.float64).roll(1, dims=0)[[0, 1, 2, 3, 4, 0]]
     method.prototypes[9] = -1.0
     assert loss_of(method, at_their_own, index=index).item() == pytest.approx(0.0, abs=1e-6)
@@ -87,7 +87,7 @@ def test_the_first_memory_holds_every_image() -> None:
     expected = _features(task)
     task.loss.on_phase_start(task)
     assert torch.allclose(task.loss.memory.rows, expected, atol=1e-12)
-    assert (task.loss.clusters != NO_CLUSTER).all()
+    assert (task.loss.assignments != NO_CLUSTER).all()
     assert task.base_model.training
 
 
@@ -97,9 +97,9 @@ def test_prototypes_are_the_centroids_of_one_view_each() -> None:
     method = task.loss
     for head, prototypes in enumerate(method.prototypes.split(method.config.num_prototypes)):
         memory = method.memory.rows[:, head % 2]
-        assert torch.equal((memory @ prototypes.T).argmax(dim=1), method.clusters[head])
+        assert torch.equal((memory @ prototypes.T).argmax(dim=1), method.assignments[head])
         for k, prototype in enumerate(prototypes):
-            mean = memory[method.clusters[head] == k].mean(dim=0)
+            mean = memory[method.assignments[head] == k].mean(dim=0)
             assert torch.allclose(F.normalize(mean, dim=0), prototype, atol=1e-6)
     assert 0 < float(task.logged["largest_cluster"]) < 1
 
@@ -147,11 +147,11 @@ def test_clusters_are_a_function_of_seed_and_epoch() -> None:
 def test_unreadable_images_are_left_out_of_the_clustering() -> None:
     method = MiniTask("deepcluster", SMALL).run(1).loss
     method.memory.rows[5] = 0.0
-    method.clusters.fill_(NO_CLUSTER)
+    method.assignments.fill_(NO_CLUSTER)
     method.cluster_memory(0, 1)
     readable = torch.arange(NUM_IMAGES) != 5
-    assert (method.clusters[:, 5] == NO_CLUSTER).all()
-    assert (method.clusters[:, readable] != NO_CLUSTER).all()
+    assert (method.assignments[:, 5] == NO_CLUSTER).all()
+    assert (method.assignments[:, readable] != NO_CLUSTER).all()
     assert torch.allclose(method.prototypes.norm(dim=1), torch.ones(10, dtype=torch.float64))
 
 

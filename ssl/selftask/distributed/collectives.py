@@ -144,33 +144,33 @@ def gather_objects(thing: Any) -> list[Any]:
 
 
 class AnyFlag:
-    """A question put to all ranks at every step whose answer is read at the next: nobody waits.
+    """Non-blocking any-rank flag: set at one step, read at the next.
 
-    Goes over gloo, also where gradients go over NCCL: the flag stays on the host. On one process
-    the answer comes at once.
+    The reduction uses gloo even if gradients use NCCL, so that the flag stays on the host. On one
+    process the answer is immediate.
     """
 
     def __init__(self) -> None:
         self._alone = world_size() == 1
-        self._asked: tuple[Any, Tensor] | None = None
+        self._pending: tuple[Any, Tensor] | None = None
         needs_own = not self._alone and dist.get_backend() != "gloo"
         self._group: Any = dist.new_group(backend="gloo") if needs_own else None
 
-    def said(self, here: bool) -> bool:
-        """Whether any rank said so when it was last asked; asks again, saying ``here``."""
+    def poll(self, here: bool) -> bool:
+        """Start a reduction of ``here``; return the result of the one before."""
         if self._alone:
             return here
-        before = self.forget()
+        before = self.drain()
         flag = torch.tensor(float(here))
-        self._asked = dist.all_reduce(flag, group=self._group, async_op=True), flag
+        self._pending = dist.all_reduce(flag, group=self._group, async_op=True), flag
         return before
 
-    def forget(self) -> bool:
-        """Whether any rank said so when it was last asked; asks nothing."""
-        if self._asked is None:
+    def drain(self) -> bool:
+        """Return the result of the pending reduction, or False; start none."""
+        if self._pending is None:
             return False
-        work, flag = self._asked
-        self._asked = None
+        work, flag = self._pending
+        self._pending = None
         with collective_activity("all_reduce of the flag to stop"):
             work.wait()
         return bool(flag.item() > 0)

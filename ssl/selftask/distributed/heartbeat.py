@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Pulse:
+class Heartbeat:
     """What the main thread does just now, and a count that grows whenever it moves on.
 
     Written by the main thread only; a watching thread reads it without a lock.
@@ -22,7 +22,7 @@ class Pulse:
         self.step = 0
 
 
-PULSE = Pulse()
+HEARTBEAT = Heartbeat()
 
 
 class activity:
@@ -32,13 +32,13 @@ class activity:
         self.doing = doing
 
     def __enter__(self) -> None:
-        self.before = PULSE.doing
-        PULSE.doing = self.doing
-        PULSE.count += 1
+        self.before = HEARTBEAT.doing
+        HEARTBEAT.doing = self.doing
+        HEARTBEAT.count += 1
 
     def __exit__(self, *error: object) -> None:
-        PULSE.doing = self.before
-        PULSE.count += 1
+        HEARTBEAT.doing = self.before
+        HEARTBEAT.count += 1
 
 
 def track(doing: str, items: Iterable[T]) -> Iterator[T]:
@@ -56,9 +56,9 @@ class collective_activity(activity):
 
     def __enter__(self) -> None:
         super().__enter__()
-        PULSE.collectives += 1
-        PULSE.waits = True
+        HEARTBEAT.collectives += 1
+        HEARTBEAT.waits = True
 
     def __exit__(self, *error: object) -> None:
-        PULSE.waits = False
+        HEARTBEAT.waits = False
         super().__exit__(*error)

@@ -64,11 +64,11 @@ class StopOnSignal(Hook):
         stop_at = task.config.train.stop_at
         if stop_at is not None and task.iteration >= stop_at:  # the same on all ranks
             task.interrupted_by = f"train.stop_at={stop_at}"
-        elif self.any_rank.said(self.received is not None):
+        elif self.any_rank.poll(self.received is not None):
             task.interrupted_by = self.received or "a signal on another rank"
 
     def on_phase_end(self, task: Task) -> None:
-        self.any_rank.forget()
+        self.any_rank.drain()
 
     def on_end(self, task: Task) -> None:
         self._restore()

@@ -68,7 +68,7 @@ class DeepCluster(Method):
                 yield f"temperature: {self.temperature}; must be above 0"
 
     prototypes: Tensor
-    clusters: Tensor
+    assignments: Tensor
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -88,8 +88,8 @@ class DeepCluster(Method):
                 f"{max(config.num_prototypes)} clusters; a tenth of the images is plenty"
             )
         self.memory = MemoryBank(num_images, NUM_REMEMBERED, config.out_dim)
-        clusters = torch.full((len(config.num_prototypes), num_images), NO_CLUSTER)
-        self.register_buffer("clusters", clusters)  # (H, N)
+        assignments = torch.full((len(config.num_prototypes), num_images), NO_CLUSTER)
+        self.register_buffer("assignments", assignments)  # (H, N)
 
     def on_phase_start(self, task: Task) -> None:
         """New clusters for the epoch; one that is taken up in its middle has them already."""
@@ -98,7 +98,7 @@ class DeepCluster(Method):
         if task.clock.batch == 0:
             self.fill_memory(task)
         self.cluster_memory(task.config.train.seed, task.clock.epoch)
-        sizes = self.clusters[0][self.clusters[0] != NO_CLUSTER].bincount()
+        sizes = self.assignments[0][self.assignments[0] != NO_CLUSTER].bincount()
         task.log("largest_cluster", sizes.max() / sizes.sum())  # towards 1: a collapse
 
     @torch.no_grad()
@@ -128,14 +128,14 @@ class DeepCluster(Method):
         known = self.memory.rows[:, 0].any(dim=1)  # (N,)
         draws = torch.Generator().manual_seed(hash_words(seed, _CLUSTERING, epoch))
         for head, prototypes in enumerate(self.prototypes.split(self.config.num_prototypes)):
-            centroids, clusters = spherical_kmeans(
+            centroids, assignments = spherical_kmeans(
                 self.memory.rows[known, head % NUM_REMEMBERED],
                 len(prototypes),
                 iterations=self.config.kmeans_iterations,
                 generator=draws,
             )
             prototypes.copy_(centroids)
-            self.clusters[head, known] = clusters
+            self.assignments[head, known] = assignments
 
     def on_forward(self, task: Task) -> None:
         """Keep the features of the batch for the memory, which moves in ``on_update``."""
@@ -150,8 +150,8 @@ class DeepCluster(Method):
             features = F.normalize(to_float32(output), dim=2)  # (V, B, D)
             scores = features.flatten(0, 1) @ self.prototypes.T  # (V * B, K_1 + ... + K_H)
         by_head = (scores / self.config.temperature).split(self.config.num_prototypes, dim=1)
-        clusters = self.clusters[:, batch.index].repeat(1, len(features))  # (H, V * B)
-        losses = [F.cross_entropy(*pair) for pair in zip(by_head, clusters, strict=True)]
+        assignments = self.assignments[:, batch.index].repeat(1, len(features))  # (H, V * B)
+        losses = [F.cross_entropy(*pair) for pair in zip(by_head, assignments, strict=True)]
         return torch.stack(losses).mean()
 
     def on_update(self, task: Task) -> None:

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from selftask.distributed.heartbeat import PULSE
+from selftask.distributed.heartbeat import HEARTBEAT
 from selftask.distributed.out_of_memory import ADVICE, OutOfMemoryKills
 from selftask.logs import LOGGER
 from selftask.run.board import Board, BoardLost
@@ -294,11 +294,11 @@ def _sign() -> Sign:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "count": PULSE.count,
-        "doing": PULSE.doing,
-        "collectives": PULSE.collectives,
-        "waits": PULSE.waits,
-        "step": PULSE.step,
+        "count": HEARTBEAT.count,
+        "doing": HEARTBEAT.doing,
+        "collectives": HEARTBEAT.collectives,
+        "waits": HEARTBEAT.waits,
+        "step": HEARTBEAT.step,
         "time": time.time(),  # makes two signs differ as long as somebody writes them
     }
 

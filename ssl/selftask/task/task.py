@@ -28,7 +28,7 @@ from selftask.data.loading.data_module import DataModule
 from selftask.data.loading.open_data import Sources, open_data
 from selftask.distributed import device, process_group
 from selftask.distributed.collectives import broadcast_buffers, broadcast_module, is_primary
-from selftask.distributed.heartbeat import PULSE
+from selftask.distributed.heartbeat import HEARTBEAT
 from selftask.distributed.world import read_world
 from selftask.errors import UserError
 from selftask.hooks.base import POINTS, defines
@@ -218,7 +218,7 @@ class Task(ClassyTaskNames):
         """Count one finished update made of that many batches."""
         self.clock.iteration += 1
         self.clock.batch += batches
-        PULSE.step = self.clock.iteration
+        HEARTBEAT.step = self.clock.iteration
 
     def run_hooks(self, point: str) -> None:  # type: ignore[override]
         """Call every hook that defines ``point``, the method first."""
@@ -261,7 +261,7 @@ class Task(ClassyTaskNames):
     def on_phase_start(self) -> None:
         """Begin a train phase (or the rest of it, after a resume) or a test phase."""
         self.train, self.phase_begun = not self._test_is_next(), self.clock.phase
-        PULSE.step = self.clock.iteration
+        HEARTBEAT.step = self.clock.iteration
         self.losses.clear()
         self.base_model.train(self.train)
         self.loss.train(self.train)
