@@ -49,7 +49,7 @@ def by_cpu(config: dict[str, ViewConfig], images: list[np.ndarray]) -> list[torc
     views = Views(config, images[0].shape[2])
     made = [views(image, SEED, EPOCH, number) for number, image in enumerate(images)]
     stacked = [torch.from_numpy(np.stack(view)) for view in zip(*made, strict=True)]
-    return [p.to_float(v) for p, v in zip(views.pipelines, stacked, strict=True)]
+    return [to_float(v) for to_float, v in zip(views.to_float, stacked, strict=True)]
 
 
 def by_device(
@@ -84,7 +84,7 @@ def assert_close(
     """Mean difference in grey levels."""
     assert len(ours) == len(cpu)
     black = torch.zeros(1, ours[0].shape[1], 1, 1)
-    to_float = Views(config, black.shape[1]).pipelines[0].to_float
+    to_float = Views(config, black.shape[1]).to_float[0]
     level = to_float.of_planes(black + 1) - to_float.of_planes(black)
     for one, other in zip(ours, cpu, strict=True):
         assert one.shape == other.shape

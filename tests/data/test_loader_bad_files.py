@@ -131,7 +131,7 @@ def test_views_of_different_sizes_are_explained(tmp_path: Path, workers: int) ->
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_transform_that_makes_floats_is_explained(workers: int) -> None:
     data = dataset(Numbers(20))
-    data.views.pipelines[1].transforms.append(lambda image, rng: image / 255)
+    data.views.made[1].pipeline.transforms.append(lambda image, rng: image / 255)
     with pytest.raises(
         UserError, match=r"view 0: its transforms gave float64 of shape \(8, 8, 3\)"
     ):
@@ -144,7 +144,7 @@ def test_what_a_user_can_put_right_comes_without_a_traceback(workers: int) -> No
         raise UserError("views.main.transforms.0: these tiles do not fit")
 
     data = dataset(Numbers(20))
-    data.views.pipelines[0].transforms[0] = refuse
+    data.views.made[0].pipeline.transforms[0] = refuse
     with pytest.raises(UserError) as caught:
         read(Batches(data, batch_size=4, seed=0, num_workers=workers), 1)
     assert str(caught.value) == "views.main.transforms.0: these tiles do not fit"

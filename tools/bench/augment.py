@@ -129,8 +129,8 @@ def view_configs(contest: Contest) -> dict[str, ViewConfig]:
 
 def selftask(contest: Contest, *, floats: bool = True, compiled: bool = True) -> Work:
     views = Views(view_configs(contest))
-    for pipeline in views.pipelines:
-        pipeline.compiled = pipeline.compiled and compiled
+    for view in views.made:
+        view.pipeline.compiled = view.pipeline.compiled and compiled
 
     epochs = itertools.count()  # each turn draws anew, as the others do
 
@@ -139,8 +139,8 @@ def selftask(contest: Contest, *, floats: bool = True, compiled: bool = True) ->
         made = [views(contest.pixels(image), 0, epoch, n) for n, image in enumerate(images)]
         batches = [torch.from_numpy(np.stack(same)) for same in zip(*made, strict=True)]
         if floats:
-            for pipeline, batch in zip(views.pipelines, batches, strict=True):
-                pipeline.to_float(batch)
+            for to_float, batch in zip(views.to_float, batches, strict=True):
+                to_float(batch)
 
     return work
 

@@ -81,7 +81,7 @@ def entries(
     def one_by_one() -> Any:
         made = [views(image, 0, 0, n) for n, image in enumerate(pixels)]
         stacked = [torch.from_numpy(np.stack(view)) for view in zip(*made, strict=True)]
-        return [p.to_float(v) for p, v in zip(views.pipelines, stacked, strict=True)]
+        return [to_float(v) for to_float, v in zip(views.to_float, stacked, strict=True)]
 
     found: dict[str, Work] = {
         "selftask device": partial(drawn_and_made, engine),
@@ -157,7 +157,7 @@ def by_operation(
     for _ in range(rounds):
         values = timed("to floats", lambda: floats.float().contiguous())
         images = Images(values, dense=False)
-        for operation, step in zip(engine.views[0].operations, packed.steps(0).steps, strict=True):
+        for operation, step in zip(engine.chains[0].operations, packed.steps(0).steps, strict=True):
             work: Callable[[Operation, Step, Images], Images]
             work = lambda o, s, i: o.apply(i, s.packed, s.canvas)  # noqa: E731
             name = type(operation).__name__

@@ -8,7 +8,7 @@ its code, is their schema, and in the yaml they stand flat beside ``name``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -96,12 +96,23 @@ class DataConfig:
 class ViewConfig:
     """A group of views made by one pipeline."""
 
-    count: int = _setting(1, min=1, also=["num", "crops", "num_crops", "number"])  # views per image
+    count: int = _setting(1, min=0, also=["num", "crops", "num_crops", "number"])
+    # views of each image, or with `of` of each view of that group; 0: only for groups made from it
+    of: str | None = None  # the group whose views are transformed; none: the image itself
     transforms: list[Component] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """As in the yaml."""
-        return {"count": self.count, "transforms": [t.to_dict() for t in self.transforms]}
+        transforms = [t.to_dict() for t in self.transforms]
+        return {**_own(self, without=["transforms"]), "transforms": transforms}
+
+
+def num_views(views: Mapping[str, ViewConfig]) -> dict[str, int]:
+    """Return how many views of an image each group adds to a batch."""
+    made: dict[str, int] = {}
+    for name, group in views.items():
+        made[name] = max(1, group.count) * made.get(group.of or "", 1)
+    return {name: made[name] if group.count else 0 for name, group in views.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

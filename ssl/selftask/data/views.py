@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,6 +49,17 @@ class Compose:
                 np.full(channels, UNIT), np.zeros(channels, dtype=np.float32)
             )
 
+    def for_view(self, number: int) -> Compose:
+        """The same for view ``number`` of its group, from 0; itself if no transform depends on it.
+
+        A transform whose class has ``view_number``, an int, gets it there.
+        """
+        if not any(hasattr(transform, "view_number") for transform in self.transforms):
+            return self
+        pipeline = copy.copy(self)
+        pipeline.transforms = [_with_view_number(each, number) for each in self.transforms]
+        return pipeline
+
     def __call__(
         self, image: np.ndarray, rng: np.random.Generator, out: np.ndarray | None = None
     ) -> np.ndarray:
@@ -70,6 +83,14 @@ class Compose:
             if steps[0] == kernel.Op.CROP_RESIZE:
                 height, width = int(steps[5]), int(steps[6])
         return _run(program, image, height, width, out)
+
+
+def _with_view_number(transform: Any, number: int) -> Any:
+    if not hasattr(transform, "view_number"):
+        return transform
+    numbered = copy.copy(transform)
+    object.__setattr__(numbered, "view_number", number)  # most are frozen dataclasses
+    return numbered
 
 
 def _run(
@@ -139,32 +160,61 @@ def _aligned_floats(shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(room[start : start + size].reshape(shape))
 
 
+@dataclass(frozen=True)
+class View:
+    """One view of an image."""
+
+    group: str
+    pipeline: Compose
+    of: int | None  # number of the view that it is made from; None: the image
+    shown: bool  # False: only other views are made from it
+
+
 class Views:
-    """All views of an image, in the order of the config, each group ``count`` times."""
+    """All views of an image, in the order of the config.
+
+    The position of a view in ``made`` is the number that its draws depend on.
+    """
 
     def __init__(self, views: Mapping[str, ViewConfig], channels: int = RGB) -> None:
-        self.pipelines: list[Compose] = []
-        for name, view in views.items():
-            pipeline = build_pipeline(view.transforms, f"views.{name}.transforms", channels)
-            self.pipelines += [pipeline] * view.count
-        if not self.pipelines:
+        self.made: list[View] = []
+        for name, group in views.items():
+            pipeline = build_pipeline(group.transforms, f"views.{name}.transforms", channels)
+            parents: Iterable[int | None] = [None]
+            if group.of is not None:
+                parents = [at for at, view in enumerate(self.made) if view.group == group.of]
+            self.made += [
+                View(name, pipeline.for_view(number), parent, group.count > 0)
+                for parent in parents
+                for number in range(max(1, group.count))
+            ]
+        self.shown = [number for number, view in enumerate(self.made) if view.shown]
+        if not self.shown:
             raise ConfigError(["views: there is none; at least one group of views is needed"])
         self._draws: ViewDraws | None = None
         self._seed: int | None = None
 
     def __len__(self) -> int:
-        return len(self.pipelines)
+        return len(self.shown)
+
+    @property
+    def to_float(self) -> list[Normalizer]:
+        """For each view, what makes a batch of its images the input of a network."""
+        return [self.made[number].pipeline.to_float for number in self.shown]
 
     def __call__(
         self, image: np.ndarray, seed: int, epoch: int, index: int, out: Sequence[np.ndarray] = ()
     ) -> list[np.ndarray]:
-        """V uint8 pictures (H, W, C) of one (H', W', C); those that can be lie in ``out``."""
+        """V uint8 images (H, W, C) of one (H', W', C); those that can be lie in ``out``."""
         if self._draws is None or self._seed != seed:
             self._draws, self._seed = ViewDraws(seed), seed
-        return [
-            pipeline(image, self._draws.at(epoch, index, view), out[view] if out else None)
-            for view, pipeline in enumerate(self.pipelines)
-        ]
+        places = iter(out)
+        made: list[np.ndarray] = []
+        for number, view in enumerate(self.made):
+            source = image if view.of is None else made[view.of]
+            place = next(places, None) if view.shown else None
+            made.append(view.pipeline(source, self._draws.at(epoch, index, number), place))
+        return [made[number] for number in self.shown]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_draws": None}

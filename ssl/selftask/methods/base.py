@@ -8,7 +8,7 @@ a hook, called first at each point. ``task.loss`` is the method: ``forward`` is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from torch import nn
 
@@ -19,6 +19,8 @@ from selftask.models.network import Network
 
 if TYPE_CHECKING:
     from selftask.task import Task
+
+NumViews: TypeAlias = int | tuple[int, int | None]
 
 
 class Method(nn.Module, Hook):
@@ -43,8 +45,9 @@ class Method(nn.Module, Hook):
         """Of a method without anything to choose."""
 
     loss_reduction: ClassVar[Literal["samples", "gathered", "statistics"]]
-    views: ClassVar[int | tuple[int, int | None]] = (1, None)
-    """Number of views, or the least and the largest; None: any number."""
+    views: ClassVar[NumViews | dict[str, NumViews]] = (1, None)
+    """Number of views, or the least and the largest number (None: any); or these by group, if the
+    method tells groups apart by name."""
     requires: ClassVar[tuple[str, ...]] = ()
     """What else the loss needs, checked before a run starts; a tuple of these words:
 

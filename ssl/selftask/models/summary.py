@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from selftask.config.checks.grid import output_side
+from selftask.config.schema import num_views
 
 if TYPE_CHECKING:
     from selftask.config.schema import Component, Config, ViewConfig
@@ -24,7 +25,11 @@ def opening_lines(config: Config, network: nn.Module, method: nn.Module) -> Iter
     yield f"run: {config.recipe}, out={config.out}, seed {config.train.seed}"
     backbone: nn.Module = network.backbone  # type: ignore[assignment]
     trained = _count(network, trained=True) + _count(method, trained=True)
-    views = ", ".join(_views(name, group) for name, group in config.views.items())
+    views = ", ".join(
+        _views(number, name, config.views[name])
+        for name, number in num_views(config.views).items()
+        if number
+    )
     yield (
         f"model: {config.method.name} on {_name(config.backbone)} of {_show(_count(backbone))} "
         f"parameters; {_show(trained)} are trained, the head's included; views: {views}"
@@ -46,8 +51,8 @@ def _show(count: int) -> str:
     return f"{count / 1e6:.1f} M" if count >= 999_500 else f"{count / 1e3:.0f} k"
 
 
-def _views(name: str, group: ViewConfig) -> str:
+def _views(number: int, name: str, group: ViewConfig) -> str:
     """``2 main of 224 x 224 pixels``; without the size if it is that of the images."""
     side = output_side(group.transforms)
     size = "" if side is None else f" of {side} x {side} pixels"
-    return f"{group.count} {name}{size}"
+    return f"{number} {name}{size}"

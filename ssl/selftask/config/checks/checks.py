@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from selftask.config.checks import grid, requirements, sbatch
 from selftask.config.checks.resuming import goes_on, uses_newest
 from selftask.config.compose.provenance import Key
-from selftask.config.schema import Component, Config, ViewConfig
+from selftask.config.schema import Component, Config, ViewConfig, num_views
 from selftask.config.schema_reader import classy_has, inner_components
 from selftask.config.values.budget import parse_budget
 from selftask.errors import UserError, nearest, plural
@@ -102,11 +102,14 @@ def _views(config: Config) -> Iterator[Problem]:
     if not config.views:
         yield ("views",), "views is empty: a method needs at least one group of views"
     else:
+        yield from _derived_views(config.views)
         yield from _number_of_views(config)
     for key, transforms in pipelines(config).items():
         names = [transform.name for transform in transforms]
         if key[0] == "eval" and not names and not config.eval.evaluations:
             continue
+        if key[0] == "views" and not config.views[key[1]].count:
+            continue  # never reaches a network
         if not names or names[-1] != "normalize":
             last = f"its last is {names[-1]!r}" if names else "it is empty"
             yield key, f"{'.'.join(key)} must end with 'normalize' ({last})"
@@ -116,16 +119,51 @@ def _views(config: Config) -> Iterator[Problem]:
                 yield where, f"{'.'.join(where)}: 'normalize' must come last, once"
 
 
+def _derived_views(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
+    """Yield problems of groups that are made from others."""
+    above: list[str] = []
+    for name, group in views.items():
+        key = ("views", name, "of")
+        if group.of in views and group.of not in above:
+            text = "made from a group that stands above it in `views`"
+            yield key, f"views.{name}.of={group.of!r}: a group can only be {text}"
+        elif group.of is not None and group.of not in above:
+            yield key, f"views.{name}.of={group.of!r}: no such group; {nearest(group.of, above)}"
+        above.append(name)
+    used = {group.of for group in views.values()}
+    for name, group in views.items():
+        if not group.count and name not in used:
+            text = "needs at least 1, since no other group is made from it (`of`)"
+            yield ("views", name, "count"), f"views.{name}.count=0: {text}"
+
+
 def _number_of_views(config: Config) -> Iterator[Problem]:
-    """Yield a problem if the number of views is not the one that the method declares."""
-    declared = METHODS.declared(config.method.name, "views", (1, None))
-    least, most = declared if isinstance(declared, tuple) else (declared, declared)
-    number = sum(group.count for group in config.views.values())
-    if number < least or (most is not None and number > most):
-        wanted = f"{least} {plural('view', least)}" + ("" if most == least else " or more")
-        if most not in (None, least):
-            wanted = f"{least} to {most} views"
-        yield ("views",), f"views: {config.method.name} needs {wanted} of an image, got {number}"
+    """Yield problems of views that are not those that the method declares."""
+    method = config.method.name
+    declared = METHODS.declared(method, "views", (1, None))
+    numbers = num_views(config.views)
+    groups = declared if isinstance(declared, dict) else {None: declared}
+    for group, wanted in groups.items():
+        least, most = wanted if isinstance(wanted, tuple) else (wanted, wanted)
+        number = sum(numbers.values()) if group is None else numbers.get(group, 0)
+        if number < least or (most is not None and number > most):
+            place = "of an image" if group is None else f"in group {group!r}"
+            text = f"{method} needs {_range(least, most)} {place}, got {number}"
+            yield ("views",), f"views: {text}"
+    if isinstance(declared, dict):
+        for name in config.views:
+            if numbers[name] and name not in declared:
+                text = f"{method} has no use for group {name!r}; {nearest(name, list(declared))}"
+                yield ("views", name), f"views: {text}"
+
+
+def _range(least: int, most: int | None) -> str:
+    """``2 views``, ``1 view or more``, ``2 to 4 views``."""
+    if most == least:
+        return f"{least} {plural('view', least)}"
+    if most is None:
+        return f"{least} {plural('view', least)} or more"
+    return f"{least} to {most} views"
 
 
 def _engine(config: Config) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from selftask.registry import TRANSFORMS
 
 Problem = tuple[Key, str]
 
-SQUARES = ("center_crop", "random_crop", "random_resized_crop")  # of args["size"] pixels
+SQUARES = ("center_crop", "random_crop", "random_resized_crop", "tile")  # of args["size"] pixels
 RESIZING = (*SQUARES, "resize", "jigsaw")  # all of ours that change an image's size
 
 
@@ -76,7 +76,9 @@ def other_sizes(
 def undivided_sizes(config: Config, patch: int) -> Iterator[Problem]:
     """Yield problems of views and evaluation with sizes that are not multiples of ``patch``."""
     pipelines: dict[Key, list[Component]] = {
-        ("views", name, "transforms"): group.transforms for name, group in config.views.items()
+        ("views", name, "transforms"): group.transforms
+        for name, group in config.views.items()
+        if group.count
     }
     if _evaluates(config):
         pipelines["eval", "transforms"] = config.eval.transforms
@@ -115,7 +117,7 @@ def output_side(transforms: list[Component]) -> int | None:
     """Return the side of a pipeline's square output in pixels, or None if it is not known."""
     for transform in reversed(transforms):
         if transform.name in SQUARES:
-            side: int = transform.args["size"]
+            side: int | None = transform.args["size"]
             return side
         if not keeps_size(transform):
             break
@@ -131,7 +133,8 @@ def keeps_size(transform: Component) -> bool:
 
 
 def _view_sides(config: Config) -> Mapping[str, int | None]:
-    return {name: output_side(group.transforms) for name, group in config.views.items()}
+    shown = {name: group for name, group in config.views.items() if group.count}
+    return {name: output_side(group.transforms) for name, group in shown.items()}
 
 
 def _evaluates(config: Config) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,8 +37,9 @@ class Engine:
         self, views: Views, config: Mapping[str, ViewConfig], dense: bool | None = None
     ) -> None:
         """``dense`` chooses how images are changed that only some are; None: by the device."""
-        self.views = _chains(views, config)
-        self.to_float = [pipeline.to_float for pipeline in views.pipelines]
+        self.made = views.made
+        self.chains = _chains(views, config)
+        self.to_float = views.to_float
         self.dense = dense
         self._draws: ViewDraws | None = None
 
@@ -48,17 +50,28 @@ class Engine:
         return self._draw(self._draws, (height, width), epoch, index)
 
     def _draw(self, draws: ViewDraws, size: tuple[int, int], epoch: int, index: int) -> Draws:
-        return [
-            chain.draw_for(draws.at(epoch, index, view), *size)
-            for view, chain in enumerate(self.views)
-        ]
+        drawn: Draws = []
+        sizes: list[tuple[int, int]] = []  # of the views
+        for number, (view, chain) in enumerate(zip(self.made, self.chains, strict=True)):
+            before = size if view.of is None else sizes[view.of]
+            drawn.append(chain.draw_for(draws.at(epoch, index, number), *before))
+            if self._parents:
+                sizes.append(chain.size_after(*before, drawn[-1]))
+        return drawn
+
+    @cached_property
+    def _parents(self) -> set[int | None]:
+        """The numbers of the views that others are made from."""
+        return {view.of for view in self.made} - {None}
 
     def pack(self, params: Sequence[Draws], sizes: np.ndarray) -> Packed:
         """The draws of a batch whose images have these sizes, (B, 2) int64.
 
         Raises UserError where images would have to be of one size and are not.
         """
-        return self._pack(lambda view, chain: chain.pack([one[view] for one in params], sizes))
+        return self._pack(
+            lambda view, chain, sizes: chain.pack([one[view] for one in params], sizes), sizes
+        )
 
     def draw_batch(
         self, seed: int, epochs: np.ndarray, indices: np.ndarray, sizes: np.ndarray
@@ -67,19 +80,25 @@ class Engine:
 
         All images' draws at once, if every transform has a form for that.
         """
-        if not all(chain.vectorised for chain in self.views):
+        if not all(chain.vectorised for chain in self.chains):
             draws = ViewDraws(seed)  # of this call: others may draw at the same time
             keys = zip(map(tuple, sizes.tolist()), epochs.tolist(), indices.tolist(), strict=True)
             return self.pack([self._draw(draws, *key) for key in keys], sizes)
-        streams = [Streams(seed, epochs, indices, view) for view in range(len(self.views))]
-        return self._pack(lambda view, chain: chain.draw(streams[view], sizes))
+        streams = [Streams(seed, epochs, indices, view) for view in range(len(self.chains))]
+        return self._pack(lambda view, chain, sizes: chain.draw(streams[view], sizes), sizes)
 
-    def _pack(self, lay_out: Callable[[int, Chain], tuple[Steps, np.ndarray]]) -> Packed:
-        """``lay_out(view, chain)`` of all views, in one piece."""
-        views = []
-        for view, chain in enumerate(self.views):
+    def _pack(
+        self,
+        lay_out: Callable[[int, Chain, np.ndarray], tuple[Steps, np.ndarray]],
+        sizes: np.ndarray,
+    ) -> Packed:
+        """``lay_out(view, chain, sizes before)`` of all views, in one piece."""
+        views: list[Steps] = []
+        sizes_after: list[np.ndarray] = []
+        for view, chain in enumerate(self.chains):
+            of = self.made[view].of
             try:
-                steps, after = lay_out(view, chain)
+                steps, after = lay_out(view, chain, sizes if of is None else sizes_after[of])
             except UserError as error:
                 raise UserError(f"view {view}: {error}") from error
             if differ(after):
@@ -88,6 +107,7 @@ class Engine:
                     "batch; its transforms need a crop (random_resized_crop or center_crop)"
                 )
             views.append(steps)
+            sizes_after.append(after)
         return pack(views)
 
     def __call__(self, pixels: Tensor, sizes: Tensor | None, packed: Packed) -> list[Tensor]:
@@ -114,10 +134,14 @@ class Engine:
         planes = pixels[rows].permute(0, 3, 1, 2)
         values = planes.to(torch.float32, memory_format=torch.contiguous_format)
         images = Images(values, None if sizes is None else sizes[rows], dense)
-        views = []
-        for view, chain in enumerate(self.views):
-            made = chain.apply(images, packed.steps(view, rows))
-            views.append(self.to_float[view].of_planes(made.values))
+        parents: dict[int | None, Images] = {None: images}
+        to_float, views = iter(self.to_float), []
+        for number, (view, chain) in enumerate(zip(self.made, self.chains, strict=True)):
+            made = chain.apply(parents[view.of], packed.steps(number, rows))
+            if number in self._parents:
+                parents[number] = made
+            if view.shown:
+                views.append(next(to_float).of_planes(made.values))
         return views
 
 
@@ -127,12 +151,12 @@ def _chains(views: Views, config: Mapping[str, ViewConfig]) -> list[Chain]:
     if problems:
         raise ConfigError(problems)
     chains: list[Chain] = []
-    for view in config.values():
-        built = zip(view.transforms, views.pipelines[len(chains)].transforms, strict=False)
+    for view in views.made:
+        built = zip(config[view.group].transforms, view.pipeline.transforms, strict=False)
         forms = [
             find_batched_transform(component.name, transform) for component, transform in built
         ]
-        chains += [Chain(forms)] * view.count
+        chains.append(Chain(forms))
     return chains
 
 

@@ -12,6 +12,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from selftask.config.schema import num_views
 from selftask.data.loading.data_module import DataModule
 from selftask.data.transforms.normalize import Normalize
 from selftask.distributed.world import World
@@ -50,7 +51,8 @@ def rows_of(config: Config, sources: Sources, num_images: int) -> list[Row]:
             batch = next(feed.train_batches(0))
         finally:
             feed.close()
-    groups = [group for group in config.views.values() for _ in range(group.count)]
+    numbers = num_views(config.views)
+    groups = [group for name, group in config.views.items() for _ in range(numbers[name])]
     views = [_to_pixels(v, group) for v, group in zip(batch.all_views, groups, strict=True)]
     return [
         Row(sources.train.path(index), sources.train[index][0], [view[place] for view in views])
@@ -61,9 +63,9 @@ def rows_of(config: Config, sources: Sources, num_images: int) -> list[Row]:
 def view_names(views: Mapping[str, ViewConfig]) -> list[str]:
     """``global 1``, ``global 2``, ``local 1``, ... in the order in which the method gets them."""
     return [
-        f"{name} {number}" if group.count > 1 else name
-        for name, group in views.items()
-        for number in range(1, group.count + 1)
+        f"{name} {number}" if count > 1 else name
+        for name, count in num_views(views).items()
+        for number in range(1, count + 1)
     ]
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
+from selftask.config.schema import num_views
 from selftask.config.values.auto_values import cores
 from selftask.data.inspect.check import has_own_files
 from selftask.data.loading.collate import BatchBuffer
@@ -165,7 +166,8 @@ def transform_shares(config: Config, images: Sequence[np.ndarray]) -> dict[str, 
     A pipeline may do several of them at once, and so faster; which one costs most stays the same.
     """
     spent: dict[str, float] = {}
-    for group in config.views.values():
+    numbers = num_views(config.views).values()
+    for group, number in zip(config.views.values(), numbers, strict=True):
         steps = [
             (component.name, TRANSFORMS[component.name](**component.args))
             for component in group.transforms
@@ -177,7 +179,7 @@ def transform_shares(config: Config, images: Sequence[np.ndarray]) -> dict[str, 
                 started = time.perf_counter()
                 image = transform(image, rng)
                 seconds = time.perf_counter() - started if place else 0.0  # the first warms up
-                spent[name] = spent.get(name, 0.0) + group.count * seconds
+                spent[name] = spent.get(name, 0.0) + max(1, number) * seconds
     total = max(sum(spent.values()), 1e-12)
     return {name: spent[name] / total for name in sorted(spent, key=lambda name: -spent[name])}
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from selftask.batch import Batch
+from selftask.config.schema import num_views
 from selftask.data.cache.fill import decode_once
 from selftask.data.cache.on_device import CachedBatches
 from selftask.data.fingerprint import fingerprint
@@ -117,7 +118,8 @@ class DataModule:
 
     @cached_property
     def _views_per_group(self) -> dict[str, int]:
-        return {name: group.count for name, group in self.config.views.items()}
+        numbers = num_views(self.config.views)
+        return {name: number for name, number in numbers.items() if number}
 
     def iterate_all(self) -> Iterator[Batch]:
         """Yield this rank's part of all training images once, in order, in the views of epoch 0.

@@ -124,7 +124,7 @@ class ViewDataset(Dataset):
     @property
     def to_float(self) -> list[Normalizer]:
         """For each view, what makes a batch of its pictures the input of a network."""
-        return [pipeline.to_float for pipeline in self.views.pipelines]
+        return self.views.to_float
 
     def __len__(self) -> int:
         return len(self.source)

@@ -32,6 +32,8 @@ class _OneList:
         for index, transform in enumerate(self.transforms):
             if transform["name"] == "normalize":
                 yield f"transforms.{index}: normalize is for the end of the outermost list"
+            if transform["name"] == "tile":
+                yield f"transforms.{index}: tile is for the outermost list"
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         return _problems_within(self.transforms, "transforms", channels)
@@ -72,6 +74,8 @@ class RandomChoice:
                     yield (
                         f"choices.{number}.{index}: normalize is for the end of the outermost list"
                     )
+                if transform["name"] == "tile":
+                    yield f"choices.{number}.{index}: tile is for the outermost list"
         if self.weights is not None:
             if len(self.weights) != len(self.choices):
                 yield f"weights: {len(self.weights)} numbers for {len(self.choices)} choices"

@@ -14,12 +14,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cv2
 import numpy as np
 
 from selftask.data.transforms.channels import by_groups, needs_rgb
+from selftask.data.transforms.crops import Box
 from selftask.data.transforms.transform import Deterministic, Transform
 from selftask.errors import UserError
 from selftask.random.views import draw_at, draw_rng
@@ -95,7 +96,7 @@ class Jigsaw(Transform):
             yield f"num_permutations: {self.num_permutations}; 1 to {most} is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Puzzle:
-        rows, columns = self.tile_size(height, width)
+        rows, columns = tile_size(height, width, self.grid, self.tile)
         number = int(draw_at(rng, PERMUTATION) * self.num_permutations)
         left, top = rng.random((2, self.grid**2))
         return Puzzle(
@@ -105,8 +106,9 @@ class Jigsaw(Transform):
         )
 
     def apply(self, image: np.ndarray, params: Puzzle) -> np.ndarray:
-        cell = image.shape[0] // self.grid, image.shape[1] // self.grid
-        rows, columns = self.tile_size(*image.shape[:2])
+        height, width = image.shape[:2]
+        cell = height // self.grid, width // self.grid
+        rows, columns = tile_size(height, width, self.grid, self.tile)
         size = self.grid * rows, self.grid * columns, image.shape[2]
         puzzle = np.empty(size, dtype=np.uint8)
         order = permutations(self.grid**2, self.num_permutations)[params.permutation]
@@ -119,16 +121,55 @@ class Jigsaw(Transform):
             )
         return puzzle
 
-    def tile_size(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of a tile; raises UserError for an image too small for it."""
-        cell = height // self.grid, width // self.grid
-        size = cell if self.tile is None else (self.tile, self.tile)
-        if min(size) < 1 or size[0] > cell[0] or size[1] > cell[1]:
-            raise UserError(
-                f"jigsaw: an image of {width}x{height} pixels has cells of {cell[1]}x{cell[0]} in "
-                f"a grid of {self.grid}, too small for tiles of {self.tile or 1}; take larger crops"
-            )
-        return size
+
+def tile_size(height: int, width: int, grid: int, side: int | None) -> tuple[int, int]:
+    """Return height and width of the tiles of an image of that size.
+
+    Args:
+        height: Of the image, in pixels.
+        width: Of the image, in pixels.
+        grid: Cells in a row and in a column.
+        side: Of a tile, in pixels; None: tiles are as large as their cells.
+
+    Raises:
+        UserError: The cells are smaller than a tile.
+    """
+    cell = height // grid, width // grid
+    size = cell if side is None else (side, side)
+    if min(size) < 1 or size[0] > cell[0] or size[1] > cell[1]:
+        raise UserError(
+            f"an image of {width}x{height} pixels has cells of {cell[1]}x{cell[0]} in a grid of "
+            f"{grid}, too small for tiles of {side or 1}; take larger crops"
+        )
+    return size
+
+
+@register_transform("tile")
+@dataclass(frozen=True, kw_only=True)
+class Tile(Transform):
+    """One tile of the image: view number k of the group shows cell number k of a grid.
+
+    Cells are counted row by row, again from 0 after the last one. The tile lies at a random place
+    in its cell. Use it in a group that is made from another one, so that all tiles are of one crop.
+    """
+
+    view_number: ClassVar[int] = 0  # of its group; set with the view
+
+    grid: int = field(default=3, metadata={"min": 2, "max": 15})  # cells in a row and in a column
+    # pixels, of a side; none: as large as a cell
+    size: int | None = field(default=None, metadata={"min": 1})
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> Box:
+        rows, columns = tile_size(height, width, self.grid, self.size)
+        down, across = divmod(self.view_number % self.grid**2, self.grid)
+        of_top, of_left = rng.random(2).tolist()
+        top = down * (height // self.grid) + int(of_top * (height // self.grid - rows + 1))
+        left = across * (width // self.grid) + int(of_left * (width // self.grid - columns + 1))
+        return left, top, left + columns, top + rows
+
+    def apply(self, image: np.ndarray, params: Box) -> np.ndarray:
+        left, top, right, bottom = params
+        return np.ascontiguousarray(image[top:bottom, left:right])
 
 
 def drawn_permutation(

@@ -121,7 +121,7 @@ class BatchedCut(Operation):
         values, sizes = images.values, images.sizes
         for axis in (0, 1):
             end = values.shape[2 + axis] if sizes is None else sizes[:, axis, None]
-            values = _cut(values, 2 + axis, corner[:, axis], end, self.transform.size)
+            values = cut(values, 2 + axis, corner[:, axis], end, self.transform.size)
         return images.with_values(values)
 
 
@@ -160,7 +160,7 @@ class BatchedRandomCrop(BatchedCut):
         return {"corner": (corner - padding - missing // 2).astype(np.float32)}
 
 
-def _cut(values: Tensor, axis: int, start: Tensor, end: Any, size: int) -> Tensor:
+def cut(values: Tensor, axis: int, start: Tensor, end: Any, size: int) -> Tensor:
     """``size`` rows or columns of each image from its own ``start`` (B,) on.
 
     Those before 0 and from ``end`` on, a number or (B, 1), are black.

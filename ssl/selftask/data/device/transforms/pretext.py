@@ -18,7 +18,17 @@ from selftask.data.device.operation import (
     per_image,
     to_levels,
 )
-from selftask.data.transforms.pretext import ChannelDrop, Jigsaw, Puzzle, Rotate90, permutations
+from selftask.data.device.transforms.crops import cut
+from selftask.data.transforms.crops import Box
+from selftask.data.transforms.pretext import (
+    ChannelDrop,
+    Jigsaw,
+    Puzzle,
+    Rotate90,
+    Tile,
+    permutations,
+    tile_size,
+)
 from selftask.random.views import replayed
 from selftask.registry import register_batched_transform
 
@@ -68,7 +78,7 @@ class BatchedJigsaw(Operation):
     transform: Jigsaw
 
     def size_after(self, height: int, width: int, params: Any = None) -> tuple[int, int]:
-        rows, columns = self.transform.tile_size(height, width)
+        rows, columns = tile_size(height, width, self.transform.grid, self.transform.tile)
         return self.transform.grid * rows, self.transform.grid * columns
 
     def pack(self, params: Sequence[Puzzle], sizes: np.ndarray) -> Arrays:
@@ -92,6 +102,30 @@ class BatchedJigsaw(Operation):
         at = (top + (y % rows)[:, None]) * values.shape[3] + left + x % columns
         taken = values.flatten(2).gather(2, at.flatten(1)[:, None].expand(-1, values.shape[1], -1))
         return images.with_values(taken.view(*values.shape[:2], *canvas))
+
+
+@register_batched_transform("tile")
+class BatchedTile(Operation):
+    """One tile of each image."""
+
+    in_place = False
+    transform: Tile
+
+    def size_after(self, height: int, width: int, params: Any = None) -> tuple[int, int]:
+        return tile_size(height, width, self.transform.grid, self.transform.size)
+
+    def pack(self, params: Sequence[Box], sizes: np.ndarray) -> Arrays:
+        return {"corner": np.array(params, dtype=np.float32)[:, 1::-1]}  # top and left
+
+    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
+        return self.pack(replayed(self.transform, streams.random(2), sizes), sizes)
+
+    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
+        values = images.values
+        for axis in (2, 3):
+            corner = packed["corner"][:, axis - 2]
+            values = cut(values, axis, corner, values.shape[axis], canvas[axis - 2])
+        return images.with_values(values)
 
 
 @register_batched_transform("lab")
