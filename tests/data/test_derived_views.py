@@ -98,7 +98,7 @@ def test_groups_keep_their_names_in_the_batch(
         "method=swav",
         "+views.parts.of=main",
         "+views.parts.count=4",
-        "+views.parts.transforms=[{name: tile, grid: 2},normalize]",
+        "+views.parts.transforms=[{name: tile, grid: 2},{name: normalize, stats: half}]",
         f"data.augment_on={augment_on}",
         f"data.num_workers={workers}",
         f"out={tmp_path}",

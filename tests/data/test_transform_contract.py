@@ -28,7 +28,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "random_order": {"transforms": NESTED},
     "jigsaw": {"grid": 2, "num_permutations": 24},
 }
-SMALLEST = {"jigsaw": 2}  # pixels of a side, where not 1
+SMALLEST = {"jigsaw": 2, "tile": 3}  # pixels of a side, where not 1
 CHANGING = [name for name in BUILT_IN if name != "normalize"]
 
 
