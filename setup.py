@@ -57,6 +57,7 @@ setup(
     extras_require={
         "data": ["pyarrow>=14.0.1", "h5py>=3.9", "lmdb>=1.4", "fsspec>=2023.6", "tifffile>=2023.7"],
         "datasets": ["datasets>=2.14"],  # Hugging Face's
+        "text": ["tokenizers>=0.15"],  # data.tokenizer=file
         "test": [
             *(
                 "pytest>=8",

@@ -21,8 +21,8 @@ def total(loss: Loss) -> Tensor:
 class Batch:
     """One batch of this rank; ``task.last_batch`` is that of the current step.
 
-    The loader fills the first six fields, ``Method.prepare_batch`` the input, the train step the
-    rest, from top to bottom. What a hook computes at ``on_forward`` (the output of a teacher)
+    The loader fills all fields above ``input``, ``Method.prepare_batch`` the input, the train step
+    the rest, from top to bottom. What a hook computes at ``on_forward`` (the output of a teacher)
     is added under a name: ``batch["teacher"] = ...``.
 
     Shape:
@@ -37,6 +37,9 @@ class Batch:
     """(B,) int64, numbers of the images in the data set."""
     key: Tensor
     """(B, 2) int64 on the host; names the random draws of each sample, see ``random.keyed``."""
+    extras: dict[str, Tensor] = field(default_factory=dict)
+    """What the source gives beside image and label, by name: numbers and arrays (B, ...), texts
+    as token ids (B, L) int64 that end in 0."""
     number: int = 0
     """Of the global batch, counted from the start of training."""
     epoch: int = 0

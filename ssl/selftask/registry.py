@@ -315,6 +315,7 @@ HOOKS = Registry("hook", "selftask.hooks")
 BACKBONES = Registry("backbone", "selftask.models.backbones")
 SOURCES = Registry("source", "selftask.data.sources")
 SAMPLERS = Registry("sampler", "selftask.data.sampling")
+TOKENIZERS = Registry("tokenizer", "selftask.data.tokenizers")
 TRANSFORMS = Registry("transform", "selftask.data.transforms")
 BATCHED_TRANSFORMS = Registry(
     "batched_transform", "selftask.data.device.transforms"
@@ -331,6 +332,7 @@ REGISTRIES: dict[str, Registry] = {
     "backbones": BACKBONES,
     "sources": SOURCES,
     "samplers": SAMPLERS,
+    "tokenizers": TOKENIZERS,
     "transforms": TRANSFORMS,
     "optimizers": OPTIMIZERS,
     "schedules": SCHEDULES,
@@ -344,6 +346,7 @@ register_hook = HOOKS.register
 register_backbone = BACKBONES.register
 register_source = SOURCES.register
 register_sampler = SAMPLERS.register
+register_tokenizer = TOKENIZERS.register
 register_transform = TRANSFORMS.register
 register_batched_transform = BATCHED_TRANSFORMS.register
 register_optimizer = OPTIMIZERS.register

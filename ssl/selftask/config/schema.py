@@ -59,6 +59,7 @@ class DataConfig:
     source: Component  # yaml: data.name and the source's own fields, flat in `data:`
     val: Component | None = None  # labelled images for evaluations; none: no k-NN while training
     sampler: Component = field(default_factory=lambda: Component(name="shuffled"))  # of an epoch
+    tokenizer: Component = field(default_factory=lambda: Component(name="bytes"))  # of texts
     augment_on: Literal["cpu", "device"] = "cpu"  # who makes the views: workers, or the device
     max_side: int | None = _setting(
         None, min=1
@@ -88,6 +89,7 @@ class DataConfig:
         named = {
             "val": self.val.to_dict() if self.val else None,
             "sampler": self.sampler.to_dict(),
+            "tokenizer": self.tokenizer.to_dict(),
         }
         return {**self.source.to_dict(), **named, **_own(self, without=("source", *named))}
 
@@ -98,7 +100,9 @@ class ViewConfig:
 
     count: int = _setting(1, min=0, also=["num", "crops", "num_crops", "number"])
     # views of each image, or with `of` of each view of that group; 0: only for groups made from it
-    of: str | None = None  # the group whose views are transformed; none: the image itself
+    image: str | None = None  # a further image of the sample, by its name in the data; none: the
+    # image itself
+    of: str | None = None  # the group whose views are transformed; none: the image
     transforms: list[Component] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:

@@ -44,13 +44,14 @@ from selftask.registry import (
     OPTIMIZERS,
     SAMPLERS,
     SOURCES,
+    TOKENIZERS,
     TRANSFORMS,
     Registry,
 )
 
 T = TypeVar("T")
 
-DATA = Schema.of(DataConfig, without=["source", "val", "sampler"])
+DATA = Schema.of(DataConfig, without=["source", "val", "sampler", "tokenizer"])
 PART = Schema({"subset": DATA.fields["subset"]}, DATA.types, "")  # of data.val, as of data
 OPTIMIZER = Schema.of(OptimizerConfig, without=["name", "args"])
 SECTIONS: dict[str, type | None] = {
@@ -74,7 +75,7 @@ SECTIONS: dict[str, type | None] = {
 }
 # Of the sections with a name, the fields that stay when another thing is named:
 OURS: dict[Key, frozenset[str]] = {
-    ("data",): frozenset({*DATA.fields, "sampler"}),
+    ("data",): frozenset({*DATA.fields, "sampler", "tokenizer"}),
     ("optimizer",): frozenset(OPTIMIZER.fields),
 }
 
@@ -200,10 +201,11 @@ def _read_data(reader: Reader, value: Any, processes: int) -> DataConfig | None:
     if value is None:
         reader.problem(("data",), "data is missing: data=FOLDER takes any tree of images")
         return None
-    derived = val = sampler = None
+    derived = val = sampler = tokenizer = None
     if isinstance(value, dict):
         value = dict(value)
         val, sampler = value.pop("val", None), value.pop("sampler", None)
+        tokenizer = value.pop("tokenizer", None)
         if value.get("num_workers", "auto") == "auto":
             value["num_workers"], derived = auto_values.num_workers(processes)
     source, ours = reader.component(value, SOURCES, ("data",), ours=DATA)
@@ -217,9 +219,12 @@ def _read_data(reader: Reader, value: Any, processes: int) -> DataConfig | None:
             validation = replace(validation, args={**validation.args, **part})
     reader.note_place(("data", "sampler"))
     order, _ = reader.component(sampler or {"name": "shuffled"}, SAMPLERS, ("data", "sampler"))
-    if source is None or order is None:
+    reader.note_place(("data", "tokenizer"))
+    key = ("data", "tokenizer")
+    words, _ = reader.component(tokenizer or {"name": "bytes"}, TOKENIZERS, key)
+    if source is None or order is None or words is None:
         return None
-    return DataConfig(source=source, val=validation, sampler=order, **ours)
+    return DataConfig(source=source, val=validation, sampler=order, tokenizer=words, **ours)
 
 
 def _read_views(reader: Reader, value: Any) -> dict[str, ViewConfig]:
@@ -284,6 +289,7 @@ def own_problems(config: Config) -> Iterator[tuple[Key, str]]:
     named: list[tuple[Component, Registry, Key]] = [
         (config.data.source, SOURCES, ("data",)),
         (config.data.sampler, SAMPLERS, ("data", "sampler")),
+        (config.data.tokenizer, TOKENIZERS, ("data", "tokenizer")),
         (config.backbone, BACKBONES, ("backbone",)),
         (config.method, METHODS, ("method",)),
         (

@@ -45,6 +45,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         return [f"as many images ({now['count']:,}), but not the same names or order", *classes]
     if before["labels"] != now["labels"] and not classes:
         return ["other labels"]
+    if before.get("tokenizer") != now.get("tokenizer"):
+        words = (known.get("tokenizer") or "none" for known in (before, now))
+        classes.append("tokens: {} before, {} now".format(*words))
     return classes
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from selftask.data.reading.files import BadImage
 from selftask.data.reading.image import MAX_PIXELS
+
+ExtraKind: TypeAlias = Literal["image", "text", "array"]
 
 NO_LABEL = -1
 _HASHED = 100_000  # names: a fraction of a second
@@ -22,6 +24,9 @@ class Source(ABC):
 
     ``source[i]`` is ``(image, label)``: a uint8 array (H, W, C), not to be changed in place, and an
     int, -1 where there is none. C is ``channels``; 3 of them are red, green and blue.
+    A sample may have more: ``extras`` names further images, texts (a caption) and arrays (a time, a
+    mask), which ``extra(i, name)`` returns.
+
     It raises BadImage for what cannot be read. Registered sources are dataclasses whose fields are
     the keys of the ``data:`` section; opening (``__post_init__``) raises UserError.
     """
@@ -29,6 +34,7 @@ class Source(ABC):
     max_pixels = MAX_PIXELS  # set from data.max_pixels when opened
     channels: int = 3  # of every image
     labels: Any = None  # (N,) int64 known without reading an image, or None
+    extras: Mapping[str, ExtraKind] = {}  # of a sample beside image and label; never changed
 
     @abstractmethod
     def __len__(self) -> int:
@@ -37,6 +43,15 @@ class Source(ABC):
     @abstractmethod
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         """Image and label; raises BadImage."""
+
+    def extra(self, index: int, name: str) -> Any:
+        """Return one of the ``extras`` of a sample; raises BadImage.
+
+        Returns:
+            image: uint8 (H, W, C), as ``source[index]`` gives one. text: a str; an empty one counts
+            as unreadable. array: a number or an array whose shape is that of every sample.
+        """
+        raise KeyError(name)
 
     @abstractmethod
     def path(self, index: int) -> str:
@@ -86,6 +101,11 @@ def channels_of(source: Source) -> int:
     return getattr(source, "channels", Source.channels)
 
 
+def extras_of(source: Source) -> Mapping[str, ExtraKind]:
+    """Extra fields; none of a source that is no ``Source`` and has none."""
+    return getattr(source, "extras", Source.extras)
+
+
 class Wrapped(Source):
     """A source that answers as another one does, but for what a subclass says itself."""
 
@@ -108,6 +128,11 @@ class Wrapped(Source):
         return channels_of(self.source)
 
     @property
+    def extras(self) -> Mapping[str, ExtraKind]:  # type: ignore[override]
+        """Of the source that reads."""
+        return extras_of(self.source)
+
+    @property
     def num_classes(self) -> int:
         """Of the whole source: a class that has no image here still has its number."""
         return self.source.num_classes
@@ -121,6 +146,9 @@ class Wrapped(Source):
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         return self.source[index]
+
+    def extra(self, index: int, name: str) -> Any:
+        return self.source.extra(index, name)
 
     def path(self, index: int) -> str:
         return self.source.path(index)

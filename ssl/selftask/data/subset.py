@@ -52,6 +52,9 @@ class Subset(Wrapped):
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         return self.source[int(self.rows[index])]
 
+    def extra(self, index: int, name: str) -> Any:
+        return self.source.extra(int(self.rows[index]), name)
+
     def renumber(self, numbers: np.ndarray) -> None:
         """Also in the whole source, which gives the images."""
         super().renumber(numbers)

@@ -168,6 +168,7 @@ class View:
     pipeline: Compose
     of: int | None  # number of the view that it is made from; None: the image
     shown: bool  # False: only other views are made from it
+    image: int = 0  # of the sample: 0, or 1 + place in ``Views.images``
 
 
 class Views:
@@ -177,14 +178,17 @@ class Views:
     """
 
     def __init__(self, views: Mapping[str, ViewConfig], channels: int = RGB) -> None:
+        further = dict.fromkeys(group.image for group in views.values() if group.image is not None)
+        self.images = tuple(further)  # names of further images of a sample that views are made of
         self.made: list[View] = []
         for name, group in views.items():
             pipeline = build_pipeline(group.transforms, f"views.{name}.transforms", channels)
+            image = 0 if group.image is None else 1 + self.images.index(group.image)
             parents: Iterable[int | None] = [None]
             if group.of is not None:
                 parents = [at for at, view in enumerate(self.made) if view.group == group.of]
             self.made += [
-                View(name, pipeline.for_view(number), parent, group.count > 0)
+                View(name, pipeline.for_view(number), parent, group.count > 0, image)
                 for parent in parents
                 for number in range(max(1, group.count))
             ]
@@ -203,15 +207,25 @@ class Views:
         return [self.made[number].pipeline.to_float for number in self.shown]
 
     def __call__(
-        self, image: np.ndarray, seed: int, epoch: int, index: int, out: Sequence[np.ndarray] = ()
+        self,
+        image: np.ndarray,
+        seed: int,
+        epoch: int,
+        index: int,
+        out: Sequence[np.ndarray] = (),
+        further: Sequence[np.ndarray] = (),
     ) -> list[np.ndarray]:
-        """V uint8 images (H, W, C) of one (H', W', C); those that can be lie in ``out``."""
+        """V uint8 images (H, W, C) of one (H', W', C); those that can be lie in ``out``.
+
+        ``further`` are the other images of the sample, in the order of ``images``.
+        """
         if self._draws is None or self._seed != seed:
             self._draws, self._seed = ViewDraws(seed), seed
+        given = (image, *further)
         places = iter(out)
         made: list[np.ndarray] = []
         for number, view in enumerate(self.made):
-            source = image if view.of is None else made[view.of]
+            source = given[view.image] if view.of is None else made[view.of]
             place = next(places, None) if view.shown else None
             made.append(view.pipeline(source, self._draws.at(epoch, index, number), place))
         return [made[number] for number in self.shown]

@@ -129,6 +129,9 @@ def _derived_views(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
             yield key, f"views.{name}.of={group.of!r}: a group can only be {text}"
         elif group.of is not None and group.of not in above:
             yield key, f"views.{name}.of={group.of!r}: no such group; {nearest(group.of, above)}"
+        if group.of is not None and group.image is not None:
+            text = f"views.{name}: of={group.of!r} and image={group.image!r}: only one can be meant"
+            yield ("views", name, "image"), text
         above.append(name)
     used = {group.of for group in views.values()}
     for name, group in views.items():
@@ -171,6 +174,10 @@ def _engine(config: Config) -> Iterator[Problem]:
     data = config.data
     if data.augment_on == "device":
         yield from unbatched(config.views)
+        for name, group in config.views.items():
+            if group.image is not None:
+                text = f"views.{name}.image={group.image!r} needs data.augment_on=cpu"
+                yield ("views", name, "image"), text
         return
     if data.cache == "device":
         yield ("data", "cache"), "data.cache='device' needs data.augment_on=device"

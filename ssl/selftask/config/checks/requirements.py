@@ -1,12 +1,12 @@
 """What a method declares that it needs (``Method.requires``), compared with the rest of a run.
 
 Each need is checked as soon as the answer is known, before a run starts: with the config
-(``of_config``), the opened data (``of_labels``) and the built backbone (``of_backbone``).
+(``of_config``), the opened data (``of_labels``, ``of_extras``) and the built backbone (``of_backbone``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from selftask.config.checks import grid
 from selftask.config.compose.provenance import Key
@@ -70,3 +70,23 @@ def of_labels(config: Config, unlabelled: int, total: int, key: str = "data") ->
                 f"{key}: {unlabelled} of {total} images have no label, and method.name={method} "
                 "needs all of them; leave those images out"
             )
+
+
+def of_extras(config: Config, kinds: Mapping[str, str]) -> Iterator[str]:
+    """Yield a problem for each caption or further image that is needed and not in the data.
+
+    Args:
+        config: Whose method may need captions and whose groups of views name images.
+        kinds: What the data has beside image and label, as in ``Source.extras``.
+    """
+    method = config.method.name
+    if "captions" in required(method) and kinds.get("caption") != "text":
+        yield (
+            f"data: method.name={method} needs captions, and this data has none; name their column "
+            "with data.caption (a table, Hugging Face's data sets), or take a source that has them"
+        )
+    images = [name for name, kind in kinds.items() if kind == "image"]
+    has = f"it has {', '.join(images)}" if images else "it has one image a sample"
+    for name, group in config.views.items():
+        if group.image is not None and group.image not in images:
+            yield f"views.{name}.image: the data has no further image {group.image!r}; {has}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from selftask.config.compose.provenance import Key
 
-_NAMED = {("backbone",), ("method",), ("optimizer",), ("data", "sampler")}
+_NAMED = {("backbone",), ("method",), ("optimizer",), ("data", "sampler"), ("data", "tokenizer")}
 _SOURCES = {("data",), ("data", "val")}
 _PATHS = {
     *_SOURCES,

@@ -16,6 +16,7 @@ from torch import Tensor
 from selftask.data.device.batches import DeviceDataset, shrunk, to_canvas
 from selftask.data.device.engine import Engine
 from selftask.data.device.packing import Packed
+from selftask.data.extras import ExtrasReader
 from selftask.data.loading.collate import Batch, BatchBuffer, BatchFields
 from selftask.data.loading.dataset import MAX_REPLACEMENTS, BadFiles, EvalDataset, replacement
 from selftask.data.loading.loader import Batches, EvalBatches
@@ -79,6 +80,7 @@ class CachedBatches(Batches):
             "target": self._cache.targets.index_select(0, shown),
             "index": shown,
             "key": plan.key,
+            "extras": {n: x.index_select(0, shown) for n, x in self._cache.extras.items()},
             "epoch": plan.epoch,
         }
 
@@ -91,6 +93,7 @@ class Cache:
         self.pixels = torch.empty((num_images, 0, 0, channels), dtype=torch.uint8, device=device)
         self.targets = torch.full((num_images,), -1, dtype=torch.int64, device=device)
         self.sizes = np.zeros((num_images, 2), dtype=np.int64)  # 0: could not be read
+        self.extras: dict[str, Tensor] = {}  # (num_images, ...), of each name
 
     @staticmethod
     def read(
@@ -100,7 +103,7 @@ class Cache:
         started = time.perf_counter()
         cache = Cache(len(dataset), device, channels_of(dataset.source))
         images = EvalBatches(
-            Pictures(dataset.source, dataset.max_side),
+            Pictures(dataset.source, dataset.max_side, dataset.extras),
             batch_size=_READ_AT_ONCE,
             num_workers=num_workers,
             bad_files=bad_files,
@@ -126,6 +129,11 @@ class Cache:
         self.pixels[where, :height, :width] = canvas.to(self.device)
         self.targets[where] = sample["target"].to(self.device)
         self.sizes[index.numpy()] = sample["sizes"]
+        for name, values in sample["extras"].items():
+            if name not in self.extras:
+                shape = len(self.targets), *values.shape[1:]
+                self.extras[name] = torch.zeros(shape, dtype=values.dtype, device=self.device)
+            self.extras[name][where] = values.to(self.device)
 
     def _make_room(self, height: int, width: int) -> None:
         """Widen the canvas if an image is larger than all before."""
@@ -148,8 +156,10 @@ class Cache:
 class Pictures(EvalDataset):
     """The images of a source as they are cached, for ``EvalBatches``; bad ones are left out."""
 
-    def __init__(self, source: Source, max_side: int | None) -> None:
-        super().__init__(source, Compose([]))
+    def __init__(
+        self, source: Source, max_side: int | None, extras: ExtrasReader | None = None
+    ) -> None:
+        super().__init__(source, Compose([]), extras=extras)
         self.max_side = max_side
 
     def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
@@ -163,9 +173,9 @@ class Pictures(EvalDataset):
         listed = BatchFields()
         images = [sample.views[0] for sample in samples if listed.add(sample)]
         if not images:
-            return PictureBatch(views=[], **listed.fields())
+            return PictureBatch(views=[], **listed.of_batch(places.new))
         canvas, sizes = to_canvas(images, places.new)
-        return PictureBatch(views=[canvas], **listed.fields(), sizes=sizes)
+        return PictureBatch(views=[canvas], **listed.of_batch(places.new), sizes=sizes)
 
 
 @dataclass(frozen=True)
@@ -177,7 +187,7 @@ class PictureBatch(Batch):
     def to_sample(self, device: torch.device, to_float: Any) -> dict[str, Any]:
         """As they are."""
         known = {"target": self.target, "index": self.index, "sizes": self.sizes}
-        return {"views": self.views, **known}
+        return {"views": self.views, **known, "extras": self.extras}
 
 
 class Planner:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from selftask.data.device.engine import Engine
 from selftask.data.device.packing import Packed
+from selftask.data.extras import ExtrasReader
 from selftask.data.loading.collate import Allocator, Batch, BatchBuffer, BatchFields
 from selftask.data.loading.dataset import ViewDataset
 from selftask.data.loading.sample import Sample
@@ -46,9 +47,7 @@ class DeviceBatch(Batch):
         sizes = None if self.sizes is None else self.sizes.to(device, non_blocking=True)
         return {
             "views": to_float(pixels, sizes, self.packed.to(device)),
-            "target": self.target.to(device, non_blocking=True),
-            "index": self.index.to(device, non_blocking=True),
-            "key": self.key,
+            **self.rest(device),
         }
 
 
@@ -58,10 +57,16 @@ class DeviceDataset(ViewDataset):
     makes_views_on_device = True
 
     def __init__(
-        self, source: Source, views: Views, seed: int, engine: Engine, max_side: int | None = None
+        self,
+        source: Source,
+        views: Views,
+        seed: int,
+        engine: Engine,
+        max_side: int | None = None,
+        extras: ExtrasReader | None = None,
     ) -> None:
         """``max_side``: pixels that the longer side of a handed-over image has at most."""
-        super().__init__(source, views, seed)
+        super().__init__(source, views, seed, extras)
         self.engine = engine
         self.max_side = max_side
 
@@ -71,9 +76,10 @@ class DeviceDataset(ViewDataset):
         return self.engine
 
     def make(
-        self, image: np.ndarray, epoch: int, index: int, out: Sequence[np.ndarray] = ()
+        self, images: list[np.ndarray], epoch: int, index: int, out: Sequence[np.ndarray] = ()
     ) -> tuple[list[np.ndarray], Any]:
         """The image itself, and the draws for all of its views."""
+        (image,) = images
         if self.max_side is not None:
             image = shrunk(image, self.max_side)
         height, width = image.shape[:2]
@@ -83,7 +89,7 @@ class DeviceDataset(ViewDataset):
         """All images in one canvas, and all draws in one tensor."""
         listed = BatchFields()
         shown = [sample for sample in samples if listed.add(sample)]
-        batch = DeviceBatch(views=[], **listed.fields())
+        batch = DeviceBatch(views=[], **listed.of_batch(places.new))
         if not shown:
             return batch
         canvas, sizes = to_canvas([sample.views[0] for sample in shown], places.new)

@@ -114,16 +114,17 @@ def _one_process(
     read_s = None
     if has_own_files(source):
         read_s, _ = _each(lambda index: len(read_bytes(source.path(index))), indices, seconds)
-    decode_s, images = _each(lambda index: source[index], indices, seconds, most)
+    dataset = train_dataset(config, source)
+    decode_s, samples_read = _each(dataset.read, indices, seconds, most)
     if read_s is not None:  # what was read once is in memory, and has now been read from there
         in_memory_s, _ = _each(lambda index: len(read_bytes(source.path(index))), indices, 0.2)
         decode_s = max(decode_s - in_memory_s, 0.0)
 
-    dataset = train_dataset(config, source)
+    images_of = [images for images, _, _ in samples_read]
     augment_s, made = _each(
-        lambda place: dataset.make(images[place][0], 0, place), range(len(images)), seconds
+        lambda place: dataset.make(images_of[place], 0, place), range(len(images_of)), seconds
     )
-    samples = [Sample(images, -1, 0, (0, 0), [], drawn) for images, drawn in made]
+    samples = [Sample(images, -1, 0, (0, 0), [], drawn=drawn) for images, drawn in made]
     samples = samples[: config.train.batch_size]
     collate_s, batch = _repeat(
         lambda: dataset.collate(samples, BatchBuffer(len(samples))), seconds / 4
@@ -146,7 +147,7 @@ def _one_process(
         to_device_s=to_device_s / len(samples),
         loader_images_per_s=0.0,
         decodes_per_sample=0.0,
-        num_images=len(images),
+        num_images=len(images_of),
         batch_size=config.train.batch_size,
         num_workers=config.data.num_workers,
         processes=config.launch.processes,
@@ -155,8 +156,8 @@ def _one_process(
         augment_on=config.data.augment_on,
         cache=config.data.cache,
         views=[(view.shape[-1], view.shape[-2]) for view in sample["views"]],
-        image_pixels=float(np.median([image.shape[0] * image.shape[1] for image, _ in images])),
-        transforms=transform_shares(config, [image for image, _ in images[:32]]),
+        image_pixels=float(np.median([image.shape[0] * image.shape[1] for image, *_ in images_of])),
+        transforms=transform_shares(config, [image for image, *_ in images_of[:32]]),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from selftask.data.loading.sample import Sample
 from selftask.data.reading.files import BadImage
 from selftask.data.views import Normalizer
+from selftask.errors import UserError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,6 +36,7 @@ class Batch:
     bad: list[BadImage]
     num_left_out: int
     problem: str = ""  # what the user has to put right, instead of views
+    extras: dict[str, torch.Tensor] = field(default_factory=dict)  # (B, ...) by name
 
     def pin_memory(self) -> Self:
         """The same in page-locked memory; called by the DataLoader's pinning thread."""
@@ -43,6 +45,7 @@ class Batch:
             views=[view.pin_memory() for view in self.views],
             target=self.target.pin_memory(),
             index=self.index.pin_memory(),
+            extras={name: values.pin_memory() for name, values in self.extras.items()},
         )
 
     def to_sample(self, device: torch.device, to_float: Sequence[Normalizer]) -> dict[str, Any]:
@@ -53,9 +56,17 @@ class Batch:
         pixels = [view.to(device, non_blocking=True) for view in self.views]
         return {
             "views": [convert(view) for convert, view in zip(to_float, pixels, strict=True)],
+            **self.rest(device),
+        }
+
+    def rest(self, device: torch.device) -> dict[str, Any]:
+        """Return everything but views, on the device; the key stays on the host."""
+        extras = {name: x.to(device, non_blocking=True) for name, x in self.extras.items()}
+        return {
             "target": self.target.to(device, non_blocking=True),
             "index": self.index.to(device, non_blocking=True),
             "key": self.key,
+            "extras": extras,
         }
 
 
@@ -75,6 +86,7 @@ class BatchFields:
     epoch: int = 0
     bad: list[BadImage] = field(default_factory=list)
     num_left_out: int = 0
+    given: list[dict[str, np.ndarray]] = field(default_factory=list)  # of each sample, if any
 
     def add(self, sample: Sample) -> bool:
         """Add a sample; whether it has pictures."""
@@ -86,16 +98,36 @@ class BatchFields:
         self.target.append(sample.target)
         self.index.append(sample.index)
         self.key.append(sample.key)
+        if sample.extras:
+            self.given.append(sample.extras)
         return True
 
-    def fields(self) -> dict[str, Any]:
-        """Those of a Batch."""
+    def of_batch(self, new: Allocator) -> dict[str, Any]:
+        """Return the fields of a Batch but its views; raises UserError if arrays differ in shape.
+
+        Args:
+            new: Makes the arrays of what the source gives beside image and label.
+        """
         return {
-            **vars(self),
+            "epoch": self.epoch,
+            "bad": self.bad,
+            "num_left_out": self.num_left_out,
+            "extras": {name: self._stack(name, new) for name in (self.given or [{}])[0]},
             "target": torch.tensor(self.target, dtype=torch.int64),
             "index": torch.tensor(self.index, dtype=torch.int64),
             "key": torch.tensor(self.key, dtype=torch.int64).view(-1, 2),
         }
+
+    def _stack(self, name: str, new: Allocator) -> torch.Tensor:
+        arrays = [extras[name] for extras in self.given]
+        kinds = sorted({f"{array.dtype} {array.shape}" for array in arrays})
+        if len(kinds) > 1:
+            raise UserError(
+                f"data: its {name!r} differs between samples ({', '.join(kinds[:3])}) and "
+                "makes no batch"
+            )
+        stacked = new((len(arrays), *arrays[0].shape), arrays[0].dtype)
+        return torch.from_numpy(np.stack(arrays, out=stacked))
 
 
 def collate(samples: Iterable[Sample], places: BatchBuffer) -> Batch:
@@ -106,9 +138,8 @@ def collate(samples: Iterable[Sample], places: BatchBuffer) -> Batch:
             places.add(sample.views)
     problem = places.problem()
     filled = [] if problem else [view[: places.count] for view in places.views]
-    return Batch(
-        views=[torch.from_numpy(view) for view in filled], **listed.fields(), problem=problem
-    )
+    views = [torch.from_numpy(view) for view in filled]
+    return Batch(views=views, **listed.of_batch(places.new), problem=problem)
 
 
 class BatchBuffer:

@@ -14,18 +14,21 @@ from selftask.batch import Batch
 from selftask.config.schema import num_views
 from selftask.data.cache.fill import decode_once
 from selftask.data.cache.on_device import CachedBatches
+from selftask.data.extras import ExtrasReader
 from selftask.data.fingerprint import fingerprint
 from selftask.data.loading.dataset import BadFiles, EvalDataset, ViewDataset
 from selftask.data.loading.loader import Batches, EvalBatches
 from selftask.data.loading.open_data import Sources, check_data, check_val
 from selftask.data.loading.train_dataset import train_dataset
-from selftask.data.source import channels_of
+from selftask.data.source import channels_of, extras_of
 from selftask.data.views import build_pipeline
 from selftask.logs import get_logger
+from selftask.registry import TOKENIZERS
 
 if TYPE_CHECKING:
     from selftask.config.schema import Config
     from selftask.data.source import Source
+    from selftask.data.tokenizers.base import Tokenizer
     from selftask.distributed.world import World
 
 log = get_logger(__name__)
@@ -52,7 +55,7 @@ class DataModule:
         )
         self._bad_val_list = out / "bad_files_val.txt"
         self.batches = (CachedBatches if config.data.cache == "device" else Batches)(
-            train_dataset(config, self.train_source),
+            train_dataset(config, self.train_source, self._extras_of(self.train_source)),
             batch_size=config.train.batch_size,
             seed=config.train.seed,
             num_workers=config.data.num_workers,
@@ -81,7 +84,26 @@ class DataModule:
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """What identifies the training images."""
-        return fingerprint(self.train_source)
+        known = fingerprint(self.train_source)
+        if "text" in extras_of(self.train_source).values():
+            known["tokenizer"] = self.tokenizer.describe()
+        return known
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Turns texts of the data into token ids."""
+        component = self.config.data.tokenizer
+        tokenizer = TOKENIZERS[component.name]
+        built: Tokenizer = tokenizer(tokenizer.Config(**component.args))
+        return built
+
+    def _extras_of(self, source: Source) -> ExtrasReader | None:
+        """Return the reader of what a source gives beside image and label, if it gives that."""
+        kinds = {name: kind for name, kind in extras_of(source).items() if kind != "image"}
+        if not kinds:
+            return None
+        has_text = "text" in kinds.values()
+        return ExtrasReader(kinds, self.tokenizer if has_text else None)
 
     @property
     def channels(self) -> int:
@@ -154,7 +176,8 @@ class DataModule:
         return (make_batch(sample, {"eval": 1}) for sample in self.test_samples())
 
     def _eval_batches(self, source: Source, bad_files: BadFiles) -> EvalBatches:
-        dataset = EvalDataset(source, self.eval_pipeline, self.config.train.seed)
+        extras = self._extras_of(source)
+        dataset = EvalDataset(source, self.eval_pipeline, self.config.train.seed, extras)
         return self._pass(dataset, bad_files)
 
     def _pass(self, dataset: EvalDataset | ViewDataset, bad_files: BadFiles) -> EvalBatches:
@@ -191,6 +214,7 @@ def make_batch(sample: dict[str, Any], views_per_group: Mapping[str, int]) -> Ba
         labels=sample["target"],
         index=sample["index"],
         key=sample["key"],
+        extras=sample["extras"],
         number=sample.get("step", 0),
         epoch=sample.get("epoch", 0),
     )

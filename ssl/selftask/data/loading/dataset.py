@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from selftask.data.extras import ExtrasReader, read_extra_image
 from selftask.data.loading.sample import Sample
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source, channels_of
@@ -114,12 +115,21 @@ class ViewDataset(Dataset):
     The image in place of one that cannot be read is a pure function of (seed, epoch, index), and
     the draws stay those of (epoch, index): whatever the worker, rank or resume, the same sample.
     ``Sample.index`` is that of the image shown, since methods with a memory keep a slot per image.
+
+    Args:
+        source: Gives the images.
+        views: Makes their views.
+        seed: Of the draws.
+        extras: Reads what the source gives beside image and label, if anything is wanted.
     """
 
-    def __init__(self, source: Source, views: Views, seed: int) -> None:
+    def __init__(
+        self, source: Source, views: Views, seed: int, extras: ExtrasReader | None = None
+    ) -> None:
         self.source = source
         self.views = views
         self.seed = seed
+        self.extras = extras
 
     @property
     def to_float(self) -> list[Normalizer]:
@@ -134,20 +144,28 @@ class ViewDataset(Dataset):
         shown, bad = index, []
         for attempt in range(MAX_REPLACEMENTS + 1):
             try:
-                image, target = read(self.source, shown)
+                images, target, extras = self.read(shown)
             except BadImage as error:
                 bad.append(error)
                 shown = replacement(self.seed, epoch, index, attempt, len(self.source))
             else:
-                views, drawn = self.make(image, epoch, index, out)
-                return Sample(views, target, shown, key, bad, drawn)
+                views, drawn = self.make(images, epoch, index, out)
+                return Sample(views, target, shown, key, bad, extras, drawn)
         return Sample([], -1, index, key, bad)
 
+    def read(self, index: int) -> tuple[list[np.ndarray], int, dict[str, np.ndarray] | None]:
+        """Return all images of a sample, its label and its extras; raises BadImage, UserError."""
+        image, target = read(self.source, index)
+        further = [read_extra_image(self.source, index, name) for name in self.views.images]
+        extras = None if self.extras is None else self.extras.read(self.source, index)
+        return [image, *further], target, extras
+
     def make(
-        self, image: np.ndarray, epoch: int, index: int, out: Sequence[np.ndarray] = ()
+        self, images: list[np.ndarray], epoch: int, index: int, out: Sequence[np.ndarray] = ()
     ) -> tuple[list[np.ndarray], Any]:
         """The pictures to hand over, and the draws of those that are made on the device."""
-        return self.views(image, self.seed, epoch, index, out), None
+        image, *further = images
+        return self.views(image, self.seed, epoch, index, out, further), None
 
 
 class EvalDataset(Dataset):
@@ -157,10 +175,17 @@ class EvalDataset(Dataset):
     counted under another's name.
     """
 
-    def __init__(self, source: Source, pipeline: Compose, seed: int = 0) -> None:
+    def __init__(
+        self,
+        source: Source,
+        pipeline: Compose,
+        seed: int = 0,
+        extras: ExtrasReader | None = None,
+    ) -> None:
         self.source = source
         self.pipeline = pipeline
         self.seed = seed
+        self.extras = extras
 
     @property
     def to_float(self) -> list[Normalizer]:
@@ -174,10 +199,11 @@ class EvalDataset(Dataset):
         index = key[1]
         try:
             image, target = read(self.source, index)
+            extras = None if self.extras is None else self.extras.read(self.source, index)
         except BadImage as error:
             return Sample([], -1, index, (0, index), [error])
         view = self.pipeline(image, draw_rng(self.seed, 0, index, 0), out[0] if out else None)
-        return Sample([view], target, index, (0, index), [])
+        return Sample([view], target, index, (0, index), [], extras)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from selftask.config.checks.checks import pipelines
-from selftask.config.checks.requirements import of_labels
+from selftask.config.checks.requirements import of_extras, of_labels
 from selftask.data.labels import align_classes, check_labels, count_unlabelled
 from selftask.data.reading.files import Policy, set_policy
 from selftask.data.sampling.sampler import Sampler, build_sampler, steps_per_epoch
-from selftask.data.source import Source, channels_of
+from selftask.data.source import Source, channels_of, extras_of
 from selftask.data.staging.staged_source import copied
 from selftask.data.subset import subset_of
 from selftask.data.transforms.channels import list_problems
@@ -79,7 +79,8 @@ def check_data(config: Config, source: Source) -> Sampler:
 
     Raises:
         ConfigError: If images with so many channels cannot have the config's views and
-            evaluations, if the method needs labels that are missing, or if the sampler's epoch
+            evaluations, if the method needs labels or captions that are missing, if views
+            are made of images that the data does not have, or if the sampler's epoch
             has no step or less than one update.
     """
     channels = channels_of(source)
@@ -87,6 +88,7 @@ def check_data(config: Config, source: Source) -> Sampler:
         list_problems(ts, ".".join(key), channels) for key, ts in pipelines(config).items()
     ]
     found.append(of_labels(config, count_unlabelled(source), len(source)))
+    found.append(of_extras(config, extras_of(source)))
     if problems := list(chain.from_iterable(found)):
         raise ConfigError(problems)
     batch_size, accumulate = config.train.batch_size, config.train.accumulate

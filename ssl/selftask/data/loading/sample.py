@@ -21,6 +21,7 @@ class Sample:
     index: int  # of the image that is shown
     key: tuple[int, int]  # what was asked for, and what the draws are those of
     bad: list[BadImage]  # what could not be read on the way
+    extras: dict[str, np.ndarray] | None = None  # what the source gives beside image and label
     drawn: Any = None  # with data.augment_on=device, which makes the views: what was drawn for them
 
     @property

@@ -1,0 +1,72 @@
+"""What a source gives beside image and label, as arrays of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from selftask.data.reading.files import BadImage
+from selftask.data.source import ExtraKind, Source, channels_of
+from selftask.errors import UserError
+
+_NUMBERS = {"f": np.float32, "i": np.int64}  # types of Python's and of NumPy's 64-bit numbers
+
+
+class ExtrasReader:
+    """Reads the texts and arrays of a sample; further images belong to groups of views.
+
+    Args:
+        kinds: What to read, by name.
+        tokenizer: Text -> (L,) token ids; needed if there are texts.
+    """
+
+    def __init__(
+        self, kinds: Mapping[str, ExtraKind], tokenizer: Callable[[str], np.ndarray] | None = None
+    ) -> None:
+        self.kinds = kinds
+        self.tokenizer = tokenizer
+
+    def read(self, source: Source, index: int) -> dict[str, np.ndarray]:
+        """Return texts and arrays of a sample; raises BadImage, UserError for wrong types."""
+        return {name: self._read(source, index, name) for name in self.kinds}
+
+    def _read(self, source: Source, index: int, name: str) -> np.ndarray:
+        value = source.extra(index, name)
+        if self.kinds[name] == "array":
+            return as_array(value, source, index, name)
+        if not isinstance(value, str):
+            raise UserError(
+                f"{source.path(index)}: its {name!r} is {value!r:.80}; a text is expected"
+            )
+        if not value.strip():
+            raise BadImage(source.path(index), f"its {name} is empty")
+        assert self.tokenizer is not None
+        return self.tokenizer(value)
+
+
+def as_array(value: Any, source: Source, index: int, name: str) -> np.ndarray:
+    """Return a number or array of a source as an array; Python's floats become float32."""
+    array = np.asarray(value)
+    if array.dtype.kind not in "buif":
+        raise UserError(
+            f"{source.path(index)}: its {name!r} is {value!r:.80}; a number or an array of "
+            "numbers is expected"
+        )
+    if isinstance(value, np.ndarray):
+        return array
+    return array.astype(_NUMBERS.get(array.dtype.kind, array.dtype))
+
+
+def read_extra_image(source: Source, index: int, name: str) -> np.ndarray:
+    """Return a further image of a sample, uint8 (H, W, C); raises BadImage and UserError."""
+    image: np.ndarray = source.extra(index, name)
+    channels = channels_of(source)
+    if image.ndim != 3 or image.shape[2] != channels or image.dtype != np.uint8:
+        raise UserError(
+            f"{source.path(index)}: its {name!r} is {image.dtype} of shape {image.shape}; "
+            f"an 8-bit image (H, W, {channels}) is expected"
+        )
+    return image
+

@@ -1,0 +1,1 @@
+"""Texts to token ids, registered by name; nothing here imports torch."""

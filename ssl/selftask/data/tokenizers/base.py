@@ -1,0 +1,37 @@
+"""The contract of tokenizers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+PADDING = 0  # id after the last token
+
+
+class Tokenizer(ABC):
+    """Turns a text into ``length`` token ids; the same in every process.
+
+    Registered tokenizers are dataclasses' owners like sources: ``Config`` has the fields of
+    ``data.tokenizer``, and ``__init__(config)`` raises UserError for what the user can fix.
+    """
+
+    length: int
+    """Ids of every text: longer texts are cut, shorter ones padded."""
+    vocab_size: int
+    """Every id is below; 0 is padding."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, at most ``length`` of them, none of them 0."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return what identifies the vocabulary; recorded in checkpoints."""
+
+    def __call__(self, text: str) -> np.ndarray:
+        """Return (length,) int64 ids of a text, padded with 0."""
+        ids = np.full(self.length, PADDING, dtype=np.int64)
+        tokens = self.encode(text)
+        ids[: len(tokens)] = tokens
+        return ids

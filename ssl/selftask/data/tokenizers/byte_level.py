@@ -1,0 +1,36 @@
+"""Bytes as tokens: needs no vocabulary file and covers every language."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from selftask.data.tokenizers.base import Tokenizer
+from selftask.registry import limited, register_tokenizer
+
+NUM_BYTES = 256
+START, END = NUM_BYTES + 1, NUM_BYTES + 2  # 0 is padding, 1 + b the byte b
+
+
+@register_tokenizer("bytes")
+class Bytes(Tokenizer):
+    """The bytes of a text in UTF-8 between a start and an end token: the default."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        length: int = limited(77, min=3)  # tokens of a text with start and end; the rest is cut
+        lower: bool = True  # lower-case texts, as CLIP does
+
+    vocab_size = END + 1
+
+    def __init__(self, config: Config) -> None:
+        self.length = config.length
+        self.lower = config.lower
+
+    def encode(self, text: str) -> list[int]:
+        """Start, bytes, end; white space at the ends and its repetitions are dropped."""
+        clean = " ".join((text.lower() if self.lower else text).split())
+        content = clean.encode("utf-8", "surrogateescape")[: self.length - 2]
+        return [START, *(byte + 1 for byte in content), END]
+
+    def describe(self) -> str:
+        return f"bytes, {'lower case, ' if self.lower else ''}{self.length} tokens"

@@ -1,0 +1,57 @@
+"""Vocabularies of Hugging Face's tokenizers library."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from dataclasses import dataclass
+
+from selftask.data.tokenizers.base import Tokenizer
+from selftask.errors import UserError, nearest_path
+from selftask.files.paths import expand_user, is_file
+from selftask.registry import limited, register_tokenizer
+
+
+@register_tokenizer("file")
+class TokenizerFile(Tokenizer):
+    """A ``tokenizer.json`` of Hugging Face's tokenizers, such as that of a published CLIP.
+
+    Ids are those of the file plus one, since 0 is padding here. Start and end tokens are added if
+    the file's post-processor adds them.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        path: str  # of the tokenizer.json
+        length: int = limited(77, min=3)  # tokens of a text with start and end; the rest is cut
+
+    def __init__(self, config: Config) -> None:
+        if importlib.util.find_spec("tokenizers") is None:
+            raise UserError(
+                "data.tokenizer: file needs the package tokenizers: pip install tokenizers, or "
+                "pip install 'selftask[text]'"
+            )
+        from tokenizers import Tokenizer as Library
+
+        file = expand_user(config.path)
+        if not is_file(file):
+            raise UserError(f"data.tokenizer.path: no such file: {file}; {nearest_path(file)}")
+        content = file.read_bytes()
+        try:
+            self.library = Library.from_buffer(content)
+        except Exception as error:  # the library raises plain Exception
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"data.tokenizer.path: {file} is no tokenizer.json: {reason}"
+            ) from error
+        self.library.no_padding()
+        self.library.enable_truncation(config.length)
+        self.length = config.length
+        self.vocab_size = self.library.get_vocab_size() + 1
+        self.digest = hashlib.sha256(content).hexdigest()[:16]
+
+    def encode(self, text: str) -> list[int]:
+        return [number + 1 for number in self.library.encode(text).ids]
+
+    def describe(self) -> str:
+        return f"tokenizer.json {self.digest}, {self.length} tokens"
