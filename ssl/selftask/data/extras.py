@@ -69,4 +69,3 @@ def read_extra_image(source: Source, index: int, name: str) -> np.ndarray:
             f"an 8-bit image (H, W, {channels}) is expected"
         )
     return image
-

@@ -1,7 +1,8 @@
 """What a method declares that it needs (``Method.requires``), compared with the rest of a run.
 
 Each need is checked as soon as the answer is known, before a run starts: with the config
-(``of_config``), the opened data (``of_labels``, ``of_extras``) and the built backbone (``of_backbone``).
+(``of_config``), the opened data (``of_labels``, ``of_extras``) and the built backbone
+(``of_backbone``).
 """
 
 from __future__ import annotations
