@@ -1,0 +1,1 @@
+"""Features of any backbone in one form: pooled, prefix tokens, patches, hidden layers."""

@@ -1,0 +1,129 @@
+"""Features of a backbone: ``extract(backbone, images)``. What can be asked for: ``offers``.
+
+A module of one's own takes part by a method ``extract(images, **options) -> Features`` and an
+attribute ``offers`` (see ``Adapter``); it is called with the options that it offers and that were
+given. Without them it has pooled features only.
+
+B images, N patches, K of them kept, E width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from selftask.errors import UserError
+from selftask.models.features.adapter import Adapter
+from selftask.models.features.timm_models import TimmModel
+from selftask.models.features.timm_vit import TimmViT
+from selftask.models.features.tokens import Features, Request
+from selftask.models.features.torchvision_models import TorchvisionStages, TorchvisionViT
+
+_ADAPTERS: tuple[Any, ...] = (TimmViT, TimmModel, TorchvisionViT, TorchvisionStages)
+_NEEDED = {
+    "mask": "tokens",
+    "mask_token": "tokens",
+    "keep": "subset",
+    "padding": "subset",
+    "layers": "hidden",
+}
+
+
+def extract(
+    backbone: nn.Module,
+    images: Tensor,
+    *,
+    mask: Tensor | None = None,
+    mask_token: Tensor | None = None,
+    keep: Tensor | None = None,
+    padding: Tensor | None = None,
+    layers: Sequence[int] = (),
+) -> Features:
+    """Run ``backbone`` and return its features in one form.
+
+    Under FSDP call it inside the forward pass of the module that is sharded: a ``Network`` of the
+    method, or ``FeatureExtractor``.
+
+    Args:
+        backbone: A model of timm or torchvision, one of ours, or one with a method ``extract``.
+        images: (B, C, H, W). Transformers with learned positions take any size that can be divided
+            into patches; positions are interpolated.
+        mask: (B, N) bool, True for patches to replace by ``mask_token`` after the patch embedding,
+            before positions are added. Needs ``"tokens"`` among ``offers(backbone)``.
+        mask_token: (``adapter_of(backbone).mask_dim``,).
+        keep: (B, K) indices of the patches to encode; the others are left out. Needs ``"subset"``.
+        padding: (B, K) bool, True for indices in ``keep`` that only fill the row. No other token
+            attends to them and pooling leaves them out; their own output means nothing.
+        layers: Numbers of the hidden layers to return; negative ones count from the last. Needs
+            ``"hidden"``.
+
+    Raises:
+        UserError: If the backbone does not offer what is asked for.
+    """
+    adapter = adapter_of(backbone)
+    request = Request(
+        mask=mask, mask_token=mask_token, keep=keep, padding=padding, layers=tuple(layers)
+    )
+    for option in request.given():
+        if _NEEDED[option] not in adapter.offers:
+            raise UserError(f"backbone: a {type(backbone).__name__} takes no {option}")
+    numbers = tuple(_number(layer, adapter.num_layers) for layer in layers)
+    return adapter.extract(images, replace(request, layers=numbers))
+
+
+def offers(backbone: nn.Module) -> frozenset[str]:
+    """What ``extract`` can give of a backbone beside pooled features; see ``Adapter``."""
+    try:
+        return adapter_of(backbone).offers
+    except UserError:
+        return frozenset()
+
+
+def adapter_of(backbone: nn.Module) -> Adapter:
+    """The adapter for a backbone. Raises UserError if it has pooled features only."""
+    if hasattr(backbone, "extract") and hasattr(backbone, "offers"):
+        return Own(backbone)
+    for kind in _ADAPTERS:
+        if kind.fits(backbone):
+            adapter: Adapter = kind(backbone)
+            return adapter
+    raise UserError(
+        f"backbone: a {type(backbone).__name__} gives one vector an image and no patches; give it "
+        "a method extract (docs/methods.md), or take a model of timm or torchvision"
+    )
+
+
+class Own(Adapter):
+    """A module with a method ``extract`` of its own, and the attributes of ``Adapter``."""
+
+    def __init__(self, backbone: Any) -> None:
+        self.backbone = backbone
+        self.offers = frozenset(backbone.offers)
+        for name in ("num_layers", "patch_size", "mask_dim"):
+            if hasattr(backbone, name):
+                setattr(self, name, getattr(backbone, name))
+
+    def extract(self, images: Tensor, request: Request) -> Features:
+        features: Features = self.backbone.extract(images, **request.given())
+        return features
+
+
+class FeatureExtractor(nn.Module):
+    """``extract`` as a module: what a ``Teacher`` of a backbone alone copies."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, images: Tensor, **options: Any) -> Features:
+        """Return the features of images (B, C, H, W); see ``extract`` for the options."""
+        return extract(self.backbone, images, **options)
+
+
+def _number(layer: int, num_layers: int) -> int:
+    if not -num_layers <= layer < num_layers:
+        raise UserError(f"backbone: it has {num_layers} hidden layers, and no number {layer}")
+    return layer % num_layers

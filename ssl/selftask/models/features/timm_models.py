@@ -1,0 +1,95 @@
+"""timm's other models, by its common interface: Swin, ConvNeXt, ResNet, BEiT, EVA and the rest."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from selftask.models.features.adapter import Adapter
+from selftask.models.features.tokens import (
+    Features,
+    Request,
+    Tokens,
+    from_map,
+    from_sequence,
+)
+
+
+class TimmModel(Adapter):
+    """Whatever has ``forward_intermediates`` and ``forward_head``.
+
+    Layers are numbered as there: blocks of a transformer, stages of a hierarchical network. Patches
+    can be masked if the model begins with timm's ``PatchEmbed``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.num_layers = len(model.feature_info)
+        offers = {"dense", "hidden"}
+        if _begins_with_patches(model):
+            offers.add("tokens")
+            self.patch_size = tuple(model.patch_embed.patch_size)
+            self.mask_dim = model.patch_embed.proj.out_channels
+        self.offers = frozenset(offers)
+        known = inspect.signature(model.forward_intermediates).parameters
+        self.gives_prefix = "return_prefix_tokens" in known
+
+    @staticmethod
+    def fits(backbone: Any) -> bool:
+        """True for models of timm's common interface."""
+        return all(
+            callable(getattr(backbone, name, None))
+            for name in ("forward_intermediates", "forward_head")
+        ) and bool(getattr(backbone, "feature_info", None))
+
+    def extract(self, images: Tensor, request: Request) -> Features:
+        model = self.model
+        asked = sorted({*request.layers, self.num_layers - 1})
+        options = {"return_prefix_tokens": True} if self.gives_prefix else {}
+        with nullcontext() if request.mask is None else _masking(model.patch_embed, request):
+            final, outputs = model.forward_intermediates(images, indices=asked, **options)
+        hidden = {
+            number: _with_prefix(*output) if isinstance(output, tuple) else from_map(output)
+            for number, output in zip(asked, outputs, strict=True)
+        }
+        tokens = self._last(final, hidden[asked[-1]])
+        wanted = {number: hidden[number] for number in request.layers}
+        return Features(model.forward_head(final), tokens, wanted)
+
+    def _last(self, final: Tensor, before_norm: Tokens) -> Tokens:
+        """Tokens of ``forward_features``'s output, of whatever layout."""
+        rows, columns = before_norm.grid or (0, 0)
+        if final.ndim == 3:
+            return from_sequence(final, final.shape[1] - rows * columns, before_norm.grid)
+        is_last = getattr(self.model, "output_fmt", "NCHW") == "NHWC"
+        return from_map(final.permute(0, 3, 1, 2) if is_last else final)
+
+
+def _begins_with_patches(model: Any) -> bool:
+    from timm.layers import PatchEmbed, PatchEmbedWithSize
+
+    embed = getattr(model, "patch_embed", None)
+    return isinstance(embed, PatchEmbed) and not isinstance(embed, PatchEmbedWithSize)
+
+
+def _with_prefix(output: Tensor, prefix: Tensor) -> Tokens:
+    return from_map(output)._replace(prefix=prefix)
+
+
+@contextmanager
+def _masking(embed: nn.Module, request: Request) -> Iterator[None]:
+    """Replace masked patches in the output of a patch embedding."""
+
+    def replace(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        last = output.ndim == 3 or str(module.output_fmt).endswith("NHWC")
+        return request.replace_masked(output, channels_last=last)
+
+    handle = embed.register_forward_hook(replace)
+    try:
+        yield
+    finally:
+        handle.remove()

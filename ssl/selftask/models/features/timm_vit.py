@@ -1,0 +1,123 @@
+"""timm's VisionTransformer: the one whose patches can also be left out.
+
+With all patches and the size that it was built for, each operation is that of timm's own forward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from selftask.models.features.adapter import Adapter
+from selftask.models.features.tokens import (
+    Features,
+    Grid,
+    Request,
+    attention_mask,
+    from_sequence,
+    gather_tokens,
+    mean_token,
+)
+
+if TYPE_CHECKING:
+    from timm.models import VisionTransformer
+
+
+class TimmViT(Adapter):
+    """With class token or not, registers, fixed or dynamic size, any pooling."""
+
+    offers = frozenset({"dense", "hidden", "tokens", "subset"})
+
+    def __init__(self, vit: VisionTransformer) -> None:
+        self.vit = vit
+        self.num_layers = len(vit.blocks)
+        self.patch_size = tuple(vit.patch_embed.patch_size)
+        self.mask_dim = vit.embed_dim
+
+    @staticmethod
+    def fits(backbone: Any) -> bool:
+        """True for a VisionTransformer whose forward pass is not that of a subclass."""
+        from timm.layers import PatchEmbed
+        from timm.models import VisionTransformer
+
+        kind = type(backbone)
+        return (
+            isinstance(backbone, VisionTransformer)
+            and kind.forward_features is VisionTransformer.forward_features
+            and kind._pos_embed is VisionTransformer._pos_embed
+            and isinstance(backbone.patch_embed, PatchEmbed)
+        )
+
+    def extract(self, images: Tensor, request: Request) -> Features:
+        vit, num_prefix = self.vit, self.vit.num_prefix_tokens
+        grid: Grid | None = self.grid(*images.shape[-2:])
+        x = request.replace_masked(self._embed(images))  # (B, N, E)
+        prefix, positions = self._positions(grid)  # (1, P, E), (1, N, E)
+        if positions is not None:
+            x = x + positions
+        if request.keep is not None:
+            x, grid = gather_tokens(x, request.keep), None  # (B, K, E)
+        if num_prefix:
+            x = torch.cat([prefix.expand(len(x), -1, -1), x], dim=1)  # (B, P + K, E)
+        x = vit.norm_pre(vit.patch_drop(vit.pos_drop(x)))
+        hidden, attend = {}, {}
+        if request.padding is not None:
+            attend["attn_mask"] = attention_mask(request.padding, num_prefix)
+        for number, block in enumerate(vit.blocks):
+            x = block(x, **attend)
+            if number in request.layers:
+                hidden[number] = from_sequence(x, num_prefix, grid)
+        x = vit.norm(x)
+        pooled = vit.forward_head(x if request.padding is None else _fill(x, request.padding))
+        return Features(pooled, from_sequence(x, num_prefix, grid), hidden)
+
+    def grid(self, height: int, width: int) -> Grid:
+        embed = self.vit.patch_embed
+        if embed.dynamic_img_pad:
+            rows, columns = embed.dynamic_feat_size((height, width))
+            return rows, columns
+        return super().grid(height, width)
+
+    @property
+    def positions(self) -> Tensor | None:
+        return self.vit.pos_embed
+
+    def _embed(self, images: Tensor) -> Tensor:
+        """All patches (B, N, E), also of another size than the transformer was built for."""
+        embed = self.vit.patch_embed
+        if embed.strict_img_size and tuple(images.shape[-2:]) != tuple(embed.img_size):
+            x: Tensor = embed.norm(embed.proj(images).flatten(2).transpose(1, 2))
+            return x
+        x = embed(images)
+        return x.flatten(1, 2) if x.ndim == 4 else x  # (B, h, w, E) with dynamic_img_size
+
+    def _positions(self, grid: Grid | None) -> tuple[Tensor, Tensor | None]:
+        """Prefix tokens with their positions, (1, P, E), and the positions of the patches."""
+        vit = self.vit
+        tokens = [token for token in (vit.cls_token, vit.reg_token) if token is not None]
+        none = next(vit.parameters()).new_empty(1, 0, vit.embed_dim)
+        prefix: Tensor = torch.cat(tokens, dim=1) if tokens else none  # (1, P, E)
+        positions = vit.pos_embed
+        if positions is None:
+            return prefix, None
+        built = vit.patch_embed.grid_size
+        num_prefix = 0 if vit.no_embed_class else vit.num_prefix_tokens
+        if grid != tuple(built):
+            from timm.layers import resample_abs_pos_embed
+
+            positions = resample_abs_pos_embed(
+                positions, list(grid or ()), list(built), num_prefix_tokens=num_prefix
+            )
+        if num_prefix:
+            prefix = prefix + positions[:, :num_prefix]
+        return prefix, positions[:, num_prefix:]
+
+
+def _fill(x: Tensor, padding: Tensor) -> Tensor:
+    """Put the mean of the other patches in the place of padding: no mean or maximum changes."""
+    num_prefix = x.shape[1] - padding.shape[1]
+    prefix, patches = x[:, :num_prefix], x[:, num_prefix:]
+    mean = mean_token(patches, padding)[:, None]
+    return torch.cat([prefix, torch.where(padding[..., None], mean, patches)], dim=1)

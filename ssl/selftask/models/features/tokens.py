@@ -1,0 +1,109 @@
+"""Features in one form, and operations on tokens.
+
+B images, P prefix tokens (class, registers), N patches in a grid of h x w, K of them kept, E width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Grid = tuple[int, int]
+"""Rows and columns of patches."""
+
+
+class Tokens(NamedTuple):
+    """Output of one layer. A tuple, so that DDP, FSDP and torch.compile find the tensors in it."""
+
+    patches: Tensor
+    """(B, N, E), row by row; (B, K, E) if only some patches were encoded."""
+    grid: Grid | None
+    """(h, w), or None if only some patches were encoded."""
+    prefix: Tensor
+    """(B, P, E); P is 0 for backbones without a class token."""
+
+    @property
+    def map(self) -> Tensor:
+        """The patches as a dense map (B, E, h, w)."""
+        if self.grid is None:
+            raise ValueError("some of the patches only: they form no map")
+        return self.patches.transpose(1, 2).unflatten(2, self.grid)
+
+    @property
+    def sequence(self) -> Tensor:
+        """Prefix tokens, then patches: (B, P + N, E)."""
+        return torch.cat([self.prefix, self.patches], dim=1)
+
+
+class Features(NamedTuple):
+    """What ``extract`` returns."""
+
+    pooled: Tensor
+    """(B, E), as the backbone itself returns."""
+    tokens: Tokens
+    """Last layer, with the backbone's final norm."""
+    hidden: dict[int, Tokens]
+    """Outputs of the layers that were asked for, by number, without the final norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Options of ``extract``."""
+
+    mask: Tensor | None = None
+    mask_token: Tensor | None = None
+    keep: Tensor | None = None
+    padding: Tensor | None = None
+    layers: tuple[int, ...] = ()
+
+    def given(self) -> dict[str, Any]:
+        """The options that were set, by name."""
+        return {
+            name: value for name, value in vars(self).items() if value is not None and value != ()
+        }
+
+    def replace_masked(self, x: Tensor, *, channels_last: bool = True) -> Tensor:
+        """Put the mask token in the place of masked patches, if there is a mask.
+
+        Args:
+            x: Patch embeddings (B, N, E), (B, h, w, E), or (B, E, h, w) if not ``channels_last``.
+            channels_last: Whether E is the last axis of ``x``.
+        """
+        if self.mask is None or self.mask_token is None:
+            return x
+        token = self.mask_token.to(x.dtype)
+        if channels_last:
+            return torch.where(self.mask.view(*x.shape[:-1], 1), token, x)
+        return torch.where(self.mask.view(len(x), 1, *x.shape[2:]), token[:, None, None], x)
+
+
+def from_map(x: Tensor) -> Tokens:
+    """Tokens of a dense map (B, E, h, w)."""
+    rows, columns = x.shape[2:]
+    return Tokens(x.flatten(2).transpose(1, 2), (rows, columns), x.new_empty(len(x), 0, x.shape[1]))
+
+
+def from_sequence(x: Tensor, num_prefix: int, grid: Grid | None) -> Tokens:
+    """Tokens of a sequence (B, P + N, E)."""
+    return Tokens(x[:, num_prefix:], grid, x[:, :num_prefix])
+
+
+def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
+    """Rows of (B, N, E) chosen for each image by (B, K) indices: (B, K, E)."""
+    return tokens.gather(1, indices[..., None].expand(-1, -1, tokens.shape[2]))
+
+
+def mean_token(tokens: Tensor, padding: Tensor) -> Tensor:
+    """Mean of the (B, K, E) tokens that are not padding (B, K): (B, E)."""
+    inside = ~padding[..., None]
+    return (tokens * inside).sum(dim=1) / inside.sum(dim=1)
+
+
+def attention_mask(padding: Tensor, num_prefix: int) -> Tensor:
+    """Keys that may be attended to, the same for every query: bool (B, 1, P + K, P + K)."""
+    keys = torch.cat([padding.new_ones(len(padding), num_prefix), ~padding], dim=1)  # (B, P + K)
+    length = keys.shape[1]
+    return keys[:, None, None, :].expand(-1, 1, length, length)

@@ -1,0 +1,122 @@
+"""torchvision's models: VisionTransformer, and what is a chain of stages before ``avgpool``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selftask.models.features.adapter import Adapter
+from selftask.models.features.tokens import Features, Grid, Request, from_map, from_sequence
+
+
+class TorchvisionViT(Adapter):
+    """torchvision's VisionTransformer, also for other sizes than it was built for."""
+
+    offers = frozenset({"dense", "hidden", "tokens"})
+
+    def __init__(self, vit: Any) -> None:
+        self.vit = vit
+        self.num_layers = len(vit.encoder.layers)
+        self.patch_size = (vit.patch_size, vit.patch_size)
+        self.mask_dim = vit.hidden_dim
+
+    @staticmethod
+    def fits(backbone: Any) -> bool:
+        """True for torchvision's VisionTransformer."""
+        return _is_torchvision(backbone) and hasattr(backbone, "conv_proj")
+
+    def extract(self, images: Tensor, request: Request) -> Features:
+        vit, encoder = self.vit, self.vit.encoder
+        grid = self.grid(*images.shape[-2:])
+        x = vit.conv_proj(images).flatten(2).transpose(1, 2)  # (B, N, E)
+        x = request.replace_masked(x)
+        x = torch.cat([vit.class_token.expand(len(x), -1, -1), x], dim=1)  # (B, 1 + N, E)
+        x = encoder.dropout(x + self._positions(grid))
+        hidden = {}
+        for number, layer in enumerate(encoder.layers):
+            x = layer(x)
+            if number in request.layers:
+                hidden[number] = from_sequence(x, 1, grid)
+        x = encoder.ln(x)
+        return Features(vit.heads(x[:, 0]), from_sequence(x, 1, grid), hidden)
+
+    @property
+    def positions(self) -> Tensor:
+        embedding: Tensor = self.vit.encoder.pos_embedding
+        return embedding
+
+    def _positions(self, grid: Grid) -> Tensor:
+        side = self.vit.image_size // self.vit.patch_size
+        if grid == (side, side):
+            return self.positions
+        from timm.layers import resample_abs_pos_embed
+
+        resized: Tensor = resample_abs_pos_embed(
+            self.positions, list(grid), [side, side], num_prefix_tokens=1
+        )
+        return resized
+
+
+class TorchvisionStages(Adapter):
+    """ResNet, ConvNeXt, Swin, EfficientNet, RegNet, VGG...: stages, ``avgpool``, classifier.
+
+    Layers are numbered as timm does for a ResNet (0 is the stem), as children of ``features``
+    otherwise. Patches of a Swin can be masked.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.stages = _stages(model)
+        self.num_layers = len(self.stages)
+        self.is_swin = hasattr(model, "permute")  # (B, h, w, E) up to there
+        offers = {"dense", "hidden"}
+        if self.is_swin:
+            offers.add("tokens")
+            embed = model.features[0][0]
+            self.patch_size, self.mask_dim = embed.kernel_size, embed.out_channels
+        self.offers = frozenset(offers)
+
+    @staticmethod
+    def fits(backbone: Any) -> bool:
+        """True for a model of torchvision with an ``avgpool`` behind known stages."""
+        return (
+            _is_torchvision(backbone)
+            and hasattr(backbone, "avgpool")
+            and any(hasattr(backbone, name) for name in ("layer4", "features", "trunk_output"))
+        )
+
+    def extract(self, images: Tensor, request: Request) -> Features:
+        model, x, hidden = self.model, images, {}
+        for number, stage in enumerate(self.stages):
+            for module in stage:
+                x = module(x)
+            if number == 0:
+                x = request.replace_masked(x)
+            if number in request.layers:
+                hidden[number] = from_map(x.permute(0, 3, 1, 2) if self.is_swin else x)
+        if self.is_swin:
+            x = model.permute(model.norm(x))
+        pooled = torch.flatten(model.avgpool(x), 1)
+        for name in ("fc", "classifier", "head"):
+            if hasattr(model, name):
+                pooled = getattr(model, name)(pooled)
+        return Features(pooled, from_map(x), hidden)
+
+
+def _is_torchvision(backbone: nn.Module) -> bool:
+    """True if the forward pass is one of torchvision's, not that of a subclass."""
+    return type(backbone).forward.__module__.startswith("torchvision.models.")
+
+
+def _stages(model: Any) -> list[Sequence[nn.Module]]:
+    """Each stage as the modules that are called in turn."""
+    if hasattr(model, "layer4"):
+        stem = (model.conv1, model.bn1, model.relu)
+        first = (model.maxpool, model.layer1)
+        return [stem, first, (model.layer2,), (model.layer3,), (model.layer4,)]
+    if hasattr(model, "trunk_output"):
+        return [(model.stem,), *((stage,) for stage in model.trunk_output)]
+    return [(stage,) for stage in model.features]

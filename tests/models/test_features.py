@@ -1,0 +1,260 @@
+"""Features of any backbone in one form: against the libraries' own forward passes and hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torchvision
+from timm.models import VisionTransformer
+from torch import Tensor, nn
+
+from selftask.errors import UserError
+from selftask.models.backbones.libraries import Torchvision
+from selftask.models.features.extract import FeatureExtractor, adapter_of, extract, offers
+from selftask.models.features.tokens import Features, from_map
+
+DENSE, TOKENS, SUBSET = (
+    frozenset({"dense", "hidden", *more}) for more in ((), ("tokens",), ("tokens", "subset"))
+)
+
+
+def _vit(**args: Any) -> VisionTransformer:
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 2}
+    return VisionTransformer(num_classes=0, **{**sizes, **args})
+
+
+def _timm(name: str, **args: Any) -> Callable[[], nn.Module]:
+    return lambda: timm.create_model(name, num_classes=0, **args)
+
+
+def _torchvision(name: str, **args: Any) -> Callable[[], nn.Module]:
+    return lambda: Torchvision(model=name, args=args).build()
+
+
+def _torchvision_vit(image_size: int = 32) -> nn.Module:
+    vit: Any = torchvision.models.VisionTransformer(image_size, 8, 2, 2, 24, 48)
+    vit.heads = nn.Identity()
+    return vit
+
+
+SWIN = {"img_size": 32, "window_size": 2, "embed_dim": 12, "depths": (1, 2), "num_heads": (2, 2)}
+BACKBONES: dict[str, tuple[Callable[[], nn.Module], frozenset[str]]] = {
+    "vit": (_vit, SUBSET),
+    "vit_avg": (lambda: _vit(global_pool="avg", class_token=False), SUBSET),
+    "vit_registers": (lambda: _vit(reg_tokens=2, no_embed_class=True), SUBSET),
+    "vit_no_positions": (lambda: _vit(pos_embed="none", pre_norm=True), SUBSET),
+    "vit_dynamic": (lambda: _vit(dynamic_img_size=True, init_values=0.1), SUBSET),
+    "vit_map": (lambda: _vit(global_pool="map", class_token=False), SUBSET),
+    "deit_distilled": (_timm("deit_tiny_distilled_patch16_224", img_size=32, depth=2), TOKENS),
+    "beit": (_timm("beit_base_patch16_224", img_size=32, depth=2, embed_dim=48), TOKENS),
+    "swin": (_timm("swin_tiny_patch4_window7_224", **SWIN), TOKENS),
+    "swinv2": (_timm("swinv2_tiny_window8_256", **SWIN), TOKENS),
+    "convnext": (_timm("convnext_atto", depths=(1, 1, 1, 1)), DENSE),
+    "timm_resnet": (_timm("resnet18"), DENSE),
+    "mobilenet": (_timm("mobilenetv3_small_050"), DENSE),
+    "torchvision_resnet": (_torchvision("resnet18"), DENSE),
+    "torchvision_swin": (_torchvision("swin_t"), TOKENS),
+    "torchvision_efficientnet": (_torchvision("efficientnet_b0"), DENSE),
+    "torchvision_regnet": (_torchvision("regnet_y_400mf"), DENSE),
+    "torchvision_vit": (_torchvision_vit, TOKENS),
+}
+MASKABLE = [name for name, (_, offered) in BACKBONES.items() if "tokens" in offered]
+
+
+def _build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    backbone = BACKBONES[name][0]()
+    for parameter in backbone.parameters():  # so that nothing is zero and goes unnoticed
+        nn.init.normal_(parameter, mean=0.1, std=0.1)
+    return backbone.eval()
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+@torch.no_grad()
+def test_features_are_those_of_the_library(name: str) -> None:
+    backbone, images = _build(name), torch.randn(2, 3, 32, 32)
+    assert offers(backbone) == BACKBONES[name][1]
+    features = extract(backbone, images, layers=(0, -1))
+    assert torch.equal(features.pooled, backbone(images))
+    rows, columns = features.tokens.grid
+    assert features.tokens.map.shape == (2, features.tokens.patches.shape[2], rows, columns)
+    assert torch.equal(features.tokens.map[:, :, -1, 0], features.tokens.patches[:, -columns])
+    if hasattr(backbone, "forward_features"):
+        own = backbone.forward_features(images)
+        if own.ndim == 3:
+            assert torch.equal(features.tokens.sequence, own)
+        else:
+            is_last = getattr(backbone, "output_fmt", "") == "NHWC"
+            assert torch.equal(features.tokens.map, own.permute(0, 3, 1, 2) if is_last else own)
+    assert sorted(features.hidden) == [0, adapter_of(backbone).num_layers - 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("vit_registers", ["blocks.0", "blocks.1", "blocks.2"]),
+        ("beit", ["blocks.0", "blocks.1"]),
+        ("swin", ["layers.0", "layers.1"]),
+        ("timm_resnet", ["act1", "layer1", "layer2", "layer3", "layer4"]),
+        ("torchvision_resnet", ["relu", "layer1", "layer2", "layer3", "layer4"]),
+        ("torchvision_swin", [f"features.{i}" for i in range(8)]),
+        ("torchvision_vit", [f"encoder.layers.encoder_layer_{i}" for i in range(2)]),
+    ],
+)
+@torch.no_grad()
+def test_hidden_layers_are_the_outputs_of_the_modules(name: str, modules: list[str]) -> None:
+    backbone, seen = _build(name), {}
+    for number, module in enumerate(modules):
+        backbone.get_submodule(module).register_forward_hook(
+            lambda module, inputs, output, number=number: seen.setdefault(number, output.clone())
+        )
+    features = extract(backbone, torch.randn(2, 3, 32, 32), layers=tuple(range(len(modules))))
+    for number in range(len(modules)):
+        mine, theirs = features.hidden[number], seen[number]
+        if theirs.ndim == 3:
+            assert torch.equal(mine.sequence, theirs)
+        else:
+            is_last = "swin" in name
+            assert torch.equal(mine.map, theirs.permute(0, 3, 1, 2) if is_last else theirs)
+
+
+@pytest.mark.parametrize("name", MASKABLE)
+def test_masked_pixels_do_not_reach_the_network_and_the_token_does(name: str) -> None:
+    backbone = _build(name)
+    images = torch.randn(2, 3, 32, 32, requires_grad=True)
+    adapter = adapter_of(backbone)
+    rows, columns = adapter.grid(32, 32)
+    mask = torch.rand(2, rows * columns) < 0.5
+    token = torch.randn(adapter.mask_dim, requires_grad=True)
+    extract(backbone, images, mask=mask, mask_token=token).pooled.square().sum().backward()
+    height, width = adapter.patch_size
+    patches = images.grad.abs().unfold(2, height, height).unfold(3, width, width)
+    reached = patches.sum(dim=(1, 4, 5)).flatten(1) > 0
+    assert torch.equal(reached, ~mask)
+    assert token.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", ["vit", "vit_dynamic", "swin", "torchvision_swin"])
+@torch.no_grad()
+def test_masking_is_that_of_simmim(name: str) -> None:
+    """x * (1 - w) + token * w on patch embeddings, before positions: SimMIM's published code."""
+    backbone, images = _build(name), torch.randn(2, 3, 32, 32)
+    rows, columns = adapter_of(backbone).grid(32, 32)
+    mask = torch.rand(2, rows * columns) < 0.5
+    token = torch.randn(adapter_of(backbone).mask_dim)
+    mine = extract(backbone, images, mask=mask, mask_token=token).pooled
+
+    embed = backbone.features[0] if name == "torchvision_swin" else backbone.patch_embed
+
+    def replace(module: nn.Module, inputs: Any, x: Tensor) -> Tensor:
+        w = mask.view(*x.shape[:-1], 1).float()
+        return x * (1 - w) + token * w
+
+    embed.register_forward_hook(replace)
+    assert torch.allclose(mine, backbone(images), rtol=1e-5, atol=1e-5)
+
+
+VITS = [name for name, (_, offered) in BACKBONES.items() if "subset" in offered]
+
+
+@pytest.mark.parametrize("name", VITS)
+@torch.no_grad()
+def test_a_subset_of_all_patches_in_order_changes_nothing(name: str) -> None:
+    vit, images = _build(name), torch.randn(3, 3, 32, 32)
+    whole = extract(vit, images)
+    keep, padding = torch.arange(16).expand(3, -1), torch.zeros(3, 16, dtype=torch.bool)
+    kept = extract(vit, images, keep=keep)
+    assert torch.allclose(kept.pooled, whole.pooled, atol=1e-6)  # mean over another layout
+    assert torch.equal(kept.tokens.sequence, whole.tokens.sequence)
+    padded = extract(vit, images, keep=keep, padding=padding)
+    assert torch.allclose(padded.tokens.sequence, whole.tokens.sequence, atol=1e-5)
+    with pytest.raises(ValueError, match="no map"):
+        _ = kept.tokens.map
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ["vit", "vit_avg", "vit_registers"])
+@torch.no_grad()
+def test_padding_changes_nothing(name: str, fused: bool) -> None:
+    vit: Any = _build(name)
+    for block in vit.blocks:
+        block.attn.fused_attn = fused
+    images, counts = torch.randn(3, 3, 32, 32), (5, 7, 3)
+    keep = torch.stack([torch.randperm(16)[:7] for _ in counts])
+    padding = torch.arange(7)[None] >= torch.tensor(counts)[:, None]
+    padded = extract(vit, images, keep=keep, padding=padding)
+    for i, count in enumerate(counts):
+        alone = extract(vit, images[i : i + 1], keep=keep[i : i + 1, :count])
+        assert torch.allclose(padded.tokens.patches[i, :count], alone.tokens.patches[0], atol=1e-5)
+        assert torch.allclose(padded.tokens.prefix[i], alone.tokens.prefix[0], atol=1e-5)
+        assert torch.allclose(padded.pooled[i], alone.pooled[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [{}, {"reg_tokens": 2, "no_embed_class": True}])
+@torch.no_grad()
+def test_other_sizes_are_those_of_timms_dynamic_model(layout: dict[str, Any]) -> None:
+    fixed, dynamic = _vit(**layout).eval(), _vit(dynamic_img_size=True, **layout).eval()
+    dynamic.load_state_dict(fixed.state_dict())
+    images = torch.randn(2, 3, 24, 40)
+    features = extract(fixed, images)
+    assert features.tokens.grid == (3, 5)
+    assert torch.equal(features.pooled, dynamic(images))
+    assert torch.equal(extract(dynamic, images).pooled, dynamic(images))
+    with pytest.raises(UserError, match="30x32 pixels cannot be divided into patches of 8x8"):
+        extract(fixed, torch.zeros(1, 3, 30, 32))
+
+
+@torch.no_grad()
+def test_torchvisions_vit_of_another_size_has_timms_positions() -> None:
+    vit, other = _torchvision_vit(), _torchvision_vit(48)
+    state = vit.state_dict()
+    key = "encoder.pos_embedding"
+    state[key] = timm.layers.resample_abs_pos_embed(state[key], [6, 6], num_prefix_tokens=1)
+    other.load_state_dict(state)
+    images = torch.randn(2, 3, 48, 48)
+    assert torch.allclose(extract(vit.eval(), images).pooled, other.eval()(images), atol=1e-6)
+
+
+class _Colours(nn.Module):
+    """Somebody's own module."""
+
+    offers = ("dense",)
+
+    def extract(self, images: Tensor) -> Features:
+        return Features(images.mean(dim=(2, 3)), from_map(images), {})
+
+
+def test_a_module_of_ones_own_takes_part() -> None:
+    images = torch.randn(2, 3, 4, 4)
+    features = extract(_Colours(), images)
+    assert torch.equal(features.tokens.map, images)
+    assert offers(_Colours()) == {"dense"}
+    with pytest.raises(UserError, match="a _Colours takes no layers"):
+        extract(_Colours(), images, layers=(0,))
+
+
+def test_what_a_backbone_cannot_do_is_told() -> None:
+    plain = nn.Sequential(nn.Flatten())
+    assert offers(plain) == frozenset()
+    with pytest.raises(UserError, match="a Sequential gives one vector an image"):
+        extract(plain, torch.zeros(1, 3, 4, 4))
+    resnet, mask = _build("torchvision_resnet"), torch.zeros(1, 4, dtype=torch.bool)
+    with pytest.raises(UserError, match="a ResNet takes no mask"):
+        extract(resnet, torch.zeros(1, 3, 32, 32), mask=mask, mask_token=torch.zeros(3))
+    with pytest.raises(UserError, match="a SwinTransformer takes no keep"):
+        extract(_build("swin"), torch.zeros(1, 3, 32, 32), keep=torch.zeros(1, 1).long())
+    with pytest.raises(UserError, match="3 hidden layers, and no number 3"):
+        extract(_vit(), torch.zeros(1, 3, 32, 32), layers=(3,))
+
+
+def test_the_extractor_is_extract_as_a_module() -> None:
+    vit, images = _build("vit"), torch.randn(2, 3, 32, 32)
+    extractor = FeatureExtractor(vit)
+    assert torch.equal(
+        extractor(images, layers=(1,)).hidden[1].patches,
+        extract(vit, images, layers=(1,)).hidden[1].patches,
+    )
