@@ -10,6 +10,7 @@ from typing import Any, Literal, get_type_hints
 
 import pytest
 
+from selftask.config.config_class import config_class
 from selftask.errors import UserError
 from selftask.registry import REGISTRIES, Registry, UnknownName
 
@@ -56,23 +57,6 @@ class Pear:
     ripe = (1, None)
     shelf: ClassVar[int] = 4
 
-@dataclass(frozen=True, kw_only=True)
-class _Dried:
-    limit: ClassVar[int]
-    grams: float = 5
-    sugar: bool = False
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if self.sugar:
-            yield "sugar: none"
-
-@register_thing("quince")
-@dataclass(frozen=True, kw_only=True)
-class Quince(_Dried):
-    limit = 3
-    slices: int = 8
-    grams: float = 7
-
 @register_thing("peel")
 def peel(thing: Task) -> None:
     """Take the skin off."""
@@ -98,7 +82,7 @@ def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
 
 
 def test_found_and_described_without_import(things: Registry) -> None:
-    assert things.names() == ["apple", "pear", "peel", "quince"]
+    assert things.names() == ["apple", "pear", "peel"]
     assert things.summary("apple") == "Red or green."
     assert things.summary("pear") == "Fruit."  # the module's, where there is no own docstring
     assert things.summary("peel") == "Take the skin off."
@@ -118,28 +102,17 @@ def test_imported_on_demand(things: Registry) -> None:
 def test_config_is_the_same_read_or_imported(things: Registry, imported: bool) -> None:
     if imported:
         things["apple"]
-    config = things.config_class("apple")
+    config = config_class(things, "apple")
     assert config is not None
     hints: dict[str, Any] = get_type_hints(config) if not imported else {}
     assert [f.name for f in dataclasses.fields(config)] == ["colour", "grams", "seeds"]
     assert hints.get("colour", Literal["red", "green"]) == Literal["red", "green"]
     assert list(config(seeds=0).problems({})) == ["seeds: none"]
     assert config().grams == (100, 200)
-    pear = things.config_class("pear")
+    pear = config_class(things, "pear")
     assert pear is not None
     assert pear(grams=1.0).grams == 1.0
-    assert things.config_class("peel") is None
-
-
-@pytest.mark.parametrize("imported", [False, True])
-def test_config_has_the_fields_of_its_bases(things: Registry, imported: bool) -> None:
-    if imported:
-        things["quince"]
-    quince = things.config_class("quince")
-    assert quince is not None
-    assert [f.name for f in dataclasses.fields(quince)] == ["grams", "sugar", "slices"]
-    assert (quince().grams, quince(grams=1).grams) == (7, 1)
-    assert list(quince(sugar=True).problems({})) == ["sugar: none"]
+    assert config_class(things, "peel") is None
 
 
 def test_unknown_name_is_a_user_error_with_the_nearest(things: Registry) -> None:
@@ -174,7 +147,7 @@ def test_reload_and_outside_registration(things: Registry, tmp_path: Path) -> No
     )
     importlib.import_module("yours")
     assert things.summary("plum") == "Blue."
-    assert things.config_class("plum") is None
+    assert config_class(things, "plum") is None
     assert things.address("plum").line == 3
 
 

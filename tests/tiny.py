@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from selftask.checkpoint import rotation, store
+from selftask.config.config_class import config_class
 from selftask.config.load import load_config
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import open_data
@@ -53,7 +54,7 @@ def digits_file(folder: Path, name: str = "digits.npz", start: int = 0, stop: in
 
 def overrides(method: str, folder: Path, out: str | Path = "run", *more: str) -> list[str]:
     """What makes the digits recipe of ``method`` small, then ``more``."""
-    config = METHODS.config_class(method)
+    config = config_class(METHODS, method)
     names = {field.name for field in fields(config)} if config is not None else set()
     small = [f"method.{name}={value}" for name, value in SMALL.items() if name in names]
     if "num_prototypes" in names:

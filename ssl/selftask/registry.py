@@ -13,9 +13,8 @@ import importlib
 import importlib.util
 import re
 import sys
-import typing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, is_dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -137,9 +136,8 @@ class Registry:
 
     def summary(self, name: str) -> str:
         """The first line of the docstring of ``name``, read from its source."""
-        address = self.address(name)
-        node = _definition(address, self.decorator, name)
-        doc = ast.get_docstring(node) or ast.get_docstring(_parse(address.path)) or ""
+        module = parse(self.address(name).path)
+        doc = ast.get_docstring(self.definition(name)) or ast.get_docstring(module) or ""
         return doc.partition("\n")[0]
 
     def declared(self, name: str, attribute: str, default: Any) -> Any:
@@ -150,9 +148,8 @@ class Registry:
         """
         if name in self._registered:
             return getattr(self._registered[name], attribute, default)
-        address = self.address(name)
-        definition = _definition(address, self.decorator, name)
-        for node in reversed([*_statements(definition, _parse(address.path))]):
+        path = self.address(name).path
+        for node in reversed([*_statements(self.definition(name), parse(path))]):
             if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
                 continue
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
@@ -160,17 +157,18 @@ class Registry:
                 return ast.literal_eval(node.value)
         return default
 
-    def config_class(self, name: str) -> type | None:
-        """The dataclass of ``name``'s config fields: its ``Config``, or itself if it is one.
+    def definition(self, name: str) -> ast.ClassDef | ast.FunctionDef:
+        """The syntax tree of the class or function ``name``; nothing is imported.
 
-        None where there is nothing to configure. Not imported yet, the fields are read from the
-        source alone; they then may use only builtins and ``typing``, and come from dataclasses of
-        the same file where the class has such bases.
+        Raises UserError if nothing in its file is decorated with this name.
         """
-        if name in self._registered:
-            return _config_of(self._registered[name])
         address = self.address(name)
-        return _read_config(_definition(address, self.decorator, name), address)
+        for node in parse(address.path).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                for call in node.decorator_list:
+                    if ast.unparse(call).endswith(f"{self.decorator}({name!r})"):
+                        return node
+        raise UserError(f"{address}: no class or function stands under this registration")
 
     @cache  # noqa: B019 - registries live as long as the process
     def _index(self) -> dict[str, Address]:
@@ -187,80 +185,10 @@ class Registry:
         return index
 
 
-def limited(
-    default: Any = MISSING,
-    *,
-    min: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    max: float | None = None,
-) -> Any:
-    """Declare a ``Config`` field with limits; in a list they hold for each number.
-
-    Args:
-        default: The value if the config gives none; without it, the config must give one.
-        min: The least value.
-        above: What the value must be more than.
-        below: What the value must be less than.
-        max: The largest value.
-    """
-    limits = {"min": min, "above": above, "below": below, "max": max}
-    metadata = {name: limit for name, limit in limits.items() if limit is not None}
-    if isinstance(default, list):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
 @cache
-def _parse(path: Path) -> ast.Module:
+def parse(path: Path) -> ast.Module:
+    """The syntax tree of a file, which must not be changed."""
     return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def _definition(address: Address, decorator: str, name: str) -> ast.ClassDef | ast.FunctionDef:
-    """The class or function in the file of ``address`` that is decorated with this name."""
-    for node in _parse(address.path).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            for call in node.decorator_list:
-                if ast.unparse(call).endswith(f"{decorator}({name!r})"):
-                    return node
-    raise UserError(f"{address}: no class or function stands under this registration")
-
-
-def _config_of(thing: Any) -> type | None:
-    config = getattr(thing, "Config", None)
-    if config is not None:
-        return typing.cast(type, config)
-    return thing if is_dataclass(thing) and isinstance(thing, type) else None
-
-
-@cache
-def _read_config(node: ast.ClassDef | ast.FunctionDef, address: Address) -> type | None:
-    """The config dataclass of a definition, made from its annotated fields without importing it."""
-    if isinstance(node, ast.FunctionDef):
-        return None
-    config = next(
-        (n for n in node.body if isinstance(n, ast.ClassDef) and n.name == "Config"), None
-    )
-    if config is None and _is_dataclass(node):
-        config = node
-    if config is None:
-        return None
-    kept = _fields_and_problems(config, _parse(address.path))
-    source = "\n".join(ast.unparse(node) for node in kept) or "pass"
-    indented = "\n".join("    " + line for line in source.splitlines())
-    namespace: dict[str, Any] = {
-        name: getattr(typing, name) for name in ("Any", "Literal", "Optional")
-    }
-    namespace |= {"dataclass": dataclass, "field": field, "limited": limited, "typing": typing}
-    namespace["__name__"] = address.module
-    code = f"@dataclass(frozen=True, kw_only=True)\nclass Config:\n{indented}\n"
-    # dont_inherit: this file postpones its annotations, the class must have evaluated ones
-    exec(compile(code, f"<Config of {address.module}>", "exec", dont_inherit=True), namespace)
-    return typing.cast(type, namespace["Config"])
-
-
-def _is_dataclass(node: ast.ClassDef) -> bool:
-    return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def _statements(node: ast.ClassDef | ast.FunctionDef, file: ast.Module) -> Iterator[ast.stmt]:
@@ -270,26 +198,6 @@ def _statements(node: ast.ClassDef | ast.FunctionDef, file: ast.Module) -> Itera
         if isinstance(other, ast.ClassDef) and other.name in bases:
             yield from _statements(other, file)
     yield from node.body
-
-
-def _fields_and_problems(config: ast.ClassDef, file: ast.Module) -> Iterator[ast.stmt]:
-    """What of a config class is kept: its fields, and ``problems`` without annotations.
-
-    Those of its bases come first, so that its own take their place.
-    """
-    bases = {ast.unparse(base) for base in config.bases}
-    for node in file.body:
-        if isinstance(node, ast.ClassDef) and node.name in bases and _is_dataclass(node):
-            yield from _fields_and_problems(node, file)
-    for node in config.body:
-        if isinstance(node, ast.AnnAssign):
-            if not ast.unparse(node.annotation).startswith("ClassVar"):
-                yield node
-        elif isinstance(node, ast.FunctionDef) and node.name == "problems":
-            node.returns = None
-            for argument in node.args.args:
-                argument.annotation = None
-            yield node
 
 
 REDUCTIONS = {

@@ -10,18 +10,14 @@ from typing import Any
 
 import pytest
 
+from selftask.config.config_class import config_class
+from selftask.config.fields import check_limits, default_of, has_default, setting
 from selftask.config.load import load_config
 from selftask.config.schema import Component
-from selftask.config.schema_reader import (
-    Schema,
-    check_limits,
-    default_of,
-    has_default,
-    iter_problems,
-)
+from selftask.config.schema_reader import Schema, iter_problems
 from selftask.config.values.coerce import Mismatch, convert
 from selftask.errors import ConfigError
-from selftask.registry import REGISTRIES, limited
+from selftask.registry import REGISTRIES
 
 SIGNED = {"bands.value_range", "contrast_noise.offset", "normalize.mean"}  # any finite number
 
@@ -43,7 +39,7 @@ def filled(annotation: Any, number: float) -> Any:
 def numbers() -> Iterator[tuple[str, str, str]]:
     for kind, registry in REGISTRIES.items():
         for name in registry.names():
-            config = registry.config_class(name)
+            config = config_class(registry, name)
             if config is not None and registry.address(name).module.startswith("selftask."):
                 schema = Schema.of(config)
                 yield from (
@@ -57,7 +53,7 @@ def numbers() -> Iterator[tuple[str, str, str]]:
 
 def complaints(kind: str, name: str, field: str, value: float, whole: dict[str, Any]) -> str:
     """What is said about one number of a config whose others are as they should be."""
-    schema = Schema.of(REGISTRIES[kind].config_class(name))
+    schema = Schema.of(config_class(REGISTRIES[kind], name))
     args = {
         key: default_of(f) if has_default(f) else filled(schema.types[key], 8)
         for key, f in schema.fields.items()
@@ -118,10 +114,10 @@ def test_a_pipe_is_neither_checkpoint_nor_weights(tmp_path: Path) -> None:
 def test_limits_of_lists_and_required_fields() -> None:
     from dataclasses import MISSING
 
-    field = limited([0.5], above=0, below=1)
+    field = setting([0.5], above=0, below=1)
     assert field.default_factory() == [0.5]
     for wrong in ([0.5, 1.0], [0.0]):
         with pytest.raises(ValueError, match="must be"):
             check_limits(wrong, field.metadata)
     check_limits([0.5, 0.9], field.metadata)
-    assert limited(min=1).default is MISSING
+    assert setting(min=1).default is MISSING

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from selftask.config.compose import recipes
+from selftask.config.config_class import config_class
 from selftask.config.load import load_config, to_yaml
 from selftask.config.schema import DEFAULT_HOOKS, Config, DataConfig, OptimizerConfig
 from selftask.errors import ConfigError
@@ -215,7 +216,7 @@ def test_no_source_or_optimizer_field_is_called_like_one_of_ours() -> None:
     for registry, ours in ((SOURCES, DataConfig), (OPTIMIZERS, OptimizerConfig)):
         fixed = set(_names(ours)) - {"source", "args"}
         for name in registry:
-            config = registry.config_class(name)
+            config = config_class(registry, name)
             own = set(_names(config)) if config else set()
             assert not own & (fixed | {"name"}), f"{registry.kind} {name}"
 
@@ -224,16 +225,16 @@ def test_no_source_or_optimizer_field_is_called_like_one_of_ours() -> None:
 def test_fields_read_from_source_are_those_of_the_imported_class(kind: str) -> None:
     registry = REGISTRIES[kind]
     for name in registry:
-        read = registry.config_class(name)
+        read = config_class(registry, name)
         registry[name]
-        real = registry.config_class(name)
+        real = config_class(registry, name)
         assert (read is None) == (real is None), name
         if read is not None and real is not None:
             assert _names(read) == _names(real), name
 
 
 def test_every_momentum_of_a_method_is_a_share() -> None:
-    configs = [config for name in METHODS if (config := METHODS.config_class(name))]
+    configs = [config for name in METHODS if (config := config_class(METHODS, name))]
     every = [field for config in configs for field in dataclasses.fields(config)]
     shares = [field for field in every if field.name.endswith("momentum")]
     assert len(shares) >= 8

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torchvision.transforms as tv
 
+from selftask.config.config_class import config_class
 from selftask.config.values.coerce import Mismatch, convert
 from selftask.registry import TRANSFORMS
 
@@ -157,7 +158,7 @@ def test_problems_name_the_key(name: str, args: dict[str, Any], key: str) -> Non
 
 
 def test_fill_may_be_a_level_a_colour_or_a_word() -> None:
-    annotation = typing.get_type_hints(TRANSFORMS.config_class("cutout"))["fill"]
+    annotation = typing.get_type_hints(config_class(TRANSFORMS, "cutout"))["fill"]
     assert [convert(v, annotation) for v in (5, [1, 2, 3], "noise")] == [5, [1, 2, 3], "noise"]
     with pytest.raises(Mismatch, match="noise"):
         convert("nose", annotation)

@@ -11,6 +11,7 @@ import torch
 
 import tiny
 from selftask.cli.main import main
+from selftask.config.config_class import config_class
 from selftask.config.load import load_config
 from selftask.data.loading.open_data import check_data, open_data
 from selftask.data.sampling.sampler import build_sampler, steps_per_epoch
@@ -127,6 +128,6 @@ def test_the_page_names_every_sampler_and_its_fields() -> None:
     for name in SAMPLERS:
         if SAMPLERS.address(name).path.is_relative_to(tiny.ROOT):
             row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}`"))
-            config = SAMPLERS.config_class(name)
+            config = config_class(SAMPLERS, name)
             for field in fields(config) if config is not None else ():
                 assert f"`{field.name}: " in row

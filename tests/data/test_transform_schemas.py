@@ -6,13 +6,14 @@ from dataclasses import fields
 
 import pytest
 
+from selftask.config.config_class import config_class
 from selftask.registry import TRANSFORMS, Registry
 
 
 @pytest.mark.parametrize("name", TRANSFORMS.names())
 def test_keys_are_read_without_importing_the_transform(name: str) -> None:
     """A registry of its own has imported nothing, as a command that only reads configs."""
-    unread = Registry("transform", "selftask.data.transforms").config_class(name)
+    unread = config_class(Registry("transform", "selftask.data.transforms"), name)
     assert unread is not None
     imported = TRANSFORMS[name]
     assert [f.name for f in fields(unread)] == [f.name for f in fields(imported)]

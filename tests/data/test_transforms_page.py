@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
+from selftask.config.config_class import config_class
 from selftask.config.load import load_config
 from selftask.data.views import Views
 from selftask.registry import TRANSFORMS, Registry
@@ -35,7 +36,7 @@ def test_every_transform_is_on_the_page_and_nothing_else() -> None:
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_keys_and_defaults(name: str) -> None:
     cell = ROWS[name].split(" | ")[1]
-    config = TRANSFORMS.config_class(name)
+    config = config_class(TRANSFORMS, name)
     assert config is not None
     given = {}
     for part in cell.strip(" |").split("; "):

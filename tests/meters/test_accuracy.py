@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ranks import run_ranks
 from selftask.classy import ClassyMeter
+from selftask.config.config_class import config_class
 from selftask.errors import UserError
 from selftask.meters.accuracy import Accuracy
 from selftask.registry import METERS
@@ -118,7 +119,7 @@ def test_wrong_shapes_are_told(output: Any, target: Any, message: str) -> None:
 
 
 def test_impossible_configs_are_told() -> None:
-    schema: Any = METERS.config_class("accuracy")
+    schema: Any = config_class(METERS, "accuracy")
     for wrong in ([], [0], [1, 1]):
         assert list(schema(topk=wrong).problems({}))
     assert not list(schema().problems({}))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from minitask import MiniTask, largest_difference, loss_of
 from ranks import run_ranks
+from selftask.config.config_class import config_class
 from selftask.methods.barlow import BarlowTwins, cross_correlation
 from selftask.models.heads import mlp
 from selftask.registry import METHODS
@@ -128,7 +129,7 @@ def _four_updates(rank: int) -> dict[str, Any]:
 
 
 def test_impossible_configs_are_told() -> None:
-    schema: Any = METHODS.config_class("barlow")
+    schema: Any = config_class(METHODS, "barlow")
     (problem,) = schema().problems({"train": {"batch_size": 1}})
     assert problem.startswith("train.batch_size:")
     assert not list(schema().problems({"train": {"batch_size": 2}}))

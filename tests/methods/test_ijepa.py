@@ -15,6 +15,7 @@ from torch import Tensor
 from minitask import MiniTask, largest_difference, loss_of
 from ranks import run_ranks
 from selftask.batch import Batch
+from selftask.config.config_class import config_class
 from selftask.errors import UserError
 from selftask.methods.ijepa import IJEPA, MultiBlockMask, cut_out, possible_areas
 from selftask.models.masked_vit import sincos_positions
@@ -314,7 +315,7 @@ def _four_updates(rank: int) -> dict[str, Any]:
 
 
 def test_impossible_configs_are_told() -> None:
-    schema: Any = METHODS.config_class("ijepa")
+    schema: Any = config_class(METHODS, "ijepa")
     wrong = schema(
         target_scale=(0.5, 0.2),
         context_scale=(0.5, 1.5),

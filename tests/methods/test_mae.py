@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from minitask import MiniTask, largest_difference
 from ranks import run_ranks
 from selftask.batch import Batch
+from selftask.config.config_class import config_class
 from selftask.errors import UserError
 from selftask.methods.mae import MAE, normalize
 from selftask.models.masked_vit import sincos_positions
@@ -219,7 +220,7 @@ def _four_updates(rank: int) -> dict[str, Any]:
 
 
 def test_impossible_configs_are_told() -> None:
-    schema: Any = METHODS.config_class("mae")
+    schema: Any = config_class(METHODS, "mae")
     vit = {"name": "vit_tiny", "patch_size": 16}
     wrong = schema(mask_ratio=1.0, decoder_dim=30, decoder_heads=4)
     whole = {"backbone": {"name": "resnet18"}}

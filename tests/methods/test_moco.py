@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minitask import MiniTask, largest_difference
 from ranks import run_ranks
+from selftask.config.config_class import config_class
 from selftask.distributed.collectives import world_size
 from selftask.methods.moco import MoCo, info_nce, shuffle_bn, unshuffle_bn
 from selftask.registry import METHODS
@@ -154,7 +155,7 @@ def _four_updates(rank: int) -> dict[str, Any]:
 
 def test_impossible_configs_are_told() -> None:
     config = {"train": {"batch_size": 256, "accumulate": 2}}
-    schema: Any = METHODS.config_class("moco")
+    schema: Any = config_class(METHODS, "moco")
     wrong = schema(queue_size=500, temperature=0.0).problems(config)
     keys = [problem.partition(":")[0] for problem in wrong]
     assert keys == ["temperature", "queue_size"]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from minitask import MiniTask, largest_difference, loss_of
 from ranks import run_ranks
+from selftask.config.config_class import config_class
 from selftask.methods.simclr import SimCLR, info_nce
 from selftask.registry import METHODS
 
@@ -95,7 +96,7 @@ def _four_updates(rank: int) -> dict[str, Any]:
 
 
 def test_impossible_configs_are_told() -> None:
-    schema: Any = METHODS.config_class("simclr")
+    schema: Any = config_class(METHODS, "simclr")
     wrong = {"train": {"batch_size": 1}}
     keys = [text.partition(":")[0] for text in schema(temperature=-1.0).problems(wrong)]
     assert keys == ["temperature", "train.batch_size"]

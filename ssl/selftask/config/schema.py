@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from selftask.config.fields import setting
+
 DEFAULT_HOOKS = (
     "health",
     "evaluation",
@@ -22,22 +24,6 @@ DEFAULT_HOOKS = (
     "preemption",
 )
 """Hooks that every run has unless its config takes them out: ``hooks.health=null``."""
-
-
-def _setting(
-    default: Any,
-    *,
-    min: float | None = None,
-    max: float | None = None,
-    duration: bool = False,
-    path: bool = False,
-    also: Sequence[str] = (),
-) -> Any:
-    """A field with its limits and, in ``also``, what other frameworks call it (for the hints)."""
-    metadata = {"min": min, "max": max, "duration": duration, "path": path, "also": tuple(also)}
-    if callable(default):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,28 +47,28 @@ class DataConfig:
     sampler: Component = field(default_factory=lambda: Component(name="shuffled"))  # of an epoch
     tokenizer: Component = field(default_factory=lambda: Component(name="bytes"))  # of texts
     augment_on: Literal["cpu", "device"] = "cpu"  # who makes the views: workers, or the device
-    max_side: int | None = _setting(
+    max_side: int | None = setting(
         None, min=1
     )  # pixels: images for augment_on=device, and those in a
     # cache, have a longer side of at most this; crops then see no finer detail
     cache: Literal["none", "ram", "disk", "device"] = "none"  # of decoded images: in each process's
     # memory, in a file below $SELFTASK_CACHE, or (small data sets, augment_on=device) on the device
-    num_workers: int = _setting(0, min=0, also=["workers"])  # processes; yaml `auto`: see derive
+    num_workers: int = setting(0, min=0, also=["workers"])  # processes; yaml `auto`: see derive
     on_error: Literal["skip", "fail"] = "skip"  # what an unreadable file does
-    max_unreadable: float | None = _setting(
+    max_unreadable: float | None = setting(
         None, min=0, max=1
     )  # share of images that may be unreadable;
     # null: 0.1 %, but at least 3 images
-    max_pixels: int = _setting(100_000_000, min=1)  # larger images are refused: they are bombs
-    max_bytes: int = _setting(1 << 30, min=1)  # of an encoded image; larger ones are not read
-    max_scans: int = _setting(100, min=1)  # of a JPEG, each of which takes a pass over the image;
+    max_pixels: int = setting(100_000_000, min=1)  # larger images are refused: they are bombs
+    max_bytes: int = setting(1 << 30, min=1)  # of an encoded image; larger ones are not read
+    max_scans: int = setting(100, min=1)  # of a JPEG, each of which takes a pass over the image;
     # most have 1, progressive ones about 10
     subset: float | int | dict[str, Any] | None = None  # of the training images: see docs/data.md
-    stage_to: str | None = _setting(
+    stage_to: str | None = setting(
         None, path=True
     )  # copy the files to this folder, or to `ram`, before training
-    read_timeout_s: float = _setting(60.0, min=0)  # of a file, when its disk is silent; 0: none
-    read_retries: int = _setting(2, min=0, max=10)  # after a time-out or an error that passes
+    read_timeout_s: float = setting(60.0, min=0)  # of a file, when its disk is silent; 0: none
+    read_retries: int = setting(2, min=0, max=10)  # after a time-out or an error that passes
 
     def to_dict(self) -> dict[str, Any]:
         """As in the yaml: the source's fields flat beside ours."""
@@ -98,7 +84,7 @@ class DataConfig:
 class ViewConfig:
     """A group of views made by one pipeline."""
 
-    count: int = _setting(1, min=0, also=["num", "crops", "num_crops", "number"])
+    count: int = setting(1, min=0, also=["num", "crops", "num_crops", "number"])
     # views of each image, or with `of` of each view of that group; 0: only for groups made from it
     image: str | None = None  # a further image of the sample, by its name in the data; none: the
     # image itself
@@ -123,32 +109,32 @@ def num_views(views: Mapping[str, ViewConfig]) -> dict[str, int]:
 class TrainConfig:
     """How long, how big, how exact."""
 
-    epochs: int | None = _setting(None, min=1, also=["num_epochs", "max_epochs", "n_epochs"])
-    max_steps: int | None = _setting(None, min=1, also=["steps", "num_steps", "iterations"])
+    epochs: int | None = setting(None, min=1, also=["num_epochs", "max_epochs", "n_epochs"])
+    max_steps: int | None = setting(None, min=1, also=["steps", "num_steps", "iterations"])
     # epochs and max_steps: at least one; with both, whichever comes first
-    batch_size: int = _setting(256, min=1, also=["batch", "bs"])  # images, over all processes
-    precision: Literal["float32", "bfloat16", "float16"] = _setting(
+    batch_size: int = setting(256, min=1, also=["batch", "bs"])  # images, over all processes
+    precision: Literal["float32", "bfloat16", "float16"] = setting(
         "float32", also=["amp", "fp16", "bf16", "dtype"]
     )
-    step: str = _setting("standard", also=["train_step"])  # the train step's registered name
-    accumulate: int = _setting(1, min=1, also=["accum", "grad_accum", "accumulation"])
+    step: str = setting("standard", also=["train_step"])  # the train step's registered name
+    accumulate: int = setting(1, min=1, also=["accum", "grad_accum", "accumulation"])
     # batches per update (step: accumulate), each of batch_size; a loss sees one batch at a time
-    seed: int = _setting(0, min=0)
+    seed: int = setting(0, min=0)
     compile: bool = False
-    log_every: int = _setting(50, min=1, also=["log_interval"])  # steps
-    device: Literal["auto", "cpu", "cuda"] = _setting("auto", also=["gpu", "accelerator"])
-    checkpoint_every: int | str = _setting(
+    log_every: int = setting(50, min=1, also=["log_interval"])  # steps
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", also=["gpu", "accelerator"])
+    checkpoint_every: int | str = setting(
         "1 epoch", duration=True, min=1, also=["save_every", "save_interval"]
     )
-    keep_checkpoints: int = _setting(3, min=1)  # the newest; older ones are deleted
+    keep_checkpoints: int = setting(3, min=1)  # the newest; older ones are deleted
     async_checkpoints: bool = True  # write while training goes on, from a copy in host memory
-    sharded_checkpoints: bool = _setting(False, also=["sharded", "dcp"])  # every process writes
+    sharded_checkpoints: bool = setting(False, also=["sharded", "dcp"])  # every process writes
     # its part into a folder, nothing is gathered (parallel.reduce: fsdp)
-    threads: int | Literal["auto"] = _setting(
+    threads: int | Literal["auto"] = setting(
         "auto", min=1, max=1024
     )  # of torch on the CPU, per process;
     # auto: three quarters of the cores, with a GPU those that workers leave; kept on resume
-    stop_at: int | None = _setting(None, min=1)  # stop after this step as if interrupted
+    stop_at: int | None = setting(None, min=1)  # stop after this step as if interrupted
 
     def to_dict(self) -> dict[str, Any]:
         """As in the yaml."""
@@ -161,16 +147,16 @@ class OptimizerConfig:
 
     name: str
     args: dict[str, Any] = field(default_factory=dict)  # the named optimizer's own fields
-    lr: float | dict[str, Any] = field(
-        metadata={"min": 0, "also": ("learning_rate", "base_lr", "blr")}
+    lr: float | dict[str, Any] = setting(
+        min=0, also=["learning_rate", "base_lr", "blr"]
     )  # peak; or a Classy parameter scheduler ({name: ..., ...}), which then is the schedule
     lr_scale: Literal["none", "linear", "sqrt"] = "none"  # lr times batch_size/256, or its root
-    schedule: str = _setting("cosine", also=["scheduler", "lr_schedule", "lr_scheduler"])
-    warmup: int | str = _setting(0, duration=True, also=["warmup_epochs", "warmup_steps"])
-    start_lr: float = _setting(0.0, min=0, also=["warmup_lr", "start_warmup"])  # of the warm-up
-    end_lr: float = _setting(0.0, min=0, also=["min_lr", "final_lr"])  # at the end of training
-    weight_decay: float = _setting(0.0, min=0, also=["wd"])
-    end_weight_decay: float | None = _setting(None, min=0)  # none: constant
+    schedule: str = setting("cosine", also=["scheduler", "lr_schedule", "lr_scheduler"])
+    warmup: int | str = setting(0, duration=True, also=["warmup_epochs", "warmup_steps"])
+    start_lr: float = setting(0.0, min=0, also=["warmup_lr", "start_warmup"])  # of the warm-up
+    end_lr: float = setting(0.0, min=0, also=["min_lr", "final_lr"])  # at the end of training
+    weight_decay: float = setting(0.0, min=0, also=["wd"])
+    end_weight_decay: float | None = setting(None, min=0)  # none: constant
     decay_1d: bool = False  # whether one-dimensional parameters decay too
     decay_tokens: bool = False  # whether a transformer's tokens and learned positions do
 
@@ -185,7 +171,7 @@ class EvalConfig:
 
     transforms: list[Component] = field(default_factory=list)
     evaluations: dict[str, Component] = field(default_factory=dict)  # {"knn": ...}
-    every: int | str | None = _setting(None, duration=True, min=1)  # none: step 0 and the end only
+    every: int | str | None = setting(None, duration=True, min=1)  # none: step 0 and the end only
 
     def to_dict(self) -> dict[str, Any]:
         """As in the yaml."""
@@ -200,8 +186,8 @@ class EvalConfig:
 class InitConfig:
     """Weights to start from; not to be confused with ``resume``."""
 
-    backbone: str | None = _setting(None, path=True)  # a file, a run, timm:NAME or torchvision:NAME
-    min_matched: float = _setting(1.0, min=0, max=1)  # least share of the backbone's tensors loaded
+    backbone: str | None = setting(None, path=True)  # a file, a run, timm:NAME or torchvision:NAME
+    min_matched: float = setting(1.0, min=0, max=1)  # least share of the backbone's tensors loaded
 
     def to_dict(self) -> dict[str, Any]:
         """As in the yaml."""
@@ -212,7 +198,7 @@ class InitConfig:
 class ResumeConfig:
     """Which checkpoint to resume from; ``resume=auto`` is short for ``resume.checkpoint=auto``."""
 
-    checkpoint: str = _setting("auto", path=True)  # auto: the newest of ``out``; never; or a path
+    checkpoint: str = setting("auto", path=True)  # auto: the newest of ``out``; never; or a path
     data: Literal["refuse", "allow"] = "refuse"  # if images, names or classes are not as they were
 
     def to_dict(self) -> dict[str, Any]:
@@ -224,14 +210,14 @@ class ResumeConfig:
 class LaunchConfig:
     """How many machines and processes; what SLURM is told."""
 
-    nodes: int = _setting(1, min=1, also=["num_nodes"])
-    processes: int = _setting(1, min=1, also=["gpus", "num_gpus", "nproc_per_node"])  # per node
+    nodes: int = setting(1, min=1, also=["num_nodes"])
+    processes: int = setting(1, min=1, also=["gpus", "num_gpus", "nproc_per_node"])  # per node
     slurm: dict[str, Any] = field(default_factory=dict)
-    hang_timeout_s: float = _setting(
+    hang_timeout_s: float = setting(
         600.0, min=1
     )  # a run in which no rank moves for so long is stuck
-    max_restarts: int = _setting(0, min=0)  # new attempts after a rank failed or was killed
-    max_requeues: int = _setting(100, min=0)  # SLURM: returns to the queue, preempted or timed out
+    max_restarts: int = setting(0, min=0)  # new attempts after a rank failed or was killed
+    max_requeues: int = setting(100, min=0)  # SLURM: returns to the queue, preempted or timed out
 
     @property
     def world_size(self) -> int:
@@ -247,15 +233,15 @@ class LaunchConfig:
 class ParallelConfig:
     """How processes share the work; on one process nothing of it costs anything."""
 
-    reduce: Literal["manual", "ddp", "fsdp"] = _setting("manual", also=["strategy", "backend"])
-    bucket_mb: float = _setting(25.0, min=0.001)  # MiB of gradients that travel together
+    reduce: Literal["manual", "ddp", "fsdp"] = setting("manual", also=["strategy", "backend"])
+    bucket_mb: float = setting(25.0, min=0.001)  # MiB of gradients that travel together
     grad_compression: Literal["none", "fp16", "bf16"] = "none"  # of gradients on their way (manual)
     static_graph: bool = False  # every step uses the same parameters, equally often (ddp)
-    activation_checkpointing: float | str = _setting(
+    activation_checkpointing: float | str = setting(
         "none", also=["checkpointing", "grad_checkpointing", "gradient_checkpointing"]
     )  # blocks: keep what enters a block only, compute the rest again: memory for time; a size
     # ('8 GB') or a share (0.5): of as few blocks as keep the rest within that
-    sync_batch_norm: int | Literal["none", "all", "node"] = _setting(
+    sync_batch_norm: int | Literal["none", "all", "node"] = setting(
         "none", min=1, also=["sync_bn", "syncbn", "sync_batchnorm"]
     )  # statistics over all processes, those of a node, or groups of so many
 

@@ -8,13 +8,13 @@ import sys
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from types import SimpleNamespace
 from typing import Any
 
 from selftask.config.compose.provenance import Key, Layers, show_path
+from selftask.config.config_class import config_class, config_object
+from selftask.config.fields import check_limits, default_of, has_default
 from selftask.config.schema import Component
 from selftask.config.values.coerce import Mismatch, convert, describe
-from selftask.config.values.duration import parse_duration
 from selftask.errors import UserError, nearest, shorten
 from selftask.registry import REGISTRIES, Registry
 
@@ -204,45 +204,7 @@ def schema_of(registry: Registry, name: str) -> Schema:
     """The schema of a named thing."""
     address = registry.address(name)
     owner = f"{name} ({show_path(address.path)}:{address.line})"
-    return Schema.of(registry.config_class(name), owner)
-
-
-def has_default(field: dataclasses.Field[Any]) -> bool:
-    """Whether a field may be left out."""
-    return not (
-        field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    )
-
-
-def default_of(field: dataclasses.Field[Any]) -> Any:
-    """A fresh default value."""
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
-
-
-def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
-    """Raise ValueError if a field's metadata (min, above, below, max, duration) forbids ``value``.
-
-    Limits of a list are those of each number in it.
-    """
-    if metadata.get("duration") and value is not None:
-        if parse_duration(value).value < (metadata.get("min") or 0):
-            raise ValueError("must be longer than nothing")
-        return
-    if isinstance(value, list | tuple):
-        for item in value:
-            check_limits(item, metadata)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return
-    if metadata.get("min") is not None and value < metadata["min"]:
-        raise ValueError(f"must be at least {metadata['min']}")
-    if metadata.get("above") is not None and value <= metadata["above"]:
-        raise ValueError(f"must be more than {metadata['above']}")
-    if metadata.get("below") is not None and value >= metadata["below"]:
-        raise ValueError(f"must be less than {metadata['below']}")
-    if metadata.get("max") is not None and value > metadata["max"]:
-        raise ValueError(f"must be at most {metadata['max']}")
+    return Schema.of(config_class(registry, name), owner)
 
 
 def hint_for(name: str, known: Mapping[str, dataclasses.Field[Any]], key: Key) -> str:
@@ -262,8 +224,7 @@ def iter_problems(
     config = _config_class(component, registry)
     if not hasattr(config, "problems"):
         return
-    # a bare namespace as self: making the real thing may open a data set
-    for message in config.problems(SimpleNamespace(**component.args), whole):
+    for message in config_object(config, component.args).problems(whole):
         name, _, rest = message.partition(":")
         path = tuple(name.split("."))
         if path[0] in component.args:
@@ -285,7 +246,7 @@ def inner_components(
 
 def _config_class(component: Component, registry: Registry) -> Any:
     """None where there is nothing to configure, as for what is Classy's."""
-    return registry.config_class(component.name) if component.name in registry else None
+    return config_class(registry, component.name) if component.name in registry else None
 
 
 def _named_in(value: Any, key: Key) -> Iterator[tuple[Component, Key]]:

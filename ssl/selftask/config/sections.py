@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from selftask.config.checks.checks import pipelines
 from selftask.config.checks.image_size import with_image_size
 from selftask.config.compose.provenance import Key
+from selftask.config.fields import check_limits, has_default
 from selftask.config.schema import (
     DEFAULT_HOOKS,
     Component,
@@ -28,8 +29,6 @@ from selftask.config.schema import (
 from selftask.config.schema_reader import (
     Reader,
     Schema,
-    check_limits,
-    has_default,
     hint_for,
     iter_problems,
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from selftask.config.config_class import config_class
 from selftask.config.schema import (
     DEFAULT_HOOKS,
     Component,
@@ -139,7 +140,7 @@ def _small_backbone(config: Config) -> Component:
         small = Component(name="small_resnet", args={"width": 8, **given})
     else:
         return config.backbone
-    schema = BACKBONES.config_class(small.name)
+    schema = config_class(BACKBONES, small.name)
     known = {field.name for field in fields(schema)} if schema else set()
     asked_for = _given(config, "backbone.name") or not given.keys() <= known
     return config.backbone if asked_for else small
@@ -153,7 +154,7 @@ def _calm_optimizer(config: Config) -> OptimizerConfig:
 
 
 def _small_method(config: Config) -> Component:
-    schema = METHODS.config_class(config.method.name)
+    schema = config_class(METHODS, config.method.name)
     args = dict(config.method.args)
     for name, value in _small_fields(config, args):
         if not _given(config, f"method.{name}"):

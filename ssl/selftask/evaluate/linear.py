@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selftask.config.fields import setting
 from selftask.distributed.heartbeat import activity
 from selftask.errors import plural
 from selftask.evaluate.features import Features
 from selftask.evaluate.label_counts import LabelCounts, require_labels
-from selftask.registry import limited, register_evaluation
+from selftask.registry import register_evaluation
 
 _ROWS = 8192  # images whose logits exist at a time
 _ROUGH, _FINE = 1e-3, 1e-4  # tolerances: to choose a weight decay, and for the figure
@@ -32,14 +33,14 @@ class Linear:
     """Top-1 of a linear probe: linear_top1 with all labels, linear_10_labels_top1 with few."""
 
     few_labels: list[int] = field(default_factory=list)  # labels a class; each is one more figure
-    repeats: int = field(default=5, metadata={"min": 1})  # draws of few labels; their mean counts
+    repeats: int = setting(5, min=1)  # draws of few labels; their mean counts
     weight_decay: list[float] = field(
         default_factory=lambda: [0.00001, 0.0001, 0.001, 0.01, 0.1]
     )  # L2, against the mean cross-entropy: scikit-learn's 1 / (C * n)
-    iterations: int = field(default=200, metadata={"min": 1})  # of L-BFGS, at most
-    held_out: float = field(default=0.2, metadata={"min": 0, "max": 1})  # share of the training
+    iterations: int = setting(200, min=1)  # of L-BFGS, at most
+    held_out: float = setting(0.2, min=0, max=1)  # share of the training
     # labels that picks the weight decay
-    seed: int = limited(0, min=0)
+    seed: int = setting(0, min=0)
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.few_labels and min(self.few_labels) < 1:

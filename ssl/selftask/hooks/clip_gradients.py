@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from selftask.config.fields import setting
 from selftask.distributed.collectives import all_reduce_sum
 from selftask.hooks.base import Hook
-from selftask.registry import limited, register_hook
+from selftask.registry import register_hook
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -26,7 +27,7 @@ class ClipGradients(Hook):
     """
 
     priority: ClassVar[int] = 20
-    max_norm: float = limited(3.0, above=0)
+    max_norm: float = setting(3.0, above=0)
     per_parameter: bool = False
 
     def on_backward(self, task: Task) -> None:

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from selftask.config.fields import setting
 from selftask.distributed.collectives import rank
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
-from selftask.registry import limited, register_hook
+from selftask.registry import register_hook
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -37,9 +38,9 @@ class Fault(Hook):
     priority: ClassVar[int] = 5
 
     at: int  # the step (1 is the first) in which it happens, after the forward pass
-    rank: int = limited(0, min=0)
+    rank: int = setting(0, min=0)
     kind: Literal["raise", "kill", "sleep", "stop", "terminate"] = "raise"
-    seconds: float = limited(3600.0, min=0)  # of sleep
+    seconds: float = setting(3600.0, min=0)  # of sleep
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.at < 1:

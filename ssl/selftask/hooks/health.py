@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selftask.config.fields import setting
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
-from selftask.registry import limited, register_hook
+from selftask.registry import register_hook
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -29,8 +30,8 @@ class Health(Hook):
     """
 
     priority: ClassVar[int] = 60
-    collapsed: float = limited(0.1, min=0, max=1)  # emb_std below this is a collapse
-    max_rows: int = limited(512, min=2)  # embeddings looked at per log line
+    collapsed: float = setting(0.1, min=0, max=1)  # emb_std below this is a collapse
+    max_rows: int = setting(512, min=2)  # embeddings looked at per log line
 
     def on_update(self, task: Task) -> None:
         if not task.should_log:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from selftask.batch import Batch
+from selftask.config.fields import setting
 from selftask.distributed.collectives import sum_with_grad, world_size
 from selftask.methods.base import Method
 from selftask.models.heads import mlp
 from selftask.models.precision import in_full_precision
-from selftask.registry import limited, register_method
+from selftask.registry import register_method
 
 
 @register_method("barlow")
@@ -33,10 +34,10 @@ class BarlowTwins(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = limited(8192, min=1)  # D
-        hidden_dim: int = limited(8192, min=1)  # width of the projector's two hidden layers
-        redundancy_weight: float = limited(0.0051, min=0)  # lambda in eq. 1
-        scale: float = limited(1.0, min=0)  # of the whole loss; 0.1 in solo-learn
+        out_dim: int = setting(8192, min=1)  # D
+        hidden_dim: int = setting(8192, min=1)  # width of the projector's two hidden layers
+        redundancy_weight: float = setting(0.0051, min=0)  # lambda in eq. 1
+        scale: float = setting(1.0, min=0)  # of the whole loss; 0.1 in solo-learn
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if config["train"]["batch_size"] < 2:

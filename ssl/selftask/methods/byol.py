@@ -8,7 +8,7 @@ B: images per rank, D: width of projector and predictor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
+from selftask.config.fields import setting
 from selftask.methods.base import Method
 from selftask.models.heads import mlp
 from selftask.models.precision import in_full_precision
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
-from selftask.registry import limited, register_method
+from selftask.registry import register_method
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -37,14 +38,14 @@ class BYOL(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = limited(256, min=1)  # D
-        hidden_dim: int = limited(
+        out_dim: int = setting(256, min=1)  # D
+        hidden_dim: int = setting(
             4096, min=1
         )  # width of the hidden layers of projector and predictor
         # tau_base in section 3.2; 0.99 for 300 epochs
-        momentum: float = field(default=0.996, metadata={"min": 0, "max": 1})
+        momentum: float = setting(0.996, min=0, max=1)
         # at the end of training, along a cosine
-        end_momentum: float = field(default=1.0, metadata={"min": 0, "max": 1})
+        end_momentum: float = setting(1.0, min=0, max=1)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
+from selftask.config.fields import setting
 from selftask.distributed.collectives import all_reduce_sum
 from selftask.errors import UserError
 from selftask.logs import get_logger
@@ -29,7 +30,7 @@ from selftask.models.heads import mlp
 from selftask.models.memory_bank import MemoryBank
 from selftask.models.precision import to_float32
 from selftask.random.splitmix import hash_words
-from selftask.registry import limited, register_method
+from selftask.registry import register_method
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -51,12 +52,12 @@ class DeepCluster(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = limited(128, min=1)  # D
-        hidden_dim: int = limited(2048, min=1)  # width of the head's hidden layer
+        out_dim: int = setting(128, min=1)  # D
+        hidden_dim: int = setting(2048, min=1)  # width of the head's hidden layer
         norm: bool = True  # BatchNorm in the head
         num_prototypes: list[int] = field(default_factory=lambda: [3000, 3000, 3000])  # K_h
         temperature: float = 0.1  # of the softmax over prototypes
-        kmeans_iterations: int = field(default=10, metadata={"min": 0})
+        kmeans_iterations: int = setting(10, min=0)
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if not self.num_prototypes or min(self.num_prototypes) < 2:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
+from selftask.config.fields import setting
 from selftask.config.values.duration import updates_in
 from selftask.distributed.collectives import all_reduce_mean
 from selftask.methods.base import Method
@@ -26,7 +27,7 @@ from selftask.models.heads import DINOHead
 from selftask.models.precision import to_float32
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
-from selftask.registry import limited, register_method
+from selftask.registry import register_method
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -43,24 +44,22 @@ class DINO(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = limited(65_536, min=1)  # K
-        hidden_dim: int = limited(2048, min=1)  # width of the head's hidden layers
-        bottleneck: int = limited(256, min=1)  # width before the last layer
-        num_layers: int = limited(3, min=1, max=100)  # of the head, the bottleneck's included, the
+        out_dim: int = setting(65_536, min=1)  # K
+        hidden_dim: int = setting(2048, min=1)  # width of the head's hidden layers
+        bottleneck: int = setting(256, min=1)  # width before the last layer
+        num_layers: int = setting(3, min=1, max=100)  # of the head, the bottleneck's included, the
         # last layer not
         norm: bool = False  # BatchNorm in the head: for convolutional backbones
         temperature: float = 0.1  # tau_s in eq. 1
         teacher_temperature: float = 0.07  # tau_t, once it is warm; 0.04 is safer where it diverges
         start_teacher_temperature: float = 0.04
-        teacher_temperature_warmup: int | str = field(
-            default="30 epochs", metadata={"duration": True}
-        )
-        center_momentum: float = field(default=0.9, metadata={"min": 0, "max": 1})  # m in eq. 4
+        teacher_temperature_warmup: int | str = setting("30 epochs", duration=True)
+        center_momentum: float = setting(0.9, min=0, max=1)  # m in eq. 4
         # lambda of the teacher at first; larger for smaller batches
-        momentum: float = field(default=0.996, metadata={"min": 0, "max": 1})
+        momentum: float = setting(0.996, min=0, max=1)
         # at the end, along half a cosine
-        end_momentum: float = field(default=1.0, metadata={"min": 0, "max": 1})
-        freeze_last_layer: int | str = field(default="1 epoch", metadata={"duration": True})
+        end_momentum: float = setting(1.0, min=0, max=1)
+        freeze_last_layer: int | str = setting("1 epoch", duration=True)
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             for key in ("temperature", "teacher_temperature", "start_teacher_temperature"):

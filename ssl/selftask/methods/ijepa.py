@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
+from selftask.config.fields import setting
 from selftask.errors import UserError
 from selftask.methods.base import Method
 from selftask.models.masked_vit import (
@@ -37,7 +38,7 @@ from selftask.models.precision import to_float32
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
 from selftask.random.keyed import uniform
-from selftask.registry import limited, register_method
+from selftask.registry import register_method
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -58,7 +59,7 @@ class IJEPA(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_targets: int = field(default=4, metadata={"min": 1})  # M
+        num_targets: int = setting(4, min=1)  # M
         target_scale: tuple[float, float] = (0.15, 0.2)  # of the image's area
         target_ratio: tuple[float, float] = (0.75, 1.5)  # height / width, relative to the image's
         context_scale: tuple[float, float] = (0.85, 1.0)  # before the targets are cut out
@@ -69,9 +70,9 @@ class IJEPA(Method):
         predictor_heads: int = 12
         # deviation of first weights; null: more in layers of few inputs, for networks much narrower
         # than a ViT-B, which with 0.02 pass on little but positions
-        init_std: float | None = limited(0.02, above=0)
+        init_std: float | None = setting(0.02, above=0)
         # of the teacher; grows linearly to 1
-        momentum: float = field(default=0.996, metadata={"min": 0, "max": 1})
+        momentum: float = setting(0.996, min=0, max=1)
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             backbone = config["backbone"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
+from selftask.config.fields import setting
 from selftask.distributed.collectives import all_gather_cat, rank, world_size
 from selftask.methods.base import Method
 from selftask.models.feature_queue import FeatureQueue
@@ -28,7 +29,7 @@ from selftask.models.precision import in_full_precision, to_float32
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
 from selftask.random.keyed import LAYER_DRAWS
-from selftask.registry import limited, register_method
+from selftask.registry import register_method
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -43,14 +44,14 @@ class MoCo(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = limited(128, min=1)  # D
-        hidden_dim: int | None = limited(None, min=1)  # width of the head's hidden layer; None: the
+        out_dim: int = setting(128, min=1)  # D
+        hidden_dim: int | None = setting(None, min=1)  # width of the head's hidden layer; None: the
         # backbone's
         queue_size: int = 65_536  # K
         temperature: float = 0.2  # tau in eq. 1; v1 has 0.07
-        momentum: float = field(default=0.999, metadata={"min": 0, "max": 1})  # m in eq. 2
+        momentum: float = setting(0.999, min=0, max=1)  # m in eq. 2
         # m at the end, along a cosine; None: constant
-        end_momentum: float | None = field(default=None, metadata={"min": 0, "max": 1})
+        end_momentum: float | None = setting(None, min=0, max=1)
         symmetric: bool = False  # both views are queries, each with a queue of its own (v2+)
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:

@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
+from selftask.config.fields import setting
 from selftask.distributed.collectives import gather_cat_with_grad, rank
 from selftask.methods.base import Method
 from selftask.models.heads import mlp
 from selftask.models.precision import in_full_precision
-from selftask.registry import limited, register_method
+from selftask.registry import register_method
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -37,12 +38,12 @@ class SimCLR(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = limited(128, min=1)  # D
-        hidden_dim: int | None = limited(None, min=1)  # width of the head's hidden layer; None: the
+        out_dim: int = setting(128, min=1)  # D
+        hidden_dim: int | None = setting(None, min=1)  # width of the head's hidden layer; None: the
         # backbone's
         norm: bool = True  # BatchNorm after both layers of the head, as in the paper's code
         temperature: float = 0.1  # tau in eq. 1; 0.5 for CIFAR-10 in the paper, 0.2 in solo-learn
-        scale: float = limited(1.0, above=0)  # of the whole loss; 2 in the paper's code, which
+        scale: float = setting(1.0, above=0)  # of the whole loss; 2 in the paper's code, which
         # sums both directions
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from selftask import classy
 from selftask.batch import Batch
+from selftask.config.fields import setting
 from selftask.errors import UserError, nearest
 from selftask.meters.accuracy import Accuracy
 from selftask.methods.base import Method
 from selftask.models.build import embed_dim
 from selftask.models.precision import in_full_precision
-from selftask.registry import limited, register_method
+from selftask.registry import register_method
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -35,7 +36,7 @@ class Supervised(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_classes: int | None = limited(None, min=1)  # C; None: as many as the data set has
+        num_classes: int | None = setting(None, min=1)  # C; None: as many as the data set has
         freeze_backbone: bool = False  # the linear probe: only the classifier is trained
         loss: str = "CrossEntropyLoss"  # of torch.nn, or classy:NAME
         loss_args: dict[str, Any] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
+from selftask.config.fields import setting
 from selftask.config.values.duration import updates_in
 from selftask.distributed.collectives import rank, world_size
 from selftask.methods.base import Method
@@ -26,7 +27,7 @@ from selftask.models.clustering import sinkhorn_knopp, swapped_cross_entropy
 from selftask.models.feature_queue import FeatureQueue
 from selftask.models.heads import Prototypes, mlp
 from selftask.models.precision import to_float32
-from selftask.registry import limited, register_method
+from selftask.registry import register_method
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -43,17 +44,17 @@ class SwAV(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = limited(128, min=1)  # D
-        hidden_dim: int = limited(2048, min=1)  # width of the head's hidden layer
+        out_dim: int = setting(128, min=1)  # D
+        hidden_dim: int = setting(2048, min=1)  # width of the head's hidden layer
         norm: bool = True  # BatchNorm in the head
-        num_prototypes: int = limited(3000, min=1)  # K
+        num_prototypes: int = setting(3000, min=1)  # K
         temperature: float = 0.1  # tau in eq. 2
         epsilon: float = 0.05  # weight of the entropy in eq. 3
-        sinkhorn_iterations: int = field(default=3, metadata={"min": 1})
-        queue_size: int = limited(0, min=0)  # L, images; 3840 in the paper for batches of 256, 0:
+        sinkhorn_iterations: int = setting(3, min=1)
+        queue_size: int = setting(0, min=0)  # L, images; 3840 in the paper for batches of 256, 0:
         # no queue
-        queue_start: int | str = field(default="15 epochs", metadata={"duration": True})
-        freeze_prototypes: int | str = field(default="1 epoch", metadata={"duration": True})
+        queue_start: int | str = setting("15 epochs", duration=True)
+        freeze_prototypes: int | str = setting("1 epoch", duration=True)
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             batch_size = config["train"]["batch_size"]

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from selftask.registry import limited, register_optimizer
+from selftask.config.fields import setting
+from selftask.registry import register_optimizer
 
 
 @register_optimizer("adamw")
@@ -15,8 +16,8 @@ from selftask.registry import limited, register_optimizer
 class AdamW:
     """torch.optim.AdamW."""
 
-    betas: tuple[float, float] = limited((0.9, 0.999), min=0, below=1)
-    eps: float = limited(1e-8, min=0)
+    betas: tuple[float, float] = setting((0.9, 0.999), min=0, below=1)
+    eps: float = setting(1e-8, min=0)
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, betas=self.betas, eps=self.eps, fused=True)

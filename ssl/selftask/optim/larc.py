@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selftask.config.fields import setting
 from selftask.optim.lars import LARS
-from selftask.registry import limited, register_optimizer
+from selftask.registry import register_optimizer
 
 
 @register_optimizer("larc")
@@ -23,9 +24,9 @@ class LARCConfig:
     They decay every parameter as well: ``decay_1d: true``.
     """
 
-    sgd_momentum: float = limited(0.9, min=0, below=1)
-    trust_coefficient: float = limited(1e-3, above=0)  # eta in the paper
-    eps: float = limited(1e-8, above=0)  # keeps the rate of a tiny gradient finite
+    sgd_momentum: float = setting(0.9, min=0, below=1)
+    trust_coefficient: float = setting(1e-3, above=0)  # eta in the paper
+    eps: float = setting(1e-8, above=0)  # keeps the rate of a tiny gradient finite
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return LARC(

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from selftask.registry import limited, register_optimizer
+from selftask.config.fields import setting
+from selftask.registry import register_optimizer
 
 
 @register_optimizer("lars")
@@ -19,8 +20,8 @@ class LARSConfig:
 
     layerwise: ClassVar[bool] = True  # groups with adapt=False are treated apart
 
-    sgd_momentum: float = limited(0.9, min=0, below=1)
-    trust_coefficient: float = limited(1e-3, above=0)  # eta in the paper; SimCLR and BYOL use 1e-3,
+    sgd_momentum: float = setting(0.9, min=0, below=1)
+    trust_coefficient: float = setting(1e-3, above=0)  # eta in the paper; SimCLR and BYOL use 1e-3,
     # solo-learn's CIFAR 2e-2
     clip_lr: bool = False  # never exceed the global lr (LARC's clip mode)
     classic_momentum: bool = False  # lr inside the velocity: the paper and SimCLR; BYOL: outside

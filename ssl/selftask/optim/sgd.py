@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from selftask.registry import limited, register_optimizer
+from selftask.config.fields import setting
+from selftask.registry import register_optimizer
 
 
 @register_optimizer("sgd")
@@ -15,7 +16,7 @@ from selftask.registry import limited, register_optimizer
 class SGD:
     """torch.optim.SGD."""
 
-    sgd_momentum: float = limited(0.9, min=0, below=1)
+    sgd_momentum: float = setting(0.9, min=0, below=1)
     nesterov: bool = False
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

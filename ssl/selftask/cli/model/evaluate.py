@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from selftask.cli.model.load_model import MODEL, WEIGHTS, open_frozen
+from selftask.config.config_class import config_class
 from selftask.config.schema import Config
 from selftask.errors import UserError, nearest
 from selftask.files.paths import is_folder
@@ -70,7 +71,7 @@ def _only(config: Config, name: str) -> Config:
 
 def _spelt_out(name: str, overrides: list[str]) -> list[str]:
     """``k=[5]`` means ``eval.evaluations.knn.k=[5]``; raises UserError for a misspelt field."""
-    config = EVALUATIONS.config_class(name)
+    config = config_class(EVALUATIONS, name)
     own = {field.name for field in fields(config)} if config is not None else set()
     prefix = f"eval.evaluations.{name}."
     short = own | {"weights", "trust"}

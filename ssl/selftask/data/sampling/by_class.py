@@ -8,16 +8,17 @@ They keep 8 bytes an image.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from selftask.config.fields import setting
 from selftask.data.sampling.sampler import Pool, Sampler
 from selftask.errors import UserError
 from selftask.random.permutation import EpochOrder, SetOrders, epoch_order
 from selftask.random.splitmix import hash_words
-from selftask.registry import limited, register_sampler
+from selftask.registry import register_sampler
 
 _BATCHES, _PLACES, _IMAGES = 1, 2, 3  # streams of one seed
 
@@ -79,9 +80,9 @@ class PowerLaw(_ByClass):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        power: float = limited(0.5, min=-10, max=10)  # of the number of a class's images
+        power: float = setting(0.5, min=-10, max=10)  # of the number of a class's images
         # of an epoch; none: as many as there are images
-        samples: int | None = field(default=None, metadata={"min": 1})
+        samples: int | None = setting(None, min=1)
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool, power=config.power, num_samples=config.samples)
@@ -102,7 +103,7 @@ class Balanced(_ByClass):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         # of an epoch; none: as many as there are images
-        samples: int | None = field(default=None, metadata={"min": 1})
+        samples: int | None = setting(None, min=1)
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool, power=0.0, num_samples=config.samples)

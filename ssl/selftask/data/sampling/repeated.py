@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from selftask.config.fields import setting
 from selftask.data.sampling.sampler import Pool, Sampler
 from selftask.random.permutation import EpochOrder, epoch_order
 from selftask.registry import register_sampler
@@ -27,7 +28,7 @@ class Repeated(Sampler):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         # how often an image stands in its batch; has to divide train.batch_size
-        times: int = field(default=3, metadata={"min": 1})
+        times: int = setting(3, min=1)
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             batch_size = config["train"]["batch_size"]

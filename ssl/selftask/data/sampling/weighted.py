@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from selftask.config.fields import setting
 from selftask.data.sampling.sampler import Pool, Sampler
 from selftask.errors import UserError, nearest_path
 from selftask.files.paths import is_file
@@ -31,7 +32,7 @@ class Weighted(Sampler):
     class Config:
         weights: str  # the file
         # of an epoch; none: as many as there are images
-        samples: int | None = field(default=None, metadata={"min": 1})
+        samples: int | None = setting(None, min=1)
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool)

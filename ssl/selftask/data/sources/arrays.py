@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from selftask.config.fields import setting
 from selftask.data.labels import name_classes, number_labels
 from selftask.data.reading.guards import check_memory, no_traceback
 from selftask.data.reading.image import from_array
@@ -29,7 +30,7 @@ class ArrayFile(Source):
         path: str
         images: str = "images"  # the key in a .npz
         labels: str | None = "labels"  # the key in a .npz, used if it is there
-        channels: int = field(default=3, metadata={"min": 1})  # other than 3: of every image
+        channels: int = setting(3, min=1)  # other than 3: of every image
 
     def __init__(self, config: Config) -> None:
         self.file = os.path.expanduser(config.path)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from selftask.config.extensions import explain_failure, import_object
+from selftask.config.fields import setting
 from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.reading.image import as_picture
 from selftask.data.source import NO_LABEL, Source
@@ -88,7 +89,7 @@ class Custom(DatasetSource):
     class Config:
         dataset: str  # package.module:Dataset; the current folder is searched too
         args: dict[str, Any] = field(default_factory=dict)  # its keyword arguments
-        channels: int = field(default=3, metadata={"min": 1})  # other than 3: of every image
+        channels: int = setting(3, min=1)  # other than 3: of every image
 
     def __init__(self, config: Config) -> None:
         factory = import_object(config.dataset, "data.dataset")

@@ -11,10 +11,11 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
+from selftask.config.fields import setting
 from selftask.data.reading.image import from_array
 from selftask.data.source import Source
 from selftask.errors import UserError
-from selftask.registry import limited, register_source
+from selftask.registry import register_source
 
 NUM_VAL = 450  # the last ones: other writers than the rest
 INK_LEVELS = 16  # the file holds 8x8 counts of 0..16
@@ -30,7 +31,7 @@ class Digits(Source):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         split: Literal["train", "val"] = "train"  # the last 450 are val, by other writers
-        size: int = limited(32, min=1, max=4096)  # pixels, from 8 by bicubic scaling
+        size: int = setting(32, min=1, max=4096)  # pixels, from 8 by bicubic scaling
 
     def __init__(self, config: Config) -> None:
         with gzip.open(_packaged_file(), "rt") as file:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from selftask.config.fields import setting
 from selftask.data.labels import label_top_folders
 from selftask.data.reading.skipped_files import describe
 from selftask.data.source import Source
@@ -26,7 +27,7 @@ class Frames(Source):
     class Config:
         path: str  # the folder of the clips' folders, at any depth
         # take the first frame of each clip and every n-th after it
-        every: int = field(default=1, metadata={"min": 1})
+        every: int = setting(1, min=1)
         labels: Literal["clip", "folder"] | None = None  # the clip's number, or its top folder's
 
     def __init__(self, config: Config) -> None:

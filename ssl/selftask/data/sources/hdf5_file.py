@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from selftask.config.fields import setting
 from selftask.data.labels import number_labels
 from selftask.data.reading.encoded import decode, image_of
 from selftask.data.reading.files import BadImage, now_reading
@@ -35,7 +36,7 @@ class Hdf5(Source):
         images: str = "images"  # the key of a data set; group/name for one in a group
         labels: str | None = "labels"  # a key, used if it is there; texts are numbered, sorted
         labels_path: str | None = None  # another file that holds the labels
-        channels: int = field(default=3, metadata={"min": 1})  # other than 3: of every image
+        channels: int = setting(3, min=1)  # other than 3: of every image
 
     def __init__(self, config: Config) -> None:
         require("h5py", "data", "HDF5 files")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from selftask.config.fields import setting
 from selftask.data.labels import number_labels
 from selftask.data.reading.encoded import decode, image_of
 from selftask.data.reading.files import BadImage, now_reading
@@ -17,7 +18,7 @@ from selftask.data.source import PathTable, Source
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest_path
 from selftask.files.paths import is_file, is_folder
-from selftask.registry import limited, register_source
+from selftask.registry import register_source
 
 _LABEL = ".cls"  # how the key of a label ends, as in WebDataset's shards
 _OPEN: dict[str, Any] = {}  # path -> environment: LMDB opens a file once in a process, not twice
@@ -30,7 +31,7 @@ class Lmdb(Source):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str  # the folder with data.mdb, or the file itself
-        shape: list[int] | None = limited(None, min=1)  # [H, W, C] of plain uint8 pixels
+        shape: list[int] | None = setting(None, min=1)  # [H, W, C] of plain uint8 pixels
         labels: bool = True  # KEY.cls, where there is one, holds the label of KEY.jpg
 
     def __init__(self, config: Config) -> None:

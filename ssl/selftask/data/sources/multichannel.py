@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from selftask.config.fields import setting
 from selftask.data.labels import label_top_folders, name_top_folders
 from selftask.data.reading.files import BadImage, read_bytes
 from selftask.data.source import PathTable, Source
@@ -17,7 +18,7 @@ from selftask.data.sources.glob_pattern import fixed_folder, is_pattern, match_f
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest
 from selftask.files.paths import is_folder
-from selftask.registry import limited, register_source
+from selftask.registry import register_source
 
 EXTENSIONS = (".npy", ".npz", ".tif", ".tiff")
 MAX_TRIED = 20  # files at the start, to find one that can be read
@@ -30,7 +31,7 @@ class Bands(Source):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str  # a folder, at any depth, or a pattern
-        bands: list[int] | None = limited(None, min=0)  # channels to take, from 0, in this order;
+        bands: list[int] | None = setting(None, min=0)  # channels to take, from 0, in this order;
         # none: all
         value_range: list[float] | None = None  # what becomes 0 and 255; none: values are 8-bit
         key: str | None = None  # of a .npz; none: its first array

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
 
+from selftask.config.fields import setting
 from selftask.data.kernel import MAX_SIGMA, Op
 from selftask.data.transforms.channels import RGB, by_groups, needs_rgb
 from selftask.data.transforms.tones import solarize
 from selftask.data.transforms.transform import RandomlyApplied, Transform
-from selftask.registry import limited, register_transform
+from selftask.registry import register_transform
 
 LUMA = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R 601), as Pillow and torchvision use
 _ORDERS = list(itertools.permutations(range(4)))
@@ -40,12 +41,12 @@ class ColorJitter(Transform):
     """
 
     # factors within 1 +- this, never below 0
-    brightness: float = field(default=0.0, metadata={"min": 0})
-    contrast: float = field(default=0.0, metadata={"min": 0})
-    saturation: float = field(default=0.0, metadata={"min": 0})
+    brightness: float = setting(0.0, min=0)
+    contrast: float = setting(0.0, min=0)
+    saturation: float = setting(0.0, min=0)
     # turn of the colour circle within +- this
-    hue: float = field(default=0.0, metadata={"min": 0, "max": 0.5})
-    p: float = field(default=1.0, metadata={"min": 0, "max": 1})
+    hue: float = setting(0.0, min=0, max=0.5)
+    p: float = setting(1.0, min=0, max=1)
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         for key in ("saturation", "hue"):
@@ -86,7 +87,7 @@ class ColorJitter(Transform):
 class Grayscale(RandomlyApplied):
     """Three equal channels of luma, with probability p."""
 
-    p: float = field(default=0.1, metadata={"min": 0, "max": 1})
+    p: float = setting(0.1, min=0, max=1)
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         if self.p:
@@ -108,7 +109,7 @@ class GaussianBlur(Transform):
     Pillow's filter in MoCo's, BYOL's and DINO's code, which comes close to it by box filters.
     """
 
-    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
+    p: float = setting(0.5, min=0, max=1)
     sigma: tuple[float, float] = (0.1, 2.0)  # pixels
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -134,8 +135,8 @@ class GaussianBlur(Transform):
 class Solarize(RandomlyApplied):
     """Invert the values from ``threshold`` on, with probability p."""
 
-    p: float = field(default=0.2, metadata={"min": 0, "max": 1})
-    threshold: int = limited(128, min=0, max=256)  # 0..256
+    p: float = setting(0.2, min=0, max=1)
+    threshold: int = setting(128, min=0, max=256)  # 0..256
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return solarize(image, self.threshold)
@@ -154,7 +155,7 @@ class ContrastNoise(Transform):
 
     contrast: tuple[float, float] = (1.0, 1.0)  # the factor's range
     offset: tuple[float, float] = (0.0, 0.0)  # its range
-    noise: float = field(default=0.0, metadata={"min": 0})  # standard deviation
+    noise: float = setting(0.0, min=0)  # standard deviation
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 <= self.contrast[0] <= self.contrast[1]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import cv2
 import numpy as np
 
+from selftask.config.fields import setting
 from selftask.data.kernel import Filter, Op
 from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.resampling import resize
@@ -26,7 +27,7 @@ TRIES = 10  # random crops of a wrong shape before the centre is taken
 class RandomResizedCrop(Transform):
     """A crop of random area and aspect ratio, resized to a square."""
 
-    size: int = field(metadata={"min": 1})  # pixels
+    size: int = setting(min=1)  # pixels
     scale: tuple[float, float] = (0.08, 1.0)  # of the image's area
     ratio: tuple[float, float] = (0.75, 1.3333333333333333)  # width / height, log-uniform
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
@@ -78,7 +79,7 @@ class RandomResizedCrop(Transform):
 class Resize(Transform):
     """Resize the shorter side to ``size``, keeping the aspect ratio."""
 
-    size: int = field(metadata={"min": 1})  # pixels
+    size: int = setting(min=1)  # pixels
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
 
     def draw(
@@ -107,7 +108,7 @@ class Resize(Transform):
 class CenterCrop(Deterministic):
     """The square in the middle; a smaller image is padded with black first."""
 
-    size: int = field(metadata={"min": 1})  # pixels
+    size: int = setting(min=1)  # pixels
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         image = _pad_to(image, self.size)
@@ -121,8 +122,8 @@ class CenterCrop(Deterministic):
 class RandomCrop(Transform):
     """A square at a random place, after padding with black on all sides."""
 
-    size: int = field(metadata={"min": 1})  # pixels
-    padding: int = field(default=0, metadata={"min": 0})  # pixels on each side; 4 for CIFAR
+    size: int = setting(min=1)  # pixels
+    padding: int = setting(0, min=0)  # pixels on each side; 4 for CIFAR
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[int, int]:
         """Left and top in the padded image."""

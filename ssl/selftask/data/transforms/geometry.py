@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import cv2
 import numpy as np
 
+from selftask.config.fields import setting
 from selftask.data.kernel import Op
 from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.resampling import warp
 from selftask.data.transforms.transform import RandomlyApplied, Transform
-from selftask.registry import limited, register_transform
+from selftask.registry import register_transform
 
 Matrix = tuple[float, ...]  # 2x3, row by row
 
@@ -24,7 +25,7 @@ Matrix = tuple[float, ...]  # 2x3, row by row
 class HorizontalFlip(RandomlyApplied):
     """Left becomes right, with probability p."""
 
-    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
+    p: float = setting(0.5, min=0, max=1)
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return by_groups(lambda part: cv2.flip(part, 1), image)
@@ -38,7 +39,7 @@ class HorizontalFlip(RandomlyApplied):
 class VerticalFlip(RandomlyApplied):
     """Up becomes down, with probability p."""
 
-    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
+    p: float = setting(0.5, min=0, max=1)
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return by_groups(lambda part: cv2.flip(part, 0), image)
@@ -49,9 +50,9 @@ class VerticalFlip(RandomlyApplied):
 class Rotation(Transform):
     """Turn about the centre by up to ``degrees`` either way; the size stays."""
 
-    degrees: float = limited(min=0, max=360)
+    degrees: float = setting(min=0, max=360)
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = limited(0, min=0, max=255)  # grey level of what comes from outside
+    fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Matrix:
         """From output to input coordinates; anticlockwise for a positive angle."""
@@ -70,12 +71,12 @@ class RandomAffine(Transform):
     torchvision's RandomAffine without shear, except that shifts are not rounded to whole pixels.
     """
 
-    degrees: float = limited(0.0, min=0, max=360)  # rotation by up to this, either way
+    degrees: float = setting(0.0, min=0, max=360)  # rotation by up to this, either way
     scale: tuple[float, float] = (1.0, 1.0)
     # by up to this fraction of the width and of the height, either way
-    translate: float = field(default=0.0, metadata={"min": 0, "max": 1})
+    translate: float = setting(0.0, min=0, max=1)
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = limited(0, min=0, max=255)  # grey level of what comes from outside
+    fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 < self.scale[0] <= self.scale[1]:

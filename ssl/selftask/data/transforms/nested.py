@@ -7,12 +7,13 @@ has left; so they are callables and not ``Transform``s.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
+from selftask.config.fields import setting
 from selftask.data.transforms.channels import channel_problems
 from selftask.data.views import Compose
 from selftask.registry import TRANSFORMS, register_transform
@@ -24,7 +25,7 @@ class _OneList:
 
     channels: ClassVar[int] = 3  # of the images
 
-    transforms: list[Any] = field(metadata={"of": "transforms"})
+    transforms: list[Any] = setting(of="transforms")
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.transforms:
@@ -44,7 +45,7 @@ class _OneList:
 class RandomApply(_OneList):
     """All of some transforms, in their order, with probability p; otherwise none."""
 
-    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
+    p: float = setting(0.5, min=0, max=1)
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         return self.pipeline(image, rng) if rng.random() < self.p else image
@@ -62,7 +63,7 @@ class RandomChoice:
 
     channels: ClassVar[int] = 3  # of the images
 
-    choices: list[list[Any]] = field(metadata={"of": "transforms"})
+    choices: list[list[Any]] = setting(of="transforms")
     weights: list[float] | None = None  # how likely each is, relative to the others; none: equally
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
 
 import cv2
 import numpy as np
 
+from selftask.config.fields import setting
 from selftask.data.transforms.channels import RGB, needs_number
 from selftask.data.transforms.transform import Transform
-from selftask.registry import limited, register_transform
+from selftask.registry import register_transform
 
 TRIES = 10  # random rectangles that do not fit before nothing is erased
 
@@ -36,10 +37,10 @@ class Hole(NamedTuple):
 class RandomErasing(Transform):
     """A random rectangle is overwritten, with probability p (arXiv:1708.04896)."""
 
-    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
+    p: float = setting(0.5, min=0, max=1)
     scale: tuple[float, float] = (0.02, 0.33)  # of the image's area
     ratio: tuple[float, float] = (0.3, 3.3)  # height / width, log-uniform
-    fill: int | list[int] | Literal["noise"] = limited(0, min=0, max=255)  # grey level, colour, or
+    fill: int | list[int] | Literal["noise"] = setting(0, min=0, max=255)  # grey level, colour, or
     # random values
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -78,11 +79,11 @@ class RandomErasing(Transform):
 class Cutout(Transform):
     """Squares about random pixels are overwritten, cut off at the border (arXiv:1708.04552)."""
 
-    length: int = field(default=16, metadata={"min": 1})  # pixels, of a side
-    num_holes: int = field(default=1, metadata={"min": 1})
-    fill: int | list[int] | Literal["noise"] = limited(0, min=0, max=255)  # grey level, colour, or
+    length: int = setting(16, min=1)  # pixels, of a side
+    num_holes: int = setting(1, min=1)
+    fill: int | list[int] | Literal["noise"] = setting(0, min=0, max=255)  # grey level, colour, or
     # random values
-    p: float = field(default=1.0, metadata={"min": 0, "max": 1})
+    p: float = setting(1.0, min=0, max=1)
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         values = self.fill if isinstance(self.fill, list) else [self.fill]
@@ -121,7 +122,7 @@ class GaussianNoise(Transform):
 
     sigma: tuple[float, float] = (0.0, 0.1)  # its standard deviation, on the scale [0, 1]
     gray: bool = False  # the same in all channels, so that gray stays gray
-    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
+    p: float = setting(0.5, min=0, max=1)
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 <= self.sigma[0] <= self.sigma[1] <= 1:
@@ -152,7 +153,7 @@ class SaltAndPepper(Transform):
     """Pixels at random places turn black or white, with probability p."""
 
     amount: tuple[float, float] = (0.0, 0.05)  # share of the pixels drawn, some of them twice
-    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
+    p: float = setting(0.5, min=0, max=1)
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 <= self.amount[0] <= self.amount[1] <= 1:

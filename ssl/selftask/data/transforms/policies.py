@@ -7,12 +7,13 @@ the geometric ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import cv2
 import numpy as np
 
+from selftask.config.fields import setting
 from selftask.data.transforms import color, tones
 from selftask.data.transforms.channels import needs_rgb
 from selftask.data.transforms.geometry import inverse_affine
@@ -31,7 +32,7 @@ from selftask.data.transforms.policy_tables import (
 )
 from selftask.data.transforms.resampling import warp
 from selftask.data.transforms.transform import Transform
-from selftask.registry import limited, register_transform
+from selftask.registry import register_transform
 
 Operation = tuple[str, float]  # name and signed magnitude
 ALL = (*NEUTRAL, *GEOMETRY, *COLOURS, *TABLES)
@@ -45,11 +46,11 @@ MIX_BINS = 10  # of AugMix, most severe last
 class RandAugment(Transform):
     """Several random operations, all of the same strength (arXiv:1909.13719)."""
 
-    num_ops: int = field(default=2, metadata={"min": 1})
-    magnitude: int = field(default=9, metadata={"min": 0})  # the bin, from 0
-    num_bins: int = field(default=31, metadata={"min": 2})
+    num_ops: int = setting(2, min=1)
+    magnitude: int = setting(9, min=0)  # the bin, from 0
+    num_bins: int = setting(31, min=2)
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
-    fill: int = limited(0, min=0, max=255)  # grey level of what comes from outside
+    fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.magnitude >= self.num_bins:
@@ -75,9 +76,9 @@ class RandAugment(Transform):
 class TrivialAugmentWide(Transform):
     """One random operation of a random strength (arXiv:2103.10158)."""
 
-    num_bins: int = field(default=31, metadata={"min": 2})
+    num_bins: int = setting(31, min=2)
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
-    fill: int = limited(0, min=0, max=255)  # grey level of what comes from outside
+    fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         return needs_rgb("name: trivial_augment_wide changes saturation and", channels, INSTEAD)
@@ -98,7 +99,7 @@ class AutoAugment(Transform):
 
     policy: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
-    fill: int = limited(0, min=0, max=255)  # grey level of what comes from outside
+    fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         return needs_rgb("name: auto_augment changes saturation and", channels, INSTEAD)
@@ -123,14 +124,14 @@ class AugMix(Transform):
     """A weighted mean of the image and of chains of operations on it (arXiv:1912.02781)."""
 
     # strengths are drawn from so many of 10 bins (MIX_BINS)
-    severity: int = field(default=3, metadata={"min": 1, "max": 10})
-    num_chains: int = field(default=3, metadata={"min": 1})
+    severity: int = setting(3, min=1, max=10)
+    num_chains: int = setting(3, min=1)
     # operations of a chain; none: 1 to 3 at random
-    depth: int | None = field(default=None, metadata={"min": 1})
+    depth: int | None = setting(None, min=1)
     alpha: float = 1.0  # of the Dirichlet distributions of the weights
     all_ops: bool = True  # without: no brightness, colour, contrast and sharpness, as in the paper
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = limited(0, min=0, max=255)  # grey level of what comes from outside
+    fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.alpha <= 0:

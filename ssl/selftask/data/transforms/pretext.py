@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import cv2
 import numpy as np
 
+from selftask.config.fields import setting
 from selftask.data.transforms.channels import by_groups, needs_rgb
 from selftask.data.transforms.crops import Box
 from selftask.data.transforms.transform import Deterministic, Transform
@@ -85,10 +86,10 @@ class Jigsaw(Transform):
     number k, counted row by row, is the tile of number ``permutations(...)[drawn][k]``.
     """
 
-    grid: int = field(default=3, metadata={"min": 2, "max": 15})  # tiles in a row and in a column
+    grid: int = setting(3, min=2, max=15)  # tiles in a row and in a column
     # pixels, of a side; none: as large as a cell
-    tile: int | None = field(default=None, metadata={"min": 1})
-    num_permutations: int = field(default=100, metadata={"min": 1})
+    tile: int | None = setting(None, min=1)
+    num_permutations: int = setting(100, min=1)
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         most = 24 if self.grid == 2 else 10_000
@@ -155,9 +156,9 @@ class Tile(Transform):
 
     view_number: ClassVar[int] = 0  # of its group; set with the view
 
-    grid: int = field(default=3, metadata={"min": 2, "max": 15})  # cells in a row and in a column
+    grid: int = setting(3, min=2, max=15)  # cells in a row and in a column
     # pixels, of a side; none: as large as a cell
-    size: int | None = field(default=None, metadata={"min": 1})
+    size: int | None = setting(None, min=1)
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Box:
         rows, columns = tile_size(height, width, self.grid, self.size)
@@ -227,9 +228,9 @@ class ChannelDrop(Transform):
     Against learning from chromatic aberration where patches lie (arXiv:1505.05192).
     """
 
-    keep: int = field(default=1, metadata={"min": 1})  # channels, fewer than there are
-    fill: int = field(default=0, metadata={"min": 0, "max": 255})  # grey level of the others
-    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
+    keep: int = setting(1, min=1)  # channels, fewer than there are
+    fill: int = setting(0, min=0, max=255)  # grey level of the others
+    p: float = setting(0.5, min=0, max=1)
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         if self.keep >= channels:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import cv2
 import numpy as np
 
+from selftask.config.fields import setting
 from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.transform import RandomlyApplied, Transform
 from selftask.registry import register_transform
@@ -22,8 +23,8 @@ _VALUES = np.arange(256)
 class Posterize(RandomlyApplied):
     """Keep the highest ``bits`` of every value, with probability p."""
 
-    bits: int = field(default=4, metadata={"min": 1, "max": 8})  # 1 to 8 (unchanged)
-    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
+    bits: int = setting(4, min=1, max=8)  # 1 to 8 (unchanged)
+    p: float = setting(0.5, min=0, max=1)
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return posterize(image, self.bits)
@@ -34,7 +35,7 @@ class Posterize(RandomlyApplied):
 class Equalize(RandomlyApplied):
     """Make the histogram of each channel as flat as it gets, with probability p."""
 
-    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
+    p: float = setting(0.5, min=0, max=1)
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return equalize(image)
@@ -45,7 +46,7 @@ class Equalize(RandomlyApplied):
 class Autocontrast(RandomlyApplied):
     """Stretch each channel to the whole range 0..255, with probability p."""
 
-    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
+    p: float = setting(0.5, min=0, max=1)
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return autocontrast(image)
@@ -56,7 +57,7 @@ class Autocontrast(RandomlyApplied):
 class Invert(RandomlyApplied):
     """The negative, 255 - x, with probability p."""
 
-    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
+    p: float = setting(0.5, min=0, max=1)
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return cv2.bitwise_not(image).reshape(image.shape)
@@ -68,7 +69,7 @@ class Sharpness(Transform):
     """Sharpen or smooth by a random factor, with probability p."""
 
     factor: tuple[float, float] = (0.0, 2.0)  # 0 smooth, 1 unchanged, 2 sharp
-    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
+    p: float = setting(0.5, min=0, max=1)
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 <= self.factor[0] <= self.factor[1]:

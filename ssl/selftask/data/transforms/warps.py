@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import cv2
 import numpy as np
 
+from selftask.config.fields import setting
 from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.resampling import MODES, warp
 from selftask.data.transforms.transform import Transform
-from selftask.registry import limited, register_transform
+from selftask.registry import register_transform
 
 _HALF = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])  # to coordinates with pixels' centres at .5
 _BACK = np.array([[1, 0, -0.5], [0, 1, -0.5], [0, 0, 1]])
@@ -27,7 +28,7 @@ class RandomShear(Transform):
     x: float = 0.0  # degrees, by up to this either way: rows slide along themselves
     y: float = 0.0  # the same for columns
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = limited(0, min=0, max=255)  # grey level of what comes from outside
+    fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         for key in ("x", "y"):
@@ -52,10 +53,10 @@ class RandomPerspective(Transform):
     """The image seen from a random side, with probability p; torchvision's RandomPerspective."""
 
     # a corner moves inwards by up to this part of half a side
-    distortion: float = field(default=0.5, metadata={"min": 0, "max": 1})
-    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
+    distortion: float = setting(0.5, min=0, max=1)
+    p: float = setting(0.5, min=0, max=1)
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = limited(0, min=0, max=255)  # grey level of what comes from outside
+    fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
         """Where the corners go: (4, 2), x and y in whole pixels, clockwise from the upper left."""
@@ -94,11 +95,11 @@ class Elastic(Transform):
     """
 
     # strength: each draw within +- alpha / 2 pixels, then smoothed
-    alpha: float = field(default=50.0, metadata={"min": 0})
+    alpha: float = setting(50.0, min=0)
     sigma: float = 5.0  # pixels, of the smoothing
-    p: float = field(default=0.5, metadata={"min": 0, "max": 1})
+    p: float = setting(0.5, min=0, max=1)
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = limited(0, min=0, max=255)  # grey level of what comes from outside
+    fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.sigma <= 0:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from selftask.registry import limited, register_backbone
+from selftask.config.fields import setting
+from selftask.registry import register_backbone
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,7 +24,7 @@ class _ResNet:
     architecture: ClassVar[str]  # torchvision's name for it
 
     stem: Literal["imagenet", "cifar"] = "imagenet"
-    stem_padding: int = limited(1, min=0, max=100)  # of the cifar stem; solo-learn's 2 gives 34 x
+    stem_padding: int = setting(1, min=0, max=100)  # of the cifar stem; solo-learn's 2 gives 34 x
     # 34 for 32 x 32 pixels
     zero_init_residual: bool = False  # each block starts as the identity
 

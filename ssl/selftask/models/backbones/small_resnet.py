@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selftask.registry import limited, register_backbone
+from selftask.config.fields import setting
+from selftask.registry import register_backbone
 
 
 @register_backbone("small_resnet")
@@ -17,10 +18,10 @@ class SmallResNetConfig:
 
     offers = ("dense",)
 
-    width: int = limited(32, min=1, max=10000)  # channels of the stem; stages have 1, 2 and 4
+    width: int = setting(32, min=1, max=10000)  # channels of the stem; stages have 1, 2 and 4
     # times as many
-    blocks: int = limited(1, min=1, max=1000)  # residual blocks in each stage
-    stem_stride: int = limited(2, min=1, max=32)  # 1 sees twice as fine and costs four times as
+    blocks: int = setting(1, min=1, max=1000)  # residual blocks in each stage
+    stem_stride: int = setting(2, min=1, max=32)  # 1 sees twice as fine and costs four times as
     # much
 
     def build(self, channels: int = 3) -> nn.Module:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from selftask.registry import limited, register_backbone
+from selftask.config.fields import setting
+from selftask.registry import register_backbone
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,12 +20,12 @@ class _ViT:
     embed_dim: ClassVar[int]
     num_heads: ClassVar[int]
 
-    img_size: int = limited(224, min=1)  # pixels
+    img_size: int = setting(224, min=1)  # pixels
     patch_size: int = 16  # pixels
-    depth: int = limited(12, min=1, max=1000)  # blocks
+    depth: int = setting(12, min=1, max=1000)  # blocks
     pool: Literal["token", "avg"] = "token"  # what becomes the feature: class token or mean patch
     class_token: bool = True
-    drop_path: float = limited(0.0, min=0, below=1)  # rate in the last block; grows linearly from 0
+    drop_path: float = setting(0.0, min=0, below=1)  # rate in the last block; grows linearly from 0
     dynamic_img_size: bool = False  # other sizes too, positions interpolated: for multi-crop
 
     def problems(self, config: dict[str, Any]) -> Any:
@@ -67,9 +68,9 @@ class ViTMicro(_ViT):
 
     embed_dim, num_heads = 96, 3
 
-    img_size: int = limited(32, min=1)  # pixels
+    img_size: int = setting(32, min=1)  # pixels
     patch_size: int = 4  # pixels
-    depth: int = limited(4, min=1, max=1000)  # blocks
+    depth: int = setting(4, min=1, max=1000)  # blocks
 
 
 @register_backbone("vit_tiny")

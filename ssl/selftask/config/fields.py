@@ -1,0 +1,86 @@
+"""Fields of config classes: their limits, and how values are checked against them.
+
+Every key of a config is a field of a dataclass: a section of ``schema.py`` or the ``Config`` of a
+method, hook, transform, ... ``setting`` declares what a plain default cannot say. Does not import
+torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from selftask.config.values.duration import parse_duration
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    min: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    max: float | None = None,
+    duration: bool = False,
+    path: bool = False,
+    of: str | None = None,
+    also: Sequence[str] = (),
+) -> Any:
+    """Declare a field of a config class, as ``dataclasses.field`` does, with its limits.
+
+    Limits of a list hold for each number in it.
+
+    Args:
+        default: Value if the config gives none; without it, the config must give one.
+        min: Smallest value.
+        above: Value that must be exceeded.
+        below: Value that must not be reached.
+        max: Largest value.
+        duration: Whether the value is a length of training, such as ``10 epochs``.
+        path: Whether the value is a path, so that ``~`` is expanded.
+        of: Registry of the named things in a list, such as ``transforms``.
+        also: Names of this field in other frameworks, for "did you mean".
+    """
+    limits = {"min": min, "above": above, "below": below, "max": max}
+    metadata: dict[str, Any] = {k: limit for k, limit in limits.items() if limit is not None}
+    metadata |= {"duration": duration, "path": path, "also": tuple(also)}
+    if of is not None:
+        metadata["of"] = of
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def has_default(field: dataclasses.Field[Any]) -> bool:
+    """Return whether a field may be left out."""
+    return not (
+        field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    )
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return a fresh default value."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError if the metadata of a field forbids ``value``."""
+    if metadata.get("duration") and value is not None:
+        if parse_duration(value).value < metadata.get("min", 0):
+            raise ValueError("must be longer than nothing")
+        return
+    if isinstance(value, list | tuple):
+        for item in value:
+            check_limits(item, metadata)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if "min" in metadata and value < metadata["min"]:
+        raise ValueError(f"must be at least {metadata['min']}")
+    if "above" in metadata and value <= metadata["above"]:
+        raise ValueError(f"must be more than {metadata['above']}")
+    if "below" in metadata and value >= metadata["below"]:
+        raise ValueError(f"must be less than {metadata['below']}")
+    if "max" in metadata and value > metadata["max"]:
+        raise ValueError(f"must be at most {metadata['max']}")
