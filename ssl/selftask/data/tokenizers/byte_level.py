@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from selftask.config.fields import setting
 from selftask.data.tokenizers.base import Tokenizer
-from selftask.registry import limited, register_tokenizer
+from selftask.registry import register_tokenizer
 
 NUM_BYTES = 256
 START, END = NUM_BYTES + 1, NUM_BYTES + 2  # 0 is padding, 1 + b the byte b
@@ -17,7 +18,7 @@ class Bytes(Tokenizer):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        length: int = limited(77, min=3)  # tokens of a text with start and end; the rest is cut
+        length: int = setting(77, min=3)  # tokens of a text with start and end; the rest is cut
         lower: bool = True  # lower-case texts, as CLIP does
 
     vocab_size = END + 1

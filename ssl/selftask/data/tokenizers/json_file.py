@@ -6,10 +6,11 @@ import hashlib
 import importlib.util
 from dataclasses import dataclass
 
+from selftask.config.fields import setting
 from selftask.data.tokenizers.base import Tokenizer
 from selftask.errors import UserError, nearest_path
 from selftask.files.paths import expand_user, is_file
-from selftask.registry import limited, register_tokenizer
+from selftask.registry import register_tokenizer
 
 
 @register_tokenizer("file")
@@ -23,7 +24,7 @@ class TokenizerFile(Tokenizer):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str  # of the tokenizer.json
-        length: int = limited(77, min=3)  # tokens of a text with start and end; the rest is cut
+        length: int = setting(77, min=3)  # tokens of a text with start and end; the rest is cut
 
     def __init__(self, config: Config) -> None:
         if importlib.util.find_spec("tokenizers") is None:
