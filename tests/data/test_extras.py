@@ -101,6 +101,8 @@ def _grey(view: torch.Tensor) -> torch.Tensor:
         ["data.num_workers=2"],
         ["data.cache=ram"],
         ["data.cache=disk", "data.num_workers=1"],
+        ["data.augment_on=device", "data.num_workers=1"],
+        ["data.augment_on=device", "data.cache=device"],
     ],
     ids=str,
 )
@@ -110,6 +112,60 @@ def test_every_field_is_that_of_its_image(
     monkeypatch.setenv("SELFTASK_CACHE", str(tmp_path))
     for batch in batches(config(tmp_path, *more), Clips()):
         check(batch)
+
+
+@pytest.mark.parametrize("cache", ["ram", "disk", "device"])
+def test_a_cache_reads_further_images_once(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SELFTASK_CACHE", str(tmp_path))
+    source, asked = Clips(), []
+    monkeypatch.setattr(
+        source, "extra", lambda i, name: asked.append((i, name)) or Clips.extra(source, i, name)
+    )
+    more = [f"data.cache={cache}", "data.augment_on=device", "data.num_workers=0"]
+    loaded = config(tmp_path, *more)
+    module = DataModule(loaded, Sources(source, None), World(), torch.device("cpu"))
+    stream = module.train_batches(0)
+    next(stream)
+    images = [index for index, name in asked if name == "later"]
+    assert {*images} == {*range(12)}
+    for batch in itertools.islice(stream, 5):
+        check(batch)
+    assert [index for index, name in asked if name == "later"] == images
+    module.close()
+
+
+@pytest.mark.parametrize("more", [[], ["data.cache=device"]], ids=str)
+def test_views_of_further_images_are_alike_on_both_engines(more: list[str]) -> None:
+    """Textures of two sizes, cropped and mirrored by each view's own draws."""
+
+    class Textures(Clips):
+        def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+            return _texture(20, 24 + index, index), -1
+
+        def extra(self, index: int, name: str) -> Any:
+            return (
+                _texture(30 - index, 18, -index) if name == "later" else super().extra(index, name)
+            )
+
+    crop = "transforms: [{name: random_resized_crop, size: 12}, horizontal_flip, normalize]"
+    views = f"views={{main: null, now: {{{crop}}}, then: {{image: later, count: 2, {crop}}}}}"
+    of = {
+        engine: batches(config(Path(), views, f"data.augment_on={engine}", *extra), Textures())
+        for engine, extra in (("cpu", []), ("device", more))
+    }
+    for cpu, device in zip(of["cpu"], of["device"], strict=True):
+        assert torch.equal(cpu.index, device.index)
+        for one, other in zip(cpu.all_views, device.all_views, strict=True):
+            assert one.std() > 0.1
+            torch.testing.assert_close(one, other, atol=0.02, rtol=0)
+
+
+def _texture(height: int, width: int, phase: int) -> np.ndarray:
+    y, x = np.mgrid[0:height, 0:width]
+    planes = [np.sin(x / 5 + phase), np.cos(y / 4 - phase), np.sin((x + y) / 6)]
+    return (np.stack(planes, -1) * 127 + 128).astype(np.uint8)
 
 
 def test_fields_of_a_subset() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from selftask.data.reading.files import BadImage
-from selftask.data.source import ExtraKind, Source, channels_of
+from selftask.data.source import NO_LABEL, ExtraKind, Source, Wrapped, channels_of
 from selftask.errors import UserError
 
 _NUMBERS = {"f": np.float32, "i": np.int64}  # types of Python's and of NumPy's 64-bit numbers
@@ -69,3 +69,24 @@ def read_extra_image(source: Source, index: int, name: str) -> np.ndarray:
             f"an 8-bit image (H, W, {channels}) is expected"
         )
     return image
+
+
+class ExtraImages(Wrapped):
+    """The further images of one name of a source, as a source of their own."""
+
+    def __init__(self, source: Source, name: str) -> None:
+        super().__init__(source)
+        self.name = name
+        self.labels = None
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        return read_extra_image(self.source, index, self.name), NO_LABEL
+
+    def path(self, index: int) -> str:
+        return self.source.extra_path(index, self.name)
+
+    def describe(self) -> str:
+        return f"{self.source.describe()}: {self.name}"
+
+    def unreadable(self) -> dict[int, BadImage]:
+        return {}

@@ -62,6 +62,10 @@ class Source(ABC):
         for index in range(0, len(self), max(1, len(self) // _HASHED)):
             add(os.fsencode(self.path(index)) + b"\0")
 
+    def extra_path(self, index: int, name: str) -> str:
+        """Return a name of a further image for logs and lists: its path, if it is a file."""
+        return f"{self.path(index)}:{name}"
+
     @abstractmethod
     def describe(self) -> str:
         """One line for the log: what was found."""
@@ -152,6 +156,9 @@ class Wrapped(Source):
 
     def path(self, index: int) -> str:
         return self.source.path(index)
+
+    def extra_path(self, index: int, name: str) -> str:
+        return self.source.extra_path(index, name)
 
     def hash_names(self, add: Callable[[bytes], None]) -> None:
         self.source.hash_names(add)

@@ -55,6 +55,9 @@ class Subset(Wrapped):
     def extra(self, index: int, name: str) -> Any:
         return self.source.extra(int(self.rows[index]), name)
 
+    def extra_path(self, index: int, name: str) -> str:
+        return self.source.extra_path(int(self.rows[index]), name)
+
     def renumber(self, numbers: np.ndarray) -> None:
         """Also in the whole source, which gives the images."""
         super().renumber(numbers)

@@ -174,10 +174,6 @@ def _engine(config: Config) -> Iterator[Problem]:
     data = config.data
     if data.augment_on == "device":
         yield from unbatched(config.views)
-        for name, group in config.views.items():
-            if group.image is not None:
-                text = f"views.{name}.image={group.image!r} needs data.augment_on=cpu"
-                yield ("views", name, "image"), text
         return
     if data.cache == "device":
         yield ("data", "cache"), "data.cache='device' needs data.augment_on=device"

@@ -33,6 +33,7 @@ class Decoded(Wrapped):
     def __init__(self, source: Source, store: Store) -> None:
         super().__init__(source)
         self.store = store
+        self.images: dict[str, Decoded] = {}  # further images of its samples that are kept, too
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         try:
@@ -45,6 +46,10 @@ class Decoded(Wrapped):
         if image is None:
             raise BadImage(self.path(index), self.store.reasons[index])
         return image, int(self.store.labels[index])
+
+    def extra(self, index: int, name: str) -> Any:
+        """Further images from those that are kept; texts and arrays from the source."""
+        return self.images[name][index][0] if name in self.images else super().extra(index, name)
 
 
 class Store:

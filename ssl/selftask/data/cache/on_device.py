@@ -16,7 +16,7 @@ from torch import Tensor
 from selftask.data.device.batches import DeviceDataset, shrunk, to_canvas
 from selftask.data.device.engine import Engine
 from selftask.data.device.packing import Packed
-from selftask.data.extras import ExtrasReader
+from selftask.data.extras import ExtraImages, ExtrasReader
 from selftask.data.loading.collate import Batch, BatchBuffer, BatchFields
 from selftask.data.loading.dataset import MAX_REPLACEMENTS, BadFiles, EvalDataset, replacement
 from selftask.data.loading.loader import Batches, EvalBatches
@@ -74,7 +74,7 @@ class CachedBatches(Batches):
         plan: Any = next(self._reader)
         shown = plan.shown.to(self.device, non_blocking=True)
         sizes = None if plan.sizes is None else plan.sizes.to(self.device, non_blocking=True)
-        pixels = self._cache.pixels.index_select(0, shown)
+        pixels = self._cache.pixels.index_select(1, shown).flatten(0, 1)
         return {
             "views": self.dataset.engine(pixels, sizes, plan.packed.to(self.device)),
             "target": self._cache.targets.index_select(0, shown),
@@ -86,14 +86,15 @@ class CachedBatches(Batches):
 
 
 class Cache:
-    """All images of a source in one tensor on a device."""
+    """All images of a source in one tensor on a device: I of each of N samples."""
 
-    def __init__(self, num_images: int, device: torch.device, channels: int) -> None:
+    def __init__(self, shape: tuple[int, int], device: torch.device, channels: int) -> None:
+        """``shape``: I and N."""
         self.device = device
-        self.pixels = torch.empty((num_images, 0, 0, channels), dtype=torch.uint8, device=device)
-        self.targets = torch.full((num_images,), -1, dtype=torch.int64, device=device)
-        self.sizes = np.zeros((num_images, 2), dtype=np.int64)  # 0: could not be read
-        self.extras: dict[str, Tensor] = {}  # (num_images, ...), of each name
+        self.pixels = torch.empty((*shape, 0, 0, channels), dtype=torch.uint8, device=device)
+        self.targets = torch.full(shape[1:], -1, dtype=torch.int64, device=device)
+        self.sizes = np.zeros((*shape, 2), dtype=np.int64)  # 0: could not be read
+        self.extras: dict[str, Tensor] = {}  # (N, ...) by name
 
     @staticmethod
     def read(
@@ -101,34 +102,39 @@ class Cache:
     ) -> Cache:
         """Read all images; raises UserError for too many bad ones, and for too little memory."""
         started = time.perf_counter()
-        cache = Cache(len(dataset), device, channels_of(dataset.source))
-        images = EvalBatches(
-            Pictures(dataset.source, dataset.max_side, dataset.extras),
-            batch_size=_READ_AT_ONCE,
-            num_workers=num_workers,
-            bad_files=bad_files,
-        )
-        for sample in images:
-            cache.put(sample)
+        source = dataset.source
+        further = [ExtraImages(source, name) for name in dataset.views.images]
+        cache = Cache((1 + len(further), len(source)), device, channels_of(source))
+        for number, images in enumerate([source, *further]):
+            batches = EvalBatches(
+                Pictures(images, dataset.max_side, None if number else dataset.extras),
+                batch_size=_READ_AT_ONCE,
+                num_workers=num_workers,
+                bad_files=bad_files,
+            )
+            for sample in batches:
+                cache.put(sample, number)
+        cache.sizes *= cache.sizes.all((0, 2), keepdims=True)  # readable: all of a sample is
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # other streams will read this
         log.info(
             "data.cache=device: %d images of up to %dx%d, %.0f MiB on %s, read in %.0f s",
-            (cache.sizes[:, 0] > 0).sum(),
-            *(cache.pixels.shape[2], cache.pixels.shape[1], cache.pixels.nbytes / 2**20, device),
+            (cache.sizes[..., 0] > 0).sum(),
+            *(cache.pixels.shape[3], cache.pixels.shape[2], cache.pixels.nbytes / 2**20, device),
             time.perf_counter() - started,
         )
         return cache
 
-    def put(self, sample: dict[str, Any]) -> None:
-        """Keep the images of a batch: ``input`` is their canvas."""
+    def put(self, sample: dict[str, Any], number: int = 0) -> None:
+        """Keep images of a batch, those of that number: ``input`` is their canvas."""
         canvas, index = sample["input"], sample["index"]
         height, width = canvas.shape[1:3]
         self._make_room(height, width)
         where = index.to(self.device)
-        self.pixels[where, :height, :width] = canvas.to(self.device)
-        self.targets[where] = sample["target"].to(self.device)
-        self.sizes[index.numpy()] = sample["sizes"]
+        self.pixels[number, where, :height, :width] = canvas.to(self.device)
+        if number == 0:
+            self.targets[where] = sample["target"].to(self.device)
+        self.sizes[number, index.numpy()] = sample["sizes"]
         for name, values in sample["extras"].items():
             if name not in self.extras:
                 shape = len(self.targets), *values.shape[1:]
@@ -137,10 +143,11 @@ class Cache:
 
     def _make_room(self, height: int, width: int) -> None:
         """Widen the canvas if an image is larger than all before."""
-        number, *old, channels = self.pixels.shape
+        images, samples, *old, channels = self.pixels.shape
         new = max(height, old[0]), max(width, old[1])
         if tuple(old) == new:
             return
+        number = images * samples
         needed, free = number * new[0] * new[1] * channels, free_bytes(self.device)
         if needed > _SHARE * free:
             raise UserError(
@@ -148,8 +155,10 @@ class Cache:
                 f"{needed / 2**30:.1f} GiB, and {self.device} has {free / 2**30:.1f} GiB free, of "
                 f"which they may take {_SHARE:.0%}; use data.cache=none, or a smaller data.max_side"
             )
-        pixels = torch.zeros((number, *new, channels), dtype=torch.uint8, device=self.device)
-        pixels[:, : old[0], : old[1]] = self.pixels
+        pixels = torch.zeros(
+            (images, samples, *new, channels), dtype=torch.uint8, device=self.device
+        )
+        pixels[:, :, : old[0], : old[1]] = self.pixels
         self.pixels = pixels
 
 
@@ -202,11 +211,11 @@ class Planner:
         """Which images, and the draws for all their views; raises UserError."""
         epochs, indices = np.array(keys, dtype=np.int64).T
         shown = indices.copy()
-        for place in np.flatnonzero(self._sizes[indices, 0] == 0):
+        for place in np.flatnonzero(self._sizes[0, indices, 0] == 0):
             shown[place] = self._instead(*keys[place])
-        sizes = self._sizes[shown]
+        sizes = self._sizes[:, shown].reshape(-1, 2)
         packed = self._engine.draw_batch(self._seed, epochs, indices, sizes)
-        canvas_is_full = (sizes == self._sizes.max(0)).all()
+        canvas_is_full = (sizes == self._sizes.max((0, 1))).all()
         return Plan(
             shown=torch.from_numpy(shown),
             sizes=None if canvas_is_full else torch.from_numpy(sizes.astype(np.float32)),
@@ -218,8 +227,8 @@ class Planner:
     def _instead(self, epoch: int, index: int) -> int:
         """The image in place of one that could not be read, as ``ViewDataset`` chooses it."""
         for attempt in range(MAX_REPLACEMENTS):
-            shown = replacement(self._seed, epoch, index, attempt, len(self._sizes))
-            if self._sizes[shown, 0]:
+            shown = replacement(self._seed, epoch, index, attempt, self._sizes.shape[1])
+            if self._sizes[0, shown, 0]:
                 return shown
         raise UserError("data: no readable image was found in place of an unreadable one")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,9 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceBatch(Batch):
-    """A batch whose views are still to be made: ``views`` is one canvas with all images."""
+    """A batch whose views are still to be made: ``views`` is one canvas with all images.
 
-    sizes: Tensor | None = None  # (B, 2) float32 height and width; None: all fill the canvas
+    With I images a sample it has I * B rows, the first images of all samples first.
+    """
+
+    sizes: Tensor | None = None  # (I*B, 2) float32 height and width; None: all fill the canvas
     packed: Packed | None = None  # the draws; None where there is no image
 
     def pin_memory(self) -> Self:
@@ -78,12 +82,11 @@ class DeviceDataset(ViewDataset):
     def make(
         self, images: list[np.ndarray], epoch: int, index: int, out: Sequence[np.ndarray] = ()
     ) -> tuple[list[np.ndarray], Any]:
-        """The image itself, and the draws for all of its views."""
-        (image,) = images
+        """The images themselves, and the draws for all of their views."""
         if self.max_side is not None:
-            image = shrunk(image, self.max_side)
-        height, width = image.shape[:2]
-        return [image], self.engine.draw(height, width, self.seed, epoch, index)
+            images = [shrunk(image, self.max_side) for image in images]
+        (height, width), *further = (image.shape[:2] for image in images)
+        return images, self.engine.draw(height, width, self.seed, epoch, index, further)
 
     def collate(self, samples: Iterable[Sample], places: BatchBuffer) -> DeviceBatch:
         """All images in one canvas, and all draws in one tensor."""
@@ -92,7 +95,8 @@ class DeviceDataset(ViewDataset):
         batch = DeviceBatch(views=[], **listed.of_batch(places.new))
         if not shown:
             return batch
-        canvas, sizes = to_canvas([sample.views[0] for sample in shown], places.new)
+        images = chain.from_iterable(zip(*(sample.views for sample in shown), strict=True))
+        canvas, sizes = to_canvas([*images], places.new)
         try:
             packed = self.engine.pack([sample.drawn for sample in shown], sizes)
         except UserError as error:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES = 1 << 24  # of images changed together on a CPU; less costs more calls than misses
 
-Draws = list[list[Any]]  # of one image: for each view, what each of its transforms drew
+Draws = list[list[Any]]  # of one sample: for each view, what each of its transforms drew
+Sizes = Sequence[tuple[int, int]]  # height and width of each image of a sample
 
 
 class Engine:
@@ -38,22 +39,25 @@ class Engine:
     ) -> None:
         """``dense`` chooses how images are changed that only some are; None: by the device."""
         self.made = views.made
+        self.num_images = 1 + len(views.images)  # I, of a sample
         self.chains = _chains(views, config)
         self.to_float = views.to_float
         self.dense = dense
         self._draws: ViewDraws | None = None
 
-    def draw(self, height: int, width: int, seed: int, epoch: int, index: int) -> Draws:
-        """What the cpu engine would draw for one image of that size."""
+    def draw(
+        self, height: int, width: int, seed: int, epoch: int, index: int, further: Sizes = ()
+    ) -> Draws:
+        """What the cpu engine would draw for one image of that size, and further ones of others."""
         if self._draws is None or self._draws.seed != seed:
             self._draws = ViewDraws(seed)
-        return self._draw(self._draws, (height, width), epoch, index)
+        return self._draw(self._draws, [(height, width), *further], epoch, index)
 
-    def _draw(self, draws: ViewDraws, size: tuple[int, int], epoch: int, index: int) -> Draws:
+    def _draw(self, draws: ViewDraws, given: Sizes, epoch: int, index: int) -> Draws:
         drawn: Draws = []
         sizes: list[tuple[int, int]] = []  # of the views
         for number, (view, chain) in enumerate(zip(self.made, self.chains, strict=True)):
-            before = size if view.of is None else sizes[view.of]
+            before = given[view.image] if view.of is None else sizes[view.of]
             drawn.append(chain.draw_for(draws.at(epoch, index, number), *before))
             if self._parents:
                 sizes.append(chain.size_after(*before, drawn[-1]))
@@ -65,9 +69,10 @@ class Engine:
         return {view.of for view in self.made} - {None}
 
     def pack(self, params: Sequence[Draws], sizes: np.ndarray) -> Packed:
-        """The draws of a batch whose images have these sizes, (B, 2) int64.
+        """The draws of a batch whose images have these sizes, (I*B, 2) int64.
 
-        Raises UserError where images would have to be of one size and are not.
+        With I images a sample, the first ones of all samples come first. Raises
+        UserError if images would have to be of one size and are not.
         """
         return self._pack(
             lambda view, chain, sizes: chain.pack([one[view] for one in params], sizes), sizes
@@ -76,14 +81,17 @@ class Engine:
     def draw_batch(
         self, seed: int, epochs: np.ndarray, indices: np.ndarray, sizes: np.ndarray
     ) -> Packed:
-        """``draw`` and ``pack`` for a batch of samples, (B,) int64 each, of any sizes (B, 2).
+        """``draw`` and ``pack`` for a batch of samples, (B,) int64 each, of any sizes (I*B, 2).
 
         All images' draws at once, if every transform has a form for that.
         """
         if not all(chain.vectorised for chain in self.chains):
             draws = ViewDraws(seed)  # of this call: others may draw at the same time
-            keys = zip(map(tuple, sizes.tolist()), epochs.tolist(), indices.tolist(), strict=True)
-            return self.pack([self._draw(draws, *key) for key in keys], sizes)
+            given: Any = (
+                sizes.reshape(self.num_images, -1, 2).swapaxes(0, 1).tolist()
+            )  # of each sample
+            keys = zip(given, epochs.tolist(), indices.tolist(), strict=True)
+            return self.pack([self._draw(draws, g, e, i) for g, e, i in keys], sizes)
         streams = [Streams(seed, epochs, indices, view) for view in range(len(self.chains))]
         return self._pack(lambda view, chain, sizes: chain.draw(streams[view], sizes), sizes)
 
@@ -94,11 +102,13 @@ class Engine:
     ) -> Packed:
         """``lay_out(view, chain, sizes before)`` of all views, in one piece."""
         views: list[Steps] = []
+        given = np.split(sizes, self.num_images)
         sizes_after: list[np.ndarray] = []
         for view, chain in enumerate(self.chains):
-            of = self.made[view].of
+            of, image = self.made[view].of, self.made[view].image
             try:
-                steps, after = lay_out(view, chain, sizes if of is None else sizes_after[of])
+                before = given[image] if of is None else sizes_after[of]
+                steps, after = lay_out(view, chain, before)
             except UserError as error:
                 raise UserError(f"view {view}: {error}") from error
             if differ(after):
@@ -111,17 +121,18 @@ class Engine:
         return pack(views)
 
     def __call__(self, pixels: Tensor, sizes: Tensor | None, packed: Packed) -> list[Tensor]:
-        """V views (B, C, S, S) float32, normalised, of uint8 (B, H, W, C), all on one device.
+        """V views (B, C, S, S) float32, normalised, of uint8 (I*B, H, W, C), all on one device.
 
-        ``sizes`` (B, 2) float32 are the images' heights and widths in their canvas, None where
+        ``sizes`` (I*B, 2) float32 are the images' heights and widths in their canvas, None where
         all fill it. Nothing here waits for the device.
         """
         on_host = pixels.device.type == "cpu"
         dense = (not on_host) if self.dense is None else self.dense
-        rows = _rows_at_once(pixels, packed) if on_host else len(pixels)
+        samples = len(pixels) // self.num_images
+        rows = _rows_at_once(pixels, packed) if on_host else samples
         pieces = [
-            self._views(pixels, sizes, packed, slice(first, first + rows), dense)
-            for first in range(0, len(pixels), rows)
+            self._views(pixels, sizes, packed, slice(first, min(first + rows, samples)), dense)
+            for first in range(0, samples, rows)
         ]
         if len(pieces) == 1:
             return pieces[0]
@@ -130,14 +141,18 @@ class Engine:
     def _views(
         self, pixels: Tensor, sizes: Tensor | None, packed: Packed, rows: slice, dense: bool
     ) -> list[Tensor]:
-        """All views of some of the images."""
-        planes = pixels[rows].permute(0, 3, 1, 2)
-        values = planes.to(torch.float32, memory_format=torch.contiguous_format)
-        images = Images(values, None if sizes is None else sizes[rows], dense)
-        parents: dict[int | None, Images] = {None: images}
+        """All views of some of the samples."""
+        given = []
+        for first in range(0, len(pixels), len(pixels) // self.num_images):
+            of_image = slice(first + rows.start, first + rows.stop)
+            planes = pixels[of_image].permute(0, 3, 1, 2)
+            values = planes.to(torch.float32, memory_format=torch.contiguous_format)
+            given.append(Images(values, None if sizes is None else sizes[of_image], dense))
+        parents: dict[int, Images] = {}
         to_float, views = iter(self.to_float), []
         for number, (view, chain) in enumerate(zip(self.made, self.chains, strict=True)):
-            made = chain.apply(parents[view.of], packed.steps(number, rows))
+            before = given[view.image] if view.of is None else parents[view.of]
+            made = chain.apply(before, packed.steps(number, rows))
             if number in self._parents:
                 parents[number] = made
             if view.shown:

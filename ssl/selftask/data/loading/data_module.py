@@ -14,7 +14,7 @@ from selftask.batch import Batch
 from selftask.config.schema import num_views
 from selftask.data.cache.fill import decode_once
 from selftask.data.cache.on_device import CachedBatches
-from selftask.data.extras import ExtrasReader
+from selftask.data.extras import ExtraImages, ExtrasReader
 from selftask.data.fingerprint import fingerprint
 from selftask.data.loading.dataset import BadFiles, EvalDataset, ViewDataset
 from selftask.data.loading.loader import Batches, EvalBatches
@@ -156,7 +156,11 @@ class DataModule:
         """Read views from decoded pictures, if ``data.cache`` wants them kept."""
         data, dataset = self.config.data, self.batches.dataset
         if data.cache in ("ram", "disk") and dataset.source is self.train_source:
-            dataset.source = decode_once(self.train_source, data, self.batches.bad_files)
+            decoded = decode_once(self.train_source, data, self.batches.bad_files)
+            for name in dataset.views.images:
+                further = ExtraImages(self.train_source, name)
+                decoded.images[name] = decode_once(further, data, self.batches.bad_files)
+            dataset.source = decoded
 
     def labelled_samples(self) -> Iterator[dict[str, Any]]:
         """One pass over this rank's part of the training images, by the evaluation's transforms."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class LocalFiles(Wrapped):
         super().__init__(source)
         self.folder = folder
         with ThreadPoolExecutor(max_workers=THREADS) as pool:
-            found = list(pool.map(_stat, map(source.path, range(len(source)))))
+            found = list(pool.map(_stat, _paths(source)))
         files = {file.path: file for file in found if file is not None}
         copy_files(list(files.values()), folder)
         left_out = sum(file is None for file in found)
@@ -70,16 +70,34 @@ class LocalFiles(Wrapped):
             say(f"{left_out} paths are not files: they cannot be copied, nor read")
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        path = self.source.path(index)
+        image = self._copied(self.source.path(index))
+        return self.source[index] if image is None else (image, self.label_of(index))
+
+    def extra(self, index: int, name: str) -> Any:
+        image = None
+        if self.extras[name] == "image":
+            image = self._copied(self.source.extra_path(index, name))
+        return self.source.extra(index, name) if image is None else image
+
+    def _copied(self, path: str) -> np.ndarray | None:
+        """The image in the copy of a file, or None if there is none."""
         try:
             data = read_bytes(copy_path(self.folder, path))
         except BadImage:
-            return self.source[index]
-        return decode_image(data, path, self.max_pixels), self.label_of(index)
+            return None
+        return decode_image(data, path, self.max_pixels)
 
     def describe(self) -> str:
         """``1108 images, 20 folders, 0 unreadable; copied to /scratch``."""
         return f"{self.source.describe()}; copied to {self.folder}"
+
+
+def _paths(source: Source) -> Iterator[str]:
+    """Yield the paths of all images of a source, further ones of its samples too."""
+    yield from map(source.path, range(len(source)))
+    for name, kind in source.extras.items():
+        if kind == "image":
+            yield from (source.extra_path(index, name) for index in range(len(source)))
 
 
 def _stat(path: str) -> FileStat | None:
