@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 
-MANIFEST = "manifest.json"  # of a sharded one
-
-
 _SCALARS = (bool, int, float, str, type(None))
 
 

@@ -7,12 +7,12 @@ import re
 import shutil
 from pathlib import Path
 
-from selftask.checkpoint.manifest import MANIFEST
 from selftask.logs import get_logger
 
 log = get_logger(__name__)
 
 NAME = re.compile(r"step_(\d+)(\.pt)?")
+MANIFEST = "manifest.json"  # in the folder of a sharded checkpoint
 
 
 def clear(folder: Path) -> None:

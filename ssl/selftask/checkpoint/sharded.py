@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.tensor import DTensor, Shard
 
 from selftask.checkpoint import manifest
-from selftask.checkpoint.manifest import MANIFEST, DamagedCheckpoint
+from selftask.checkpoint.manifest import DamagedCheckpoint
 from selftask.checkpoint.restricted_pickle import RestrictedUnpickler
+from selftask.checkpoint.rotation import MANIFEST
 
 T = TypeVar("T")
 

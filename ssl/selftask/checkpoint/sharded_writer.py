@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_together
 from torch.distributed.tensor import DTensor
 
 from selftask.checkpoint import manifest, rotation
-from selftask.checkpoint.manifest import MANIFEST
+from selftask.checkpoint.rotation import MANIFEST
 from selftask.checkpoint.sharded import REST, T, split
 from selftask.checkpoint.writer import CheckpointWriter
 from selftask.distributed.collectives import is_primary, new_group, rank, world_size

@@ -17,7 +17,6 @@ from typing import Any
 
 from selftask.checkpoint import sharded
 from selftask.checkpoint.manifest import (
-    MANIFEST,
     DamagedCheckpoint,
     NoCheckpoint,
     _verify_zip,
@@ -29,7 +28,7 @@ from selftask.checkpoint.manifest import (
     write_checked,
     write_durably,
 )
-from selftask.checkpoint.rotation import NAME, checkpoints, clear, rotate
+from selftask.checkpoint.rotation import MANIFEST, NAME, checkpoints, clear, rotate
 from selftask.errors import UserError
 from selftask.files.paths import expand_user
 from selftask.logs import get_logger

@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     from selftask.run.local_ranks import own_command, start, starts_ranks
 
     config = load_config(argv[0], argv[1:])
-    with report_early_errors(config.out):
+    with report_early_errors(config.out_folder):
         sources = open_data(config.data)
         check_data(config, sources.train)
 

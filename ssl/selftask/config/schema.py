@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from selftask.config.fields import setting
+from selftask.files.addresses import work_folder
 
 DEFAULT_HOOKS = (
     "health",
@@ -272,6 +274,11 @@ class Config:
     imports: list[str]  # yaml `import`: the user's own modules
     places: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
     # dotted key -> where its value comes from; read through `place`
+
+    @property
+    def out_folder(self) -> Path:
+        """The local folder in which the run works: ``out``, or a copy of what is at its address."""
+        return work_folder(self.out)
 
     def place(self, key: str) -> str:
         """Where ``train.epochs`` was set: ``file.yaml:14``, ``command line: ...`` or a default.

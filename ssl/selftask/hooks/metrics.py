@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -90,7 +89,7 @@ class Metrics(Hook):
         waiting = self.wait_watch.saw(steps, row["data_wait"])
         if waiting is not None:
             machine = Cores(cores(), task.world.local_size)
-            recipe = Path(task.config.out) / "config.yaml"  # a recipe, with all that was set
+            recipe = task.config.out_folder / "config.yaml"  # a recipe, with all that was set
             told = wait_advice(waiting, task.config.data.num_workers, machine, str(recipe))
             log.warning("step %d: %s", task.iteration, told)
 

@@ -38,12 +38,14 @@ class Ending:
         if self.first:
             self.status.write("finished", step=self.step)
         seconds = time.monotonic() - self.status.started_clock
-        LOGGER.info("RUN finished: %d steps in %.0f s, %s", self.step, seconds, self.task.out)
+        LOGGER.info(
+            "RUN finished: %d steps in %.0f s, %s", self.step, seconds, self.task.config.out
+        )
         return 0
 
     def interrupted(self, by: str) -> int:
         """Asked to stop, and saved; 0 with a requeue, else the signal's code, or 75."""
-        return self._interrupted(by, f"checkpoint saved in {self.task.out / 'checkpoints'}")
+        return self._interrupted(by, f"checkpoint saved in {self.task.config.out}/checkpoints")
 
     def left_at_once(self, by: str) -> int:
         """Asked twice, or before the first step: there was no time to save."""

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from selftask.checkpoint.mirror import upload_files
 from selftask.config.schema import Config
 from selftask.distributed.out_of_memory import ADVICE, OutOfMemoryKills
 from selftask.distributed.world import STOP_SIGNALS, is_ignored, read_world
@@ -50,6 +51,7 @@ def start(config: Config, command: list[str]) -> int:
         mistake = state is None and code == 2  # of the user, who has been told
         if state in (None, "running") and not mistake:
             _tell_what_ranks_could_not(status, ranks)
+        upload_files(config.out, config.out_folder, "*.txt", "errors/*", "status.json")
         if code == 2 or attempt == attempts:  # what the user has to put right stays wrong
             break
         print(f"starting again from the newest checkpoint: restart {attempt} of {attempts - 1}")
@@ -60,7 +62,7 @@ def start(config: Config, command: list[str]) -> int:
 
 def _saved(config: Config) -> set[tuple[Path, int]]:
     """Return the existing checkpoints with their modification times."""
-    found = (Path(config.out) / "checkpoints").glob("step_*")
+    found = (config.out_folder / "checkpoints").glob("step_*")
     return {(path, path.stat().st_mtime_ns) for path in found}
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 from selftask.checkpoint.manifest import write_durably
+from selftask.checkpoint.mirror import mirrored
 from selftask.config.load import to_yaml
 from selftask.config.schema import Config
 from selftask.config.values.auto_values import cores
@@ -26,7 +27,8 @@ from selftask.distributed.device import (
     check_precision,
     keep_freed_memory,
 )
-from selftask.distributed.world import STOP_SIGNALS
+from selftask.distributed.world import STOP_SIGNALS, read_world
+from selftask.errors import RunError
 from selftask.evaluate.online import check_evaluations, evaluate_task
 from selftask.logs import LOGGER, lasting_output, start_log, stop_log, write_json
 from selftask.models.build import check_backbone
@@ -34,8 +36,9 @@ from selftask.run import environment
 from selftask.run.compatibility import check_same_run
 from selftask.run.early_errors import watch_others
 from selftask.run.exit_report import Ending
+from selftask.run.failure import Failure
 from selftask.run.plugin_code import copy_plugins
-from selftask.run.run_folder import locked
+from selftask.run.run_folder import fetch_out, locked
 from selftask.run.status import Status
 from selftask.run.watchdog import Watch
 from selftask.task import Task
@@ -44,10 +47,11 @@ from selftask.task.loop import Interrupted, train_loop
 
 def run(config: Config, sources: Sources) -> int:
     """Train what ``config`` says on ``sources``, or go on with it; the exit code."""
-    out = Path(config.out)
-    check_same_run(config, out)
+    fetch_out(config, read_world())
+    check_same_run(config, config.out_folder)
     if Status(config).says_finished():
-        print(f"RUN finished already: {out} is complete; another out= or resume=never starts anew")
+        done = f"RUN finished already: {config.out} is complete"
+        print(f"{done}; another out= or resume=never starts anew")
         return 0
     return run_task(Task(config, sources=sources))
 
@@ -62,6 +66,7 @@ def run_task(task: Task, *, raises: bool = False) -> int:
         raises: Whether what ends the run early, Interrupted or an error, is raised, too.
     """
     config, world = task.config, task.world
+    fetched = fetch_out(config, world)
     check_same_run(config, task.out)
     check_precision(config.train.precision, task.device)
     sources = task.sources or open_data(config.data)
@@ -69,9 +74,16 @@ def run_task(task: Task, *, raises: bool = False) -> int:
     labels = check_evaluations(config, sources)
     torch.set_num_threads(num_threads(config, world.local_size))
     in_group = dist.is_initialized()
-    with lasting_output(), locked(config.out, first=world.rank == 0):
+    with (
+        lasting_output(),
+        locked(config.out, first=world.rank == 0),
+        mirrored(config.out, task.out, fetched) as upload,
+    ):
         start_log(task.out, world.rank)
         try:
+            if fetched is not None:
+                LOGGER.info("out: works in %s, copied to %s while it runs", task.out, config.out)
+                LOGGER.info("out: no locks there: a run on another machine is not noticed")
             if world.rank == 0 and (lost := Status(config).close_lost()):
                 LOGGER.warning("the attempt before: %s", lost)
             if (absence := kernel.absence()) and config.data.augment_on == "cpu":
@@ -83,14 +95,14 @@ def run_task(task: Task, *, raises: bool = False) -> int:
             if advice := _precision_advice(config, task.device):
                 LOGGER.info("precision: %s", advice)
             task.sources = copy_data(sources, config.data.stage_to)
-            return _run(task, raises=raises)
+            return _run(task, upload, raises=raises)
         finally:
             stop_log()
             if not in_group:
                 process_group.leave_world()
 
 
-def _run(task: Task, *, raises: bool) -> int:
+def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
     config, status = task.config, Status(task.config)
     keep_freed_memory(task.device)
     task.evaluate = evaluate_task
@@ -106,12 +118,14 @@ def _run(task: Task, *, raises: bool) -> int:
                 copy_plugins(config, task.out)
                 status.write("running", world_size=world.size)
             # The watch explains what hangs; the collectives' own limit is for when it cannot.
-            with watch_others(task.out, world, ending.tell):
+            tell = partial(_tell, ending, upload)
+            with watch_others(task.out, world, tell):
                 process_group.join_world(world, task.device, timeout_s=2 * timeout_s + 60)
-            watch = Watch(world.rank, world.size, timeout_s=timeout_s, report=ending.tell)
+            watch = Watch(world.rank, world.size, timeout_s=timeout_s, report=tell)
             stopped_by = _train(task)
             barrier()  # a run has ended well when it has on every rank
             watch.stop()
+            upload()
             code = ending.interrupted(stopped_by) if stopped_by else ending.finished()
     except KeyboardInterrupt as stop:
         code = ending.left_at_once(str(stop) or "SIGINT")
@@ -124,6 +138,15 @@ def _run(task: Task, *, raises: bool) -> int:
     if stopped_by and raises:
         raise Interrupted(stopped_by)
     return code
+
+
+def _tell(ending: Ending, upload: Callable[[], None], failure: Failure) -> None:
+    """Report a failure from a thread that ends the process afterwards."""
+    ending.tell(failure)
+    try:
+        upload()
+    except RunError as error:
+        LOGGER.error("%s", error)
 
 
 @contextmanager

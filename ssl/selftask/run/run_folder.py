@@ -12,7 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from selftask.checkpoint.mirror import Stamp, fetch_run
+from selftask.config.schema import Config
+from selftask.distributed.world import World
 from selftask.errors import UserError
+from selftask.files.addresses import is_remote, work_folder
 
 LOCK = ".lock"  # in the folder; the lock is the kernel's and ends with the process, however it ends
 _HELD = (errno.EACCES, errno.EAGAIN)  # by another process
@@ -30,7 +34,7 @@ def locked(out: str, *, first: bool) -> Iterator[Path]:
     """
     if not out.strip():
         raise UserError("out is empty; give the folder of the run, such as out=runs/mine")
-    folder = Path(out)
+    folder = work_folder(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("a+", encoding="utf-8") if first else None
@@ -39,7 +43,7 @@ def locked(out: str, *, first: bool) -> Iterator[Path]:
     over = threading.Event()
     try:
         if lock is not None:
-            _take(lock, out)
+            _take(lock, folder / LOCK, out)
             threading.Thread(target=_touch, args=(folder / LOCK, over), daemon=True).start()
         yield folder
     finally:
@@ -50,9 +54,43 @@ def locked(out: str, *, first: bool) -> Iterator[Path]:
 
 def check_free(out: str) -> None:
     """Raise UserError if a run of another process has the folder."""
-    lock = Path(out) / LOCK
+    lock = work_folder(out) / LOCK
     if out.strip() and is_held(lock.parent):
         raise _refusal(out, _holder(lock)[0])
+
+
+def fetch_out(config: Config, world: World) -> dict[str, Stamp] | None:
+    """Fetch what is at an address ``out`` into the local folder, before a run starts.
+
+    The first rank of the machine does so, the others wait for it.
+
+    Returns:
+        What ``mirrored`` needs to know, on the first rank of an address; else None.
+
+    Raises:
+        UserError: A run of this machine has the folder, the address cannot be read, or ranks are
+            on several machines, which would need a folder that they share.
+    """
+    out, folder = config.out, config.out_folder
+    if not is_remote(out):
+        return None
+    if world.local_size != world.size:
+        raise UserError(
+            f"out={out}: an address is for the ranks of one machine; for several give a folder "
+            "that they share"
+        )
+    marker = folder.with_name(f"{folder.name}.fetched")
+    launch = f"{world.attempt} by {os.getppid()}"  # the same for all ranks of the machine
+    if world.local_rank:
+        while not (marker.exists() and marker.read_text(encoding="utf-8") == launch):
+            time.sleep(0.1)
+        return None
+    marker.unlink(missing_ok=True)
+    check_free(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    sent = fetch_run(out, folder)
+    marker.write_text(launch, encoding="utf-8")
+    return sent
 
 
 def is_held(folder: Path) -> bool:
@@ -72,9 +110,8 @@ def _lock(file: IO[str]) -> None:
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _take(lock: IO[str], out: str) -> None:
+def _take(lock: IO[str], path: Path, out: str) -> None:
     """Lock the folder; wait for an earlier attempt of this job, which SLURM has started again."""
-    path = Path(out) / LOCK
     touched, since = path.stat().st_mtime_ns, time.monotonic()
     while not _try(lock, out):
         holder, job = _holder(path)

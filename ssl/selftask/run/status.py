@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from pathlib import Path
 from typing import Any
 
 from selftask.config.schema import Config
@@ -31,7 +30,7 @@ class Status:
     """State, step and process of the run in ``out``."""
 
     def __init__(self, config: Config) -> None:
-        self.path = Path(config.out) / "status.json"
+        self.path = config.out_folder / "status.json"
         self.config = config
         self.started, self.started_clock = time.time(), time.monotonic()
 

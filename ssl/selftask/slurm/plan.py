@@ -17,6 +17,7 @@ from selftask.config.schema import Config
 from selftask.config.values.auto_values import MAX_WORKERS
 from selftask.data.loading.open_data import check_data, open_data
 from selftask.errors import ConfigError, UserError
+from selftask.files.addresses import is_remote
 from selftask.run.status import Status
 from selftask.slurm import queue
 from selftask.slurm.job import Executor, Submission, executor, signal_delay_s, submit
@@ -124,11 +125,15 @@ def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
             config = load_config(recipe, point.overrides)
             from selftask.run.compatibility import check_same_run  # imports torch: not for typos
 
+            if is_remote(config.out):
+                raise UserError(
+                    f"out={config.out}: a job's scripts and logs need a folder that the nodes share"
+                )
             base = Path(config.out)
             config = replace(config, out=str(base / point.name))
             source = open_data(config.data).train
             sampler = check_data(config, source)
-            check_same_run(config, Path(config.out))
+            check_same_run(config, config.out_folder)
             samples = samples or sampler.num_samples
             configs.append(config)
         except ConfigError as error:

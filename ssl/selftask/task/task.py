@@ -58,7 +58,7 @@ class Task(ClassyTaskNames):
         super().__init__()
         self.config = config
         self.sources = sources
-        self.out = Path(config.out)
+        self.out = config.out_folder
         self.world = read_world()
         self.device = device.pick_device(config.train.device, self.world)
         self.evaluate: Callable[[Task], dict[str, float]] | None = None  # set by the launcher

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from selftask.checkpoint import manifest, rotation, store
 from selftask.checkpoint.writer import CheckpointWriter
+from selftask.config.checks.resuming import asked_checkpoint
 from selftask.config.run_length import RunLength
 from selftask.config.schema import Config
 from selftask.config.values.budget import show_bytes
@@ -180,7 +181,7 @@ def resume(task: Task) -> bool:
     """Load what ``resume`` says; whether there was something to load."""
     _check_space(task)
     folder = task.out / "checkpoints"
-    found = store.find(task.config.resume.checkpoint, folder, partial(_read, task))
+    found = store.find(asked_checkpoint(task.config), folder, partial(_read, task))
     if found is not None:
         _check_data(task, *found)
         try:

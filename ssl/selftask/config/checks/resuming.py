@@ -5,24 +5,37 @@ from __future__ import annotations
 from pathlib import Path
 
 from selftask.config.schema import Config
+from selftask.files import addresses
+from selftask.files.addresses import is_remote
 
 
 def has_checkpoints(config: Config) -> bool:
-    """Whether ``out`` holds a checkpoint, good or damaged."""
-    found = Path(config.out, "checkpoints").glob("step_*")
-    return any(path.suffix != ".json" for path in found)
+    """Return whether ``out`` holds a checkpoint, good or damaged."""
+    if is_remote(config.out):
+        names = addresses.list_names(f"{config.out.rstrip('/')}/checkpoints")
+    else:
+        names = [path.name for path in Path(config.out, "checkpoints").glob("step_*")]
+    return any(name.startswith("step_") and not name.endswith(".json") for name in names)
 
 
 def uses_newest(config: Config) -> bool:
-    """Whether the newest checkpoint of ``out`` is taken, if there is one.
+    """Return whether the newest checkpoint of ``out`` is taken, if there is one.
 
     One from elsewhere is where a run starts; once the run has its own, it goes on with that.
     """
-    asked = config.resume.checkpoint
+    asked = asked_checkpoint(config)
     if asked in ("auto", "never"):
         return asked == "auto"
-    folder = Path(config.out, "checkpoints")
+    folder = config.out_folder / "checkpoints"
     return has_checkpoints(config) and Path(asked).resolve().parent != folder.resolve()
+
+
+def asked_checkpoint(config: Config) -> str:
+    """Return ``resume``; one of the run's own at an address as its path in the local folder."""
+    asked, own = config.resume.checkpoint, f"{config.out.rstrip('/')}/"
+    if is_remote(config.out) and asked.startswith(own):
+        return str(config.out_folder / asked.removeprefix(own))
+    return asked
 
 
 def goes_on(config: Config) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +48,7 @@ class DataModule:
         self.device = device
         self.train_source, self.val_source = sources
         sampler = check_data(config, self.train_source)
-        out = Path(config.out)
+        out = config.out_folder
         self.eval_pipeline = build_pipeline(
             config.eval.transforms, "eval.transforms", self.channels
         )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selftask.checkpoint.manifest import MANIFEST
+from selftask.checkpoint.rotation import MANIFEST
 from selftask.errors import UserError, plural
 from selftask.files.paths import expand_user, is_file, is_folder, names_in
 from selftask.logs import get_logger

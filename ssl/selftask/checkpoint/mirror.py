@@ -1,0 +1,263 @@
+"""Run folders at addresses (``out=s3://bucket/run``).
+
+A run works in a local folder, with all guarantees of a local ``out``. Its files are copied to the
+address from a thread, about once a second: a checkpoint whole, its manifest after it, and
+``status.json`` after everything else. A checkpoint without its manifest was cut off and is ignored,
+so a kill at any instant leaves the newest complete checkpoint at the address. A run starts from
+what the address holds, or from the local folder if the run's last attempt worked there.
+
+Two runs at one address are noticed only on one machine: stores have no locks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from selftask.checkpoint.rotation import MANIFEST, step_of
+from selftask.errors import RunError, UserError
+from selftask.files import addresses
+from selftask.files.addresses import is_remote, reason_of
+from selftask.logs import get_logger, read_json
+
+log = get_logger(__name__)
+
+EVERY_S = 1.0  # between two uploads; at least ten times what the last one took
+TRIES = 3  # of the upload at the end
+STATUS = "status.json"
+_CHECKPOINT = re.compile(r"checkpoints/(step_\d+)(\.pt|\.json|/.+)")
+
+Stamp = tuple[int, int]  # time of change in ns and size of a local file
+
+
+def fetch_run(
+    address: str, folder: Path, *, num_checkpoints: int | None = None
+) -> dict[str, Stamp]:
+    """Make ``folder`` hold what the address holds, and nothing else.
+
+    Nothing is fetched if the last attempt of the run worked in this folder, whose files are newer
+    then. Checkpoints with the same manifest are not downloaded again.
+
+    Args:
+        num_checkpoints: How many of the newest checkpoints to fetch. Default: all.
+
+    Returns:
+        The files at the address, each with the stamp of its local copy; (0, 0) if that is another
+        one or missing.
+
+    Raises:
+        UserError: A file cannot be read.
+    """
+    address = address.rstrip("/")
+    names = {name for name in addresses.walk(address) if "/replaced_" not in name}
+    if STATUS in names and _attempt(read_json(folder / STATUS)) == _attempt_at(address):
+        here = _stamps(folder)
+        return {n: here[n] if _is_here(address, folder, n) else (0, 0) for n in names}
+    wanted = _with_newest(_complete(names), num_checkpoints)
+    for name in set(_stamps(folder)) - wanted:
+        (folder / name).unlink()
+        with suppress(OSError):  # a folder that is not empty
+            (folder / name).parent.rmdir()
+    for name in sorted(wanted, key=_rank):
+        try:
+            if not _is_here(address, folder, name):
+                addresses.download(f"{address}/{name}", folder / name)
+        except Exception as error:  # each handler has errors of its own
+            raise UserError(f"{address}/{name}: cannot be read ({reason_of(error)})") from error
+    return {**dict.fromkeys(names, (0, 0)), **_stamps(folder)}
+
+
+@contextmanager
+def mirrored(out: str, folder: Path, sent: dict[str, Stamp] | None) -> Iterator[Callable[[], None]]:
+    """Context manager that keeps the address ``out`` up to date with ``folder``.
+
+    Yields a function that returns once everything is uploaded; at exit it is called again.
+
+    Args:
+        sent: The result of ``fetch_run``. None: do nothing.
+
+    Raises:
+        RunError: The last upload failed.
+    """
+    if sent is None:
+        yield lambda: None
+        return
+    mirror = _Mirror(out.rstrip("/"), folder, sent)
+    try:
+        yield mirror.flush
+    except BaseException:
+        mirror.stop()
+        try:
+            mirror.flush()
+        except RunError as error:
+            log.error("%s", error)
+        raise
+    mirror.stop()
+    mirror.flush()
+
+
+def upload_files(out: str, folder: Path, *patterns: str) -> None:
+    """Upload the files that match, for ranks that have died. Does nothing if ``out`` is local.
+
+    Raises:
+        UserError: A file cannot be written.
+    """
+    for path in chain(*map(folder.glob, patterns)) if is_remote(out) else ():
+        address = f"{out.rstrip('/')}/{path.relative_to(folder).as_posix()}"
+        try:
+            addresses.upload(path, address)
+        except Exception as error:  # each handler has errors of its own
+            raise UserError(f"{address}: cannot be written ({reason_of(error)})") from error
+
+
+class _Mirror:
+    """Uploads what changed in a folder, from a thread of its own."""
+
+    def __init__(self, address: str, folder: Path, sent: dict[str, Stamp]) -> None:
+        self.address, self.folder, self._sent = address, folder, dict(sent)
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="selftask mirror", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the upload under way."""
+        self._over.set()
+        self._thread.join()
+
+    def flush(self) -> None:
+        """Upload what changed. Raises RunError if that fails several times."""
+        for attempt in range(1, TRIES + 1):
+            try:
+                self._upload_changes()
+                return
+            except Exception as error:
+                if attempt == TRIES:
+                    raise RunError(
+                        f"out={self.address}: cannot be written ({reason_of(error)}); the files "
+                        f"of the run are in {self.folder}"
+                    ) from error
+                time.sleep(EVERY_S)
+
+    def _run(self) -> None:
+        pause, failed = EVERY_S, False
+        while not self._over.wait(pause):
+            began = time.monotonic()
+            try:
+                self._upload_changes()
+                failed = False
+            except Exception as error:  # noqa: BLE001 - the run goes on; `flush` raises
+                if not failed:
+                    log.warning("out=%s: %s; trying again", self.address, reason_of(error))
+                failed = True
+            pause = max(EVERY_S, 10 * (time.monotonic() - began))
+
+    def _upload_changes(self) -> None:
+        """Upload changed files in the order of `_rank`, then remove those that are gone.
+
+        The folder is listed first: what a checkpoint refers to is uploaded before it, and is as
+        new as it or newer.
+        """
+        with self._lock:
+            now = _stamps(self.folder)
+            for name in sorted(now, key=_rank):
+                if self._sent.get(name) != now[name]:
+                    self._upload(name, now[name])
+            for name in sorted(set(self._sent) - set(now), key=_rank, reverse=True):
+                self._remove(name)
+
+    def _upload(self, name: str, stamp: Stamp) -> None:
+        manifest = _manifest_of(name)
+        if manifest != name and manifest in self._sent:  # of the file that is replaced
+            self._remove(manifest)
+        try:
+            addresses.upload(self.folder / name, f"{self.address}/{name}")
+        except Exception:
+            if (self.folder / name).exists():
+                raise
+            return  # removed meanwhile
+        self._sent[name] = stamp
+
+    def _remove(self, name: str) -> None:
+        address = f"{self.address}/{name}"
+        if addresses.exists(address):
+            addresses.remove(address)
+        del self._sent[name]
+
+
+def _stamps(folder: Path) -> dict[str, Stamp]:
+    """Return time of change and size of the files of a run, by their paths in its folder."""
+    stamps = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        parts = name.split("/")
+        if parts[-1] == ".lock" or any(p.endswith(".tmp") or "replaced_" in p for p in parts):
+            continue
+        try:
+            status = path.stat()
+        except FileNotFoundError:  # removed since it was listed
+            continue
+        if path.is_file():
+            stamps[name] = (status.st_mtime_ns, status.st_size)
+    return stamps
+
+
+def _manifest_of(name: str) -> str:
+    """Return the manifest of a checkpoint's file, or an empty string for other files."""
+    match = _CHECKPOINT.fullmatch(name)
+    if match is None:
+        return ""
+    end = f"/{MANIFEST}" if match[2].startswith("/") else ".json"
+    return f"checkpoints/{match[1]}{end}"
+
+
+def _rank(name: str) -> tuple[int, str]:
+    """Return the sort key of a file: others, checkpoints, manifests, ``status.json``."""
+    manifest = _manifest_of(name)
+    if not manifest:
+        return (3 if name == STATUS else 0), name
+    return (2 if manifest == name else 1), name
+
+
+def _complete(names: set[str]) -> set[str]:
+    """Return the names without checkpoints that were cut off."""
+    return {name for name in names if not (manifest := _manifest_of(name)) or manifest in names}
+
+
+def _with_newest(names: set[str], number: int | None) -> set[str]:
+    """Return the names without all but the newest checkpoints."""
+    steps = {name: step_of(Path(m[1])) for name in names if (m := _CHECKPOINT.fullmatch(name))}
+    newest = sorted(set(steps.values()), reverse=True)[:number]
+    return {name for name in names if name not in steps or steps[name] in newest}
+
+
+def _is_here(address: str, folder: Path, name: str) -> bool:
+    """Return True for a file of a checkpoint whose manifest is the same at the address."""
+    manifest, path = _manifest_of(name), folder / name
+    if manifest in ("", name) or not path.exists() or not (folder / manifest).exists():
+        return False
+    known = (folder / manifest).read_bytes()
+    if known != addresses.read_bytes(f"{address}/{manifest}"):
+        return False
+    content = json.loads(known)
+    entry = content.get("files", {path.name: content})[path.name]
+    return bool(path.stat().st_size == entry["bytes"])
+
+
+def _attempt(status: dict[str, Any]) -> list[Any]:
+    """Return what identifies the attempt of a run that wrote a ``status.json``."""
+    return [status.get(name) for name in ("host", "pid", "started")]
+
+
+def _attempt_at(address: str) -> list[Any]:
+    try:
+        return _attempt(json.loads(addresses.read_bytes(f"{address}/{STATUS}")))
+    except ValueError:  # cut off
+        return []
