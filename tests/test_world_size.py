@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import tiny
 from selftask.cli.check import load, main
 from selftask.equivalence.compare import compare, merge, relative_difference
-from selftask.equivalence.tiny_recipe import images_for, miniature
+from selftask.equivalence.tiny_recipe import images_for, make_tiny
 from selftask.equivalence.trace import batch_norm_replaced
 from selftask.errors import ConfigError, UserError
 from selftask.models.heads import mlp
@@ -181,7 +181,7 @@ def test_every_shipped_method_declares() -> None:
 
 
 def small(recipe: str, *settings: str, steps: int = 3) -> Any:
-    return miniature(load(recipe, list(settings)), batch_size=8, steps=steps)
+    return make_tiny(load(recipe, list(settings)), batch_size=8, steps=steps)
 
 
 def test_a_large_recipe_becomes_small() -> None:

@@ -1,6 +1,7 @@
-"""Any recipe made small: 80 handwritten digits, batches of 16, a network of width 8.
+"""Any method on 80 handwritten digits as a tiny recipe, in this process or as a command.
 
-Five steps make an epoch. For tests of what happens around the steps, not of what is learned.
+Batches of 16, five steps an epoch, network and method as `selftask check` makes them tiny. For
+tests of what happens around the steps, not of what is learned.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,18 @@ import numpy as np
 import torch
 
 from selftask.checkpoint import rotation, store
-from selftask.config.config_class import config_class
 from selftask.config.load import load_config
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import open_data
+from selftask.equivalence.tiny_recipe import make_tiny
 from selftask.logs import read_metrics
-from selftask.registry import METHODS
 from selftask.task import Task
 from selftask.task.loop import Interrupted, train_loop
 
 ROOT = Path(__file__).resolve().parents[1]
+BATCH_SIZE = 16
 STEPS_PER_EPOCH = 5
-SMALL = {
-    "out_dim": "16",
-    "hidden_dim": "32",
-    "bottleneck": "16",
-    "queue_size": "32",
-    "queue_start": "'1 epoch'",
-}  # fields that several methods have
-PROTOTYPES = {"deepcluster": "[12, 8]"}  # the others: one number
+STEPS = 3 * STEPS_PER_EPOCH
 TIMES = ("images_per_s", "data_wait")  # of a row: differ from run to run
 
 
@@ -53,24 +46,29 @@ def digits_file(folder: Path, name: str = "digits.npz", start: int = 0, stop: in
 
 
 def overrides(method: str, folder: Path, out: str | Path = "run", *more: str) -> list[str]:
-    """What makes the digits recipe of ``method`` small, then ``more``."""
-    config = config_class(METHODS, method)
-    names = {field.name for field in fields(config)} if config is not None else set()
-    small = [f"method.{name}={value}" for name, value in SMALL.items() if name in names]
-    if "num_prototypes" in names:
-        small.append(f"method.num_prototypes={PROTOTYPES.get(method, '12')}")
-    convolutional = load_config(f"{method}/digits", []).backbone.name == "small_resnet"
+    """Return the overrides that make the digits recipe of ``method`` tiny, then ``more``."""
+    recipe = load_config(f"{method}/digits", [])
+    small = make_tiny(recipe, batch_size=BATCH_SIZE, steps=STEPS)
+    parts = {"backbone": small.backbone, "method": small.method}
     return [
         f"data={digits_file(folder)}",
         "data.val=null",
         "data.num_workers=0",
-        *(["backbone.width=8"] if convolutional else ["backbone.depth=2", "backbone.img_size=32"]),
-        *small,
-        "train={batch_size: 16, epochs: 3, log_every: 1, threads: 1, device: cpu}",
+        *(f"{key}={_flow(part.to_dict())}" for key, part in parts.items()),
+        f"train={{batch_size: {BATCH_SIZE}, epochs: 3, log_every: 1, threads: 1, device: cpu}}",
         "eval.evaluations={knn: null, linear: null}",
         f"out={folder / out}",
         *more,
     ]
+
+
+def _flow(value: Any) -> str:
+    """A value as it stands on the command line: JSON with bare keys."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    return json.dumps(value)
 
 
 def config(method: str, folder: Path, out: str | Path = "run", *more: str) -> Config:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from selftask.cli.check import load
-from selftask.equivalence.tiny_recipe import EPS, miniature
+from selftask.equivalence.tiny_recipe import EPS, make_tiny
 from selftask.equivalence.trace import RecordedTask
 
 STEPS, EPOCHS, WARMUP, BATCH = 6, 3, 2, 8
@@ -161,7 +161,7 @@ def double_precision() -> Iterator[None]:
 def test_updates_are_those_of_the_published_code(recipe: str, tmp_path: Path) -> None:
     code = CODE[recipe]
     settings = [f"out={tmp_path}", *([f"optimizer.warmup={WARMUP}"] if code.warmup else [])]
-    task = Watched(miniature(load(recipe, settings), batch_size=BATCH, steps=STEPS))
+    task = Watched(make_tiny(load(recipe, settings), batch_size=BATCH, steps=STEPS))
     task.prepare()
     try:
         task.train_until(STEPS)

@@ -72,10 +72,10 @@ def _check_all(settings: list[str], ranks: list[int], steps: int) -> int:
 
 def _check(name: str, settings: list[str], ranks: list[int], steps: int) -> int:
     config = load(name, settings)
-    from selftask.equivalence.tiny_recipe import miniature
+    from selftask.equivalence.tiny_recipe import make_tiny
 
     least = math.lcm(*ranks)
-    small = miniature(config, batch_size=-(-MIN_BATCH // least) * least, steps=steps)
+    small = make_tiny(config, batch_size=-(-MIN_BATCH // least) * least, steps=steps)
     batch = small.train.batch_size
     for size in ranks:
         if batch % size:

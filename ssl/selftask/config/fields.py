@@ -25,6 +25,7 @@ def setting(
     path: bool = False,
     of: str | None = None,
     also: Sequence[str] = (),
+    tiny: Any = None,
 ) -> Any:
     """Declare a field of a config class, as ``dataclasses.field`` does, with its limits.
 
@@ -40,12 +41,13 @@ def setting(
         path: Whether the value is a path, so that ``~`` is expanded.
         of: Registry of the named things in a list, such as ``transforms``.
         also: Names of this field in other frameworks, for "did you mean".
+        tiny: Value in the tiny recipes of ``selftask check`` and of tests: small, but used as the
+            default is. Or a function of the batch size that returns it.
     """
     limits = {"min": min, "above": above, "below": below, "max": max}
     metadata: dict[str, Any] = {k: limit for k, limit in limits.items() if limit is not None}
     metadata |= {"duration": duration, "path": path, "also": tuple(also)}
-    if of is not None:
-        metadata["of"] = of
+    metadata |= {k: extra for k, extra in (("of", of), ("tiny", tiny)) if extra is not None}
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

@@ -27,6 +27,7 @@ from selftask.config.schema import Config
 from selftask.equivalence.compare import Record, Row, compare, compare_resume, merge
 from selftask.equivalence.worker import Leg, work
 from selftask.errors import RunError, UserError, describe_exit
+from selftask.registry import BACKBONES
 
 _PRELOADED = ("selftask.equivalence.worker", "torch._dynamo")  # optimizers import the second: 3 s
 _GRACE_S = 5.0  # for ranks that fail because another one has
@@ -108,8 +109,8 @@ def _start_server(config: Config) -> None:
 
     What it has to import it must find by PYTHONPATH: older Pythons do not hand it ``sys.path``.
     """
-    libraries = ["timm"] if config.backbone.name.startswith(("vit", "timm")) else []
-    multiprocessing.set_forkserver_preload([*_PRELOADED, *libraries])
+    library = getattr(BACKBONES[config.backbone.name], "library", None)
+    multiprocessing.set_forkserver_preload([*_PRELOADED, *([library] if library else [])])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     try:

@@ -1,7 +1,8 @@
-"""Any recipe made small: a few images held in memory, a tiny network, a handful of steps.
+"""Any recipe made tiny: a few images held in memory, a tiny network, a handful of steps.
 
-What the method is stays: its views, its options, its optimizer. Whatever the command line says
-stays too.
+For ``selftask check`` and for tests. Views, options of the method and the optimizer stay, and so
+does what the command line sets. The tiny values are declared by those that they belong to: fields
+of a method's ``Config`` by ``setting(..., tiny=...)``, backbones by a method ``tiny``.
 """
 
 from __future__ import annotations
@@ -24,33 +25,24 @@ from selftask.config.schema import (
 from selftask.config.sections import own_problems
 from selftask.data.source import Source
 from selftask.errors import ConfigError
-from selftask.registry import BACKBONES, METHODS
+from selftask.registry import BACKBONES, METHODS, TRANSFORMS
 
 IMAGE_SIZE = 32  # pixels
 UPDATES_PER_EPOCH = 2  # so that a few steps see the end of an epoch
 EPS = 1e-3  # of Adam: with its own 1e-8 a zero gradient's rounding becomes an update of its own
 _KINDS = 4  # of images: what supervised training has to tell apart
-_VIT = {"img_size": IMAGE_SIZE, "patch_size": 4, "depth": 2}
-_VIT_CHOICES = ("pool", "class_token", "drop_path", "dynamic_img_size")  # which stay as they are
-_NETS = ("small_resnet", "resnet", "torchvision", "timm")
-_SMALL = {
-    "out_dim": 16,
-    "hidden_dim": 32,
-    "bottleneck": 16,
-    "queue_start": 1,
-    "decoder_dim": 16,
-    "decoder_depth": 1,
-    "decoder_heads": 2,
-    "predictor_dim": 16,
-    "predictor_depth": 1,
-    "predictor_heads": 2,
-}  # fields that several methods have, and what costs little and still does everything
 
 
-def miniature(config: Config, *, batch_size: int, steps: int) -> Config:
-    """The config with all that costs time made small; ``batch_size`` unless the user gave one.
+def make_tiny(config: Config, *, batch_size: int, steps: int) -> Config:
+    """Return the config with all that costs time made small.
 
-    Raises ConfigError if the method cannot be what it then would have to be.
+    Args:
+        config: Any config; what its command line sets stays.
+        batch_size: Images a batch, unless the command line gives another.
+        steps: What training is made long enough for.
+
+    Raises:
+        ConfigError: If the method cannot be that small.
     """
     if not _given(config, "train.batch_size"):
         config = replace(config, train=replace(config.train, batch_size=batch_size))
@@ -116,34 +108,31 @@ class Images(Source):
 
 
 def _channels(config: Config) -> int:
-    """As many as the means to subtract are for: the data themselves are not opened."""
+    """Number of channels of the means that are subtracted; the data are not opened."""
     lists = [*(view.transforms for view in config.views.values()), config.eval.transforms]
-    args = [one.args for transforms in lists for one in transforms if one.name == "normalize"]
-    return next((len(given["mean"]) for given in args if given.get("mean")), 3)
+    every = [transform for transforms in lists for transform in transforms]
+    last = [t.args for t in every if TRANSFORMS.declared(t.name, "normalizes", False)]
+    return next((len(args["mean"]) for args in last if args.get("mean")), 3)
 
 
 def _given(config: Config, key: str) -> bool:
-    """Whether the command line says what ``key`` is."""
+    """Whether the command line sets ``key``."""
     return config.place(key).startswith("command line")
 
 
 def _small_backbone(config: Config) -> Component:
-    """A tiny network of the same sort; the user's own stays, and so does one that was asked for."""
-    name, args = config.backbone.name, config.backbone.args
-    given = {key: value for key, value in args.items() if _given(config, f"backbone.{key}")}
-    if name.startswith("vit_") or "vit" in str(args.get("model", "")):
-        kept = {key: args[key] for key in _VIT_CHOICES if key in args}
-        if "drop_path_rate" in args.get("args", {}):  # timm's word for it
-            kept["drop_path"] = args["args"]["drop_path_rate"]
-        small = Component(name="vit_micro", args={**_VIT, **kept, **given})
-    elif name.startswith(_NETS):
-        small = Component(name="small_resnet", args={"width": 8, **given})
-    else:
+    """The tiny network that the backbone names, unless the command line names the backbone."""
+    given = {k: v for k, v in config.backbone.args.items() if _given(config, f"backbone.{k}")}
+    backbone = BACKBONES[config.backbone.name](**config.backbone.args)
+    if _given(config, "backbone.name") or not hasattr(backbone, "tiny"):
         return config.backbone
-    schema = config_class(BACKBONES, small.name)
+    args = backbone.tiny()
+    name = args.pop("name")
+    schema = config_class(BACKBONES, name)
     known = {field.name for field in fields(schema)} if schema else set()
-    asked_for = _given(config, "backbone.name") or not given.keys() <= known
-    return config.backbone if asked_for else small
+    if not given.keys() <= known:
+        return config.backbone
+    return Component(name=name, args={**args, **given})
 
 
 def _calm_optimizer(config: Config) -> OptimizerConfig:
@@ -154,22 +143,15 @@ def _calm_optimizer(config: Config) -> OptimizerConfig:
 
 
 def _small_method(config: Config) -> Component:
+    """The method with the ``tiny`` values that the fields of its ``Config`` declare."""
     schema = config_class(METHODS, config.method.name)
+    batch = config.train.batch_size * config.train.accumulate
     args = dict(config.method.args)
-    for name, value in _small_fields(config, args):
-        if not _given(config, f"method.{name}"):
-            args[name] = value
-    return Component(name=config.method.name, args=args) if schema else config.method
-
-
-def _small_fields(config: Config, args: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    yield from ((name, value) for name, value in _SMALL.items() if name in args)
-    if "queue_size" in args:  # in use, and overwritten within a few steps
-        yield "queue_size", 2 * config.train.batch_size * config.train.accumulate
-    if isinstance(args.get("num_prototypes"), int):
-        yield "num_prototypes", 12
-    elif "num_prototypes" in args:
-        yield "num_prototypes", [max(2, 6 - i) for i, _ in enumerate(args["num_prototypes"])]
+    for field in fields(schema) if schema else ():
+        value = field.metadata.get("tiny")
+        if value is not None and not _given(config, f"method.{field.name}"):
+            args[field.name] = value(batch) if callable(value) else value
+    return replace(config.method, args=args)
 
 
 def _small_views(views: dict[str, ViewConfig]) -> dict[str, ViewConfig]:

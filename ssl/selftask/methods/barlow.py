@@ -34,8 +34,10 @@ class BarlowTwins(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(8192, min=1)  # D
-        hidden_dim: int = setting(8192, min=1)  # width of the projector's two hidden layers
+        out_dim: int = setting(8192, min=1, tiny=16)  # D
+        hidden_dim: int = setting(
+            8192, min=1, tiny=32
+        )  # width of the projector's two hidden layers
         redundancy_weight: float = setting(0.0051, min=0)  # lambda in eq. 1
         scale: float = setting(1.0, min=0)  # of the whole loss; 0.1 in solo-learn
 

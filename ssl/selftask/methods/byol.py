@@ -38,10 +38,9 @@ class BYOL(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(256, min=1)  # D
-        hidden_dim: int = setting(
-            4096, min=1
-        )  # width of the hidden layers of projector and predictor
+        out_dim: int = setting(256, min=1, tiny=16)  # D
+        # width of the hidden layers of projector and predictor
+        hidden_dim: int = setting(4096, min=1, tiny=32)
         # tau_base in section 3.2; 0.99 for 300 epochs
         momentum: float = setting(0.996, min=0, max=1)
         # at the end of training, along a cosine

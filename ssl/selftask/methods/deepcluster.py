@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,10 +52,10 @@ class DeepCluster(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(128, min=1)  # D
-        hidden_dim: int = setting(2048, min=1)  # width of the head's hidden layer
+        out_dim: int = setting(128, min=1, tiny=16)  # D
+        hidden_dim: int = setting(2048, min=1, tiny=32)  # width of the head's hidden layer
         norm: bool = True  # BatchNorm in the head
-        num_prototypes: list[int] = field(default_factory=lambda: [3000, 3000, 3000])  # K_h
+        num_prototypes: list[int] = setting([3000, 3000, 3000], tiny=[6, 5, 4])  # K_h
         temperature: float = 0.1  # of the softmax over prototypes
         kmeans_iterations: int = setting(10, min=0)
 

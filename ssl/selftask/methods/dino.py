@@ -44,9 +44,9 @@ class DINO(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(65_536, min=1)  # K
-        hidden_dim: int = setting(2048, min=1)  # width of the head's hidden layers
-        bottleneck: int = setting(256, min=1)  # width before the last layer
+        out_dim: int = setting(65_536, min=1, tiny=16)  # K
+        hidden_dim: int = setting(2048, min=1, tiny=32)  # width of the head's hidden layers
+        bottleneck: int = setting(256, min=1, tiny=16)  # width before the last layer
         num_layers: int = setting(3, min=1, max=100)  # of the head, the bottleneck's included, the
         # last layer not
         norm: bool = False  # BatchNorm in the head: for convolutional backbones

@@ -63,11 +63,13 @@ class IJEPA(Method):
         target_scale: tuple[float, float] = (0.15, 0.2)  # of the image's area
         target_ratio: tuple[float, float] = (0.75, 1.5)  # height / width, relative to the image's
         context_scale: tuple[float, float] = (0.85, 1.0)  # before the targets are cut out
-        min_context: int = 10  # patches; with fewer left, the last targets may overlap
+        min_context: int = setting(
+            10, min=0
+        )  # patches; with fewer left, the last targets may overlap
         max_context: float = 0.5  # of the image's patches; with more left, random ones go
-        predictor_dim: int = 384  # width
-        predictor_depth: int = 6  # blocks; 12 for ViT-L and larger
-        predictor_heads: int = 12
+        predictor_dim: int = setting(384, min=1, tiny=16)  # width
+        predictor_depth: int = setting(6, min=1, tiny=1)  # blocks; 12 for ViT-L and larger
+        predictor_heads: int = setting(12, min=1, tiny=2)
         # deviation of first weights; null: more in layers of few inputs, for networks much narrower
         # than a ViT-B, which with 0.02 pass on little but positions
         init_std: float | None = setting(0.02, above=0)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
+from selftask.config.fields import setting
 from selftask.errors import UserError
 from selftask.methods.base import Method
 from selftask.models.masked_vit import (
@@ -50,9 +51,9 @@ class MAE(Method):
     class Config:
         mask_ratio: float = 0.75  # of the patches; random ones
         normalize_pixels: bool = True  # each patch to mean 0 and variance 1: table 1d
-        decoder_dim: int = 512  # width
-        decoder_depth: int = 8  # blocks
-        decoder_heads: int = 16
+        decoder_dim: int = setting(512, min=1, tiny=16)  # width
+        decoder_depth: int = setting(8, min=1, tiny=1)  # blocks
+        decoder_heads: int = setting(16, min=1, tiny=2)
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             backbone = config["backbone"]

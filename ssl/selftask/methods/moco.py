@@ -44,10 +44,10 @@ class MoCo(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(128, min=1)  # D
-        hidden_dim: int | None = setting(None, min=1)  # width of the head's hidden layer; None: the
-        # backbone's
-        queue_size: int = 65_536  # K
+        out_dim: int = setting(128, min=1, tiny=16)  # D
+        # width of the head's hidden layer; None: the backbone's
+        hidden_dim: int | None = setting(None, min=1, tiny=32)
+        queue_size: int = setting(65_536, min=1, tiny=lambda batch: 2 * batch)  # K
         temperature: float = 0.2  # tau in eq. 1; v1 has 0.07
         momentum: float = setting(0.999, min=0, max=1)  # m in eq. 2
         # m at the end, along a cosine; None: constant

@@ -38,9 +38,9 @@ class SimCLR(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(128, min=1)  # D
-        hidden_dim: int | None = setting(None, min=1)  # width of the head's hidden layer; None: the
-        # backbone's
+        out_dim: int = setting(128, min=1, tiny=16)  # D
+        # width of the head's hidden layer; None: the backbone's
+        hidden_dim: int | None = setting(None, min=1, tiny=32)
         norm: bool = True  # BatchNorm after both layers of the head, as in the paper's code
         temperature: float = 0.1  # tau in eq. 1; 0.5 for CIFAR-10 in the paper, 0.2 in solo-learn
         scale: float = setting(1.0, above=0)  # of the whole loss; 2 in the paper's code, which

@@ -44,16 +44,16 @@ class SwAV(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(128, min=1)  # D
-        hidden_dim: int = setting(2048, min=1)  # width of the head's hidden layer
+        out_dim: int = setting(128, min=1, tiny=16)  # D
+        hidden_dim: int = setting(2048, min=1, tiny=32)  # width of the head's hidden layer
         norm: bool = True  # BatchNorm in the head
-        num_prototypes: int = setting(3000, min=1)  # K
+        num_prototypes: int = setting(3000, min=1, tiny=12)  # K
         temperature: float = 0.1  # tau in eq. 2
         epsilon: float = 0.05  # weight of the entropy in eq. 3
         sinkhorn_iterations: int = setting(3, min=1)
-        queue_size: int = setting(0, min=0)  # L, images; 3840 in the paper for batches of 256, 0:
-        # no queue
-        queue_start: int | str = setting("15 epochs", duration=True)
+        # L, images; 3840 in the paper for batches of 256, 0: no queue
+        queue_size: int = setting(0, min=0, tiny=lambda batch: 2 * batch)
+        queue_start: int | str = setting("15 epochs", duration=True, tiny=1)
         freeze_prototypes: int | str = setting("1 epoch", duration=True)
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:

@@ -28,6 +28,8 @@ class Normalize:
     become floats on the device, a batch at a time.
     """
 
+    normalizes = True
+
     stats: Literal["imagenet", "cifar10", "cifar100", "half"] = "imagenet"  # whose mean and std
     mean: list[float] | None = None  # your own instead, one for each channel, together with std
     std: list[float] | None = None

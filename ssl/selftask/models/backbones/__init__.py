@@ -4,6 +4,10 @@
 A class attribute ``offers`` names what the backbone gives beside pooled features (``"tokens"``,
 ``"dense"``: words of ``Method.requires``); without it this is known once it is built.
 
+A method ``tiny`` returns name and arguments of a tiny network of the same kind, for images of 32
+pixels, as in a recipe; without it a tiny recipe keeps the backbone. ``library`` is what ``build``
+imports that takes seconds.
+
 A backbone maps images (B, C, H, W) to features (B, E) and keeps the parameter names of the library
 it comes from. ``models/build.py`` makes one and sees to its ``embed_dim``.
 """

@@ -19,6 +19,13 @@ _CLASSIFIERS = ("fc", "classifier", "head", "heads")
 """What torchvision's image classifiers call the layers behind their features."""
 
 
+def _tiny(model: str, **kept: Any) -> dict[str, Any]:
+    """A tiny network of ours of the same kind, a transformer or a residual network."""
+    if "vit" in model:
+        return {"name": "vit_micro", "img_size": 32, "patch_size": 4, "depth": 2, **kept}
+    return {"name": "small_resnet", "width": 8}
+
+
 @register_backbone("timm")
 @dataclass(frozen=True, kw_only=True)
 class Timm:
@@ -26,6 +33,13 @@ class Timm:
 
     model: str
     args: dict[str, Any] = field(default_factory=dict)  # of timm.create_model: img_size, ...
+
+    library = "timm"
+
+    def tiny(self) -> dict[str, Any]:
+        names = {"drop_path_rate": "drop_path", "dynamic_img_size": "dynamic_img_size"}
+        kept = {ours: self.args[name] for name, ours in names.items() if name in self.args}
+        return _tiny(self.model, **kept)
 
     def build(self, channels: int = 3) -> nn.Module:
         """The model with its own parameter names; random weights.
@@ -56,6 +70,11 @@ class Torchvision:
 
     model: str
     args: dict[str, Any] = field(default_factory=dict)  # of torchvision.models.get_model
+
+    library = "torchvision"
+
+    def tiny(self) -> dict[str, Any]:
+        return _tiny(self.model)
 
     def build(self, channels: int = 3) -> nn.Module:
         """The model with its own parameter names; random weights.

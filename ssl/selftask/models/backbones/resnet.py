@@ -28,6 +28,9 @@ class _ResNet:
     # 34 for 32 x 32 pixels
     zero_init_residual: bool = False  # each block starts as the identity
 
+    def tiny(self) -> dict[str, Any]:
+        return {"name": "small_resnet", "width": 8}
+
     def build(self, channels: int = 3) -> nn.Module:
         """The torchvision model; ``fc`` is the identity and so has no keys."""
         import torchvision  # costs seconds, hence only when used

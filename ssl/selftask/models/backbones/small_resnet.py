@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ class SmallResNetConfig:
     blocks: int = setting(1, min=1, max=1000)  # residual blocks in each stage
     stem_stride: int = setting(2, min=1, max=32)  # 1 sees twice as fine and costs four times as
     # much
+
+    def tiny(self) -> dict[str, Any]:
+        return {"name": "small_resnet", "width": 8}
 
     def build(self, channels: int = 3) -> nn.Module:
         return SmallResNet(

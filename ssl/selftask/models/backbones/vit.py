@@ -17,6 +17,7 @@ class _ViT:
     """What can be chosen for every width."""
 
     offers = ("tokens", "dense")
+    library = "timm"
     embed_dim: ClassVar[int]
     num_heads: ClassVar[int]
 
@@ -36,6 +37,11 @@ class _ViT:
             )
         if self.pool == "token" and not self.class_token:
             yield "backbone.pool: 'token' needs class_token: true; use 'avg' without"
+
+    def tiny(self) -> dict[str, Any]:
+        kept = ("pool", "class_token", "drop_path", "dynamic_img_size")
+        size = {"img_size": 32, "patch_size": 4, "depth": 2}
+        return {"name": "vit_micro", **size, **{name: getattr(self, name) for name in kept}}
 
     def build(self, channels: int = 3) -> nn.Module:
         """timm's model; random weights, the class token's as in DeiT, DINO and MAE."""
