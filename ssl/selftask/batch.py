@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
+import torch
 from torch import Tensor
 
 Loss: TypeAlias = Tensor | Mapping[str, Tensor]
@@ -15,6 +16,46 @@ Loss: TypeAlias = Tensor | Mapping[str, Tensor]
 def total(loss: Loss) -> Tensor:
     """Return the loss as one scalar: the sum of its terms if it has several."""
     return loss if isinstance(loss, Tensor) else sum(loss.values(), start=0.0)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Draws:
+    """What was drawn for one view of each image of a batch.
+
+    Positions in a view are x and y from 0 to 1, from its upper left corner. Those in the image are
+    in pixels of the image as its first transform gets it, after ``data.max_side``.
+    """
+
+    matrix: Tensor
+    """(B, 2, 3) float32: takes (x, y, 1) in the view to a position in the image. Transforms that no
+    matrix describes (``Transform.affine`` is False) are left out of it."""
+    image_size: Tensor
+    """(B, 2) float32: height and width of the image in pixels."""
+    params: dict[str, Tensor]
+    """Name of a transform -> its numbers, (B, N) float32. The second transform of a name in one
+    view is ``NAME_2``."""
+
+    @property
+    def boxes(self) -> Tensor:
+        """(B, 4): left, top, right and bottom of the view in the image."""
+        right, down, corner = self.matrix.unbind(2)  # (B, 2) each
+        corners = torch.stack([corner, corner + right, corner + down, corner + right + down])
+        return torch.cat([corners.amin(0), corners.amax(0)], dim=1)
+
+    def centers(self, rows: int, columns: int) -> Tensor:
+        """Return the positions in the image of the centers of a feature map's cells.
+
+        Args:
+            rows: Of the feature map of the view.
+            columns: Of the feature map of the view.
+
+        Returns:
+            (B, rows * columns, 2): x and y of each cell, row by row.
+        """
+        right, down, corner = self.matrix[:, None].unbind(3)  # (B, 1, 2) each
+        y, x = ((torch.arange(n, device=corner.device) + 0.5) / n for n in (rows, columns))
+        x, y = x.repeat(rows)[:, None], y.repeat_interleave(columns)[:, None]
+        return corner + x * right + y * down
 
 
 @dataclass(eq=False, kw_only=True)
@@ -40,6 +81,9 @@ class Batch:
     extras: dict[str, Tensor] = field(default_factory=dict)
     """What the source gives beside image and label, by name: numbers and arrays (B, ...), texts
     as token ids (B, L) int64 that end in 0."""
+    draws: dict[str, list[Draws]] = field(default_factory=dict)
+    """Group name -> the draws of its views, in training; only if ``views.NAME.draws`` is set, or
+    for all groups if the method requires ``"boxes"``."""
     number: int = 0
     """Of the global batch, counted from the start of training."""
     epoch: int = 0

@@ -91,6 +91,7 @@ class ViewConfig:
     image: str | None = None  # a further image of the sample, by its name in the data; none: the
     # image itself
     of: str | None = None  # the group whose views are transformed; none: the image
+    draws: bool = False  # whether `batch.draws` has the parameters of this group's transforms
     transforms: list[Component] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from selftask.data.device.batches import DeviceDataset, shrunk, to_canvas
-from selftask.data.device.engine import Engine
 from selftask.data.device.packing import Packed
 from selftask.data.extras import ExtraImages, ExtrasReader
 from selftask.data.loading.collate import Batch, BatchBuffer, BatchFields
@@ -45,12 +44,15 @@ class Plan:
     packed: Packed
     key: Tensor  # (B, 2) int64, what the draws are those of
     epoch: int
+    draws: dict[str, Tensor]  # rows of a DrawRecorder by its name, if draws are asked for
 
     def pin_memory(self) -> Plan:
         """The same in page-locked memory."""
         sizes = None if self.sizes is None else self.sizes.pin_memory()
         packed = self.packed.pin_memory()
-        return replace(self, shown=self.shown.pin_memory(), sizes=sizes, packed=packed)
+        draws = {name: rows.pin_memory() for name, rows in self.draws.items()}
+        shown = self.shown.pin_memory()
+        return replace(self, shown=shown, sizes=sizes, packed=packed, draws=draws)
 
 
 class CachedBatches(Batches):
@@ -66,7 +68,7 @@ class CachedBatches(Batches):
     def _open_reader(self) -> Any:
         if self._cache is None:
             self._cache = Cache.read(self.dataset, self.num_workers, self.device, self.bad_files)
-        planner = Planner(self._cache, self.dataset.engine, self.dataset.seed)
+        planner = Planner(self._cache, self.dataset)
         return PlannedAhead(planner, iter(self.sampler), pin=self.device.type == "cuda")
 
     def _make(self) -> dict[str, Any]:
@@ -75,12 +77,14 @@ class CachedBatches(Batches):
         shown = plan.shown.to(self.device, non_blocking=True)
         sizes = None if plan.sizes is None else plan.sizes.to(self.device, non_blocking=True)
         pixels = self._cache.pixels.index_select(1, shown).flatten(0, 1)
+        draws = {n: rows.to(self.device, non_blocking=True) for n, rows in plan.draws.items()}
+        extras = {n: x.index_select(0, shown) for n, x in self._cache.extras.items()}
         return {
             "views": self.dataset.engine(pixels, sizes, plan.packed.to(self.device)),
             "target": self._cache.targets.index_select(0, shown),
             "index": shown,
             "key": plan.key,
-            "extras": {n: x.index_select(0, shown) for n, x in self._cache.extras.items()},
+            "extras": {**extras, **draws},
             "epoch": plan.epoch,
         }
 
@@ -202,10 +206,11 @@ class PictureBatch(Batch):
 class Planner:
     """From the keys of a batch to what the device has to know."""
 
-    def __init__(self, cache: Cache, engine: Engine, seed: int) -> None:
+    def __init__(self, cache: Cache, dataset: DeviceDataset) -> None:
         self._sizes = cache.sizes
-        self._engine = engine
-        self._seed = seed
+        self._engine = dataset.engine
+        self._seed = dataset.seed
+        self._recorder = dataset.recorder
 
     def plan(self, keys: _Keys) -> Plan:
         """Which images, and the draws for all their views; raises UserError."""
@@ -222,7 +227,16 @@ class Planner:
             packed=packed,
             key=torch.tensor(keys),
             epoch=epoch_of(keys[0][0]),
+            draws=self._draws(keys, self._sizes[:, shown]),
         )
+
+    def _draws(self, keys: _Keys, sizes: np.ndarray) -> dict[str, Tensor]:
+        """The rows of the recorder, if there is one, for images of sizes (I, B, 2)."""
+        if self._recorder is None:
+            return {}
+        given = zip(sizes.swapaxes(0, 1).tolist(), keys, strict=True)
+        rows = [self._recorder.row(each, self._seed, *key) for each, key in given]
+        return {self._recorder.name: torch.from_numpy(np.stack(rows))}
 
     def _instead(self, epoch: int, index: int) -> int:
         """The image in place of one that could not be read, as ``ViewDataset`` chooses it."""

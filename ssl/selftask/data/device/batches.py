@@ -25,6 +25,8 @@ from selftask.errors import UserError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from selftask.data.draw_recorder import DrawRecorder
+
 
 @dataclass(frozen=True)
 class DeviceBatch(Batch):
@@ -68,9 +70,10 @@ class DeviceDataset(ViewDataset):
         engine: Engine,
         max_side: int | None = None,
         extras: ExtrasReader | None = None,
+        recorder: DrawRecorder | None = None,
     ) -> None:
         """``max_side``: pixels that the longer side of a handed-over image has at most."""
-        super().__init__(source, views, seed, extras)
+        super().__init__(source, views, seed, extras, recorder)
         self.engine = engine
         self.max_side = max_side
 

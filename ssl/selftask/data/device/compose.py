@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,19 @@ class Chain:
         for operation, one in zip(self.operations, params, strict=True):
             size = operation.size_after(*size, one)
         return size
+
+    def transforms(self) -> Iterator[Any]:
+        """All transforms that draw, those inside of others, too."""
+        for operation in self.operations:
+            yield from operation.transforms()
+
+    def applied(
+        self, params: Sequence[Any], height: int, width: int
+    ) -> Iterator[tuple[Any, Any, int, int]]:
+        """Yield each transform that changes the image, its params, and the size before it."""
+        for operation, one in zip(self.operations, params, strict=True):
+            yield from operation.applied(one, height, width)
+            height, width = operation.size_after(height, width, one)
 
     def pack(self, params: Sequence[Sequence[Any]], sizes: np.ndarray) -> tuple[Steps, np.ndarray]:
         """The draws of a batch, and the sizes that its images have afterwards, (B, 2) int64.

@@ -8,7 +8,7 @@ device and never asks the host anything, so that it can be compiled and run ahea
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,15 @@ class Operation(ABC):
     def draw_for(self, rng: np.random.Generator, height: int, width: int) -> Any:
         """What the cpu engine draws for one image of that size."""
         return self.transform.draw(rng, height, width)
+
+    def transforms(self) -> Iterator[Any]:
+        """The transform, or those inside of it."""
+        yield self.transform
+
+    def applied(self, params: Any, height: int, width: int) -> Iterator[tuple[Any, Any, int, int]]:
+        """Yield each transform that changes the image, its params, and the size before it."""
+        if params is not None:
+            yield self.transform, params, height, width
 
     def size_after(self, height: int, width: int, params: Any = None) -> tuple[int, int]:
         """Height and width of what is made of an image of that size."""

@@ -134,8 +134,14 @@ class DataModule:
         """Yield the training batches from global batch number ``first`` on, without end."""
         self._decode_once()
         self.batches.start(first)
-        counts = self._views_per_group
-        return (make_batch(sample, counts) for sample in self.batches)
+        return (self._make_batch(sample) for sample in self.batches)
+
+    def _make_batch(self, sample: dict[str, Any]) -> Batch:
+        batch = make_batch(sample, self._views_per_group)
+        recorder = self.batches.dataset.recorder
+        if recorder is not None:
+            batch.draws = recorder.unpack(batch.extras.pop(recorder.name))
+        return batch
 
     @cached_property
     def _views_per_group(self) -> dict[str, int]:
@@ -149,7 +155,7 @@ class DataModule:
         """
         self._decode_once()
         for sample in self._pass(self.batches.dataset, self.batches.bad_files):
-            yield make_batch(sample, self._views_per_group)
+            yield self._make_batch(sample)
 
     def _decode_once(self) -> None:
         """Read views from decoded pictures, if ``data.cache`` wants them kept."""

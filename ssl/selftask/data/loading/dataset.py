@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from selftask.config.schema import DataConfig
+    from selftask.data.draw_recorder import DrawRecorder
     from selftask.data.loading.collate import Batch, BatchBuffer
     from selftask.data.views import Compose, Normalizer, Views
 
@@ -121,15 +122,22 @@ class ViewDataset(Dataset):
         views: Makes their views.
         seed: Of the draws.
         extras: Reads what the source gives beside image and label, if anything is wanted.
+        recorder: Adds the draws of views to the extras, if they are asked for.
     """
 
     def __init__(
-        self, source: Source, views: Views, seed: int, extras: ExtrasReader | None = None
+        self,
+        source: Source,
+        views: Views,
+        seed: int,
+        extras: ExtrasReader | None = None,
+        recorder: DrawRecorder | None = None,
     ) -> None:
         self.source = source
         self.views = views
         self.seed = seed
         self.extras = extras
+        self.recorder = recorder
 
     @property
     def to_float(self) -> list[Normalizer]:
@@ -150,6 +158,10 @@ class ViewDataset(Dataset):
                 shown = replacement(self.seed, epoch, index, attempt, len(self.source))
             else:
                 views, drawn = self.make(images, epoch, index, out)
+                if self.recorder is not None:
+                    given = views if self.makes_views_on_device else images
+                    row = self.recorder.row([i.shape[:2] for i in given], self.seed, epoch, index)
+                    extras = {**(extras or {}), self.recorder.name: row}
                 return Sample(views, target, shown, key, bad, extras, drawn)
         return Sample([], -1, index, key, bad)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from selftask.config.checks.requirements import required
 from selftask.data.device.batches import DeviceDataset
 from selftask.data.device.engine import Engine
+from selftask.data.draw_recorder import DrawRecorder
 from selftask.data.extras import ExtrasReader
 from selftask.data.loading.dataset import ViewDataset
 from selftask.data.source import channels_of
@@ -21,7 +23,15 @@ def train_dataset(
 ) -> ViewDataset:
     """For ``data.augment_on``; raises ConfigError for views that it cannot make."""
     views, seed = Views(config.views, channels_of(source)), config.train.seed
+    recorder = _recorder(config, views)
     if config.data.augment_on == "cpu":
-        return ViewDataset(source, views, seed, extras)
+        return ViewDataset(source, views, seed, extras, recorder)
     engine = Engine(views, config.views)
-    return DeviceDataset(source, views, seed, engine, config.data.max_side, extras)
+    return DeviceDataset(source, views, seed, engine, config.data.max_side, extras, recorder)
+
+
+def _recorder(config: Config, views: Views) -> DrawRecorder | None:
+    """For the groups whose draws the recipe or the method asks for; None without any."""
+    boxes = "boxes" in required(config.method.name)
+    asked = [name for name, group in config.views.items() if group.draws or boxes]
+    return DrawRecorder(views, config.views, asked, boxes=boxes) if asked else None

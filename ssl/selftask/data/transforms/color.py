@@ -62,6 +62,10 @@ class ColorJitter(Transform):
         turn = self.hue * (2 * turn - 1)
         return Jitter((brightness, contrast, saturation), turn, _ORDERS[int(order * len(_ORDERS))])
 
+    def numbers(self, params: Jitter | None) -> Sequence[float]:
+        """Factors of brightness, contrast and saturation, and turn of the hue."""
+        return (1.0, 1.0, 1.0, 0.0) if params is None else (*params.factors, params.turn)
+
     def apply(self, image: np.ndarray, params: Jitter) -> np.ndarray:
         strengths = (self.brightness, self.contrast, self.saturation, self.hue)
         for operation in params.order:
@@ -122,6 +126,10 @@ class GaussianBlur(Transform):
         low, high = self.sigma
         sigma = low + (high - low) * draw
         return sigma if chance < self.p and sigma > 0 else None
+
+    def numbers(self, params: float | None) -> Sequence[float]:
+        """Sigma in pixels; 0 if the image is not blurred."""
+        return (params or 0.0,)
 
     def apply(self, image: np.ndarray, params: float) -> np.ndarray:
         return by_groups(lambda part: cv2.GaussianBlur(part, (0, 0), params), image)

@@ -14,7 +14,7 @@ from selftask.config.fields import setting
 from selftask.data.kernel import Filter, Op
 from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.resampling import resize
-from selftask.data.transforms.transform import Deterministic, Transform
+from selftask.data.transforms.transform import Deterministic, Matrix, Transform
 from selftask.registry import register_transform
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom, in pixels
@@ -54,6 +54,14 @@ class RandomResizedCrop(Transform):
     def apply(self, image: np.ndarray, params: Box) -> np.ndarray:
         left, top, right, bottom = params
         return resize(image[top:bottom, left:right], self.size, self.size, self.interpolation)
+
+    def source_matrix(self, params: Box, height: int, width: int) -> Matrix:
+        left, top, right, bottom = params
+        return (right - left) / self.size, 0.0, left, 0.0, (bottom - top) / self.size, top
+
+    def numbers(self, params: Box | None) -> Sequence[float]:
+        """Left, top, right and bottom in pixels of the image that is cropped."""
+        return params or (math.nan,) * 4
 
     def program(self, params: Box) -> Sequence[float] | None:
         left, top, right, bottom = params
@@ -95,6 +103,9 @@ class Resize(Transform):
     def apply(self, image: np.ndarray, params: tuple[int, int, int, int]) -> np.ndarray:
         return resize(image, *params[2:], self.interpolation)
 
+    def source_matrix(self, params: tuple[int, int, int, int], height: int, width: int) -> Matrix:
+        return width / params[3], 0.0, 0.0, 0.0, height / params[2], 0.0
+
     def program(self, params: tuple[int, int, int, int]) -> Sequence[float] | None:
         height, width, rows, columns = params
         filter_ = _FILTERS.get(self.interpolation)
@@ -115,6 +126,13 @@ class CenterCrop(Deterministic):
         top = round((image.shape[0] - self.size) / 2)
         left = round((image.shape[1] - self.size) / 2)
         return np.ascontiguousarray(image[top : top + self.size, left : left + self.size])
+
+    def source_matrix(self, params: Any, height: int, width: int) -> Matrix:
+        left, top = (
+            round(max(0, side - self.size) / 2) - max(0, self.size - side) // 2
+            for side in (width, height)
+        )
+        return 1.0, 0.0, left, 0.0, 1.0, top
 
 
 @register_transform("random_crop")
@@ -137,6 +155,17 @@ class RandomCrop(Transform):
         image = _pad_to(image, self.size)
         left, top = params
         return np.ascontiguousarray(image[top : top + self.size, left : left + self.size])
+
+    def source_matrix(self, params: tuple[int, int], height: int, width: int) -> Matrix:
+        left, top = (
+            corner - self.padding - max(0, self.size - side - 2 * self.padding) // 2
+            for corner, side in zip(params, (width, height), strict=True)
+        )
+        return 1.0, 0.0, left, 0.0, 1.0, top
+
+    def numbers(self, params: tuple[int, int] | None) -> Sequence[float]:
+        """Left and top in pixels of the padded image."""
+        return params or (math.nan,) * 2
 
 
 def _pad_to(image: np.ndarray, size: int) -> np.ndarray:

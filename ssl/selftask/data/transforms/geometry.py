@@ -14,10 +14,8 @@ from selftask.config.fields import setting
 from selftask.data.kernel import Op
 from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.resampling import warp
-from selftask.data.transforms.transform import RandomlyApplied, Transform
+from selftask.data.transforms.transform import Matrix, RandomlyApplied, Transform
 from selftask.registry import register_transform
-
-Matrix = tuple[float, ...]  # 2x3, row by row
 
 
 @register_transform("horizontal_flip")
@@ -33,6 +31,9 @@ class HorizontalFlip(RandomlyApplied):
     def program(self, params: Any) -> Sequence[float]:
         return (Op.HFLIP,)
 
+    def source_matrix(self, params: Any, height: int, width: int) -> Matrix:
+        return -1.0, 0.0, width, 0.0, 1.0, 0.0
+
 
 @register_transform("vertical_flip")
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,9 @@ class VerticalFlip(RandomlyApplied):
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return by_groups(lambda part: cv2.flip(part, 0), image)
+
+    def source_matrix(self, params: Any, height: int, width: int) -> Matrix:
+        return 1.0, 0.0, 0.0, 0.0, -1.0, height
 
 
 @register_transform("rotation")
@@ -61,6 +65,13 @@ class Rotation(Transform):
 
     def apply(self, image: np.ndarray, params: Matrix) -> np.ndarray:
         return warp(image, params, self.interpolation, self.fill)
+
+    def source_matrix(self, params: Matrix, height: int, width: int) -> Matrix:
+        return params
+
+    def numbers(self, params: Matrix | None) -> Sequence[float]:
+        """Degrees, anticlockwise."""
+        return (math.degrees(math.atan2(-params[1], params[0])) if params else 0.0,)
 
 
 @register_transform("random_affine")
@@ -94,6 +105,9 @@ class RandomAffine(Transform):
 
     def apply(self, image: np.ndarray, params: Matrix) -> np.ndarray:
         return warp(image, params, self.interpolation, self.fill)
+
+    def source_matrix(self, params: Matrix, height: int, width: int) -> Matrix:
+        return params
 
 
 def inverse_affine(

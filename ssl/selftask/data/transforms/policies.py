@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import cv2
 import numpy as np
@@ -31,7 +31,7 @@ from selftask.data.transforms.policy_tables import (
     magnitude,
 )
 from selftask.data.transforms.resampling import warp
-from selftask.data.transforms.transform import Transform
+from selftask.data.transforms.transform import UNMOVED, Matrix, Transform, after
 from selftask.registry import register_transform
 
 Operation = tuple[str, float]  # name and signed magnitude
@@ -41,9 +41,20 @@ INSTEAD = "use aug_mix with all_ops: false, or random_choice of others"
 MIX_BINS = 10  # of AugMix, most severe last
 
 
+class _Policy(Transform):
+    """Operations of a table, one after the other."""
+
+    def source_matrix(self, params: tuple[Operation, ...], height: int, width: int) -> Matrix:
+        matrix = UNMOVED
+        for name, size in params:
+            if name in GEOMETRY:
+                matrix = after(affine_of(name, size, height, width), matrix)
+        return matrix
+
+
 @register_transform("rand_augment")
 @dataclass(frozen=True, kw_only=True)
-class RandAugment(Transform):
+class RandAugment(_Policy):
     """Several random operations, all of the same strength (arXiv:1909.13719)."""
 
     num_ops: int = setting(2, min=1)
@@ -73,7 +84,7 @@ class RandAugment(Transform):
 
 @register_transform("trivial_augment_wide")
 @dataclass(frozen=True, kw_only=True)
-class TrivialAugmentWide(Transform):
+class TrivialAugmentWide(_Policy):
     """One random operation of a random strength (arXiv:2103.10158)."""
 
     num_bins: int = setting(31, min=2)
@@ -94,7 +105,7 @@ class TrivialAugmentWide(Transform):
 
 @register_transform("auto_augment")
 @dataclass(frozen=True, kw_only=True)
-class AutoAugment(Transform):
+class AutoAugment(_Policy):
     """One of 25 pairs of operations that were learned for a data set (arXiv:1805.09501)."""
 
     policy: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
@@ -122,6 +133,8 @@ class AutoAugment(Transform):
 @dataclass(frozen=True, kw_only=True)
 class AugMix(Transform):
     """A weighted mean of the image and of chains of operations on it (arXiv:1912.02781)."""
+
+    affine: ClassVar[bool] = False
 
     # strengths are drawn from so many of 10 bins (MIX_BINS)
     severity: int = setting(3, min=1, max=10)

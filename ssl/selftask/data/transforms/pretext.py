@@ -22,7 +22,7 @@ import numpy as np
 from selftask.config.fields import setting
 from selftask.data.transforms.channels import by_groups, needs_rgb
 from selftask.data.transforms.crops import Box
-from selftask.data.transforms.transform import Deterministic, Transform
+from selftask.data.transforms.transform import Deterministic, Matrix, Transform
 from selftask.errors import UserError
 from selftask.random.views import draw_at, draw_rng
 from selftask.registry import register_transform
@@ -57,6 +57,17 @@ class Rotate90(Transform):
     def apply(self, image: np.ndarray, params: int) -> np.ndarray:
         return by_groups(lambda part: cv2.rotate(part, _ROTATIONS[params]), image)
 
+    def source_matrix(self, params: int, height: int, width: int) -> Matrix:
+        if params == 1:
+            return 0.0, -1.0, width, 1.0, 0.0, 0.0
+        if params == 2:
+            return -1.0, 0.0, width, 0.0, -1.0, height
+        return 0.0, 1.0, 0.0, -1.0, 0.0, height
+
+    def numbers(self, params: int | None) -> Sequence[float]:
+        """Quarters of a turn."""
+        return (float(params or 0),)
+
 
 def drawn_rotation(
     seed: int, epoch: int, index: int, view: int, turns: Sequence[int] = (0, 1, 2, 3)
@@ -85,6 +96,8 @@ class Jigsaw(Transform):
     not show what belongs together, and the tiles are laid out again without gaps. In the place of
     number k, counted row by row, is the tile of number ``permutations(...)[drawn][k]``.
     """
+
+    affine: ClassVar[bool] = False
 
     grid: int = setting(3, min=2, max=15)  # tiles in a row and in a column
     # pixels, of a side; none: as large as a cell
@@ -121,6 +134,13 @@ class Jigsaw(Transform):
                 image[top : top + rows, left : left + columns]
             )
         return puzzle
+
+    def numbers(self, params: Puzzle | None) -> Sequence[float]:
+        """For each place of the puzzle, row by row, the number of its tile."""
+        if params is None:
+            return (math.nan,) * self.grid**2
+        orders = permutations(self.grid**2, self.num_permutations)
+        return [float(tile) for tile in orders[params.permutation]]
 
 
 def tile_size(height: int, width: int, grid: int, side: int | None) -> tuple[int, int]:
@@ -171,6 +191,13 @@ class Tile(Transform):
     def apply(self, image: np.ndarray, params: Box) -> np.ndarray:
         left, top, right, bottom = params
         return np.ascontiguousarray(image[top:bottom, left:right])
+
+    def source_matrix(self, params: Box, height: int, width: int) -> Matrix:
+        return 1.0, 0.0, params[0], 0.0, 1.0, params[1]
+
+    def numbers(self, params: Box | None) -> Sequence[float]:
+        """Left, top, right and bottom in pixels of the image that is cut."""
+        return params or (math.nan,) * 4
 
 
 def drawn_permutation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import cv2
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from selftask.config.fields import setting
 from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.resampling import MODES, warp
-from selftask.data.transforms.transform import Transform
+from selftask.data.transforms.transform import Matrix, Transform
 from selftask.registry import register_transform
 
 _HALF = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])  # to coordinates with pixels' centres at .5
@@ -46,11 +46,16 @@ class RandomShear(Transform):
     def apply(self, image: np.ndarray, params: tuple[float, ...]) -> np.ndarray:
         return warp(image, params, self.interpolation, self.fill)
 
+    def source_matrix(self, params: Matrix, height: int, width: int) -> Matrix:
+        return params
+
 
 @register_transform("random_perspective")
 @dataclass(frozen=True, kw_only=True)
 class RandomPerspective(Transform):
     """The image seen from a random side, with probability p; torchvision's RandomPerspective."""
+
+    affine: ClassVar[bool] = False
 
     # a corner moves inwards by up to this part of half a side
     distortion: float = setting(0.5, min=0, max=1)
@@ -93,6 +98,8 @@ class Elastic(Transform):
 
     Far slower than the others: every pixel has two draws and a place of its own.
     """
+
+    affine: ClassVar[bool] = False
 
     # strength: each draw within +- alpha / 2 pixels, then smoothed
     alpha: float = setting(50.0, min=0)

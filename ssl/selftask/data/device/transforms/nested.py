@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,6 +45,17 @@ class Branches(Operation):
     def draw_chosen(self, number: int, rng: np.random.Generator, height: int, width: int) -> Chosen:
         """The draws of a chain that is chosen already."""
         return number, [] if number == NONE else self.chains[number].draw_for(rng, height, width)
+
+    def transforms(self) -> Iterator[Any]:
+        for chain in self.chains:
+            yield from chain.transforms()
+
+    def applied(
+        self, params: Chosen, height: int, width: int
+    ) -> Iterator[tuple[Any, Any, int, int]]:
+        number, inner = params
+        if number != NONE:
+            yield from self.chains[number].applied(inner, height, width)
 
     def choose(self, draws: np.ndarray) -> np.ndarray:
         """The number of a chain, or ``NONE``, for each draw."""
@@ -156,6 +167,14 @@ class BatchedRandomOrder(Operation):
             params.append(self._one.draw_chosen(number, rng, *size))
             size = self._one.size_after(*size, params[-1])
         return params
+
+    def transforms(self) -> Iterator[Any]:
+        return self._one.transforms()
+
+    def applied(
+        self, params: list[Chosen], height: int, width: int
+    ) -> Iterator[tuple[Any, Any, int, int]]:
+        return self._chain.applied(params, height, width)
 
     def size_after(self, height: int, width: int, params: Any = None) -> tuple[int, int]:
         return self._chain.size_after(height, width, params)

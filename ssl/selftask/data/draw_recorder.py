@@ -1,0 +1,192 @@
+"""The parameters drawn for each view, as numbers that travel in the batch if they are asked for.
+
+Draws are a pure function of the sample's key and the image's size, so they are drawn again here,
+whoever makes the views: nothing is recorded while images are changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from selftask.batch import Draws
+from selftask.config.checks.checks import unbatched
+from selftask.config.schema import Component, ViewConfig
+from selftask.data.device.compose import Chain
+from selftask.data.device.operation import Operation, find_batched_transform
+from selftask.data.transforms.transform import UNMOVED, Matrix, Transform, after
+from selftask.data.views import View, Views
+from selftask.errors import ConfigError
+from selftask.random.views import ViewDraws
+from selftask.registry import TRANSFORMS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A view whose draws are asked for."""
+
+    number: int
+    names: dict[str, Transform]  # transforms that have numbers, by the names they have in a batch
+    lengths: dict[str, int]
+
+
+class DrawRecorder:
+    """The draws of some groups of views: a row of numbers a sample, and ``Draws`` of a batch.
+
+    Args:
+        views: All views of an image.
+        config: Their groups.
+        asked: The groups whose draws are wanted.
+        boxes: True if a transform that is not affine is an error.
+
+    Raises:
+        ConfigError: A transform's draws cannot be known, or there are no boxes.
+    """
+
+    name = "/draws"  # of the rows among the extras of a sample
+
+    def __init__(
+        self,
+        views: Views,
+        config: Mapping[str, ViewConfig],
+        asked: Collection[str],
+        *,
+        boxes: bool = False,
+    ) -> None:
+        self.made = views.made
+        self.chains = [
+            Chain(list(_operations(view, config[view.group].transforms))) for view in self.made
+        ]
+        self.recorded = [
+            _recorded(number, self.chains[number])
+            for number, view in enumerate(self.made)
+            if view.shown and view.group in asked
+        ]
+        if boxes:
+            self._check_affine()
+        self._draws: ViewDraws | None = None
+
+    def _check_affine(self) -> None:
+        problems = [
+            f"views.{view.group}.transforms: {type(transform).__name__} moves pixels in a way that "
+            "no box describes, and the method needs the boxes of views; take it out"
+            for view, chain in zip(self.made, self.chains, strict=True)
+            for transform in chain.transforms()
+            if not getattr(transform, "affine", True)
+        ]
+        if problems:
+            raise ConfigError(list(dict.fromkeys(problems)))
+
+    def row(
+        self, given: Sequence[tuple[int, int]], seed: int, epoch: int, index: int
+    ) -> np.ndarray:
+        """Return the numbers of one sample, float32.
+
+        Args:
+            given: Height and width of each image of the sample, in the order of ``Views.images``.
+            seed: Of the draws.
+            epoch: First number of the sample's key.
+            index: Second number of the sample's key.
+        """
+        if self._draws is None or self._draws.seed != seed:
+            self._draws = ViewDraws(seed)
+        images: list[tuple[int, int]] = []  # sizes of those that views are made of in the end
+        matrices: list[Matrix] = []
+        sizes: list[tuple[int, int]] = []
+        applied: list[list[tuple[Any, Any]]] = []
+        for number, (view, chain) in enumerate(zip(self.made, self.chains, strict=True)):
+            matrix = UNMOVED if view.of is None else matrices[view.of]
+            images.append(given[view.image] if view.of is None else images[view.of])
+            size = images[-1] if view.of is None else sizes[view.of]
+            params = chain.draw_for(self._draws.at(epoch, index, number), *size)
+            steps = list(chain.applied(params, *size))
+            for transform, drawn, *before in steps:
+                if isinstance(transform, Transform):
+                    matrix = after(transform.source_matrix(drawn, *before), matrix)
+            matrices.append(matrix)
+            sizes.append(chain.size_after(*size, params))
+            applied.append([(transform, drawn) for transform, drawn, *_ in steps])
+        numbers: list[float] = []
+        for one in self.recorded:
+            numbers += images[one.number]
+            numbers += _of_unit_square(matrices[one.number], *sizes[one.number])
+            drawn = {id(transform): params for transform, params in applied[one.number]}
+            for transform in one.names.values():
+                numbers += transform.numbers(drawn.get(id(transform)))
+        return np.array(numbers, dtype=np.float32)
+
+    def unpack(self, rows: Tensor) -> dict[str, list[Draws]]:
+        """Return the draws of a batch by group, from its rows (B, N)."""
+        found: dict[str, list[Draws]] = {}
+        at = 0
+        for one in self.recorded:
+            size, at = rows[:, at : at + 2], at + 2
+            matrix, at = rows[:, at : at + 6].view(-1, 2, 3), at + 6
+            params = {}
+            for name, length in one.lengths.items():
+                params[name], at = rows[:, at : at + length], at + length
+            draws = Draws(matrix=matrix, image_size=size, params=params)
+            found.setdefault(self.made[one.number].group, []).append(draws)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_draws": None}
+
+
+class _DrawsOnly(Operation):
+    """A user's transform that draws and has no batched form; the size of images stays."""
+
+    def pack(self, params: Any, sizes: np.ndarray) -> Any:
+        raise NotImplementedError
+
+    def apply(self, images: Any, packed: Any, canvas: tuple[int, int]) -> Any:
+        raise NotImplementedError
+
+
+def _operations(view: View, components: list[Component]) -> Iterator[Operation]:
+    """The transforms of a view as operations that draw; callables at its end are left out."""
+    opaque = ""
+    for component, transform in zip(components, view.pipeline.transforms, strict=False):
+        batched = not list(unbatched({view.group: ViewConfig(transforms=[component])}))
+        if not batched and not isinstance(transform, Transform):
+            opaque = component.name
+        elif opaque:
+            problem = (
+                f"views.{view.group}.transforms: what is drawn after {opaque!r} is not known, and "
+                "the draws of this group are asked for; put it last, or derive it from Transform"
+            )
+            raise ConfigError([problem])
+        else:
+            yield (
+                find_batched_transform(component.name, transform)
+                if batched
+                else _DrawsOnly(transform)
+            )
+
+
+def _recorded(number: int, chain: Chain) -> _Recorded:
+    registered = {TRANSFORMS.imported(name): name for name in TRANSFORMS}
+    names: dict[str, Transform] = {}
+    for transform in chain.transforms():
+        if isinstance(transform, Transform) and _length(transform):
+            name = registered[type(transform)]
+            same = sum(type(other) is type(transform) for other in names.values())
+            names[f"{name}_{same + 1}" if same else name] = transform
+    return _Recorded(number, names, {name: _length(one) for name, one in names.items()})
+
+
+def _length(transform: Transform) -> int:
+    return len(transform.numbers(None))
+
+
+def _of_unit_square(matrix: Matrix, height: int, width: int) -> Matrix:
+    """The map for coordinates from 0 to 1 instead of pixels of a view of that size."""
+    a, b, c, d, e, f = matrix
+    return a * width, b * height, c, d * width, e * height, f
