@@ -139,7 +139,7 @@ def test_project_simsiam(tmp_path: Path, forget_names: None) -> None:
     assert first[0]["loss"] == second[0]["loss"]
     assert first[1]["loss"] != second[1]["loss"], "another gradient"
     assert {"CentralizeGradients", "SimSiam"} <= {type(hook).__name__ for hook in plain.hooks}
-    head = plain.base_model.head[0].weight.grad
+    head = plain.base_model.head.projector[0].weight.grad
     assert head.mean(dim=1).abs().max() < 1e-7, "gradients of weights are centred"
 
     p, z = torch.randn(2, 4, 16).double(), torch.randn(2, 4, 16).double()

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.methods.base import Method
-from selftask.models.heads import mlp
+from selftask.models.heads import ProjectorPredictor, mlp
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
 
@@ -33,19 +32,18 @@ class SimSiam(Method):
         out_dim: int = 2048  # D
         hidden_dim: int = 512  # the predictor's bottleneck
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.predictor = mlp(config.out_dim, config.hidden_dim, config.out_dim, bias=False)
-
     def build_head(self, embed_dim: int) -> nn.Module:
-        """The projector of section 3: three layers, BatchNorm after each, the last without ReLU."""
+        """The projector of section 3, three layers with BatchNorm after each, and the predictor."""
         dim = self.config.out_dim
-        return mlp(embed_dim, dim, dim, dim, bias=False, last_norm=True, last_affine=False)
+        return ProjectorPredictor(
+            mlp(embed_dim, dim, dim, dim, bias=False, last_norm=True, last_affine=False),
+            mlp(dim, self.config.hidden_dim, dim, bias=False),
+        )
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Eq. 2; ``output`` (2, B, D)."""
-        prediction = torch.stack([self.predictor(view) for view in output])  # (2, B, D)
-        first, second = negative_cosine(prediction, output.detach().flip(0)) / 2
+        """Eq. 2; ``output`` (2, B, 2, D)."""
+        projection, prediction = output.unbind(2)  # (2, B, D)
+        first, second = negative_cosine(prediction, projection.detach().flip(0)) / 2
         return {"first": first, "second": second}
 
     @property

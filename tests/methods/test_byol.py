@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from minitask import MiniTask, largest_difference
 from ranks import run_ranks
 from selftask.methods.byol import BYOL, regression_loss
-from selftask.models.heads import mlp
+from selftask.models.heads import ProjectorPredictor, mlp
 
 SMALL: dict[str, Any] = {"out_dim": 5, "hidden_dim": 7, "momentum": 0.9}
 
@@ -21,12 +21,11 @@ SMALL: dict[str, Any] = {"out_dim": 5, "hidden_dim": 7, "momentum": 0.9}
 class PlainBYOL(BYOL):
     """Without BatchNorm, whose statistics are those of one rank."""
 
-    def __init__(self, config: BYOL.Config) -> None:
-        super().__init__(config)
-        self.predictor = mlp(config.out_dim, config.hidden_dim, config.out_dim, norm=False)
-
     def build_head(self, embed_dim: int) -> nn.Module:
-        return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim, norm=False)
+        dim, hidden_dim = self.config.out_dim, self.config.hidden_dim
+        return ProjectorPredictor(
+            mlp(embed_dim, hidden_dim, dim, norm=False), mlp(dim, hidden_dim, dim, norm=False)
+        )
 
 
 def _random(*shape: int) -> Tensor:
@@ -68,7 +67,8 @@ def test_loss_is_zero_for_the_same_and_eight_for_opposite_directions() -> None:
 def test_each_view_predicts_the_teacher_of_the_other() -> None:
     task = MiniTask(PlainBYOL, SMALL)
     views = [view[:8] for view in task.views]
-    prediction = torch.stack([task.loss.predictor(task.base_model([v])[0]) for v in views])
+    head, backbone = task.base_model.head, task.base_model.backbone
+    prediction = torch.stack([head.predictor(head.projector(backbone(v))) for v in views])
     projection = torch.stack([task.loss.teacher([v])[0] for v in reversed(views)])
     expected = regression_loss(prediction, projection)
     assert task.run(1).losses == pytest.approx([expected.item()])
@@ -91,9 +91,9 @@ def test_batch_norm_sees_one_view_at_a_time() -> None:
     network, loss = task.base_model, 0.0
     views = [view[:8] + place for place, view in enumerate(task.views)]
     task.views = [view + place for place, view in enumerate(task.views)]
-    project = [_mlp(network.head, network.backbone(view)) for view in views]
+    project = [_mlp(network.head.projector, network.backbone(view)) for view in views]
     for place in range(2):
-        prediction = _mlp(task.loss.predictor, project[place])
+        prediction = _mlp(network.head.predictor, project[place])
         pairs = zip(prediction, project[1 - place], strict=True)  # the teacher is a copy yet
         loss += sum(
             (F.normalize(q, dim=0) - F.normalize(z, dim=0)).square().sum() for q, z in pairs
@@ -104,14 +104,15 @@ def test_batch_norm_sees_one_view_at_a_time() -> None:
 def test_predictor_is_trained_and_the_teacher_only_follows() -> None:
     """Eq. 1 with tau = 0.9 at the first step; the predictor has no teacher."""
     task = MiniTask("byol", SMALL)
+    network = task.base_model
     teacher = [p.clone() for p in task.loss.teacher.parameters()]
-    predictor = [p.clone() for p in task.loss.predictor.parameters()]
+    predictor = [p.clone() for p in network.head.predictor.parameters()]
     task.run(1)
-    students = list(task.base_model.parameters())
+    students = [*network.backbone.parameters(), *network.head.projector.parameters()]
     for old, new, student in zip(teacher, task.loss.teacher.parameters(), students, strict=True):
         assert torch.allclose(new, 0.9 * old + 0.1 * student, rtol=0, atol=1e-12)
         assert not new.requires_grad
-    for old, new in zip(predictor, task.loss.predictor.parameters(), strict=True):
+    for old, new in zip(predictor, network.head.predictor.parameters(), strict=True):
         assert new.requires_grad
         assert not torch.equal(old, new)
 

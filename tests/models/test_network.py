@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from selftask.models.heads import DINOHead, Prototypes, WeightNormLinear, mlp
+from selftask.models.heads import DINOHead, ProjectorPredictor, Prototypes, WeightNormLinear, mlp
 from selftask.models.network import Network, forward_by_size
 from selftask.models.teacher import Teacher
 
@@ -124,6 +124,15 @@ def test_teacher_shares_nothing_with_its_student() -> None:
         teacher.update(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), momentum=0.9)
 
 
+def test_a_frozen_teacher_stays_whatever_the_student_becomes() -> None:
+    student = nn.Linear(2, 2)
+    teacher, before = Teacher(student), copy.deepcopy(student.state_dict())
+    with torch.no_grad():
+        student.weight.fill_(torch.inf)
+    teacher.update(student, momentum=1.0)
+    assert all(torch.equal(p, before[n]) for n, p in teacher.network.state_dict().items())
+
+
 def _kinds(module: nn.Sequential) -> list[str]:
     return [type(layer).__name__ for layer in module]
 
@@ -137,6 +146,14 @@ def test_mlp_has_the_layers_of_the_papers() -> None:
     assert _kinds(mlp(8, 4)) == ["Linear"]
     with pytest.raises(ValueError, match="sizes"):
         mlp(8)
+
+
+def test_projector_and_predictor_come_side_by_side() -> None:
+    projector, predictor = mlp(5, 8, 3), mlp(3, 4, 3)
+    head, x = ProjectorPredictor(projector, predictor), torch.randn(6, 5)
+    projection, prediction = Network(nn.Flatten(), head)([x[:3], x[3:]]).unbind(2)  # (2, 3, 3)
+    assert torch.equal(projection.flatten(0, 1), projector(x))
+    assert torch.equal(prediction.flatten(0, 1), predictor(projector(x)))
 
 
 def test_prototypes_return_to_the_unit_sphere() -> None:

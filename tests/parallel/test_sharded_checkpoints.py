@@ -31,7 +31,7 @@ from selftask.task.loop import Interrupted, train_loop
 
 pytestmark = pytest.mark.slow
 
-METHOD = "byol"  # has a teacher, BatchNorm and a predictor that is not sharded
+METHOD = "byol"  # has a teacher, BatchNorm and a predictor that the teacher has not
 LENGTH = 4
 COMMON = (
     "parallel={reduce: fsdp, sync_batch_norm: all}",

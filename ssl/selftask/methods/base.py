@@ -87,8 +87,8 @@ class Method(nn.Module, Hook):
         """Return the loss of this rank's part of the batch, a mean over its samples.
 
         A pure function of the output, the batch and the method's own state: it changes none of
-        them and may be called more than once in a step. Memories move in ``on_update``. (Running
-        statistics of a BatchNorm in a predictor that is called here follow every call.)
+        them and may be called more than once in a step. Memories move in ``on_update``. A predictor
+        with BatchNorm is part of the network, see ``models.heads.ProjectorPredictor``.
 
         Returns:
             A scalar, or named terms whose sum is the loss; terms are logged.

@@ -9,7 +9,7 @@ B: images per rank, D: width of projector and predictor.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.methods.base import Method
-from selftask.models.heads import mlp
+from selftask.models.heads import ProjectorPredictor, mlp
+from selftask.models.network import Network
 from selftask.models.precision import in_full_precision
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
@@ -48,28 +49,37 @@ class BYOL(Method):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.predictor = mlp(config.out_dim, config.hidden_dim, config.out_dim, last_bias=False)
         self.momentum = build_schedule("cosine", config.momentum, config.end_momentum)
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """The projector; its output is not normalised, unlike SimCLR's."""
-        return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim, last_bias=False)
+        """Projector and predictor; their outputs are not normalised, unlike SimCLR's."""
+        dim, hidden_dim = self.config.out_dim, self.config.hidden_dim
+        return ProjectorPredictor(
+            mlp(embed_dim, hidden_dim, dim, last_bias=False),
+            mlp(dim, hidden_dim, dim, last_bias=False),
+        )
 
     def setup(self, task: Task) -> None:
-        self.teacher = Teacher(task.base_model)
+        self.teacher = Teacher(without_predictor(task.base_model))
 
     def on_forward(self, task: Task) -> None:
         task.last_batch["projection"] = self.teacher(task.last_batch.input)  # (2, B, D)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Eq. 2 in both directions, summed; ``output`` (2, B, D)."""
-        prediction = torch.stack([self.predictor(view) for view in output])  # (2, B, D)
+        """Eq. 2 in both directions, summed; ``output`` (2, B, 2, D)."""
+        _, prediction = output.unbind(2)  # (2, B, D)
         return regression_loss(prediction, batch["projection"].flip(0))
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
         """Eq. 1, after the network's own step."""
-        self.teacher.update(task.base_model, momentum=self.momentum(task.where))
+        student = without_predictor(task.base_model)
+        self.teacher.update(student, momentum=self.momentum(task.where))
+
+
+def without_predictor(network: Any) -> Network:
+    """Backbone and projector of the trained network, which the teacher follows."""
+    return Network(network.backbone, network.head.projector, per_view=True)
 
 
 @in_full_precision

@@ -26,7 +26,7 @@ from selftask.models.clustering import swapped_cross_entropy
 from selftask.models.heads import DINOHead
 from selftask.models.precision import to_float32
 from selftask.models.teacher import Teacher
-from selftask.optim.schedules import build_schedule
+from selftask.optim.schedules import build_schedule, linear_then_constant
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -95,12 +95,10 @@ class DINO(Method):
             updates_in(text, length)
             for text in (config.teacher_temperature_warmup, config.freeze_last_layer)
         )
-        self.teacher_temperature_at = build_schedule(
-            "constant",
+        self.teacher_temperature_at = linear_then_constant(
+            config.start_teacher_temperature,
             config.teacher_temperature,
-            config.teacher_temperature,
-            warmup=warmup / length.total_updates,
-            warmup_start=config.start_teacher_temperature,
+            warmup / length.total_updates,
         )
 
     def on_forward(self, task: Task) -> None:

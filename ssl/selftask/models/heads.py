@@ -53,6 +53,24 @@ def mlp(
     return nn.Sequential(*layers)
 
 
+class ProjectorPredictor(nn.Module):
+    """A projector and, on top of it, a predictor; both outputs side by side.
+
+    As a method's head: features (N, E) -> (N, 2, D), so that the network returns (V, B, 2, D) and
+    ``projection, prediction = output.unbind(2)``. A predictor with BatchNorm belongs here and not
+    into the loss, which would move its running statistics at every call.
+    """
+
+    def __init__(self, projector: nn.Module, predictor: nn.Module) -> None:
+        super().__init__()
+        self.projector = projector
+        self.predictor = predictor
+
+    def forward(self, features: Tensor) -> Tensor:
+        projection = self.projector(features)  # (N, D)
+        return torch.stack([projection, self.predictor(projection)], dim=1)
+
+
 class Prototypes(nn.Module):
     """K trained directions; features (..., D), best of unit length, -> scores (..., K).
 

@@ -26,18 +26,21 @@ class Teacher(nn.Module):
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the averaged network makes of the same arguments, without a graph."""
+        """EMA forward pass, without gradients."""
         return self.network(*args, **kwargs)
 
     @torch.no_grad()
     def update(self, network: nn.Module, *, momentum: float) -> None:
-        """theta <- momentum * theta + (1 - momentum) * theta of ``network``, in one fused call.
+        """Average once: theta <- momentum * theta + (1 - momentum) * theta of ``network``.
 
-        ``network`` must have the parameters of the one copied, in the same order.
+        Args:
+            network: The trained network; has the parameters of the one copied, in the same order.
+            momentum: In [0, 1], often a schedule of ``optim.schedules`` at ``task.where``. A frozen
+                teacher has 1.
         """
         mine: list[Tensor] = list(self.network.parameters())
         theirs: list[Tensor] = list(network.parameters())
         if len(mine) != len(theirs):
             raise ValueError(f"a teacher of {len(mine)} parameters cannot follow {len(theirs)}")
-        if mine:
+        if mine and momentum < 1.0:
             torch._foreach_lerp_(mine, theirs, 1.0 - momentum)

@@ -48,6 +48,14 @@ def build_schedule(
     )
 
 
+def linear_then_constant(start: float, end: float, duration: float) -> Schedule:
+    """From ``start`` to ``end`` over the fraction ``duration`` of the run, then ``end``.
+
+    Teacher temperatures of DINO, momenta of data2vec.
+    """
+    return build_schedule("constant", end, end, warmup=duration, warmup_start=start)
+
+
 def classy_schedule(config: dict[str, Any]) -> Schedule:
     """A schedule registered with Classy Vision, from its config: ``{name: multistep, ...}``."""
     args = {key: item for key, item in config.items() if key != "name"}
