@@ -62,7 +62,9 @@ class MiniTask:
             num_samples=NUM_IMAGES, batch_size=batch_size, accumulate=accumulate, epochs=epochs
         )
         self.clock = Clock(self.length)
-        self.data_module = SimpleNamespace(num_images=NUM_IMAGES, iterate_all=self.iterate_all)
+        self.data_module = SimpleNamespace(
+            num_images=NUM_IMAGES, channels=3, iterate_all=self.iterate_all
+        )
         self.views = make_views(sizes)
         self.train, self.device = True, torch.device("cpu")
         method = METHODS[method] if isinstance(method, str) else method

@@ -209,7 +209,9 @@ REDUCTIONS = {
 
 REQUIREMENTS = {
     "tokens": "patch tokens of a transformer",
+    "subset": "patch tokens that can be left out",
     "dense": "dense feature maps",
+    "hidden": "hidden layers",
     "labels": "labels",
     "index": "the number of each image in the data set",
     "boxes": "the crop boxes of views",

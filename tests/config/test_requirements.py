@@ -25,7 +25,7 @@ def test_offers_of_a_backbone_are_read_without_importing_it(backbone: str) -> No
     assert BACKBONES.declared(backbone, "offers", None) == built
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if "tokens" in required(m)])
+@pytest.mark.parametrize("method", [m for m in METHODS if {"tokens", "subset"} & required(m)])
 def test_a_network_without_tokens_is_refused_with_the_config(method: str) -> None:
     wanted = (
         f"backbone: {method} needs patch tokens .* backbone 'small_resnet' has none; .*vit_tiny"
@@ -36,7 +36,7 @@ def test_a_network_without_tokens_is_refused_with_the_config(method: str) -> Non
 
 def test_a_built_network_is_asked_for_what_it_offers() -> None:
     config = load_config("mae/images", ["data=digits", "backbone=timm:vit_tiny_patch16_224"])
-    assert list(of_backbone(config, {"tokens"})) == []
+    assert list(of_backbone(config, {"subset"})) == []
     (problem,) = of_backbone(config, {"dense"})
     assert "'timm:vit_tiny_patch16_224' has none" in problem
 

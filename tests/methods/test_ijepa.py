@@ -17,12 +17,11 @@ from ranks import run_ranks
 from selftask.batch import Batch
 from selftask.config.config_class import config_class
 from selftask.errors import UserError
-from selftask.methods.ijepa import IJEPA, MultiBlockMask, cut_out, possible_areas
-from selftask.models.masked_vit import sincos_positions
+from selftask.methods.ijepa import IJEPA
+from selftask.models.patch_predictor import sincos_positions
 from selftask.registry import METHODS
 
 SMALL: dict[str, Any] = {"predictor_dim": 8, "predictor_depth": 2, "predictor_heads": 2}
-GRIDS = [(8, 8), (14, 14), (7, 7), (16, 16), (6, 10)]
 
 
 def _vit(**args: Any) -> VisionTransformer:
@@ -42,98 +41,6 @@ def _forward(task: MiniTask, index: Tensor | None = None) -> tuple[Batch, Tensor
     return batch, batch.output
 
 
-# -- blocks ------------------------------------------------------------------------------------
-
-
-def _keys(epoch: int, index: Tensor) -> Tensor:
-    return torch.stack([torch.full_like(index, epoch), index], dim=1)
-
-
-def _masks(blocks: MultiBlockMask, num: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Contexts (num, N) and targets (num, M, N) as masks, from their padded indices."""
-    masks = []
-    for indices, padding in blocks.draw(seed, _keys(0, torch.arange(num))):
-        count = F.one_hot(indices, blocks.num_patches) * ~padding[..., None]
-        assert int(count.sum(dim=-2).max()) == 1  # no patch twice
-        masks.append(count.sum(dim=-2).bool())
-    return masks[0], masks[1]
-
-
-@pytest.mark.parametrize("grid", GRIDS)
-def test_targets_are_rectangles_of_the_papers_size(grid: tuple[int, int]) -> None:
-    """Area 15 to 20 % of the image and aspect 0.75 to 1.5, each side rounded to patches."""
-    _, targets = _masks(MultiBlockMask(IJEPA.Config(), grid), 500)
-    places = targets.unflatten(2, grid)
-    height, width = places.any(dim=3).sum(dim=2), places.any(dim=2).sum(dim=2)  # (500, M)
-    assert torch.equal(targets.sum(dim=2), height * width)  # full rectangles
-    for side in (places.any(dim=3), places.any(dim=2)):
-        ends = F.pad(side.int(), (1, 1)).diff(dim=2).abs().sum(dim=2)
-        assert (ends == 2).all()  # in one piece
-        assert side.any(dim=(0, 1)).all()  # anywhere on the grid
-    area = height * width
-    slack = (height + width) / 2  # half a patch around
-    assert (area - slack <= 0.2 * grid[0] * grid[1]).all()
-    assert (area + slack >= 0.15 * grid[0] * grid[1]).all()
-    mean = float(area.float().mean()) / (grid[0] * grid[1])
-    assert mean == pytest.approx(0.175, rel=0.08)
-
-
-@pytest.mark.parametrize("grid", GRIDS)
-def test_contexts_show_no_target(grid: tuple[int, int]) -> None:
-    config = IJEPA.Config(min_context=1, max_context=1.0)
-    context, targets = _masks(MultiBlockMask(config, grid), 500)
-    assert not (context[:, None] & targets).any()
-    assert int(context.sum(dim=1).min()) >= 1
-    free = ~targets.any(dim=1)
-    assert float(context.sum() / free.sum()) > 0.8  # most of what is not a target
-    with_limit, same = _masks(MultiBlockMask(IJEPA.Config(min_context=1), grid), 500)
-    assert torch.equal(same, targets)
-    assert int(with_limit.sum(dim=1).max()) <= (grid[0] * grid[1]) // 2
-    assert not (with_limit & ~context).any()  # random ones go
-    large = context.sum(dim=1) > (grid[0] * grid[1]) // 2
-    assert (with_limit[~large] == context[~large]).all()
-
-
-@pytest.mark.parametrize("grid", GRIDS)
-def test_tensors_have_room_for_every_block_and_no_more(grid: tuple[int, int]) -> None:
-    """All sizes that real areas and aspects round to, found by trying a fine mesh of them."""
-    config = IJEPA.Config()
-    found = set()
-    for step in range(401):
-        area = 0.15 + 0.05 * step / 400
-        for other in range(401):
-            aspect = 0.75 + 0.75 * other / 400
-            height = round(grid[0] * math.sqrt(area * aspect))
-            found.add(height * round(grid[1] * math.sqrt(area / aspect)))
-    possible = possible_areas(config.target_scale, config.target_ratio, grid)
-    assert found <= set(possible)
-    assert max(found) == max(possible) == MultiBlockMask(config, grid).most_target
-    assert min(found) == min(possible)
-
-
-def test_blocks_depend_on_seed_epoch_and_image_only() -> None:
-    blocks = MultiBlockMask(IJEPA.Config(), (8, 8))
-    index = torch.arange(40)
-    whole = blocks.draw(1, _keys(2, index))
-    part = blocks.draw(1, _keys(2, index.flip(0)[5:9]))
-    for one, other in zip(whole, part, strict=True):
-        for x, y in zip(one, other, strict=True):
-            assert torch.equal(x.flip(0)[5:9], y)
-    for seed, epoch in ((1, 3), (0, 2)):
-        other, _ = blocks.draw(seed, _keys(epoch, index))
-        assert not torch.equal(other[0], whole[0][0])
-
-
-def test_too_small_a_context_gets_targets_back_last_first() -> None:
-    block = torch.ones(3, 6, dtype=torch.bool)
-    targets = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1]]).bool()
-    targets = targets.expand(3, 3, 6)
-    for least, left in ((0, []), (1, [4, 5]), (2, [4, 5]), (3, [2, 3, 4, 5]), (5, range(6))):
-        context = cut_out(block, targets, least=least)
-        assert context[0].nonzero().flatten().tolist() == list(left)
-    assert cut_out(block, targets, least=7).all()  # as much as there is
-
-
 # -- the loss ----------------------------------------------------------------------------------
 
 
@@ -143,7 +50,7 @@ def test_loss_is_that_of_the_paper() -> None:
     task.run(2)  # a teacher that is not the student
     batch, output = _forward(task)
     indices, padding = batch["targets"]
-    features = task.loss.teacher.network.forward_features(batch.all_views[0])
+    features = task.loss.teacher.network.backbone.forward_features(batch.all_views[0])
     total = 0.0
     for image in range(4):
         for block in range(4):
@@ -237,7 +144,7 @@ def test_teacher_is_an_average_and_what_is_kept() -> None:
             assert torch.allclose(new, momentum * old + (1 - momentum) * own, rtol=0, atol=1e-12)
             assert not new.requires_grad
     exported = task.loss.export_backbone(task.base_model)
-    assert exported is task.loss.teacher.network
+    assert exported is task.loss.teacher.network.backbone
     _vit().double().load_state_dict(exported.state_dict(), strict=True)
     assert exported(task.views[0][:2]).shape == (2, 12)
 
@@ -323,9 +230,9 @@ def test_impossible_configs_are_told() -> None:
         max_context=0.0,
         predictor_dim=30,
     )
-    whole = {"backbone": {"name": "resnet18", "pool": "token"}}
+    whole = {"backbone": {"name": "vit_tiny", "pool": "token"}}
     keys = [problem.partition(":")[0] for problem in wrong.problems(whole)]
-    expected = ["backbone", "backbone.pool", "max_context", "target_scale"]
+    expected = ["backbone.pool", "max_context", "target_scale"]
     expected += ["context_scale", "target_ratio", "predictor_dim"]
     assert keys == expected
     backbone = {"name": "vit_tiny", "patch_size": 16, "pool": "avg"}
@@ -336,7 +243,7 @@ def test_impossible_configs_are_told() -> None:
 
 
 def test_what_only_the_backbone_shows_is_told() -> None:
-    with pytest.raises(UserError, match="ijepa hides patches"):
+    with pytest.raises(UserError, match="gives one vector an image"):
         MiniTask("ijepa", SMALL)
     pooled = {"class_token": True, "global_pool": "token"}
     with pytest.raises(UserError, match="global_pool: avg"):

@@ -16,8 +16,8 @@ from ranks import run_ranks
 from selftask.batch import Batch
 from selftask.config.config_class import config_class
 from selftask.errors import UserError
-from selftask.methods.mae import MAE, normalize
-from selftask.models.masked_vit import sincos_positions
+from selftask.methods.mae import MAE, normalize, patchify
+from selftask.models.patch_predictor import sincos_positions
 from selftask.registry import METHODS
 
 SMALL: dict[str, Any] = {"decoder_dim": 8, "decoder_depth": 1, "decoder_heads": 2}
@@ -124,7 +124,7 @@ def test_masks_are_fair_and_only_of_image_and_epoch() -> None:
     task.config.train.seed = 3
 
     def masked(index: Tensor, epoch: int) -> Tensor:
-        none = torch.empty(0)
+        none = torch.empty(0, 3, 8, 8)
         key = _keys(epoch, index)
         batch = Batch(views={"main": [none]}, labels=none, index=index, key=key)
         task.loss.prepare_batch(batch, task)
@@ -176,7 +176,8 @@ def test_positions_are_fixed_unless_weights_were_loaded() -> None:
     vit = _vit()
     weights = {key: value.clone() for key, value in vit.state_dict().items()}
     config = SimpleNamespace(init=SimpleNamespace(backbone="weights.pt"))
-    MAE(MAE.Config(**SMALL)).build_network(vit, SimpleNamespace(config=config))
+    task = SimpleNamespace(config=config, data_module=SimpleNamespace(channels=3))
+    MAE(MAE.Config(**SMALL)).build_network(vit, task)
     assert all(torch.equal(value, weights[key]) for key, value in vit.state_dict().items())
 
 
@@ -223,9 +224,9 @@ def test_impossible_configs_are_told() -> None:
     schema: Any = config_class(METHODS, "mae")
     vit = {"name": "vit_tiny", "patch_size": 16}
     wrong = schema(mask_ratio=1.0, decoder_dim=30, decoder_heads=4)
-    whole = {"backbone": {"name": "resnet18"}}
+    whole = {"backbone": vit}
     keys = [problem.partition(":")[0] for problem in wrong.problems(whole)]
-    assert keys == ["backbone", "mask_ratio", "decoder_dim"]
+    assert keys == ["mask_ratio", "decoder_dim"]
     right = {"backbone": vit}
     assert not list(schema().problems(right))
     assert not list(schema().problems({**right, "backbone": {"name": "timm", "model": "x"}}))
@@ -236,5 +237,15 @@ def test_what_only_the_backbone_shows_is_told() -> None:
         _task(mask_ratio=0.95)
     with pytest.raises(UserError, match="hides none of the 16 patches"):
         _task(mask_ratio=1e-20)
-    with pytest.raises(UserError, match="mae hides patches"):
+    with pytest.raises(UserError, match="gives one vector an image"):
         MiniTask("mae", SMALL)
+
+
+def test_patchify_cuts_row_by_row() -> None:
+    images = torch.randn(2, 3, 8, 12)
+    patches = patchify(images, 4)
+    assert patches.shape == (2, 6, 48)
+    for number in range(6):
+        top, left = 4 * (number // 3), 4 * (number % 3)
+        patch = images[:, :, top : top + 4, left : left + 4]
+        assert torch.equal(patches[:, number], patch.permute(0, 2, 3, 1).reshape(2, -1))

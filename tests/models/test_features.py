@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from selftask.errors import UserError
 from selftask.models.backbones.libraries import Torchvision
+from selftask.models.backbones.small_resnet import SmallResNet
 from selftask.models.features.extract import FeatureExtractor, adapter_of, extract, offers
 from selftask.models.features.tokens import Features, from_map
 
@@ -54,6 +55,7 @@ BACKBONES: dict[str, tuple[Callable[[], nn.Module], frozenset[str]]] = {
     "swin": (_timm("swin_tiny_patch4_window7_224", **SWIN), TOKENS),
     "swinv2": (_timm("swinv2_tiny_window8_256", **SWIN), TOKENS),
     "convnext": (_timm("convnext_atto", depths=(1, 1, 1, 1)), DENSE),
+    "small_resnet": (lambda: SmallResNet(4, blocks=1, stem_stride=2), DENSE),
     "timm_resnet": (_timm("resnet18"), DENSE),
     "mobilenet": (_timm("mobilenetv3_small_050"), DENSE),
     "torchvision_resnet": (_torchvision("resnet18"), DENSE),
@@ -98,6 +100,7 @@ def test_features_are_those_of_the_library(name: str) -> None:
     [
         ("vit_registers", ["blocks.0", "blocks.1", "blocks.2"]),
         ("beit", ["blocks.0", "blocks.1"]),
+        ("small_resnet", ["stem", "stages.0", "stages.1", "stages.2"]),
         ("swin", ["layers.0", "layers.1"]),
         ("timm_resnet", ["act1", "layer1", "layer2", "layer3", "layer4"]),
         ("torchvision_resnet", ["relu", "layer1", "layer2", "layer3", "layer4"]),

@@ -51,7 +51,9 @@ class Method(nn.Module, Hook):
     requires: ClassVar[tuple[str, ...]] = ()
     """What else the loss needs, checked before a run starts; a tuple of these words:
 
-    * ``"tokens"``: patch tokens of a transformer; ``"dense"``: dense feature maps of a backbone.
+    * of the backbone, see ``models.features``: ``"dense"``: feature maps; ``"hidden"``: hidden
+      layers; ``"tokens"``: patches that a mask token can replace; ``"subset"``: patches that can be
+      left out.
     * ``"labels"``: a label for each image.
     * ``"index"``: ``batch.index``, the number of each image, is used as an address in a memory.
     * ``"boxes"``: crop boxes of the views; ``"captions"``: a caption for each image.

@@ -20,17 +20,11 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.errors import UserError
 from selftask.methods.base import Method
-from selftask.models.masked_vit import (
-    PatchPredictor,
-    as_vit,
-    encode,
-    fix_sincos_positions,
-    gather_tokens,
-    num_patches,
-    patch_tokens,
-    patchify,
-)
+from selftask.models.build import embed_dim
+from selftask.models.features.extract import adapter_of, extract
+from selftask.models.features.tokens import gather_tokens
 from selftask.models.network import Network
+from selftask.models.patch_predictor import PatchPredictor, fix_sincos_positions
 from selftask.models.precision import to_float32
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
@@ -45,7 +39,7 @@ class MAE(Method):
 
     loss_reduction = "samples"
     views = 1
-    requires = ("tokens",)
+    requires = ("subset",)
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -56,9 +50,6 @@ class MAE(Method):
         decoder_heads: int = setting(16, min=1, tiny=2)
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            backbone = config["backbone"]
-            if backbone.get("dynamic_img_size"):
-                yield "backbone.dynamic_img_size: mae needs a fixed grid; set it to false"
             if not 0 < self.mask_ratio < 1:
                 yield f"mask_ratio: {self.mask_ratio}; a share between 0 and 1 is expected"
             if self.decoder_dim % 4 or self.decoder_dim % self.decoder_heads:
@@ -67,49 +58,53 @@ class MAE(Method):
                     f"by decoder_heads={self.decoder_heads}"
                 )
 
-    @staticmethod
-    def check_backbone(backbone: nn.Module) -> None:
-        as_vit(backbone, method="mae")
-
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Positions are fixed and weights drawn as in the paper, unless they were loaded."""
-        config = self.config
-        vit = as_vit(backbone, method="mae")
-        self.num_patches = num_patches(vit)
-        self.num_keep = int(self.num_patches * (1 - config.mask_ratio))
-        if self.num_keep == self.num_patches:
-            raise UserError(
-                f"method.mask_ratio={config.mask_ratio} hides none of the {self.num_patches} "
-                "patches of an image; raise it"
-            )
-        if self.num_keep == 0:
-            raise UserError(
-                f"method.mask_ratio={config.mask_ratio} hides all {self.num_patches} patches of an "
-                "image; lower it, or take a smaller backbone.patch_size"
-            )
-        self.patch_size = vit.patch_embed.patch_size[0]
+        config, adapter = self.config, adapter_of(backbone)
+        rows, columns = adapter.built_grid
+        self.num_kept(rows * columns)
+        self.patch_size = adapter.patch_size[0]
         decoder = PatchPredictor(
-            vit,
+            embed_dim(backbone),
+            adapter.built_grid,
             dim=config.decoder_dim,
             depth=config.decoder_depth,
             num_heads=config.decoder_heads,
-            num_out=vit.patch_embed.proj.in_channels * self.patch_size**2,
+            num_out=task.data_module.channels * self.patch_size**2,
         )
         initialize(decoder)
         if task.config.init.backbone is None:
-            fix_sincos_positions(vit)
-            initialize(vit)
-        return MaskedAutoencoder(vit, decoder)
+            fix_sincos_positions(backbone)
+            initialize(backbone)
+        return MaskedAutoencoder(backbone, decoder)
+
+    def num_kept(self, num_patches: int) -> int:
+        """Return how many patches are encoded. Raises UserError if it is none or all."""
+        ratio = self.config.mask_ratio
+        kept = int(num_patches * (1 - ratio))
+        if kept == num_patches:
+            raise UserError(
+                f"method.mask_ratio={ratio} hides none of the {num_patches} patches of an image; "
+                "raise it"
+            )
+        if kept == 0:
+            raise UserError(
+                f"method.mask_ratio={ratio} hides all {num_patches} patches of an image; lower it, "
+                "or take a smaller backbone.patch_size"
+            )
+        return kept
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """The patches with the lowest draws are kept; ``batch["masked"]`` (B, M) are not."""
         (images,) = batch.all_views
+        rows, columns = adapter_of(task.base_model.backbone).grid(*images.shape[-2:])
+        num_patches = rows * columns
+        num_kept = self.num_kept(num_patches)
         key = batch.key.to(images.device, non_blocking=True)
-        draws = uniform(task.config.train.seed, key, self.num_patches)  # (B, N)
+        draws = uniform(task.config.train.seed, key, num_patches)  # (B, N)
         order = draws.argsort(dim=1, stable=True)
-        keep, masked = order[:, : self.num_keep], order[:, self.num_keep :]
-        batch["masked"] = masked
-        batch.input = (images, keep, masked)
+        keep, batch["masked"] = order[:, :num_kept], order[:, num_kept:]
+        batch.input = (images, keep, batch["masked"])
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
@@ -133,11 +128,20 @@ class MaskedAutoencoder(Network):
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:  # type: ignore[override]
         images, keep, masked = inputs
-        vit = as_vit(self.backbone, method="mae")
-        encoded = encode(vit, patch_tokens(vit, images), keep)  # (B, T + K, E)
+        encoded = extract(self.backbone, images, keep=keep).tokens.sequence  # (B, T + K, E)
         self.embedding = encoded.mean(dim=1).detach()
-        painted: Tensor = self.head(encoded, keep, masked[:, None])  # (B, 1, M, P)
+        grid = adapter_of(self.backbone).grid(*images.shape[-2:])
+        painted: Tensor = self.head(encoded, keep, masked[:, None], grid=grid)  # (B, 1, M, P)
         return painted[:, 0]
+
+
+def patchify(images: Tensor, patch: int) -> Tensor:
+    """Cut images (B, C, H, W) into patches (B, N, patch * patch * C), row by row.
+
+    Within a patch the channel runs fastest, as in MAE's published code.
+    """
+    x = images.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # (B, C, h, p, w, p)
+    return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 
 def normalize(patches: Tensor) -> Tensor:

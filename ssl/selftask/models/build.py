@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from selftask.config.checks import grid
+from selftask.config.checks import grid, requirements
 from selftask.errors import ConfigError, UserError
 from selftask.models.eval_mode import in_eval_mode
+from selftask.models.features.extract import offers
 from selftask.registry import BACKBONES, METHODS
 
 if TYPE_CHECKING:
@@ -52,6 +53,13 @@ def check_backbone(config: Config, channels: int) -> None:
     except (NotImplementedError, RuntimeError):  # its first weights need data: built for real later
         return
     check_sizes(backbone, config)
+    check_offers(backbone, config)
+
+
+def check_offers(backbone: nn.Module, config: Config) -> None:
+    """Raise ConfigError or UserError for a built backbone that the method cannot train."""
+    if problems := list(requirements.of_backbone(config, offers(backbone))):
+        raise ConfigError(problems)
     METHODS[config.method.name].check_backbone(backbone)
 
 

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor import empty as empty_shards
@@ -38,7 +37,6 @@ from selftask.parallel.unused import count_ranks, describe
 log = get_logger(__name__)
 
 _FILLS_IN = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-_ENTRIES = ("forward_features",)  # of a backbone, beside forward: methods call them
 
 
 class FSDPReduction(Reduction):
@@ -61,9 +59,6 @@ class FSDPReduction(Reduction):
                 fully_shard(
                     part, mesh=mesh, reshard_after_forward=True, mp_policy=self._policy(part)
                 )
-            for entry in _ENTRIES:
-                if hasattr(network, entry):
-                    register_fsdp_forward_method(network, entry)
         self._network = cast(Any, networks[0])
         if _FILLS_IN:
             self._network.set_reduce_scatter_unused_params(True)

@@ -33,7 +33,7 @@ from selftask.distributed.world import read_world
 from selftask.errors import UserError
 from selftask.hooks.base import POINTS, defines
 from selftask.logs import MetricsFile, format_row, get_logger
-from selftask.models.build import build_backbone, check_sizes
+from selftask.models.build import build_backbone, check_offers, check_sizes
 from selftask.models.dropout import draw_per_sample
 from selftask.models.summary import opening_lines
 from selftask.models.teacher import Teacher
@@ -108,6 +108,7 @@ class Task(ClassyTaskNames):
         config = self.config
         backbone = build_backbone(config.backbone, self.data_module.channels)
         check_sizes(backbone, config)
+        check_offers(backbone, config)
         load_init(backbone, config)
         method = METHODS[config.method.name]
         self.loss = method(method.Config(**config.method.args))

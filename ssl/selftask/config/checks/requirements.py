@@ -17,7 +17,7 @@ from selftask.registry import BACKBONES, METHODS, REQUIREMENTS
 
 Problem = tuple[Key, str]
 
-OF_BACKBONES = ("tokens", "dense")
+OF_BACKBONES = ("tokens", "subset", "dense", "hidden")
 """Requirements that a backbone meets or not: the words of ``offers``."""
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class _ResNet:
     """What can be chosen for every depth."""
 
-    offers = ("dense",)
+    offers = ("dense", "hidden")
     architecture: ClassVar[str]  # torchvision's name for it
 
     stem: Literal["imagenet", "cifar"] = "imagenet"

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.config.fields import setting
+from selftask.models.features.tokens import Features, from_map
 from selftask.registry import register_backbone
 
 
@@ -17,7 +18,7 @@ from selftask.registry import register_backbone
 class SmallResNetConfig:
     """Small residual network for 32 x 32 images: a 3 x 3 stem and three stages."""
 
-    offers = ("dense",)
+    offers = ("dense", "hidden")
 
     width: int = setting(32, min=1, max=10000)  # channels of the stem; stages have 1, 2 and 4
     # times as many
@@ -41,6 +42,8 @@ class SmallResNet(nn.Module):
     the arithmetic would be there. Channels come last in memory: twice as fast on processors.
     """
 
+    offers = ("dense", "hidden")
+
     def __init__(self, width: int, *, blocks: int, stem_stride: int, channels: int = 3) -> None:
         super().__init__()
         self.embed_dim = 4 * width
@@ -55,10 +58,20 @@ class SmallResNet(nn.Module):
                 stages.append(_Residual(channels, stage_width, stride=2 if block == 0 else 1))
                 channels = stage_width
         self.stages = nn.Sequential(*stages)
+        self.num_layers = 1 + len(stages)
 
     def forward(self, images: Tensor) -> Tensor:
         features: Tensor = self.stages(self.stem(images))  # (B, 4 * width, h, w)
         return features.mean(dim=(2, 3))
+
+    def extract(self, images: Tensor, *, layers: tuple[int, ...] = ()) -> Features:
+        """Pooled features, the last map, and hidden maps: 0 is the stem, then come the blocks."""
+        x, hidden = images, {}
+        for number, part in enumerate((self.stem, *self.stages)):
+            x = part(x)
+            if number in layers:
+                hidden[number] = from_map(x)
+        return Features(x.mean(dim=(2, 3)), from_map(x), hidden)
 
 
 class _Residual(nn.Module):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class _ViT:
     """What can be chosen for every width."""
 
-    offers = ("tokens", "dense")
+    offers = ("dense", "hidden", "tokens", "subset")
     library = "timm"
     embed_dim: ClassVar[int]
     num_heads: ClassVar[int]

@@ -19,15 +19,18 @@ class Adapter(ABC):
             * ``"dense"``: patches in a grid;
             * ``"hidden"``: hidden layers by number;
             * ``"tokens"``: patches that can be replaced by a mask token;
-            * ``"subset"``: patches of which some can be encoded alone.
+            * ``"subset"``: patches of which some can be encoded without the others.
         num_layers: Number of hidden layers.
         patch_size: Height and width in pixels of a patch that can be masked.
+        built_grid: Rows and columns of patches in images of the size it was built for; (0, 0) if
+            it was built for no size in particular.
         mask_dim: Width of a mask token, that of the patch embedding.
     """
 
     offers: frozenset[str] = frozenset()
     num_layers: int = 0
     patch_size: tuple[int, int] = (0, 0)
+    built_grid: Grid = (0, 0)
     mask_dim: int = 0
 
     @abstractmethod
@@ -49,5 +52,5 @@ class Adapter(ABC):
 
     @property
     def positions(self) -> Tensor | None:
-        """The learned position embedding (1, P + N, E) or (1, N, E), prefix tokens first."""
+        """Learned position embedding (1, P + N, E) or (1, N, E), prefix tokens first, or None."""
         return None

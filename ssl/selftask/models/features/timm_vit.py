@@ -34,6 +34,7 @@ class TimmViT(Adapter):
         self.vit = vit
         self.num_layers = len(vit.blocks)
         self.patch_size = tuple(vit.patch_embed.patch_size)
+        self.built_grid = tuple(vit.patch_embed.grid_size)
         self.mask_dim = vit.embed_dim
 
     @staticmethod
@@ -102,9 +103,9 @@ class TimmViT(Adapter):
         positions = vit.pos_embed
         if positions is None:
             return prefix, None
-        built = vit.patch_embed.grid_size
+        built = self.built_grid
         num_prefix = 0 if vit.no_embed_class else vit.num_prefix_tokens
-        if grid != tuple(built):
+        if grid != built:
             from timm.layers import resample_abs_pos_embed
 
             positions = resample_abs_pos_embed(

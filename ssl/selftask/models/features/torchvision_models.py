@@ -21,6 +21,8 @@ class TorchvisionViT(Adapter):
         self.vit = vit
         self.num_layers = len(vit.encoder.layers)
         self.patch_size = (vit.patch_size, vit.patch_size)
+        side = vit.image_size // vit.patch_size
+        self.built_grid = (side, side)
         self.mask_dim = vit.hidden_dim
 
     @staticmethod
@@ -49,13 +51,12 @@ class TorchvisionViT(Adapter):
         return embedding
 
     def _positions(self, grid: Grid) -> Tensor:
-        side = self.vit.image_size // self.vit.patch_size
-        if grid == (side, side):
+        if grid == self.built_grid:
             return self.positions
         from timm.layers import resample_abs_pos_embed
 
         resized: Tensor = resample_abs_pos_embed(
-            self.positions, list(grid), [side, side], num_prefix_tokens=1
+            self.positions, list(grid), list(self.built_grid), num_prefix_tokens=1
         )
         return resized
 

@@ -1,0 +1,161 @@
+"""Masks of patches, drawn for each sample from its key: the same on any rank, after any resume.
+
+B images, N patches of an image (row by row), K most patches of a context, M target blocks, Q most
+patches of one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selftask.errors import UserError
+from selftask.random.keyed import uniform
+
+Range = tuple[float, float]
+Indices = tuple[Tensor, Tensor]
+"""Indices of patches, and a bool tensor that is True where they are padding."""
+
+_SQUARE = (1.0, 1.0)  # as the image is
+_DRAWS = 4  # for a block: its area, its shape, its row, its column
+
+
+class MultiBlockMask:
+    """Sampler of several target blocks and one context block for each image: I-JEPA.
+
+    The published code draws one size for a whole batch and then cuts every block to the smallest
+    of the batch. Here the blocks of an image do not depend on the others: tensors have room for
+    the largest possible block, or for ``max_context`` (cutting leaves the paper's contexts a
+    quarter of the patches, table 6).
+
+    Args:
+        grid: Rows and columns of patches.
+        num_targets: Number M of target blocks.
+        target_scale: Smallest and largest area of a target, as a share of the image.
+        target_ratio: Smallest and largest height / width of a target, relative to the image's.
+        context_scale: Like ``target_scale``, for the context before the targets are cut out.
+        min_context: Patches of the smallest context; if fewer remain, the last targets may overlap.
+        max_context: Largest context as a share of the image; random patches beyond it are dropped.
+
+    Raises:
+        UserError: If a block may be smaller than a patch.
+    """
+
+    def __init__(
+        self,
+        grid: tuple[int, int],
+        *,
+        num_targets: int,
+        target_scale: Range,
+        target_ratio: Range,
+        context_scale: Range,
+        min_context: int,
+        max_context: float,
+    ) -> None:
+        self.grid, self.num_targets, self.min_context = grid, num_targets, min_context
+        self.target_scale, self.target_ratio = target_scale, target_ratio
+        self.context_scale = context_scale
+        self.num_patches = grid[0] * grid[1]  # N
+        areas = possible_areas(target_scale, target_ratio, grid)
+        most_left = min(
+            max(possible_areas(context_scale, _SQUARE, grid)), self.num_patches - min(areas)
+        )
+        self.most_target = max(areas)  # Q
+        self.most_context = max(1, min(most_left, int(max_context * self.num_patches)))  # K
+
+    def draw(self, seed: int, key: Tensor) -> tuple[Indices, Indices]:
+        """Return patches of the context, (B, K), and of each target, (B, M, Q), for keys (B, 2)."""
+        num_blocks = self.num_targets + 1
+        draws = uniform(seed, key, _DRAWS * num_blocks + self.num_patches)
+        of_block = draws[:, : _DRAWS * num_blocks].view(-1, num_blocks, _DRAWS)
+        block = rectangles(of_block[:, 0], self.context_scale, _SQUARE, self.grid)  # (B, N)
+        targets = rectangles(  # (B, M, N)
+            of_block[:, 1:], self.target_scale, self.target_ratio, self.grid
+        )
+        context = cut_out(block, targets, least=self.min_context)
+        return (
+            padded_indices(context, self.most_context, draws[:, _DRAWS * num_blocks :]),
+            padded_indices(targets, self.most_target),
+        )
+
+
+def rectangles(draws: Tensor, scale: Range, ratio: Range, grid: tuple[int, int]) -> Tensor:
+    """Turn four draws in [0, 1) (..., 4) into a rectangle of patches each: bool (..., N)."""
+    area, shape, down, right = draws.unbind(dim=-1)
+    area = scale[0] + (scale[1] - scale[0]) * area
+    shape = ratio[0] + (ratio[1] - ratio[0]) * shape
+    rows = _stretch((area * shape).sqrt(), down, grid[0])  # (..., rows)
+    columns = _stretch((area / shape).sqrt(), right, grid[1])  # (..., columns)
+    return (rows[..., :, None] & columns[..., None, :]).flatten(-2)
+
+
+def _stretch(share: Tensor, draw: Tensor, length: int) -> Tensor:
+    """A run of ``share * length`` places, rounded, at a random offset: bool (..., length)."""
+    size = (share * length).round()
+    first = (draw * (length - size + 1)).floor().minimum(length - size)  # draw < 1, but rounding
+    places = torch.arange(length, device=share.device)
+    return (places >= first[..., None]) & (places < (first + size)[..., None])
+
+
+def possible_areas(scale: Range, ratio: Range, grid: tuple[int, int]) -> list[int]:
+    """Return the numbers of patches that ``rectangles`` can have; they fix the size of tensors.
+
+    A side of h patches was rounded from between h - 1/2 and h + 1/2. Raises UserError if one may
+    have been rounded to nothing.
+    """
+    rows, columns = grid
+    shortest = min(grid) * (scale[0] * min(ratio[0], 1 / ratio[1])) ** 0.5
+    if shortest <= 0.5:
+        raise UserError(
+            f"method: blocks of {scale[0]:.0%} of the image are smaller than a patch where there "
+            f"are {rows}x{columns}; raise target_scale or take a smaller backbone.patch_size"
+        )
+    heights = _possible_sides(rows, scale[0] * ratio[0], scale[1] * ratio[1])
+    widths = _possible_sides(columns, scale[0] / ratio[1], scale[1] / ratio[0])
+    return [
+        height * width
+        for height in heights
+        for width in widths
+        if (height - 0.5) * (width - 0.5) <= scale[1] * rows * columns
+        and (height + 0.5) * (width + 0.5) >= scale[0] * rows * columns
+        and (height - 0.5) / rows <= ratio[1] * (width + 0.5) / columns
+        and (height + 0.5) / rows >= ratio[0] * (width - 0.5) / columns
+    ]
+
+
+def _possible_sides(length: int, least: float, most: float) -> range:
+    return range(math.ceil(length * least**0.5 - 0.5), math.floor(length * most**0.5 + 0.5) + 1)
+
+
+def cut_out(block: Tensor, targets: Tensor, *, least: int) -> Tensor:
+    """Remove the patches of ``targets`` (B, M, N) from ``block`` (B, N): the context (B, N).
+
+    If fewer than ``least`` remain, the last target may overlap, then the last two, and so on, as in
+    the published code (which first tries other places for the block).
+    """
+    covered = F.pad(targets.int(), (0, 0, 1, 0)).cumsum(dim=1) > 0  # by the first 0, 1, ... M
+    left = block[:, None] & ~covered  # (B, M + 1, N)
+    enough = left.sum(dim=2) >= least  # (B, M + 1)
+    number = (enough * torch.arange(enough.shape[1], device=block.device)).amax(dim=1)  # (B,)
+    return left[torch.arange(len(left), device=block.device), number]
+
+
+def padded_indices(mask: Tensor, length: int, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the indices of True in each row of ``mask`` (..., N), and their padding.
+
+    The shape does not depend on the mask, so that nothing waits for the device.
+
+    Args:
+        mask: (..., N) bool.
+        length: Indices a row; a row with more loses the last.
+        order: (..., N) numbers in [0, 1) to sort the indices by; ascending indices by default.
+
+    Returns:
+        Indices (..., length), and (..., length) bool, True for those that only fill the row.
+    """
+    late = (~mask).float() if order is None else (~mask) + order
+    padding = torch.arange(length, device=mask.device) >= mask.sum(dim=-1, keepdim=True)
+    return late.argsort(dim=-1, stable=True)[..., :length], padding

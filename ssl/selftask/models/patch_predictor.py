@@ -1,0 +1,126 @@
+"""Prediction of patches from other patches, and the sine-cosine positions it goes by.
+
+B images, N patches of an image (row by row), K of them encoded, M groups of Q patches to predict,
+P prefix tokens, E width of the backbone, D width of the predictor.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from selftask.errors import UserError
+from selftask.models.features.extract import adapter_of
+from selftask.models.features.tokens import Grid, attention_mask
+
+
+class PatchPredictor(nn.Module):
+    """Predict, from some encoded patches, something about other patches of the image.
+
+    The decoder of MAE and the predictor of I-JEPA: a narrow transformer over the encoded patches
+    and, for each patch to predict, the same learned mask token, all with fixed sine-cosine
+    positions. Patches that are predicted together attend to each other.
+
+    Args:
+        embed_dim: Width E of the encoded patches.
+        grid: Rows and columns of patches.
+        dim: Width D of the predictor; divisible by 4 and by ``num_heads``.
+        depth: Number of blocks.
+        num_heads: Attention heads of a block.
+        num_out: Predicted numbers a patch.
+    """
+
+    positions: Tensor  # (N, D)
+
+    def __init__(
+        self, embed_dim: int, grid: Grid, *, dim: int, depth: int, num_heads: int, num_out: int
+    ) -> None:
+        from timm.models.vision_transformer import Block
+
+        super().__init__()
+        norm = partial(nn.LayerNorm, eps=1e-6)
+        self.grid = grid
+        self.embed = nn.Linear(embed_dim, dim)
+        self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))
+        self.register_buffer("positions", sincos_positions(dim, grid), persistent=False)
+        self.blocks = nn.ModuleList(
+            Block(dim, num_heads, qkv_bias=True, norm_layer=norm) for _ in range(depth)
+        )
+        self.norm = norm(dim)
+        self.project = nn.Linear(dim, num_out)
+
+    def forward(
+        self,
+        encoded: Tensor,
+        keep: Tensor,
+        asked: Tensor,
+        *,
+        padding: Tensor | None = None,
+        asked_padding: Tensor | None = None,
+        grid: Grid | None = None,
+    ) -> Tensor:
+        """Predict the patches of each of M groups on its own.
+
+        Args:
+            encoded: (B, P + K, E), prefix tokens and the patches ``keep``.
+            keep: (B, K) indices of the encoded patches.
+            asked: (B, M, Q) indices of the patches to predict.
+            padding: (B, K) bool, True for indices in ``keep`` that only fill the row; no token
+                attends to them. Given together with ``asked_padding``.
+            asked_padding: (B, M, Q) bool, likewise for ``asked``.
+            grid: Rows and columns of patches, if not those it was built for.
+
+        Returns:
+            (B, M, Q, num_out).
+        """
+        positions = self.positions
+        if grid not in (None, self.grid):
+            positions = sincos_positions(positions.shape[1], grid).to(positions)
+        num_groups, num_asked = asked.shape[1:]
+        known = self.embed(encoded)  # (B, P + K, D)
+        num_prefix = known.shape[1] - keep.shape[1]
+        known = torch.cat([known[:, :num_prefix], known[:, num_prefix:] + positions[keep]], 1)
+        known = known.repeat_interleave(num_groups, dim=0)  # (B * M, P + K, D)
+        unknown = self.mask_token + positions[asked.flatten(0, 1)]  # (B * M, Q, D)
+        x = torch.cat([known, unknown], dim=1)
+        attend = None
+        if padding is not None and asked_padding is not None:
+            each = padding.repeat_interleave(num_groups, dim=0)  # (B * M, K)
+            attend = attention_mask(torch.cat([each, asked_padding.flatten(0, 1)], 1), num_prefix)
+        for block in self.blocks:
+            x = block(x, attn_mask=attend)
+        output: Tensor = self.project(self.norm(x[:, -num_asked:]))  # (B * M, Q, out)
+        return output.view(*asked.shape, -1)
+
+
+def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
+    """Fixed positions of a grid of patches, (N, dim): MAE, appendix A.1.
+
+    The first half codes the column, the second the row, each as sines then cosines of the
+    frequencies 10000 ** (-4i / dim).
+    """
+    if dim % 4:
+        raise ValueError(f"2-D sine-cosine positions need a width divisible by 4, got {dim}")
+    rows, columns = grid
+    frequency = 10_000.0 ** (-torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
+    y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    angles = [axis.reshape(-1, 1) * frequency for axis in (x, y)]  # each (N, dim / 4)
+    parts = [part for angle in angles for part in (angle.sin(), angle.cos())]
+    return torch.cat(parts, dim=1).float()
+
+
+@torch.no_grad()
+def fix_sincos_positions(backbone: nn.Module) -> None:
+    """Give a vision transformer fixed sine-cosine positions, and its prefix tokens positions of 0.
+
+    MAE, appendix A.1, and I-JEPA. Raises UserError for a transformer without learned positions.
+    """
+    adapter = adapter_of(backbone)
+    if adapter.positions is None:
+        raise UserError("backbone: this transformer has no position embedding to fix")
+    positions = sincos_positions(adapter.positions.shape[-1], adapter.built_grid)  # (N, E)
+    adapter.positions.zero_()
+    adapter.positions[0, -len(positions) :] = positions
+    adapter.positions.requires_grad_(False)

@@ -1,0 +1,136 @@
+"""Masks of patches: their shapes by the papers, and the same for a sample in any batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selftask.models.masks import MultiBlockMask, cut_out, padded_indices, possible_areas
+
+GRIDS = [(8, 8), (14, 14), (7, 7), (16, 16), (6, 10)]
+PAPER: dict[str, Any] = {
+    "num_targets": 4,
+    "target_scale": (0.15, 0.2),
+    "target_ratio": (0.75, 1.5),
+    "context_scale": (0.85, 1.0),
+    "min_context": 10,
+    "max_context": 0.5,
+}
+
+
+def _sampler(grid: tuple[int, int], **options: Any) -> MultiBlockMask:
+    return MultiBlockMask(grid, **{**PAPER, **options})
+
+
+def _keys(epoch: int, index: Tensor) -> Tensor:
+    return torch.stack([torch.full_like(index, epoch), index], dim=1)
+
+
+def _masks(blocks: MultiBlockMask, num: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Contexts (num, N) and targets (num, M, N) as masks, from their padded indices."""
+    masks = []
+    for indices, padding in blocks.draw(seed, _keys(0, torch.arange(num))):
+        count = F.one_hot(indices, blocks.num_patches) * ~padding[..., None]
+        assert int(count.sum(dim=-2).max()) == 1  # no patch twice
+        masks.append(count.sum(dim=-2).bool())
+    return masks[0], masks[1]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_targets_are_rectangles_of_the_papers_size(grid: tuple[int, int]) -> None:
+    """Area 15 to 20 % of the image and aspect 0.75 to 1.5, each side rounded to patches."""
+    _, targets = _masks(_sampler(grid), 500)
+    places = targets.unflatten(2, grid)
+    height, width = places.any(dim=3).sum(dim=2), places.any(dim=2).sum(dim=2)  # (500, M)
+    assert torch.equal(targets.sum(dim=2), height * width)  # full rectangles
+    for side in (places.any(dim=3), places.any(dim=2)):
+        ends = F.pad(side.int(), (1, 1)).diff(dim=2).abs().sum(dim=2)
+        assert (ends == 2).all()  # in one piece
+        assert side.any(dim=(0, 1)).all()  # anywhere on the grid
+    area = height * width
+    slack = (height + width) / 2  # half a patch around
+    assert (area - slack <= 0.2 * grid[0] * grid[1]).all()
+    assert (area + slack >= 0.15 * grid[0] * grid[1]).all()
+    mean = float(area.float().mean()) / (grid[0] * grid[1])
+    assert mean == pytest.approx(0.175, rel=0.08)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_contexts_show_no_target(grid: tuple[int, int]) -> None:
+    config = {"min_context": 1, "max_context": 1.0}
+    context, targets = _masks(_sampler(grid, **config), 500)
+    assert not (context[:, None] & targets).any()
+    assert int(context.sum(dim=1).min()) >= 1
+    free = ~targets.any(dim=1)
+    assert float(context.sum() / free.sum()) > 0.8  # most of what is not a target
+    with_limit, same = _masks(_sampler(grid, min_context=1), 500)
+    assert torch.equal(same, targets)
+    assert int(with_limit.sum(dim=1).max()) <= (grid[0] * grid[1]) // 2
+    assert not (with_limit & ~context).any()  # random ones go
+    large = context.sum(dim=1) > (grid[0] * grid[1]) // 2
+    assert (with_limit[~large] == context[~large]).all()
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_tensors_have_room_for_every_block_and_no_more(grid: tuple[int, int]) -> None:
+    """All sizes that real areas and aspects round to, found by trying a fine mesh of them."""
+    found = set()
+    for step in range(401):
+        area = 0.15 + 0.05 * step / 400
+        for other in range(401):
+            aspect = 0.75 + 0.75 * other / 400
+            height = round(grid[0] * math.sqrt(area * aspect))
+            found.add(height * round(grid[1] * math.sqrt(area / aspect)))
+    possible = possible_areas((0.15, 0.2), (0.75, 1.5), grid)
+    assert found <= set(possible)
+    assert max(found) == max(possible) == _sampler(grid).most_target
+    assert min(found) == min(possible)
+
+
+def test_blocks_depend_on_seed_epoch_and_image_only() -> None:
+    blocks = _sampler((8, 8))
+    index = torch.arange(40)
+    whole = blocks.draw(1, _keys(2, index))
+    part = blocks.draw(1, _keys(2, index.flip(0)[5:9]))
+    for one, other in zip(whole, part, strict=True):
+        for x, y in zip(one, other, strict=True):
+            assert torch.equal(x.flip(0)[5:9], y)
+    for seed, epoch in ((1, 3), (0, 2)):
+        other, _ = blocks.draw(seed, _keys(epoch, index))
+        assert not torch.equal(other[0], whole[0][0])
+
+
+def test_too_small_a_context_gets_targets_back_last_first() -> None:
+    block = torch.ones(3, 6, dtype=torch.bool)
+    targets = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1]]).bool()
+    targets = targets.expand(3, 3, 6)
+    for least, left in ((0, []), (1, [4, 5]), (2, [4, 5]), (3, [2, 3, 4, 5]), (5, range(6))):
+        context = cut_out(block, targets, least=least)
+        assert context[0].nonzero().flatten().tolist() == list(left)
+    assert cut_out(block, targets, least=7).all()  # as much as there is
+
+
+def test_padded_indices_are_the_true_places() -> None:
+    mask = torch.rand(5, 3, 16) < 0.4
+    indices, padding = padded_indices(mask, 16)
+    for row, places, fill in zip(
+        mask.flatten(0, 1), indices.flatten(0, 1), padding.flatten(0, 1), strict=True
+    ):
+        assert places[~fill].tolist() == row.nonzero().flatten().tolist()
+        assert sorted(places.tolist()) == list(range(16))
+    short, none = padded_indices(torch.ones(1, 16, dtype=torch.bool), 3)
+    assert short.tolist() == [[0, 1, 2]]
+    assert not none.any()
+
+
+def test_padded_indices_lose_the_last_of_an_order() -> None:
+    mask = torch.tensor([[True, False, True, True, False, True]])
+    order = torch.tensor([[0.9, 0.0, 0.1, 0.999, 0.0, 0.0]])
+    indices, padding = padded_indices(mask, 3, order)
+    assert indices.tolist() == [[5, 2, 0]]
+    assert not padding.any()
