@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 import tiny
 from selftask.checkpoint import manifest, rotation, sharded, store
 from selftask.cli.main import main
-from selftask.config.checks import trust
+from selftask.config import trust
 from selftask.config.load import load_config, to_yaml
 from selftask.hooks.export import facts
 from selftask.models.build import build_backbone

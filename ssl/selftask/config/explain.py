@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from selftask.config.compose.provenance import Key
+from selftask.config.keys import Key
 from selftask.config.schema import Config
 
 COLUMN = 48  # where the comments begin, unless a value is longer

@@ -13,17 +13,19 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from selftask.config.checks.checks import contradictions
-from selftask.config.checks.trust import code_in, refuse_code
+from selftask.config.checks.components import component_problems
+from selftask.config.checks.contradictions import contradictions
 from selftask.config.compose import recipes
 from selftask.config.compose.compose import compose_recipe
 from selftask.config.compose.overrides import Override, apply_overrides, parse_overrides
-from selftask.config.compose.provenance import Key, Layers
+from selftask.config.compose.provenance import Layers
 from selftask.config.compose.short_forms import expand
 from selftask.config.extensions import import_entry_points, import_extensions
+from selftask.config.keys import Key
 from selftask.config.schema import Config
 from selftask.config.schema_reader import Reader
-from selftask.config.sections import OURS, own_problems, read_config
+from selftask.config.sections import OURS, read_config
+from selftask.config.trust import code_in, refuse_code
 from selftask.errors import ConfigError
 
 
@@ -59,7 +61,7 @@ def load_config(recipe: str, overrides: list[str], *, trust: bool = True) -> Con
     problems += [text for text in reader.problems if text.partition(" is missing")[0] not in given]
     if problems or config is None:
         raise ConfigError(problems)
-    for key, text in [*contradictions(config), *own_problems(config)]:
+    for key, text in [*contradictions(config), *component_problems(config)]:
         reader.problem(key, text)
     if reader.problems:
         raise ConfigError(reader.problems)

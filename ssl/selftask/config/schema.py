@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from selftask.config.fields import setting
+from selftask.config.keys import Key
 from selftask.files.addresses import work_folder
 
 DEFAULT_HOOKS = (
@@ -289,6 +290,14 @@ class Config:
         while key not in self.places and "." in key:
             key = key.rpartition(".")[0]
         return self.places.get(key, "default")
+
+    @property
+    def pipelines(self) -> dict[Key, list[Component]]:
+        """Every list of transforms by its key."""
+        lists: dict[Key, list[Component]] = {
+            ("views", name, "transforms"): group.transforms for name, group in self.views.items()
+        }
+        return {**lists, ("eval", "transforms"): self.eval.transforms}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain and nested, exactly what ``config.yaml`` holds; loads back to an equal Config."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from selftask.config.compose.provenance import Key, Layers, show_path
-from selftask.config.config_class import config_class, config_object
+from selftask.config.classy_names import CLASSY_KINDS, classy_has, classy_refusal
+from selftask.config.compose.provenance import Layers, show_path
+from selftask.config.config_class import config_class
 from selftask.config.fields import check_limits, default_of, has_default
+from selftask.config.keys import Key, dotted
+from selftask.config.renamed_keys import present_name
 from selftask.config.schema import Component
 from selftask.config.values.coerce import Mismatch, convert, describe
 from selftask.errors import UserError, nearest, shorten
@@ -66,7 +68,7 @@ class Reader:
         """``value`` if it is a section, an empty one for null; otherwise a problem."""
         if value is None or isinstance(value, dict):
             return value or {}
-        self.problem(key, f"{_dotted(key)}={value!r}: expected a section of key: value pairs")
+        self.problem(key, f"{dotted(key)}={value!r}: expected a section of key: value pairs")
         return {}
 
     def section(self, values: dict[str, Any], schema: Schema, key: Key) -> dict[str, Any]:
@@ -80,11 +82,11 @@ class Reader:
             elif has_default(field):
                 result[name] = default_of(field)
                 owner = f"default of {schema.owner}" if schema.owner else "default"
-                self.places[_dotted((*key, name))] = owner
+                self.places[dotted((*key, name))] = owner
             else:
                 of = field.metadata.get("of")
                 wanted = f"a list of {of}" if of else describe(schema.types[name])
-                self.problem((*key, name), f"{_dotted((*key, name))} is missing: {wanted}")
+                self.problem((*key, name), f"{dotted((*key, name))} is missing: {wanted}")
         return result
 
     def unknown_keys(self, values: dict[str, Any], key: Key, *schemas: Schema) -> None:
@@ -93,7 +95,7 @@ class Reader:
         owner = next((f" of {schema.owner}" for schema in reversed(schemas) if schema.owner), "")
         for name in values:
             if name not in known:
-                wrong = _dotted((*key, str(name)))
+                wrong = dotted((*key, str(name)))
                 hint = hint_for(str(name), known, key)
                 self.problem((*key, str(name)), f"unknown key {wrong!r}{owner}; {hint}")
 
@@ -106,13 +108,13 @@ class Reader:
         """
         if not isinstance(value, dict):
             wanted = f"expected the name of a {registry.kind} or a section with `name`"
-            self.problem(key, f"{_dotted(key)}={value!r}: {wanted}")
+            self.problem(key, f"{dotted(key)}={value!r}: {wanted}")
             return None, {}
         ours = ours or Schema.of(None)
         fixed = self.section(value, ours, key)
         name = value.get("name", MISSING)
         if name == MISSING or not isinstance(name, str):
-            self.problem((*key, "name"), f"{_dotted(key)} needs the name of a {registry.kind}")
+            self.problem((*key, "name"), f"{dotted(key)} needs the name of a {registry.kind}")
             return None, fixed
         self.note_place((*key, "name"))
         own = {k: v for k, v in value.items() if k != "name" and k not in ours.fields}
@@ -120,11 +122,12 @@ class Reader:
             if classy_has(registry.kind, name):
                 for field in own:
                     self.note_place((*key, field))
-                if registry.kind == "hook" and (refused := _classy_refusal(name)):
+                if registry.kind == "hook" and (refused := classy_refusal(name)):
                     self.problem((*key, "name"), refused)
                 return Component(name=name, args=own), fixed
-            hint = nearest(name, registry.names())
-            if registry.kind in _CLASSY:
+            present = present_name(name, registry.names())
+            hint = f"it is now {present!r}" if present else nearest(name, registry.names())
+            if registry.kind in CLASSY_KINDS:
                 hint += "; Classy Vision's are written classy:NAME"
             self.problem((*key, "name"), f"no {registry.kind} named {name!r}; {hint}")
             return None, fixed
@@ -151,7 +154,7 @@ class Reader:
         if value is None:
             return []
         if not isinstance(value, list):
-            self.problem(key, f"{_dotted(key)}={value!r}: expected a list of {registry.kind}s")
+            self.problem(key, f"{dotted(key)}={value!r}: expected a list of {registry.kind}s")
             return []
         read = []
         for index, item in enumerate(value):
@@ -159,7 +162,7 @@ class Reader:
             entry = {"name": item} if isinstance(item, str) else item
             read.append(self.component(entry, registry, inner)[0])
             if isinstance(item, str):
-                self.places[_dotted((*inner, "name"))] = self.layers.place(inner) or "default"
+                self.places[dotted((*inner, "name"))] = self.layers.place(inner) or "default"
         return [component for component in read if component is not None]
 
     def _nested(self, value: Any, registry: Registry, annotation: Any, key: Key) -> list[Any]:
@@ -169,7 +172,7 @@ class Reader:
             return [component.to_dict() for component in self.pipeline(value, registry, key)]
         if not isinstance(value, list):
             wanted = f"expected a list of lists of {registry.kind}s"
-            self.problem(key, f"{_dotted(key)}={_shown(value)}: {wanted}")
+            self.problem(key, f"{dotted(key)}={_shown(value)}: {wanted}")
             return []
         return [
             self._nested(item, registry, inner, (*key, str(index)))
@@ -188,7 +191,7 @@ class Reader:
             converted = convert(value, schema.types[field.name])
             check_limits(converted, field.metadata)
         except (Mismatch, ValueError) as error:
-            self.problem(key, f"{_dotted(key)}={_shown(value)}: {error}")
+            self.problem(key, f"{dotted(key)}={_shown(value)}: {error}")
             return
         self.note_place(key)
         is_path = field.metadata.get("path") and converted is not None
@@ -197,7 +200,7 @@ class Reader:
     def note_place(self, key: Key) -> None:
         """Remember where the value at ``key`` comes from."""
         place = self.layers.place(key)
-        self.places[_dotted(key)] = place or "default"
+        self.places[dotted(key)] = place or "default"
 
 
 def schema_of(registry: Registry, name: str) -> Schema:
@@ -208,82 +211,13 @@ def schema_of(registry: Registry, name: str) -> Schema:
 
 
 def hint_for(name: str, known: Mapping[str, dataclasses.Field[Any]], key: Key) -> str:
-    """``did you mean 'optimizer.lr'?``, also for what other frameworks call it."""
+    """Return ``did you mean 'optimizer.lr'?``, also for former names and other frameworks'."""
+    if present := present_name(name, known):
+        return f"it is now {dotted((*key, present))!r}"
     words = {word: right for right, f in known.items() for word in f.metadata.get("also", ())}
     words |= {right: right for right in known}
     close = get_close_matches(name, words, n=1)
-    return f"did you mean {_dotted((*key, words[close[0]]))!r}?" if close else nearest(name, known)
-
-
-def iter_problems(
-    component: Component, registry: Registry, key: Key, whole: dict[str, Any]
-) -> Iterator[tuple[Key, str]]:
-    """What a named thing itself has against its own and the whole config, with the keys meant."""
-    for nested, its_registry, place in inner_components(component, registry, key):
-        yield from iter_problems(nested, its_registry, place, whole)
-    config = _config_class(component, registry)
-    if not hasattr(config, "problems"):
-        return
-    for message in config_object(config, component.args).problems(whole):
-        name, _, rest = message.partition(":")
-        path = tuple(name.split("."))
-        if path[0] in component.args:
-            yield (*key, *path), f"{_dotted((*key, *path))}:{rest}"
-        else:
-            yield path if path[0] in whole else key, message
-
-
-def inner_components(
-    component: Component, registry: Registry, key: Key
-) -> Iterator[tuple[Component, Registry, Key]]:
-    """The named things in the arguments of a named thing, one level deep."""
-    config = _config_class(component, registry)
-    for field in dataclasses.fields(config) if config else ():
-        if "of" in field.metadata:
-            for nested, place in _named_in(component.args.get(field.name), (*key, field.name)):
-                yield nested, REGISTRIES[field.metadata["of"]], place
-
-
-def _config_class(component: Component, registry: Registry) -> Any:
-    """None where there is nothing to configure, as for what is Classy's."""
-    return config_class(registry, component.name) if component.name in registry else None
-
-
-def _named_in(value: Any, key: Key) -> Iterator[tuple[Component, Key]]:
-    """The named things in a list, or in the lists in it, with their keys."""
-    if isinstance(value, dict):
-        args = {name: item for name, item in value.items() if name != "name"}
-        yield Component(name=value["name"], args=args), key
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _named_in(item, (*key, str(index)))
-
-
-_CLASSY = {"hook": "hooks", "meter": "meters", "optimizer": "optim", "schedule": "optim"}
-
-
-def classy_has(kind: str, name: str) -> bool:
-    """Whether Classy Vision has ``name``, asked only where a typo does not import all of Classy.
-
-    That is: for ``classy:NAME``, and for any name once a user's module has imported the part of
-    Classy in which it registers.
-    """
-    loaded = kind in _CLASSY and f"classy_vision.{_CLASSY[kind]}" in sys.modules
-    if not loaded and not name.startswith("classy:"):
-        return False
-    from selftask import classy
-
-    return classy.has(kind, name)
-
-
-def _classy_refusal(name: str) -> str | None:
-    from selftask import classy
-
-    return classy.refusal(name)
-
-
-def _dotted(key: Key) -> str:
-    return ".".join(key)
+    return f"did you mean {dotted((*key, words[close[0]]))!r}?" if close else nearest(name, known)
 
 
 def _shown(value: Any) -> str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from selftask.config.checks.checks import pipelines
 from selftask.config.checks.image_size import with_image_size
-from selftask.config.compose.provenance import Key
 from selftask.config.fields import check_limits, has_default
+from selftask.config.keys import Key
 from selftask.config.schema import (
     DEFAULT_HOOKS,
     Component,
@@ -30,7 +29,6 @@ from selftask.config.schema_reader import (
     Reader,
     Schema,
     hint_for,
-    iter_problems,
 )
 from selftask.config.values import auto_values
 from selftask.config.values.coerce import Mismatch, convert
@@ -280,33 +278,3 @@ def _text(reader: Reader, values: dict[str, Any], name: str, default: str) -> st
 def _module_names(reader: Reader, value: Any) -> list[str]:
     reader.places["import"] = reader.layers.place(("import",)) or "default"
     return [value] if isinstance(value, str) else list(value or [])
-
-
-def own_problems(config: Config) -> Iterator[tuple[Key, str]]:
-    """What each named thing has against its arguments or the rest of the config."""
-    whole = config.to_dict()
-    named: list[tuple[Component, Registry, Key]] = [
-        (config.data.source, SOURCES, ("data",)),
-        (config.data.sampler, SAMPLERS, ("data", "sampler")),
-        (config.data.tokenizer, TOKENIZERS, ("data", "tokenizer")),
-        (config.backbone, BACKBONES, ("backbone",)),
-        (config.method, METHODS, ("method",)),
-        (
-            Component(name=config.optimizer.name, args=config.optimizer.args),
-            OPTIMIZERS,
-            ("optimizer",),
-        ),
-    ]
-    if config.data.val is not None:
-        named.append((config.data.val, SOURCES, ("data", "val")))
-    groups: list[tuple[dict[str, Component], Registry, Key]] = [
-        (config.meters, METERS, ("meters",)),
-        (config.hooks, HOOKS, ("hooks",)),
-        (config.eval.evaluations, EVALUATIONS, ("eval", "evaluations")),
-    ]
-    for things, registry, key in groups:
-        named += [(thing, registry, (*key, name)) for name, thing in things.items()]
-    for key, transforms in pipelines(config).items():
-        named += [(t, TRANSFORMS, (*key, str(index))) for index, t in enumerate(transforms)]
-    for thing, registry, key in named:
-        yield from iter_problems(thing, registry, key, whole)

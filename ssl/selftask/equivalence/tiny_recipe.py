@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from selftask.config.checks.components import component_problems
 from selftask.config.config_class import config_class
 from selftask.config.schema import (
     DEFAULT_HOOKS,
@@ -22,7 +23,6 @@ from selftask.config.schema import (
     ResumeConfig,
     ViewConfig,
 )
-from selftask.config.sections import own_problems
 from selftask.data.source import Source
 from selftask.errors import ConfigError
 from selftask.registry import BACKBONES, METHODS, TRANSFORMS
@@ -69,7 +69,7 @@ def make_tiny(config: Config, *, batch_size: int, steps: int) -> Config:
         init=replace(config.init, backbone=None),
         resume=ResumeConfig(),
     )
-    problems = [text for _, text in own_problems(small)]
+    problems = [text for _, text in component_problems(small)]
     if problems:
         head = "the small version of this recipe is impossible; set what is named here by key=value"
         raise ConfigError([head, *problems])

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from selftask.config.checks.trust import code_in
 from selftask.config.extensions import import_object
 from selftask.config.schema import Config
+from selftask.config.trust import code_in
 from selftask.logs import get_logger
 
 log = get_logger(__name__)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from selftask.cli.inspect_data.inspect_commands import CountDone, open_for_survey
 from selftask.cli.options import take_options
-from selftask.config.checks.trust import TRUST
+from selftask.config.trust import TRUST
 from selftask.errors import UserError
 from selftask.files.paths import is_folder
 

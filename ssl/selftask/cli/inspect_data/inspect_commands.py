@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
-from selftask.config.checks.trust import take_trust
+from selftask.config.trust import take_trust
 from selftask.errors import UserError
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from selftask.cli.model.load_model import MODEL, take
 from selftask.cli.options import take_options
-from selftask.config.checks.trust import TRUST, take_trust
 from selftask.config.schema import Component
+from selftask.config.trust import TRUST, take_trust
 from selftask.errors import UserError, nearest
 from selftask.files.paths import exists
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from selftask.cli.model.load_model import MODEL, take
-from selftask.config.checks.trust import TRUST, take_trust
+from selftask.config.trust import TRUST, take_trust
 from selftask.errors import UserError
 from selftask.files.paths import exists, expand_user
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from selftask.config.checks.trust import TRUST, take_trust
+from selftask.config.trust import TRUST, take_trust
 from selftask.errors import UserError
 from selftask.files.paths import exists, expand_user
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from selftask.config.compose.provenance import Key
+from selftask.config.checks.components import inner_components
+from selftask.config.keys import Key
 from selftask.config.schema import Component, Config
-from selftask.config.schema_reader import inner_components
 from selftask.registry import TRANSFORMS
 
 Problem = tuple[Key, str]

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from selftask.config.checks.grid import RESIZING, keeps_size, multiples, patch_size, title
-from selftask.config.compose.provenance import Key, Layers
+from selftask.config.compose.provenance import Layers
+from selftask.config.keys import Key
 from selftask.config.schema import Component, Config, DataConfig, ViewConfig
 from selftask.config.schema_reader import Reader
 from selftask.registry import SOURCES

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from selftask.config.checks import grid
-from selftask.config.compose.provenance import Key
+from selftask.config.keys import Key
 from selftask.config.schema import Config
 from selftask.errors import UserError, nearest
 from selftask.registry import BACKBONES, METHODS, REQUIREMENTS

@@ -12,8 +12,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from selftask.config.compose.provenance import Key, Layer, Layers
-from selftask.config.compose.short_forms import expand, is_path
+from selftask.config.compose.provenance import Layer, Layers
+from selftask.config.compose.short_forms import expand
+from selftask.config.keys import Key, is_path
 from selftask.errors import UserError, nearest, shorten
 from selftask.files.paths import exists, expand_user
 

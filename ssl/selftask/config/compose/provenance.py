@@ -13,9 +13,7 @@ from typing import Any
 
 import yaml
 
-from selftask.config.compose.short_forms import default_name, is_path, named_places
-
-Key = tuple[str, ...]  # ("train", "epochs"); the index of a list item is a key, too
+from selftask.config.keys import Key, default_name, is_path, named_places
 
 
 @dataclass

@@ -7,25 +7,10 @@ file and one on the command line mean the same.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from selftask.config.compose.provenance import Key
-
-_NAMED = {("backbone",), ("method",), ("optimizer",), ("data", "sampler"), ("data", "tokenizer")}
-_SOURCES = {("data",), ("data", "val")}
-_PATHS = {
-    *_SOURCES,
-    ("data", "sampler", "weights"),
-    ("init", "backbone"),
-    ("resume",),
-    ("resume", "checkpoint"),
-    ("out",),
-}
-_PATH_FIELDS = ("path", "root", "pattern", "labels_path", "stage_to")  # of data and data.val
-_NAMED_ENTRIES = {("hooks",), ("meters",), ("eval", "evaluations")}
+from selftask.config.compose.data_forms import expand_source
+from selftask.config.keys import NAMED, NAMED_ENTRIES, SOURCES, Key, is_pipeline
 
 
 def expand(value: Any, path: Key = ()) -> Any:
@@ -39,42 +24,6 @@ def expand(value: Any, path: Key = ()) -> Any:
     return value
 
 
-def is_pipeline(path: Key) -> bool:
-    """Whether a list of transforms stands there: ``views.NAME.transforms``, ``eval.transforms``."""
-    return path == ("eval", "transforms") or (
-        len(path) == 3 and path[0] == "views" and path[2] == "transforms"
-    )
-
-
-def is_path(key: Key) -> bool:
-    """Return whether the value at a key is a path, so that any text is a value."""
-    return key in _PATHS or (key[:-1] in _SOURCES and key[-1] in _PATH_FIELDS)
-
-
-def named_places(config: dict[str, Any]) -> list[Key]:
-    """The paths of all sections that have a ``name``, also in lists of transforms."""
-    entries = [(*place, key) for place in sorted(_NAMED_ENTRIES) for key in _mapping(config, place)]
-    lists: list[Key] = [("eval", "transforms")]
-    lists += [("views", group, "transforms") for group in _mapping(config, ("views",))]
-    transforms = [item for place in lists for item in _named_items(_at(config, place), place)]
-    return [*sorted(_NAMED), *sorted(_SOURCES), *entries, *transforms]
-
-
-def _named_items(value: Any, path: Key) -> Iterator[Key]:
-    """The items of a list, and of the lists in their fields, that are sections with a ``name``."""
-    for index, item in enumerate(value if isinstance(value, list) else ()):
-        place = (*path, str(index))
-        if isinstance(item, dict) and "name" in item:
-            yield place
-            for field, inner in item.items():
-                yield from _named_items(inner, (*place, field))
-
-
-def default_name(path: Key) -> str | None:
-    """What the thing there is called without a ``name``: a hook by its key, a method not at all."""
-    return path[-1] if path[:-1] in _NAMED_ENTRIES else None
-
-
 def expand_backbone(text: str) -> dict[str, Any]:
     """``resnet18``, ``timm:NAME``, ``torchvision:NAME`` or ``package.module:function``."""
     before, colon, after = text.partition(":")
@@ -85,19 +34,10 @@ def expand_backbone(text: str) -> dict[str, Any]:
     return {"name": "custom", "model": text}
 
 
-def expand_source(text: str) -> dict[str, Any]:
-    """``digits``, a folder, a list of paths, an array file, ``torchvision:NAME``, ``module:Class``.
-
-    What these mean is the data level's to say, which this level may not import, only call.
-    """
-    shorthand = importlib.import_module("selftask.config.compose.data_forms")
-    return dict(shorthand.expand_source(text))
-
-
 def _expand_text(text: str, path: Key) -> Any:
     if "${" in text or text == "???":  # OmegaConf's: a reference, or missing
         return text
-    if path in _SOURCES:
+    if path in SOURCES:
         section = expand_source(text)
         return section["val"] if path != ("data",) and "val" in section else section
     if path == ("backbone",):
@@ -106,18 +46,6 @@ def _expand_text(text: str, path: Key) -> Any:
         return {"reduce": text}
     if path == ("resume",):
         return {"checkpoint": text}
-    if path in _NAMED or path[:-1] in _NAMED_ENTRIES:
+    if path in NAMED or path[:-1] in NAMED_ENTRIES:
         return {"name": text}
     return text
-
-
-def _mapping(config: dict[str, Any], path: Key) -> dict[str, Any]:
-    value = _at(config, path)
-    return value if isinstance(value, dict) else {}
-
-
-def _at(config: dict[str, Any], path: Key) -> Any:
-    value: Any = config
-    for key in path:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value

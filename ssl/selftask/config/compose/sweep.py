@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from selftask.config.compose.overrides import parse_value, split_override
-from selftask.config.compose.short_forms import is_path
+from selftask.config.keys import is_path
 from selftask.errors import ConfigError, UserError
 from selftask.files.paths import exists, expand_user
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selftask.config.checks.checks import unbatched
+from selftask.config.checks.contradictions import unbatched
 from selftask.data.device.compose import Chain, differ, listed
 from selftask.data.device.operation import Images, find_batched_transform
 from selftask.data.device.packing import Packed, Steps, pack

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from selftask.config.checks.checks import pipelines
 from selftask.config.checks.requirements import of_extras, of_labels
 from selftask.data.labels import align_classes, check_labels, count_unlabelled
 from selftask.data.reading.files import Policy, set_policy
@@ -85,7 +84,7 @@ def check_data(config: Config, source: Source) -> Sampler:
     """
     channels = channels_of(source)
     found: list[Iterable[str]] = [
-        list_problems(ts, ".".join(key), channels) for key, ts in pipelines(config).items()
+        list_problems(ts, ".".join(key), channels) for key, ts in config.pipelines.items()
     ]
     found.append(of_labels(config, count_unlabelled(source), len(source)))
     found.append(of_extras(config, extras_of(source)))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.config.checks.image_size import resized_backbone, resized_pipeline, undivided
 from selftask.config.checks.resuming import goes_on
-from selftask.config.checks.trust import code_in, refuse_code
 from selftask.config.schema import Component, Config
+from selftask.config.trust import code_in, refuse_code
 from selftask.errors import UserError
 from selftask.files.paths import expand_user, is_file, is_folder
 from selftask.logs import get_logger

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from selftask.config.compose.provenance import Key
+from selftask.config.keys import Key
 from selftask.errors import UserError
 
 TRUST = "trust=true   import and call code that the run, file or catalog names (docs/security.md)"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from selftask.config.checks import grid, requirements, sbatch
+from selftask.config.checks.components import inner_components
 from selftask.config.checks.resuming import goes_on, uses_newest
-from selftask.config.compose.provenance import Key
+from selftask.config.classy_names import classy_has
+from selftask.config.keys import Key
 from selftask.config.schema import Component, Config, ViewConfig, num_views
-from selftask.config.schema_reader import classy_has, inner_components
 from selftask.config.values.budget import parse_budget
 from selftask.errors import UserError, nearest, plural
 from selftask.files.paths import is_file, is_folder
@@ -37,11 +38,6 @@ def contradictions(config: Config) -> Iterator[Problem]:
     yield from _weights(config)
     yield from _slurm(config)
     yield from _parallel(config)
-
-
-def pipelines(config: Config) -> dict[Key, list[Component]]:
-    """Every list of transforms by its key."""
-    return {**_of_views(config.views), ("eval", "transforms"): config.eval.transforms}
 
 
 def _of_views(views: Mapping[str, ViewConfig]) -> dict[Key, list[Component]]:
@@ -104,7 +100,7 @@ def _views(config: Config) -> Iterator[Problem]:
     else:
         yield from _derived_views(config.views)
         yield from _number_of_views(config)
-    for key, transforms in pipelines(config).items():
+    for key, transforms in config.pipelines.items():
         names = [transform.name for transform in transforms]
         if key[0] == "eval" and not names and not config.eval.evaluations:
             continue

@@ -1,0 +1,99 @@
+"""Problems that named things have with their own arguments or the rest of the config."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from selftask.config.config_class import config_class, config_object
+from selftask.config.keys import Key, dotted
+from selftask.config.schema import Component, Config
+from selftask.registry import (
+    BACKBONES,
+    EVALUATIONS,
+    HOOKS,
+    METERS,
+    METHODS,
+    OPTIMIZERS,
+    REGISTRIES,
+    SAMPLERS,
+    SOURCES,
+    TOKENIZERS,
+    TRANSFORMS,
+    Registry,
+)
+
+
+def component_problems(config: Config) -> Iterator[tuple[Key, str]]:
+    """What each named thing has against its arguments or the rest of the config."""
+    whole = config.to_dict()
+    named: list[tuple[Component, Registry, Key]] = [
+        (config.data.source, SOURCES, ("data",)),
+        (config.data.sampler, SAMPLERS, ("data", "sampler")),
+        (config.data.tokenizer, TOKENIZERS, ("data", "tokenizer")),
+        (config.backbone, BACKBONES, ("backbone",)),
+        (config.method, METHODS, ("method",)),
+        (
+            Component(name=config.optimizer.name, args=config.optimizer.args),
+            OPTIMIZERS,
+            ("optimizer",),
+        ),
+    ]
+    if config.data.val is not None:
+        named.append((config.data.val, SOURCES, ("data", "val")))
+    groups: list[tuple[dict[str, Component], Registry, Key]] = [
+        (config.meters, METERS, ("meters",)),
+        (config.hooks, HOOKS, ("hooks",)),
+        (config.eval.evaluations, EVALUATIONS, ("eval", "evaluations")),
+    ]
+    for things, registry, key in groups:
+        named += [(thing, registry, (*key, name)) for name, thing in things.items()]
+    for key, transforms in config.pipelines.items():
+        named += [(t, TRANSFORMS, (*key, str(index))) for index, t in enumerate(transforms)]
+    for thing, registry, key in named:
+        yield from iter_problems(thing, registry, key, whole)
+
+
+def iter_problems(
+    component: Component, registry: Registry, key: Key, whole: dict[str, Any]
+) -> Iterator[tuple[Key, str]]:
+    """What a named thing itself has against its own and the whole config, with the keys meant."""
+    for nested, its_registry, place in inner_components(component, registry, key):
+        yield from iter_problems(nested, its_registry, place, whole)
+    config = _config_class(component, registry)
+    if not hasattr(config, "problems"):
+        return
+    for message in config_object(config, component.args).problems(whole):
+        name, _, rest = message.partition(":")
+        path = tuple(name.split("."))
+        if path[0] in component.args:
+            yield (*key, *path), f"{dotted((*key, *path))}:{rest}"
+        else:
+            yield path if path[0] in whole else key, message
+
+
+def inner_components(
+    component: Component, registry: Registry, key: Key
+) -> Iterator[tuple[Component, Registry, Key]]:
+    """The named things in the arguments of a named thing, one level deep."""
+    config = _config_class(component, registry)
+    for field in dataclasses.fields(config) if config else ():
+        if "of" in field.metadata:
+            for nested, place in _named_in(component.args.get(field.name), (*key, field.name)):
+                yield nested, REGISTRIES[field.metadata["of"]], place
+
+
+def _config_class(component: Component, registry: Registry) -> Any:
+    """None where there is nothing to configure, as for what is Classy's."""
+    return config_class(registry, component.name) if component.name in registry else None
+
+
+def _named_in(value: Any, key: Key) -> Iterator[tuple[Component, Key]]:
+    """The named things in a list, or in the lists in it, with their keys."""
+    if isinstance(value, dict):
+        args = {name: item for name, item in value.items() if name != "name"}
+        yield Component(name=value["name"], args=args), key
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _named_in(item, (*key, str(index)))

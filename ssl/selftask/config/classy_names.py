@@ -1,0 +1,27 @@
+"""Names of Classy Vision's own hooks, meters, optimizers and schedules in a config."""
+
+from __future__ import annotations
+
+import sys
+
+CLASSY_KINDS = {"hook": "hooks", "meter": "meters", "optimizer": "optim", "schedule": "optim"}
+
+
+def classy_has(kind: str, name: str) -> bool:
+    """Whether Classy Vision has ``name``, asked only where a typo does not import all of Classy.
+
+    That is: for ``classy:NAME``, and for any name once a user's module has imported the part of
+    Classy in which it registers.
+    """
+    loaded = kind in CLASSY_KINDS and f"classy_vision.{CLASSY_KINDS[kind]}" in sys.modules
+    if not loaded and not name.startswith("classy:"):
+        return False
+    from selftask import classy
+
+    return classy.has(kind, name)
+
+
+def classy_refusal(name: str) -> str | None:
+    from selftask import classy
+
+    return classy.refusal(name)

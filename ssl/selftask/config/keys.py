@@ -1,0 +1,74 @@
+"""Keys of a config, and which of them hold paths, named things and transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+Key = tuple[str, ...]  # ("train", "epochs"); the index of a list item is a key, too
+
+NAMED = {("backbone",), ("method",), ("optimizer",), ("data", "sampler"), ("data", "tokenizer")}
+SOURCES = {("data",), ("data", "val")}
+_PATHS = {
+    *SOURCES,
+    ("data", "sampler", "weights"),
+    ("init", "backbone"),
+    ("resume",),
+    ("resume", "checkpoint"),
+    ("out",),
+}
+_PATH_FIELDS = ("path", "root", "pattern", "labels_path", "stage_to")  # of data and data.val
+NAMED_ENTRIES = {("hooks",), ("meters",), ("eval", "evaluations")}
+
+
+def dotted(key: Key) -> str:
+    """Return a key as users write it: ``train.epochs``."""
+    return ".".join(key)
+
+
+def is_pipeline(path: Key) -> bool:
+    """Whether a list of transforms stands there: ``views.NAME.transforms``, ``eval.transforms``."""
+    return path == ("eval", "transforms") or (
+        len(path) == 3 and path[0] == "views" and path[2] == "transforms"
+    )
+
+
+def is_path(key: Key) -> bool:
+    """Return whether the value at a key is a path, so that any text is a value."""
+    return key in _PATHS or (key[:-1] in SOURCES and key[-1] in _PATH_FIELDS)
+
+
+def named_places(config: dict[str, Any]) -> list[Key]:
+    """The paths of all sections that have a ``name``, also in lists of transforms."""
+    entries = [(*place, key) for place in sorted(NAMED_ENTRIES) for key in _mapping(config, place)]
+    lists: list[Key] = [("eval", "transforms")]
+    lists += [("views", group, "transforms") for group in _mapping(config, ("views",))]
+    transforms = [item for place in lists for item in _named_items(_at(config, place), place)]
+    return [*sorted(NAMED), *sorted(SOURCES), *entries, *transforms]
+
+
+def _named_items(value: Any, path: Key) -> Iterator[Key]:
+    """The items of a list, and of the lists in their fields, that are sections with a ``name``."""
+    for index, item in enumerate(value if isinstance(value, list) else ()):
+        place = (*path, str(index))
+        if isinstance(item, dict) and "name" in item:
+            yield place
+            for field, inner in item.items():
+                yield from _named_items(inner, (*place, field))
+
+
+def default_name(path: Key) -> str | None:
+    """What the thing there is called without a ``name``: a hook by its key, a method not at all."""
+    return path[-1] if path[:-1] in NAMED_ENTRIES else None
+
+
+def _mapping(config: dict[str, Any], path: Key) -> dict[str, Any]:
+    value = _at(config, path)
+    return value if isinstance(value, dict) else {}
+
+
+def _at(config: dict[str, Any], path: Key) -> Any:
+    value: Any = config
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value

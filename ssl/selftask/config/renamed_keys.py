@@ -1,0 +1,31 @@
+"""Former names of config keys, for the hint in the message about an unknown key."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+FORMER_NAMES = {
+    "shrink": "max_side",  # data
+    "max_bad": "max_unreadable",  # data
+    "copy_to": "stage_to",  # data
+    "engine": "augment_on",  # data
+    "timeout_s": "hang_timeout_s",  # launch
+    "compress": "grad_compression",  # parallel
+    "coverage": "min_matched",  # init
+    "decay_norm_and_bias": "decay_1d",  # optimizer
+    "trust": "trust_coefficient",  # lars, larc
+    "of": "stats",  # normalize
+    "shift": "translate",  # random_affine
+    "turns": "k",  # rotate_90
+    "fault": "fault_injection",  # hooks
+    "dim": "out_dim",  # methods
+    "hidden": "hidden_dim",  # methods
+    "num_prototypes": "out_dim",  # dino
+    "redundancy": "redundancy_weight",  # barlow
+}
+
+
+def present_name(former: str, known: Container[str]) -> str | None:
+    """Return what a key is called now, if that is one of the known names."""
+    name = FORMER_NAMES.get(former, "")
+    return name if name in known else None
