@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from selftask.batch import Draws
-from selftask.config.checks.checks import unbatched
+from selftask.config.checks.contradictions import unbatched
 from selftask.config.schema import Component, ViewConfig
 from selftask.data.device.compose import Chain
 from selftask.data.device.operation import Operation, find_batched_transform
