@@ -1,0 +1,98 @@
+"""Block masks: rectangles of patches until enough of the image is covered.
+
+Bao et al., BEiT: BERT Pre-Training of Image Transformers, ICLR 2022, arXiv:2106.08254, algorithm 1;
+with the sizes of BEiT's published code, which iBOT, data2vec and DINOv2 use.
+
+B images, h x w patches in a grid, N = h * w.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from selftask.random.keyed import uniform
+
+_DRAWS = 4  # for a rectangle: its area, its shape, its row, its column
+_TRIES = 10  # in a row without success end an image, as in the published code
+
+
+class BlockMask:
+    """Sampler of block masks: a function of seed and key, on the device of the key.
+
+    Rectangles are tried one after another. One is taken if it covers patches that are not yet
+    masked, and not more than remain to be masked. A mask so has at most the number of patches that
+    is asked for, and mostly somewhat fewer.
+
+    Args:
+        grid: Rows and columns of patches (h, w).
+        min_patches: Smallest area of a rectangle.
+        max_patches: Largest area of a rectangle; None: half of the image.
+        min_aspect: Smallest height / width of a rectangle; the largest is its inverse.
+        max_tries: Rectangles tried for an image.
+    """
+
+    def __init__(
+        self,
+        grid: tuple[int, int],
+        *,
+        min_patches: int = 4,
+        max_patches: int | None = None,
+        min_aspect: float = 0.3,
+        max_tries: int = 64,
+    ) -> None:
+        self.grid = grid
+        self.num_patches = grid[0] * grid[1]
+        self.min_patches = min_patches
+        self.max_patches = self.num_patches // 2 if max_patches is None else max_patches
+        self.max_log_aspect = -math.log(min_aspect)
+        self.max_tries = max_tries
+        self.num_draws = _DRAWS * max_tries
+
+    def draw(self, seed: int, key: Tensor, counts: Tensor) -> Tensor:
+        """Draw a mask for each key.
+
+        Args:
+            seed: Of the run.
+            key: (B, 2), see ``random.keyed``.
+            counts: (B,) number of patches to mask at most.
+
+        Returns:
+            (B, N) bool, True for masked patches.
+        """
+        return self.from_draws(uniform(seed, key, self.num_draws), counts)
+
+    def from_draws(self, draws: Tensor, counts: Tensor) -> Tensor:
+        """Turn ``num_draws`` numbers in [0, 1) an image, (B, num_draws), into masks (B, N)."""
+        mask = torch.zeros(len(draws), self.num_patches, dtype=torch.bool, device=draws.device)
+        failures = torch.zeros_like(counts)  # in a row
+        for one in draws.unflatten(1, (self.max_tries, _DRAWS)).unbind(1):
+            room = counts - mask.sum(dim=1)  # (B,)
+            block, fits = self._rectangle(one, room.clamp(max=self.max_patches))
+            added = (block & ~mask).sum(dim=1)
+            open_ = (room > 0) & (failures < _TRIES)
+            taken = fits & (added > 0) & (added <= room.clamp(max=self.max_patches)) & open_
+            mask |= block & taken[:, None]
+            failures = torch.where(taken, 0, failures + 1)
+        return mask
+
+    def _rectangle(self, draws: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+        """A rectangle of ``min_patches`` to ``most`` (B,) patches: (B, N), and whether it fits."""
+        area, aspect, down, right = draws.unbind(dim=1)
+        area = self.min_patches + (most - self.min_patches) * area
+        aspect = torch.exp(self.max_log_aspect * (2 * aspect - 1))
+        height, width = (area * aspect).sqrt().round(), (area / aspect).sqrt().round()
+        fits = (height < self.grid[0]) & (width < self.grid[1])
+        rows = _run(height, down, self.grid[0])
+        columns = _run(width, right, self.grid[1])
+        return (rows[:, :, None] & columns[:, None, :]).flatten(1), fits
+
+
+def _run(size: Tensor, draw: Tensor, length: int) -> Tensor:
+    """``size`` (B,) neighbours of ``length`` places, at any offset: bool (B, length)."""
+    free = (length - size).clamp(min=0)
+    first = (draw * (free + 1)).floor().minimum(free)  # draw < 1, but rounding
+    places = torch.arange(length, device=size.device)
+    return (places >= first[:, None]) & (places < (first + size)[:, None])
