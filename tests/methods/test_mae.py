@@ -193,6 +193,16 @@ def test_weights_start_as_in_the_paper() -> None:
     assert network.backbone.patch_embed.proj.bias.all()  # torch's own, as in the code
 
 
+def test_images_of_another_size_have_masks_of_their_own_grid() -> None:
+    vit = lambda: _vit(dynamic_img_size=True)  # noqa: E731
+    task = MiniTask("mae", SMALL, backbone=vit, sizes=(12,), lr=0.1).run(2)
+    batch, output = _forward(task)
+    assert batch["masked"].shape == (4, 27)  # three quarters of 6 x 6 patches
+    assert int(batch["masked"].max()) == 35
+    assert output.shape == (4, 27, 12)
+    assert math.isfinite(task.losses[-1])
+
+
 def test_backbone_is_exported_under_timms_names() -> None:
     task = _task()
     exported = task.loss.export_backbone(task.base_model)
