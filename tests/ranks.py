@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 
 # Ranks are forked from a process that has imported what takes seconds, once for all tests.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["torch.distributed", "torchvision", "lightly.loss", "selftask.task"]
+    ["torch.distributed", "torch._dynamo", "torchvision", "timm", "lightly.loss", "selftask.task"]
 )
 
 

@@ -1,4 +1,4 @@
-"""Stop, go on, and nothing tells that there was a stop: for every method, bit for bit."""
+"""Stop and resume, with test phases, evaluations, accumulation: equal bit for bit."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ import tiny
 from selftask.checkpoint import rotation
 from selftask.config.load import to_yaml
 from selftask.errors import UserError
-from selftask.registry import METHODS
 from selftask.run.compatibility import check_same_run
 
 LABELLED = ("meters.accuracy={topk: [1]}", "eval.evaluations={knn: {}}", "eval.every='1 epoch'")
 
 
-def extras(method: str, folder: Path) -> list[str]:
-    """What some methods do in addition, so that test phases and evaluations are stopped, too."""
-    val = f"data.val={tiny.digits_file(folder, 'val.npz', 400, 430)}"
-    return {
-        "supervised": [val, *LABELLED],
-        "simclr": [val, *LABELLED[1:], "hooks.clip_gradients={max_norm: 1.0}"],
-        "barlow": ["train.precision=bfloat16"],
-        "byol": ["train.step=accumulate", "train.accumulate=2", "train.log_every=2"],
-    }.get(method, [])
+VAL = "data.val=val.npz"
+CASES = {
+    "supervised": [VAL, *LABELLED],
+    "simclr": [VAL, *LABELLED[1:], "hooks.clip_gradients={max_norm: 1.0}"],
+    "barlow": ["train.precision=bfloat16"],
+    "byol": ["train.step=accumulate", "train.accumulate=2", "train.log_every=2"],
+}  # every method alone: tests/methods/test_contract.py
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +30,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("resume")
 
 
-@pytest.mark.parametrize("method", METHODS.names())
-def test_stopped_and_resumed_is_never_stopped(method: str, folder: Path) -> None:
-    more = ["train.epochs=2", *extras(method, folder)]
+@pytest.mark.parametrize("method", CASES)
+def test_stopped_and_resumed_is_never_stopped(
+    method: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    tiny.digits_file(folder, "val.npz", 400, 430)
+    more = ["train.epochs=2", *CASES[method]]
     tiny.train(method, folder, f"{method}_whole", *more)
     # in the middle of an epoch, and exactly at the end of one (accumulate: by two)
     updates = 3 if "train.step=accumulate" in more else tiny.STEPS_PER_EPOCH

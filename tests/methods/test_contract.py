@@ -1,24 +1,61 @@
-"""What every method promises: a pure loss and a declared number of views."""
+"""What every method promises, tried on its tiny recipe in this process.
+
+A pure loss, a declared number of views, resume without a trace, and on two ranks what it does on
+one. A method is covered as soon as its file exists.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import tiny
+from ranks import run_ranks
 from selftask.batch import total
+from selftask.checkpoint import rotation, store
+from selftask.cli.check import load
 from selftask.config.load import load_config
+from selftask.config.schema import Config
+from selftask.data.loading.open_data import Sources
+from selftask.equivalence.compare import Record, compare, merge
+from selftask.equivalence.tiny_recipe import images_for, make_tiny
+from selftask.equivalence.trace import RecordedTask, batch_norm_replaced
 from selftask.errors import ConfigError
 from selftask.registry import METHODS
+from selftask.task import Task
+
+STEPS = 3  # two epochs, the second one begun
+every_method = pytest.mark.parametrize("method", METHODS.names())
 
 
-@pytest.mark.parametrize("method", METHODS.names())
+def small(method: str, out: Path, batch_size: int = 8) -> Config:
+    """The tiny recipe of a method."""
+    config = make_tiny(load(method, []), batch_size=batch_size, steps=STEPS)
+    return replace(config, out=str(out))
+
+
+# -- the loss --------------------------------------------------------------------------------------
+
+
+def remembered(method: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state of a method, without the running statistics of a predictor's BatchNorm.
+
+    Those follow every forward pass in training mode, as the network's own do.
+    """
+    statistics = ("running_mean", "running_var", "num_batches_tracked")
+    return {k: v for k, v in method.state_dict().items() if k.rpartition(".")[2] not in statistics}
+
+
+@every_method
 def test_the_loss_may_be_called_again_and_changes_nothing(method: str, tmp_path: Path) -> None:
     """After a whole step of a trained task, on the batch of the next one."""
-    task = tiny.task(method, tmp_path, "run", "eval.evaluations={}")
+    config = small(method, tmp_path)
+    task = Task(config, sources=Sources(images_for(config), None))
     task.prepare()
     task.on_start()
     task.on_phase_start()
@@ -26,25 +63,28 @@ def test_the_loss_may_be_called_again_and_changes_nothing(method: str, tmp_path:
     batch = task.last_batch = next(task.batches)
     batch.output = task.model(batch.input)
     task.run_hooks("on_forward")
-    before = copy.deepcopy(task.loss.state_dict())
+    before = copy.deepcopy(remembered(task.loss))
     plain = {name: item for name, item in vars(task.loss).items() if isinstance(item, int | float)}
     pending = [len(item) for item in vars(task.loss).values() if isinstance(item, list)]
     added = {name: item for name, item in batch.added.items() if isinstance(item, torch.Tensor)}
     kept = {name: item.clone() for name, item in added.items()}
     losses = [task.loss(batch.output, batch) for _ in range(3)]
     assert len({total(loss).item() for loss in losses}) == 1
-    assert tiny.differences(task.loss.state_dict(), before) == []
+    assert tiny.differences(remembered(task.loss), before) == []
     now = {name: item for name, item in vars(task.loss).items() if isinstance(item, int | float)}
     assert now == plain
     assert [len(item) for item in vars(task.loss).values() if isinstance(item, list)] == pending
     assert tiny.differences(added, kept) == []
+    trained = [p for p in task.base_model.parameters() if p.requires_grad]
     for loss in losses:
-        gradients = torch.autograd.grad(total(loss), batch.output, retain_graph=True)
-        assert gradients[0].isfinite().all()
+        found = torch.autograd.grad(total(loss), trained, retain_graph=True, allow_unused=True)
+        gradients = [gradient for gradient in found if gradient is not None]
+        assert gradients
+        assert all(gradient.isfinite().all() for gradient in gradients)
     task.close()
 
 
-@pytest.mark.parametrize("method", METHODS.names())
+@every_method
 def test_another_number_of_views_than_declared_is_refused(method: str) -> None:
     views = METHODS[method].views
     assert METHODS.declared(method, "views", None) == views
@@ -56,3 +96,60 @@ def test_another_number_of_views_than_declared_is_refused(method: str) -> None:
         wanted = f"views: {method} needs {least} view.* of an image, got {number}"
         with pytest.raises(ConfigError, match=wanted):
             load_config(method, [groups])
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def recorded(config: Config, stop: int = STEPS) -> Record:
+    """Train a tiny recipe in double precision up to ``stop`` steps and save; what happened."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with batch_norm_replaced():
+            task = RecordedTask(config)
+            task.prepare()
+        task.train_until(stop)
+        task.save_checkpoint()
+        record = task.record()
+        task.close()
+        return record
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def on_rank(rank: int, config: Config) -> Record:
+    """The same on one rank of two, whose processes have met."""
+    numbers = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})  # asked for, never used
+    return recorded(config)
+
+
+@every_method
+def test_a_stopped_run_goes_on_as_if_never_stopped(method: str, tmp_path: Path) -> None:
+    """Everything in the last checkpoint, bit for bit; stopped within an epoch and at its end."""
+    whole = small(method, tmp_path / "whole")
+    parts = replace(whole, out=str(tmp_path / "parts"))
+    recorded(whole)
+    for stop in range(1, STEPS + 1):
+        recorded(parts, stop)
+    states = [
+        store.load(rotation.checkpoints(Path(config.out, "checkpoints"))[0])
+        for config in (whole, parts)
+    ]
+    assert states[0]["clock"]["iteration"] == STEPS
+    for state in states:
+        del state["config"], state["metrics_bytes"]
+    assert tiny.differences(*states) == []
+
+
+@every_method
+def test_two_ranks_do_what_one_does(method: str, tmp_path: Path) -> None:
+    """Samples, inputs, loss and terms, gradients, all state; by a network without BatchNorm."""
+    config = small(method, tmp_path / "one")
+    one = merge([recorded(config)])
+    two = run_ranks(on_rank, 2, replace(config, out=str(tmp_path / "two")))
+    wrong = [row for row in compare(one, two, "2") if not row.ok]
+    assert wrong == []
+    first = one["loss"][0][""][0]
+    assert one["loss"][1][""][0] != first, "nothing was trained"

@@ -7,13 +7,14 @@ of a method's ``Config`` by ``setting(..., tiny=...)``, backbones by a method ``
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
 from selftask.config.checks.components import component_problems
+from selftask.config.checks.requirements import required
 from selftask.config.config_class import config_class
 from selftask.config.schema import (
     DEFAULT_HOOKS,
@@ -23,7 +24,7 @@ from selftask.config.schema import (
     ResumeConfig,
     ViewConfig,
 )
-from selftask.data.source import Source
+from selftask.data.source import ExtraKind, Source
 from selftask.errors import ConfigError
 from selftask.registry import BACKBONES, METHODS, TRANSFORMS
 
@@ -79,15 +80,26 @@ def make_tiny(config: Config, *, batch_size: int, steps: int) -> Config:
 def images_for(config: Config) -> Images:
     """So many that an epoch has ``UPDATES_PER_EPOCH`` updates, and one image is left over."""
     count = UPDATES_PER_EPOCH * config.train.accumulate * config.train.batch_size + 1
-    return Images(count, _channels(config))
+    extras: dict[str, ExtraKind] = {
+        group.image: "image" for group in config.views.values() if group.image is not None
+    }
+    if "captions" in required(config.method.name):
+        extras["caption"] = "text"
+    return Images(count, _channels(config), extras)
 
 
 class Images(Source):
-    """Noisy images of four kinds, each a function of its number alone."""
+    """Noisy images of four kinds, each a function of its number alone.
 
-    def __init__(self, count: int, channels: int = 3) -> None:
+    Further images of a sample are those of the next numbers; captions name kind and number.
+    """
+
+    def __init__(
+        self, count: int, channels: int = 3, extras: Mapping[str, ExtraKind] | None = None
+    ) -> None:
         self.channels = channels
         self.labels = np.arange(count, dtype=np.int64) % _KINDS
+        self.extras = extras or {}
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -99,6 +111,11 @@ class Images(Source):
         noise = np.random.default_rng(_KINDS + index).integers(0, 100, size)
         enlarged = np.kron(coarse, np.ones((IMAGE_SIZE // 4, IMAGE_SIZE // 4, 1), dtype=np.int64))
         return (enlarged + noise).astype(np.uint8), kind
+
+    def extra(self, index: int, name: str) -> Any:
+        if self.extras[name] == "text":
+            return f"kind {self.labels[index]}, number {index}"
+        return self[(index + 1 + [*self.extras].index(name)) % len(self)][0]
 
     def path(self, index: int) -> str:
         return f"synthetic image {index}"
