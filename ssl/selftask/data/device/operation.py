@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from selftask.data.transforms.transform import SCALARS
 from selftask.errors import UserError
 from selftask.registry import BATCHED_TRANSFORMS
 
@@ -94,14 +95,37 @@ class Operation(ABC):
         """
 
 
-class RandomlyApplied(Operation):
-    """A transform that draws no more than whether it changes an image."""
+class UniformOperation(Operation):
+    """The batched form of a ``UniformTransform``."""
 
     def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        return {"chosen": np.array([one is not None for one in params], dtype=np.float32)}
+        half = [0.5] * self.transform.num_uniforms
+        _, other = self.transform.params_of(half, *sizes[0].tolist(), SCALARS)
+        chosen = np.array([one is not None for one in params])
+        columns = np.array([other if one is None else one for one in params], dtype=np.float64).T
+        return self.arrays(chosen, columns, sizes)
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        return {"chosen": (streams.random(1)[:, 0] < self.transform.p).astype(np.float32)}
+        uniforms = streams.random(self.transform.num_uniforms).T
+        chosen, params = self.transform.params_of(uniforms, *sizes.T, np)
+        return self.arrays(chosen, params, sizes)
+
+    @abstractmethod
+    def arrays(self, chosen: Any, params: Any, sizes: np.ndarray) -> Arrays:
+        """Return what ``apply`` needs of a batch.
+
+        Args:
+            chosen: which images are changed, bool (B,), or True for all.
+            params: those of ``UniformTransform.params_of``, (B,) each; also for other images.
+            sizes: height and width of the images, int64 (B, 2).
+        """
+
+
+class RandomlyApplied(UniformOperation):
+    """The batched form of a transform that is applied with probability ``p``."""
+
+    def arrays(self, chosen: Any, params: Any, sizes: np.ndarray) -> Arrays:
+        return {"chosen": chosen}
 
     def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
         return on_chosen(images, packed["chosen"], self.change)

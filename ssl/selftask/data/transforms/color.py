@@ -1,11 +1,20 @@
-"""Colour, blur and contrast; 8-bit with clipping after each operation, as torchvision does."""
+"""Color, blur and contrast: 8 bits, clipped after each operation as torchvision does.
+
+The compiled kernel runs these programs on three channels, the device engine has torch forms for
+batches. OpenCV's forms serve other numbers of channels and installations without the kernel. They
+stay beside torch's because torch's cost twenty to eighty times as much for one image: microseconds
+of CPU time at 224x224 pixels, one thread (kernel, OpenCV, torch): color_jitter 30, 152, 3373;
+grayscale 8, 14, 319; gaussian_blur 27, 70, 4940; solarize 8, 7, 578 (``python
+tools/bench/transform_forms.py``).
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 import cv2
 import numpy as np
@@ -14,37 +23,48 @@ from selftask.config.fields import setting
 from selftask.data.kernel import MAX_SIGMA, Op
 from selftask.data.transforms.channels import RGB, by_groups, needs_rgb
 from selftask.data.transforms.tones import solarize
-from selftask.data.transforms.transform import RandomlyApplied, Transform
+from selftask.data.transforms.transform import RandomlyApplied, UniformTransform
 from selftask.registry import register_transform
 
 LUMA = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R 601), as Pillow and torchvision use
-_ORDERS = list(itertools.permutations(range(4)))
-_EYE = np.eye(3, 4)
-_GRAY = np.zeros((3, 4))
-_GRAY[:, :3] = LUMA
+ORDERS = tuple(itertools.permutations(range(4)))  # of brightness, contrast, saturation and hue
 
 
 class Jitter(NamedTuple):
-    """Drawn factors; ``order`` is that in which 0 brightness, 1 contrast, 2 saturation, 3 hue."""
+    """Parameters of ``color_jitter``."""
 
-    factors: tuple[float, float, float]
-    turn: float
-    order: tuple[int, ...]
+    brightness: Any  # factors; numbers, or arrays for a batch
+    contrast: Any
+    saturation: Any
+    turn: Any  # of the hue, in turns of the color circle
+    order_number: Any  # index into ORDERS
+
+    @property
+    def factors(self) -> tuple[Any, Any, Any]:
+        """Brightness, contrast and saturation."""
+        return self[:3]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The operations (0 brightness, 1 contrast, 2 saturation, 3 hue) in their order."""
+        return ORDERS[self.order_number]
 
 
 @register_transform("color_jitter")
 @dataclass(frozen=True, kw_only=True)
-class ColorJitter(Transform):
+class ColorJitter(UniformTransform):
     """Brightness, contrast, saturation and hue by random factors, in random order.
 
-    Contrast is about the mean luma; where there are not three channels, about the mean of all.
+    Contrast is about the mean luma, or the mean of all channels if there are not three.
     """
+
+    num_uniforms: ClassVar[int] = 6
 
     # factors within 1 +- this, never below 0
     brightness: float = setting(0.0, min=0)
     contrast: float = setting(0.0, min=0)
     saturation: float = setting(0.0, min=0)
-    # turn of the colour circle within +- this
+    # turn of the color circle within +- this
     hue: float = setting(0.0, min=0, max=0.5)
     p: float = setting(1.0, min=0, max=1)
 
@@ -53,14 +73,24 @@ class ColorJitter(Transform):
             if getattr(self, key) and self.p:
                 yield from needs_rgb(f"{key}: {getattr(self, key)}", channels, "use 0")
 
-    def draw(self, rng: np.random.Generator, height: int, width: int) -> Jitter | None:
-        chance, *draws, turn, order = rng.random(6).tolist()
-        if chance >= self.p:
-            return None
-        strengths = (self.brightness, self.contrast, self.saturation)
-        brightness, contrast, saturation = map(_factor, strengths, draws)
-        turn = self.hue * (2 * turn - 1)
-        return Jitter((brightness, contrast, saturation), turn, _ORDERS[int(order * len(_ORDERS))])
+    def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
+        chance, of_brightness, of_contrast, of_saturation, of_turn, of_order = uniforms
+        (low_b, span_b), (low_c, span_c), (low_s, span_s) = self._ranges
+        jitter = Jitter(
+            low_b + span_b * of_brightness,
+            low_c + span_c * of_contrast,
+            low_s + span_s * of_saturation,
+            self.hue * (2 * of_turn - 1),
+            xp.floor(of_order * len(ORDERS)),
+        )
+        return chance < self.p, jitter
+
+    @cached_property
+    def _ranges(self) -> list[tuple[float, float]]:
+        """The least value and the width of each factor's range."""
+        strengths = self.brightness, self.contrast, self.saturation
+        lows = [max(0.0, 1.0 - strength) for strength in strengths]
+        return [(low, 1.0 + one - low) for low, one in zip(lows, strengths, strict=True)]
 
     def numbers(self, params: Jitter | None) -> Sequence[float]:
         """Factors of brightness, contrast and saturation, and turn of the hue."""
@@ -69,12 +99,8 @@ class ColorJitter(Transform):
     def apply(self, image: np.ndarray, params: Jitter) -> np.ndarray:
         strengths = (self.brightness, self.contrast, self.saturation, self.hue)
         for operation in params.order:
-            if not strengths[operation]:
-                continue
-            if operation == 3:
-                image = adjust_hue(image, params.turn)
-            else:
-                image = _ADJUST[operation](image, params.factors[operation])
+            if strengths[operation]:
+                image = _ADJUST[operation](image, params[operation])
         return image
 
     def program(self, params: Jitter) -> Sequence[float]:
@@ -82,7 +108,7 @@ class ColorJitter(Transform):
         program: list[float] = []
         for operation in params.order:
             if strengths[operation]:
-                program += _STEPS[operation]((*params.factors, params.turn)[operation])
+                program += _STEPS[operation](params[operation])
         return program
 
 
@@ -106,12 +132,14 @@ class Grayscale(RandomlyApplied):
 
 @register_transform("gaussian_blur")
 @dataclass(frozen=True, kw_only=True)
-class GaussianBlur(Transform):
+class GaussianBlur(UniformTransform):
     """Blur by a random sigma, with probability p.
 
-    The true Gaussian, cut off where it no longer counts: no kernel size to choose, as with
-    Pillow's filter in MoCo's, BYOL's and DINO's code, which comes close to it by box filters.
+    The kernel size follows from sigma, as with Pillow's filter in the code of MoCo, BYOL and DINO,
+    which approximates the Gaussian by box filters.
     """
+
+    num_uniforms: ClassVar[int] = 2
 
     p: float = setting(0.5, min=0, max=1)
     sigma: tuple[float, float] = (0.1, 2.0)  # pixels
@@ -120,12 +148,12 @@ class GaussianBlur(Transform):
         if not 0 <= self.sigma[0] <= self.sigma[1]:
             yield f"sigma: {list(self.sigma)}; 0 <= least <= largest is expected"
 
-    def draw(self, rng: np.random.Generator, height: int, width: int) -> float | None:
+    def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
         """Sigma in pixels."""
-        chance, draw = rng.random(2).tolist()
+        chance, draw = uniforms
         low, high = self.sigma
         sigma = low + (high - low) * draw
-        return sigma if chance < self.p and sigma > 0 else None
+        return (chance < self.p) & (sigma > 0), sigma
 
     def numbers(self, params: float | None) -> Sequence[float]:
         """Sigma in pixels; 0 if the image is not blurred."""
@@ -155,11 +183,13 @@ class Solarize(RandomlyApplied):
 
 @register_transform("contrast_noise")
 @dataclass(frozen=True, kw_only=True)
-class ContrastNoise(Transform):
+class ContrastNoise(UniformTransform):
     """Random contrast, brightness offset and sensor noise: x * factor + offset + noise.
 
     On the scale [0, 1], clipped to it. The noise is the same in all channels, so gray stays gray.
     """
+
+    num_uniforms: ClassVar[int] = 2
 
     contrast: tuple[float, float] = (1.0, 1.0)  # the factor's range
     offset: tuple[float, float] = (0.0, 0.0)  # its range
@@ -171,18 +201,23 @@ class ContrastNoise(Transform):
         if not self.offset[0] <= self.offset[1]:
             yield f"offset: {list(self.offset)}; least <= largest is expected"
 
+    def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
+        """Factor, and offset on the scale [0, 255]."""
+        factor, offset = uniforms
+        factor = self.contrast[0] + (self.contrast[1] - self.contrast[0]) * factor
+        offset = self.offset[0] + (self.offset[1] - self.offset[0]) * offset
+        return True, (factor, 255 * offset)
+
     def draw(
         self, rng: np.random.Generator, height: int, width: int
     ) -> tuple[float, float, np.ndarray | None]:
-        """Factor, offset, and the noise (H, W, 1), on the scale [0, 255]."""
-        factor, offset = rng.random(2).tolist()
-        factor = self.contrast[0] + (self.contrast[1] - self.contrast[0]) * factor
-        offset = self.offset[0] + (self.offset[1] - self.offset[0]) * offset
+        """Factor, offset and the noise (H, W, 1), on the scale [0, 255]."""
+        factor, offset = super().draw(rng, height, width)
         noise = None
         if self.noise:
             noise = rng.standard_normal((height, width, 1), dtype=np.float32)
             noise *= np.float32(255 * self.noise)
-        return factor, 255 * offset, noise
+        return factor, offset, noise
 
     def apply(
         self, image: np.ndarray, params: tuple[float, float, np.ndarray | None]
@@ -195,69 +230,62 @@ class ContrastNoise(Transform):
 
 
 def adjust_brightness(image: np.ndarray, factor: float) -> np.ndarray:
-    """x * factor."""
+    """Multiply by a factor."""
     if image.shape[2] != RGB:
         return _by_table(image, factor, 0.0)
-    return cv2.transform(image, factor * _EYE)
+    return _transformed(image, _matrix(factor))
 
 
 def adjust_contrast(image: np.ndarray, factor: float) -> np.ndarray:
-    """Away from (factor above 1) or towards the mean luma, which is rounded as Pillow does.
+    """Move away from (factor above 1) or towards the mean luma, rounded as Pillow does.
 
-    Where there are not three channels, towards the mean of them all.
+    If there are not three channels, it is the mean of all.
     """
     if image.shape[2] != RGB:
         return _by_table(image, factor, (1 - factor) * int(image.mean() + 0.5))
     red, green, blue, _ = cv2.mean(image)
     mean = int(LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue + 0.5)
-    matrix = factor * _EYE
-    matrix[:, 3] = (1 - factor) * mean
-    return cv2.transform(image, matrix)
+    return _transformed(image, _matrix(factor, offset=(1 - factor) * mean))
 
 
 def adjust_saturation(image: np.ndarray, factor: float) -> np.ndarray:
-    """Away from (factor above 1) or towards each pixel's luma."""
-    return cv2.transform(image, factor * _EYE + (1 - factor) * _GRAY)
+    """Move away from (factor above 1) or towards each pixel's luma."""
+    return _transformed(image, _matrix(factor, 1 - factor))
 
 
 def adjust_hue(image: np.ndarray, turn: float) -> np.ndarray:
-    """Turn the hue by a fraction of the colour circle, in steps of 1/256."""
+    """Turn the hue by a fraction of the color circle, in steps of 1/256."""
     hsv: np.ndarray = cv2.cvtColor(image, cv2.COLOR_RGB2HSV_FULL)
     step = np.array((int(turn * 255) % 256, 0, 0), dtype=np.uint8)
     rows = np.tile(step, image.shape[1]).reshape(image.shape[1], 3)
-    hsv += rows  # wraps around, as the circle does
+    hsv += rows  # wraps around like the circle
     return cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB_FULL)
 
 
+def _transformed(image: np.ndarray, matrix: tuple[float, ...]) -> np.ndarray:
+    return cv2.transform(image, np.reshape(matrix, (3, 4)))
+
+
 def _by_table(image: np.ndarray, factor: float, shift: float) -> np.ndarray:
-    """x * factor + shift, in every channel."""
+    """Return x * factor + shift, in every channel."""
     levels = np.clip(np.rint(np.arange(256) * factor + shift), 0, 255).astype(np.uint8)
     return cv2.LUT(image, levels).reshape(image.shape)
 
 
-def _factor(strength: float, draw: float) -> float:
-    low = max(0.0, 1.0 - strength)
-    return low + (1.0 + strength - low) * draw
-
-
-def _brightness_step(factor: float) -> Sequence[float]:
-    return (Op.MATRIX, factor, 0, 0, 0, 0, factor, 0, 0, 0, 0, factor, 0)
-
-
-def _saturation_step(factor: float) -> Sequence[float]:
-    red, green, blue = ((1 - factor) * weight for weight in LUMA)
+def _matrix(factor: float, of_luma: float = 0.0, offset: float = 0.0) -> tuple[float, ...]:
+    """Return 3x4 coefficients, row by row: x * factor + luma(x) * of_luma + offset."""
+    red, green, blue = of_luma * LUMA[0], of_luma * LUMA[1], of_luma * LUMA[2]
     return (
-        Op.MATRIX,
-        *(factor + red, green, blue, 0),
-        *(red, factor + green, blue, 0),
-        *(red, green, factor + blue, 0),
+        *(factor + red, green, blue, offset),
+        *(red, factor + green, blue, offset),
+        *(red, green, factor + blue, offset),
     )
 
 
-_ADJUST = (adjust_brightness, adjust_contrast, adjust_saturation)
+_ADJUST = (adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)
 _STEPS: tuple[Callable[[float], Sequence[float]], ...] = (
-    _brightness_step,
+    lambda factor: (Op.MATRIX, *_matrix(factor)),
     lambda factor: (Op.CONTRAST, factor),
-    _saturation_step,
+    lambda factor: (Op.MATRIX, *_matrix(factor, 1 - factor)),
     lambda turn: (Op.HUE, turn),
 )

@@ -1,25 +1,33 @@
-"""Crops and sizes, with torchvision's names and semantics; resizing is antialiased."""
+"""Crops and resizing, with torchvision's names and semantics; resizing is antialiased.
+
+OpenCV's and torch's resizing of bytes (``resampling.resize``) stays beside the compiled kernel and
+the device engine's matrices, which cost twenty to a hundred times as much for one image:
+microseconds of CPU time at 224x224 pixels, one thread (kernel, OpenCV, matrices):
+random_resized_crop to 112 pixels 14, 45, 960; resize 14, 44, 1214; center_crop -, 3, 396;
+random_crop -, 8, 852 (``python tools/bench/transform_forms.py``).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
 import cv2
 import numpy as np
 
 from selftask.config.fields import setting
 from selftask.data.kernel import Filter, Op
+from selftask.data.transforms.boxes import first_fit, random_box
 from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.resampling import resize
-from selftask.data.transforms.transform import Deterministic, Matrix, Transform
+from selftask.data.transforms.transform import Deterministic, Matrix, Transform, UniformTransform
 from selftask.registry import register_transform
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom, in pixels
 _FILTERS = {"bilinear": Filter.BILINEAR, "bicubic": Filter.BICUBIC}
-TRIES = 10  # random crops of a wrong shape before the centre is taken
 
 
 @register_transform("random_resized_crop")
@@ -39,17 +47,18 @@ class RandomResizedCrop(Transform):
             yield f"ratio: {list(self.ratio)}; 0 < least <= largest is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Box:
-        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
-        for _ in range(TRIES):
-            of_area, of_ratio, of_left, of_top = rng.random(4).tolist()
-            area = width * height * (self.scale[0] + (self.scale[1] - self.scale[0]) * of_area)
-            ratio = math.exp(low + (high - low) * of_ratio)
-            w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-            if 0 < w <= width and 0 < h <= height:
-                left = int(of_left * (width - w + 1))
-                top = int(of_top * (height - h + 1))
-                return left, top, left + w, top + h
-        return self.centre_box(width, height)
+        box: Box | None = first_fit(rng, height, width, self.attempt)
+        return box or self.center_box(width, height)
+
+    def attempt(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
+        """Return whether a random box fits into the image, and the box; see ``boxes.Attempt``."""
+        left, top, w, h = random_box(uniforms, height, width, self.scale, self._log_ratio, xp)
+        fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
+        return fits, (left, top, left + w, top + h)
+
+    @cached_property
+    def _log_ratio(self) -> tuple[float, float]:
+        return math.log(self.ratio[0]), math.log(self.ratio[1])
 
     def apply(self, image: np.ndarray, params: Box) -> np.ndarray:
         left, top, right, bottom = params
@@ -71,8 +80,8 @@ class RandomResizedCrop(Transform):
         width, height = right - left, bottom - top
         return (Op.CROP_RESIZE, left, top, width, height, self.size, self.size, filter_)
 
-    def centre_box(self, width: int, height: int) -> Box:
-        """The largest crop in the middle whose aspect ratio is allowed."""
+    def center_box(self, width: int, height: int) -> Box:
+        """Return the largest box in the middle whose aspect ratio is in ``ratio``."""
         w, h = width, height
         if width / height < self.ratio[0]:
             h = min(height, round(width / self.ratio[0]))
@@ -93,7 +102,7 @@ class Resize(Transform):
     def draw(
         self, rng: np.random.Generator, height: int, width: int
     ) -> tuple[int, int, int, int] | None:
-        """Height and width of the image, then of the result; nothing about it is random."""
+        """Height and width of the image, then of the result; not random."""
         if min(height, width) == self.size:
             return None
         if width <= height:
@@ -137,17 +146,21 @@ class CenterCrop(Deterministic):
 
 @register_transform("random_crop")
 @dataclass(frozen=True, kw_only=True)
-class RandomCrop(Transform):
+class RandomCrop(UniformTransform):
     """A square at a random place, after padding with black on all sides."""
+
+    num_uniforms: ClassVar[int] = 2
 
     size: int = setting(min=1)  # pixels
     padding: int = setting(0, min=0)  # pixels on each side; 4 for CIFAR
 
-    def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[int, int]:
+    def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
         """Left and top in the padded image."""
-        across, down = rng.random(2).tolist()
-        room = (max(0, side + 2 * self.padding - self.size) for side in (width, height))
-        return int(across * (next(room) + 1)), int(down * (next(room) + 1))
+        across, down = uniforms
+        room_x, room_y = (
+            xp.maximum(0, side + 2 * self.padding - self.size) for side in (width, height)
+        )
+        return True, (xp.floor(across * (room_x + 1)), xp.floor(down * (room_y + 1)))
 
     def apply(self, image: np.ndarray, params: tuple[int, int]) -> np.ndarray:
         if self.padding:
@@ -169,7 +182,7 @@ class RandomCrop(Transform):
 
 
 def _pad_to(image: np.ndarray, size: int) -> np.ndarray:
-    """Black around the image until each side has at least ``size`` pixels."""
+    """Pad with black until each side has at least ``size`` pixels."""
     down, across = (max(0, size - side) for side in image.shape[:2])
     if not down and not across:
         return image

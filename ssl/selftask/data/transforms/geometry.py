@@ -1,11 +1,17 @@
-"""Flips, rotations and affine maps; each resamples the image once at most."""
+"""Flips, rotations and affine maps; each resamples the image at most once.
+
+OpenCV's forms stay beside the device engine's torch forms, which cost six to a hundred times as
+much for one image: microseconds of CPU time at 224x224 pixels, one thread (OpenCV, torch):
+horizontal_flip 5, 319 (compiled kernel: 5); vertical_flip 3, 311; rotation 179, 1010;
+random_affine 183, 1150 (``python tools/bench/transform_forms.py``).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import cv2
 import numpy as np
@@ -14,7 +20,7 @@ from selftask.config.fields import setting
 from selftask.data.kernel import Op
 from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.resampling import warp
-from selftask.data.transforms.transform import Matrix, RandomlyApplied, Transform
+from selftask.data.transforms.transform import Matrix, RandomlyApplied, UniformTransform
 from selftask.registry import register_transform
 
 
@@ -51,17 +57,19 @@ class VerticalFlip(RandomlyApplied):
 
 @register_transform("rotation")
 @dataclass(frozen=True, kw_only=True)
-class Rotation(Transform):
-    """Turn about the centre by up to ``degrees`` either way; the size stays."""
+class Rotation(UniformTransform):
+    """Rotate about the center by up to ``degrees`` either way; the size stays."""
+
+    num_uniforms: ClassVar[int] = 1
 
     degrees: float = setting(min=0, max=360)
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
     fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
 
-    def draw(self, rng: np.random.Generator, height: int, width: int) -> Matrix:
-        """From output to input coordinates; anticlockwise for a positive angle."""
-        angle = self.degrees * (2 * rng.random() - 1)
-        return inverse_affine((width, height), -angle, 1.0, (0.0, 0.0))
+    def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
+        """The matrix from output to input coordinates; positive angles are anticlockwise."""
+        angle = self.degrees * (2 * uniforms[0] - 1)
+        return True, inverse_affine((width, height), -angle, 1.0, (0.0, 0.0), xp)
 
     def apply(self, image: np.ndarray, params: Matrix) -> np.ndarray:
         return warp(image, params, self.interpolation, self.fill)
@@ -76,11 +84,13 @@ class Rotation(Transform):
 
 @register_transform("random_affine")
 @dataclass(frozen=True, kw_only=True)
-class RandomAffine(Transform):
+class RandomAffine(UniformTransform):
     """Random rotation, scale and shift in a single resampling.
 
     torchvision's RandomAffine without shear, except that shifts are not rounded to whole pixels.
     """
+
+    num_uniforms: ClassVar[int] = 4
 
     degrees: float = setting(0.0, min=0, max=360)  # rotation by up to this, either way
     scale: tuple[float, float] = (1.0, 1.0)
@@ -93,14 +103,15 @@ class RandomAffine(Transform):
         if not 0 < self.scale[0] <= self.scale[1]:
             yield f"scale: {list(self.scale)}; 0 < least <= largest is expected"
 
-    def draw(self, rng: np.random.Generator, height: int, width: int) -> Matrix:
-        """From output to input coordinates."""
-        angle, scale, right, down = rng.random(4).tolist()
-        return inverse_affine(
+    def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
+        """The matrix from output to input coordinates."""
+        angle, scale, right, down = uniforms
+        return True, inverse_affine(
             (width, height),
             self.degrees * (2 * angle - 1),
             self.scale[0] + (self.scale[1] - self.scale[0]) * scale,
             (width * self.translate * (2 * right - 1), height * self.translate * (2 * down - 1)),
+            xp,
         )
 
     def apply(self, image: np.ndarray, params: Matrix) -> np.ndarray:
@@ -111,17 +122,22 @@ class RandomAffine(Transform):
 
 
 def inverse_affine(
-    size: tuple[int, int], degrees: float, scale: float, shift: tuple[float, float]
-) -> Matrix:
-    """The 2x3 matrix, row by row, that takes output to input coordinates.
+    size: tuple[Any, Any], degrees: Any, scale: Any, shift: tuple[Any, Any], xp: Any
+) -> tuple[Any, ...]:
+    """Return the matrix (2x3, row by row) from output to input coordinates.
 
-    Forward: turn clockwise by ``degrees`` about the centre and scale, then shift by pixels.
+    Args:
+        size: width and height in pixels; numbers, or arrays for a batch, like all but ``xp``.
+        degrees: clockwise rotation about the center.
+        scale: scaling about the center.
+        shift: translation in pixels afterwards, to the right and down.
+        xp: ``SCALARS`` or NumPy.
     """
-    centre_x, centre_y = size[0] / 2, size[1] / 2
-    cos = math.cos(math.radians(degrees)) / scale
-    sin = math.sin(math.radians(degrees)) / scale
-    from_x, from_y = centre_x + shift[0], centre_y + shift[1]
+    center_x, center_y = size[0] / 2, size[1] / 2
+    cos = xp.cos(xp.radians(degrees)) / scale
+    sin = xp.sin(xp.radians(degrees)) / scale
+    from_x, from_y = center_x + shift[0], center_y + shift[1]
     return (
-        *(cos, sin, centre_x - cos * from_x - sin * from_y),
-        *(-sin, cos, centre_y + sin * from_x - cos * from_y),
+        *(cos, sin, center_x - cos * from_x - sin * from_y),
+        *(-sin, cos, center_y + sin * from_x - cos * from_y),
     )

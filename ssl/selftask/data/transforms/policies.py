@@ -2,6 +2,10 @@
 
 Operations are those of Pillow, so the sizes do not change. ``interpolation`` and ``fill`` are for
 the geometric ones.
+
+OpenCV's forms stay beside the device engine's torch forms, which cost six to thirty times as much
+for one image: microseconds of CPU time at 224x224 pixels, one thread (OpenCV, torch): rand_augment
+19, 568; aug_mix 759, 4284 (``python tools/bench/transform_forms.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from selftask.data.transforms.policy_tables import (
     magnitude,
 )
 from selftask.data.transforms.resampling import warp
-from selftask.data.transforms.transform import UNMOVED, Matrix, Transform, after
+from selftask.data.transforms.transform import SCALARS, UNMOVED, Matrix, Transform, after
 from selftask.registry import register_transform
 
 Operation = tuple[str, float]  # name and signed magnitude
@@ -206,7 +210,7 @@ def perform(
 def affine_of(name: str, size: float, height: int, width: int) -> tuple[float, ...]:
     """From output to input coordinates, 2x3, row by row; shear is about the upper left corner."""
     if name == "Rotate":
-        return inverse_affine((width, height), -size, 1.0, (0.0, 0.0))
+        return inverse_affine((width, height), -size, 1.0, (0.0, 0.0), SCALARS)
     pixels = -int(round(size, 3))  # whole ones, and 16 do not become 15 by a rounding error
     return {
         "ShearX": (1.0, size, 0.0, 0.0, 1.0, 0.0),

@@ -1,18 +1,24 @@
-"""Tones of 8-bit images: tables over a channel's values and sharpness, as Pillow's ImageOps."""
+"""Posterize, equalize, autocontrast, invert and sharpness, like Pillow's ImageOps.
+
+OpenCV's and NumPy's forms stay beside the device engine's torch forms, which cost five to a hundred
+times as much for one image: microseconds of CPU time at 224x224 pixels, one thread (OpenCV, torch):
+posterize 2, 277; equalize 144, 833; autocontrast 110, 578; invert 2, 326; sharpness 36, 577
+(``python tools/bench/transform_forms.py``).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cv2
 import numpy as np
 
 from selftask.config.fields import setting
 from selftask.data.transforms.channels import by_groups
-from selftask.data.transforms.transform import RandomlyApplied, Transform
+from selftask.data.transforms.transform import RandomlyApplied, UniformTransform
 from selftask.registry import register_transform
 
 _VALUES = np.arange(256)
@@ -65,8 +71,10 @@ class Invert(RandomlyApplied):
 
 @register_transform("sharpness")
 @dataclass(frozen=True, kw_only=True)
-class Sharpness(Transform):
+class Sharpness(UniformTransform):
     """Sharpen or smooth by a random factor, with probability p."""
+
+    num_uniforms: ClassVar[int] = 2
 
     factor: tuple[float, float] = (0.0, 2.0)  # 0 smooth, 1 unchanged, 2 sharp
     p: float = setting(0.5, min=0, max=1)
@@ -75,18 +83,18 @@ class Sharpness(Transform):
         if not 0 <= self.factor[0] <= self.factor[1]:
             yield f"factor: {list(self.factor)}; 0 <= least <= largest is expected"
 
-    def draw(self, rng: np.random.Generator, height: int, width: int) -> float | None:
+    def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
         """The factor."""
-        chance, draw = rng.random(2).tolist()
+        chance, draw = uniforms
         low, high = self.factor
-        return low + (high - low) * draw if chance < self.p else None
+        return chance < self.p, low + (high - low) * draw
 
     def apply(self, image: np.ndarray, params: float) -> np.ndarray:
         return adjust_sharpness(image, params)
 
 
 def posterize(image: np.ndarray, bits: int) -> np.ndarray:
-    """The highest ``bits`` of every value; none is black."""
+    """Keep the highest ``bits`` of every value; 0 bits give black."""
     return image & np.uint8(256 - 2 ** (8 - bits) if bits else 0)
 
 
@@ -98,7 +106,7 @@ def solarize(image: np.ndarray, threshold: float) -> np.ndarray:
 
 
 def autocontrast(image: np.ndarray) -> np.ndarray:
-    """Stretch each channel to 0..255; one of a single value stays as it is."""
+    """Stretch each channel to 0..255; a constant channel is unchanged."""
     return by_groups(_stretched, image)
 
 
@@ -114,7 +122,7 @@ def _stretched(image: np.ndarray) -> np.ndarray:
 
 
 def equalize(image: np.ndarray) -> np.ndarray:
-    """Values to their places in the channel's order, at Pillow's rounding."""
+    """Flatten each channel's histogram, rounded as Pillow does."""
     return by_groups(_equalized, image)
 
 
@@ -125,7 +133,7 @@ def _equalized(image: np.ndarray) -> np.ndarray:
 
 
 def _flat_table(histogram: np.ndarray) -> np.ndarray:
-    """uint8 (256,) that flattens a histogram, float (256, 1); Pillow's ``ImageOps.equalize``."""
+    """Return the table uint8 (256,) that flattens a histogram, float (256, 1)."""
     counts = histogram.ravel().astype(np.int64)
     present = np.flatnonzero(counts)
     step = 0 if len(present) <= 1 else int(counts.sum() - counts[present[-1]]) // 255
@@ -136,9 +144,10 @@ def _flat_table(histogram: np.ndarray) -> np.ndarray:
 
 
 def adjust_sharpness(image: np.ndarray, factor: float) -> np.ndarray:
-    """Away from (factor above 1) or towards a smoothed image; the outermost pixels stay.
+    """Move away from (factor above 1) or towards a smoothed image; border pixels are unchanged.
 
-    Pillow's smoothing is [1 1 1; 1 5 1; 1 1 1] / 13: nine parts a mean of 3x3 and four the pixel.
+    Pillow's kernel is [1 1 1; 1 5 1; 1 1 1] / 13, which is 9/13 of the 3x3 mean and 4/13 of the
+    pixel.
     """
     return by_groups(lambda part: _sharpened(part, factor), image)
 

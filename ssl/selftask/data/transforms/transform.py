@@ -1,9 +1,11 @@
-"""What a transform is: parameters drawn from a generator, then applied to an image."""
+"""The transform contract: draw parameters from a generator, then apply them to an image."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,31 +24,47 @@ def after(first: Matrix, second: Matrix) -> Matrix:
     )
 
 
-class Transform(ABC):
-    """One registered operation on 8-bit images; its dataclass fields are its keys in the config.
+# The part of NumPy's namespace that formulas of parameters use, for Python numbers. For one image
+# it takes a tenth of NumPy's time.
+SCALARS = SimpleNamespace(
+    exp=math.exp,
+    sqrt=math.sqrt,
+    cos=math.cos,
+    sin=math.sin,
+    tan=math.tan,
+    radians=math.radians,
+    floor=math.floor,
+    rint=round,
+    maximum=max,
+    minimum=min,
+)
 
-    Drawing and applying are apart, so that whoever applies (image by image here, a batch at once
-    on a device) does the same with the same draws. A transform of your own may as well be any
-    callable ``(image, rng) -> image``.
+
+class Transform(ABC):
+    """One registered operation on 8-bit images; its dataclass fields are its config keys.
+
+    Drawing and applying are separate, so that both engines use the same parameters: the CPU engine
+    applies them to one image, the device engine to a batch. A transform of your own may also be
+    any callable ``(image, rng) -> image``.
     """
 
-    channels: ClassVar[int] = 3  # of the images that it is used for; set with them
+    channels: ClassVar[int] = 3  # of the images; set by the pipeline
     affine: ClassVar[bool] = True  # False: no affine map says where pixels of the result come from
 
     def channel_problems(self, channels: int) -> Iterator[str]:
-        """``key: why``, for what it cannot do to images of so many channels."""
+        """Yield ``key: why`` for each key that does not work with this number of channels."""
         return iter(())
 
     @abstractmethod
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
-        """Parameters for an image of that size; None if it is to stay as it is."""
+        """Return parameters for an image of this size, or None to leave it unchanged."""
 
     @abstractmethod
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
-        """The changed image, uint8 (H', W', C), of one (H, W, C), which is left as it was."""
+        """Return the changed image, uint8 (H', W', C); ``image`` (H, W, C) is read-only."""
 
     def program(self, params: Any) -> Sequence[float] | None:
-        """The same for the compiled kernel (``data/kernel``); None where it knows no such thing."""
+        """Return the compiled kernel's program (``data/kernel``), or None if it has no such op."""
         return None
 
     def source_matrix(self, params: Any, height: int, width: int) -> Matrix:
@@ -69,13 +87,44 @@ class Transform(ABC):
         return image if params is None else self.apply(image, params)
 
 
-class RandomlyApplied(Transform):
-    """A transform that draws no more than whether it changes the image, with probability ``p``."""
+class UniformTransform(Transform):
+    """A transform whose parameters are a formula of a fixed number of uniforms.
 
-    p: float
+    The formula is written once: for one image it gets numbers, for a batch arrays.
+    """
+
+    num_uniforms: ClassVar[int]
+
+    @abstractmethod
+    def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
+        """Compute parameters from uniforms in [0, 1).
+
+        Args:
+            uniforms: ``num_uniforms`` numbers, or as many arrays (N,).
+            height: of the image in pixels; a number or an array (N,).
+            width: likewise.
+            xp: ``SCALARS`` or NumPy.
+
+        Returns:
+            Whether the image is changed, and the parameters: a number or a flat tuple of them,
+            each an array (N,) for a batch.
+        """
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
-        return () if rng.random() < self.p else None
+        count = self.num_uniforms
+        uniforms = (rng.random(),) if count == 1 else rng.random(count).tolist()
+        chosen, params = self.params_of(uniforms, height, width, SCALARS)
+        return params if chosen else None
+
+
+class RandomlyApplied(UniformTransform):
+    """A transform that is applied with probability ``p`` and has no other random parameters."""
+
+    num_uniforms: ClassVar[int] = 1
+    p: float
+
+    def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
+        return uniforms[0] < self.p, ()
 
     def numbers(self, params: Any) -> Sequence[float]:
         """1 if the image is changed, else 0."""

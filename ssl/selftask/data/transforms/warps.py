@@ -1,9 +1,14 @@
-"""Shear, perspective and elastic distortion; each resamples the image once."""
+"""Shear, perspective and elastic distortion; each resamples the image once.
+
+OpenCV's forms stay beside the device engine's torch forms, which cost five to nine times as much
+for one image: microseconds of CPU time at 224x224 pixels, one thread (OpenCV, torch): random_shear
+182, 1051; random_perspective 143, 1233; elastic 208, 1017 (``python
+tools/bench/transform_forms.py``).
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -13,7 +18,7 @@ import numpy as np
 from selftask.config.fields import setting
 from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.resampling import MODES, warp
-from selftask.data.transforms.transform import Matrix, Transform
+from selftask.data.transforms.transform import Matrix, Transform, UniformTransform
 from selftask.registry import register_transform
 
 _HALF = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])  # to coordinates with pixels' centres at .5
@@ -22,8 +27,10 @@ _BACK = np.array([[1, 0, -0.5], [0, 1, -0.5], [0, 0, 1]])
 
 @register_transform("random_shear")
 @dataclass(frozen=True, kw_only=True)
-class RandomShear(Transform):
-    """Random shear about the centre, as the shear of torchvision's RandomAffine."""
+class RandomShear(UniformTransform):
+    """Random shear about the center, like torchvision's RandomAffine."""
+
+    num_uniforms: ClassVar[int] = 2
 
     x: float = 0.0  # degrees, by up to this either way: rows slide along themselves
     y: float = 0.0  # the same for columns
@@ -35,13 +42,14 @@ class RandomShear(Transform):
             if not 0 <= getattr(self, key) < 90:
                 yield f"{key}: {getattr(self, key)}; 0 to 89 degrees is expected"
 
-    def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[float, ...]:
-        """From output to input coordinates, 2x3, row by row."""
-        x, y = (2 * rng.random(2) - 1).tolist()
-        across, down = math.tan(math.radians(self.x * x)), math.tan(math.radians(self.y * y))
-        a, b, c, d = 1 + across * down, across, down, 1.0
-        left, top = width / 2, height / 2
-        return a, b, left - a * left - b * top, c, d, top - c * left - d * top
+    def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
+        """The matrix (2x3, row by row) from output to input coordinates."""
+        x, y = uniforms
+        b, d = (
+            xp.tan(xp.radians(most * (2 * one - 1))) for most, one in ((self.x, x), (self.y, y))
+        )
+        a, left, top = 1 + b * d, width / 2, height / 2
+        return True, (a, b, left - a * left - b * top, d, 1.0, top - d * left - top)
 
     def apply(self, image: np.ndarray, params: tuple[float, ...]) -> np.ndarray:
         return warp(image, params, self.interpolation, self.fill)
@@ -53,7 +61,7 @@ class RandomShear(Transform):
 @register_transform("random_perspective")
 @dataclass(frozen=True, kw_only=True)
 class RandomPerspective(Transform):
-    """The image seen from a random side, with probability p; torchvision's RandomPerspective."""
+    """A random perspective, with probability p, like torchvision's RandomPerspective."""
 
     affine: ClassVar[bool] = False
 
@@ -64,9 +72,9 @@ class RandomPerspective(Transform):
     fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
-        """Where the corners go: (4, 2), x and y in whole pixels, clockwise from the upper left."""
+        """New places of the corners: (4, 2), x and y in pixels, clockwise from the upper left."""
         chance, *draws = rng.random(9).tolist()
-        if chance >= self.p or min(height, width) < 2:  # its corners are one
+        if chance >= self.p or min(height, width) < 2:  # corners coincide
             return None
         room = np.array([int(self.distortion * (side // 2)) for side in (width, height)])
         inwards = np.floor(np.array(draws).reshape(4, 2) * (room + 1))
@@ -94,9 +102,9 @@ class RandomPerspective(Transform):
 @register_transform("elastic")
 @dataclass(frozen=True, kw_only=True)
 class Elastic(Transform):
-    """Smooth random displacements, with probability p; torchvision's ElasticTransform.
+    """Smooth random displacements, with probability p, like torchvision's ElasticTransform.
 
-    Far slower than the others: every pixel has two draws and a place of its own.
+    Far slower than the others: two numbers are drawn for each pixel.
     """
 
     affine: ClassVar[bool] = False
@@ -113,7 +121,7 @@ class Elastic(Transform):
             yield f"sigma: {self.sigma}; above 0 is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
-        """Displacements in pixels, float32 (2, H, W): to the right and down."""
+        """Displacements to the right and down in pixels, float32 (2, H, W)."""
         if rng.random() >= self.p:
             return None
         noise = 2 * rng.random((2, height, width), dtype=np.float32) - 1
@@ -140,6 +148,6 @@ class Elastic(Transform):
 
 
 def corners_of(height: int, width: int) -> np.ndarray:
-    """The middles of the four corner pixels as torchvision counts them, float32 (4, 2)."""
+    """Return the coordinates of the corners as torchvision counts them, float32 (4, 2)."""
     right, bottom = width - 1, height - 1
     return np.array([[0, 0], [right, 0], [right, bottom], [0, bottom]], dtype=np.float32)

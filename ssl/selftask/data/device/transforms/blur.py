@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,8 @@ from torch import Tensor
 from selftask.data.device.operation import (
     Arrays,
     Images,
-    Operation,
     Tensors,
+    UniformOperation,
     on_chosen,
     to_levels,
 )
@@ -23,26 +22,19 @@ from selftask.data.transforms.color import GaussianBlur
 from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
-    from selftask.random.views import Streams
+    pass
 
 _LEAST = 1e-2  # pixels: below, a Gaussian is no more than its middle
 
 
 @register_batched_transform("gaussian_blur")
-class BatchedGaussianBlur(Operation):
+class BatchedGaussianBlur(UniformOperation):
     """Two matrices an image, as for resizing."""
 
     transform: GaussianBlur
 
-    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        sigma = np.array([one or 0.0 for one in params], dtype=np.float32)
-        return {"sigma": sigma}
-
-    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        chance, draw = streams.random(2).T
-        low, high = self.transform.sigma
-        sigma = np.where(chance < self.transform.p, low + (high - low) * draw, 0.0)
-        return {"sigma": sigma.astype(np.float32)}
+    def arrays(self, chosen: Any, params: Any, sizes: np.ndarray) -> Arrays:
+        return {"sigma": np.where(chosen, params, 0.0)}
 
     def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
         blur = partial(_blur, radius=round(6 * self.transform.sigma[1] + 1) // 2)

@@ -12,9 +12,9 @@ from torch import Tensor
 from selftask.data.device.operation import (
     Arrays,
     Images,
-    Operation,
     RandomlyApplied,
     Tensors,
+    UniformOperation,
     per_image,
     to_levels,
 )
@@ -22,7 +22,7 @@ from selftask.data.transforms.color import LUMA, ContrastNoise
 from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
-    from selftask.random.views import Streams
+    pass
 
 
 @register_batched_transform("grayscale")
@@ -58,7 +58,7 @@ class BatchedInvert(RandomlyApplied):
 
 
 @register_batched_transform("contrast_noise")
-class BatchedContrastNoise(Operation):
+class BatchedContrastNoise(UniformOperation):
     """x * factor + offset + noise, with the noise that was drawn.
 
     Noise is no function of a few numbers, so it travels with the batch, and many images' worth
@@ -72,19 +72,14 @@ class BatchedContrastNoise(Operation):
         self.vectorised = not transform.noise
 
     def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        factors, offsets, noises = zip(*params, strict=True)
-        packed = {"factor": np.array(factors, np.float32), "offset": np.array(offsets, np.float32)}
+        packed = super().pack([one[:2] for one in params], sizes)
         if self.transform.noise:
-            packed["noise"] = np.stack(noises)[..., 0]
+            packed["noise"] = np.stack([noise for _, _, noise in params])[..., 0]
         return packed
 
-    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        (low, high), (least, most) = self.transform.contrast, self.transform.offset
-        factor, offset = streams.random(2).T
-        return {
-            "factor": (low + (high - low) * factor).astype(np.float32),
-            "offset": (255 * (least + (most - least) * offset)).astype(np.float32),
-        }
+    def arrays(self, chosen: Any, params: Any, sizes: np.ndarray) -> Arrays:
+        factor, offset = params
+        return {"factor": factor, "offset": offset}
 
     def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
         values = images.values.mul_(per_image(packed["factor"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +14,12 @@ from selftask.data.device.operation import (
     Images,
     Operation,
     Tensors,
+    UniformOperation,
     to_levels,
 )
 from selftask.data.device.resampling import filter_matrix, resample
-from selftask.data.transforms.crops import TRIES, CenterCrop, RandomCrop, RandomResizedCrop, Resize
+from selftask.data.transforms.boxes import TRIES, Attempt
+from selftask.data.transforms.crops import CenterCrop, RandomCrop, RandomResizedCrop, Resize
 from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
@@ -40,26 +41,10 @@ class BatchedRandomResizedCrop(Operation):
         return {"box": np.array(params, dtype=np.float32)}
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        """The tries of all images together; each goes on until its crop fits."""
         crop = self.transform
-        box = np.array([crop.centre_box(w, h) for h, w in sizes.tolist()], dtype=np.int64)
-        low, high = math.log(crop.ratio[0]), math.log(crop.ratio[1])
-        rows = np.arange(len(sizes))
-        for _ in range(TRIES):
-            of_area, of_ratio, of_left, of_top = streams.random(4, rows).T
-            height, width = sizes[rows].T
-            area = width * height * (crop.scale[0] + (crop.scale[1] - crop.scale[0]) * of_area)
-            ratio = np.exp(low + (high - low) * of_ratio)
-            w = np.rint(np.sqrt(area * ratio)).astype(np.int64)
-            h = np.rint(np.sqrt(area / ratio)).astype(np.int64)
-            left = (of_left * (width - w + 1)).astype(np.int64)
-            top = (of_top * (height - h + 1)).astype(np.int64)
-            fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
-            box[rows[fits]] = np.stack([left, top, left + w, top + h], axis=1)[fits]
-            rows = rows[~fits]
-            if not len(rows):
-                break
-        return {"box": box.astype(np.float32)}
+        box = np.array([crop.center_box(w, h) for h, w in sizes.tolist()], dtype=np.float64)
+        first_fits(streams, sizes, np.arange(len(sizes)), crop.attempt, box)
+        return {"box": box}
 
     def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
         box, size, kind = packed["box"], self.transform.size, self.transform.interpolation
@@ -139,25 +124,36 @@ class BatchedCenterCrop(BatchedCut):
 
 
 @register_batched_transform("random_crop")
-class BatchedRandomCrop(BatchedCut):
+class BatchedRandomCrop(UniformOperation, BatchedCut):
     """A square at a random place of the padded image."""
 
     transform: RandomCrop
 
-    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        return self._pack(np.array(params, dtype=np.int64)[:, ::-1], sizes)
-
-    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        room = np.maximum(0, sizes + 2 * self.transform.padding - self.transform.size)
-        across, down = streams.random(2).T
-        draws = np.stack([down, across], axis=1)
-        return self._pack((draws * (room + 1)).astype(np.int64), sizes)
-
-    def _pack(self, corner: np.ndarray, sizes: np.ndarray) -> Arrays:
-        """``corner`` (B, 2) is top and left in the padded image."""
+    def arrays(self, chosen: Any, params: Any, sizes: np.ndarray) -> Arrays:
+        left, top = params  # in the padded image
         padding = self.transform.padding
         missing = np.maximum(0, self.transform.size - sizes - 2 * padding)
-        return {"corner": (corner - padding - missing // 2).astype(np.float32)}
+        return {"corner": np.stack([top, left], axis=1) - padding - missing // 2}
+
+
+def first_fits(
+    streams: Streams, sizes: np.ndarray, rows: np.ndarray, attempt: Attempt, boxes: np.ndarray
+) -> None:
+    """``boxes.first_fit`` for some images of a batch.
+
+    Args:
+        streams: random streams of all images.
+        sizes: height and width of all images, int64 (B, 2).
+        rows: the images that get a box, int64 (R,).
+        attempt: draws boxes.
+        boxes: float64 (B, 4); the row of an image is overwritten if a box fits.
+    """
+    for _ in range(TRIES):
+        if not len(rows):
+            return
+        fits, box = attempt(streams.random(4, rows).T, *sizes[rows].T, np)
+        boxes[rows[fits]] = np.stack(box, axis=1)[fits]
+        rows = rows[~fits]
 
 
 def cut(values: Tensor, axis: int, start: Tensor, end: Any, size: int) -> Tensor:

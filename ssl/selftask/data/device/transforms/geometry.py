@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +12,9 @@ from torch.nn.functional import grid_sample
 from selftask.data.device.operation import (
     Arrays,
     Images,
-    Operation,
     RandomlyApplied,
     Tensors,
+    UniformOperation,
     on_chosen,
     to_levels,
 )
@@ -30,7 +28,7 @@ from selftask.data.transforms.warps import RandomShear
 from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
-    from selftask.random.views import Streams
+    pass
 
 
 @register_batched_transform("horizontal_flip")
@@ -66,32 +64,15 @@ class BatchedFlip(RandomlyApplied):
 @register_batched_transform("rotation")
 @register_batched_transform("random_affine")
 @register_batched_transform("random_shear")
-class BatchedWarp(Operation):
+class BatchedWarp(UniformOperation):
     """Affine maps: each output pixel is read where its matrix says."""
 
     in_place = False
     transform: Rotation | RandomAffine | RandomShear
 
-    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        return {"matrix": np.array(params, dtype=np.float32)}
-
-    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        height, width = sizes.T
-        transform = self.transform
-        if isinstance(transform, RandomShear):
-            return {"matrix": _shear(transform, streams.random(2), sizes)}
-        if isinstance(transform, Rotation):
-            angle = -transform.degrees * (2 * streams.random(1)[:, 0] - 1)
-            none = np.zeros(len(sizes))
-            return {"matrix": _inverse_affine(width, height, angle, none + 1, none, none)}
-        angle, scale, right, down = streams.random(4).T
-        matrix = _inverse_affine(
-            *(width, height, transform.degrees * (2 * angle - 1)),
-            transform.scale[0] + (transform.scale[1] - transform.scale[0]) * scale,
-            width * transform.translate * (2 * right - 1),
-            height * transform.translate * (2 * down - 1),
-        )
-        return {"matrix": matrix}
+    def arrays(self, chosen: Any, params: Any, sizes: np.ndarray) -> Arrays:
+        columns = [np.broadcast_to(one, len(sizes)) for one in params]
+        return {"matrix": np.stack(columns, axis=1)}
 
     def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
         return images.with_values(warped(images.values, packed["matrix"], self.transform))
@@ -122,32 +103,3 @@ def read_at(values: Tensor, x: Tensor, y: Tensor, transform: Any) -> Tensor:
     fill, mode = transform.fill, transform.interpolation
     moved = grid_sample(values - fill, grid, mode, "zeros", align_corners=False).add_(fill)
     return to_levels(moved)
-
-
-def _shear(shear: RandomShear, draws: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """RandomShear.draw for (N, 2) draws: (N, 6) float32."""
-    x, y = (2 * draws - 1).T * (math.pi / 180)
-    across, down = np.tan(shear.x * x), np.tan(shear.y * y)
-    a, b, c, d = 1 + across * down, across, down, np.ones(len(draws))
-    top, left = sizes.T / 2
-    rows = (a, b, left - a * left - b * top, c, d, top - c * left - d * top)
-    return np.stack(rows, axis=1).astype(np.float32)
-
-
-def _inverse_affine(
-    width: np.ndarray,
-    height: np.ndarray,
-    degrees: np.ndarray,
-    scale: np.ndarray,
-    right: np.ndarray,
-    down: np.ndarray,
-) -> np.ndarray:
-    """transforms.geometry.inverse_affine for N images: (N, 6) float32."""
-    centre_x, centre_y = width / 2, height / 2
-    cos, sin = (f(degrees * (math.pi / 180)) / scale for f in (np.cos, np.sin))
-    from_x, from_y = centre_x + right, centre_y + down
-    rows = (
-        *(cos, sin, centre_x - cos * from_x - sin * from_y),
-        *(-sin, cos, centre_y + sin * from_x - cos * from_y),
-    )
-    return np.stack(rows, axis=1).astype(np.float32)

@@ -8,9 +8,7 @@ is done once for all images, at whatever place in the order it comes for each.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,56 +17,34 @@ from torch import Tensor
 from selftask.data.device.operation import (
     Arrays,
     Images,
-    Operation,
     Tensors,
+    UniformOperation,
     on_chosen,
     per_image,
     to_levels,
 )
 from selftask.data.device.transforms.color import luma
-from selftask.data.transforms.color import ColorJitter, Jitter
+from selftask.data.transforms.color import ORDERS, ColorJitter
 from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
-    from selftask.random.views import Streams
+    pass
 
 HUE = 3  # number of the operation; 0 brightness, 1 contrast, 2 saturation
 STEPS = 3  # at most, before the turn and after it
-_ORDERS = np.array(list(itertools.permutations(range(4))))  # as the transform numbers them
+_ORDERS = np.array(ORDERS)
 
 
 @register_batched_transform("color_jitter")
-class BatchedColorJitter(Operation):
+class BatchedColorJitter(UniformOperation):
     """Colour jitter in each image's own order."""
 
     transform: ColorJitter
 
-    def pack(self, params: Sequence[Jitter | None], sizes: np.ndarray) -> Arrays:
-        none = Jitter((1.0, 1.0, 1.0), 0.0, tuple(range(4)))
-        given = [one or none for one in params]
-        return self._pack(
-            np.array([one is not None for one in params]),
-            np.array([one.factors for one in given]),
-            np.array([one.turn for one in given]),
-            np.array([one.order for one in given]),
-        )
-
-    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        jitter = self.transform
-        draws = streams.random(6)
-        strengths = np.array((jitter.brightness, jitter.contrast, jitter.saturation))
-        low = np.maximum(0.0, 1.0 - strengths)
-        return self._pack(
-            draws[:, 0] < jitter.p,
-            low + (1.0 + strengths - low) * draws[:, 1:4],
-            jitter.hue * (2 * draws[:, 4] - 1),
-            _ORDERS[(draws[:, 5] * len(_ORDERS)).astype(np.int64)],
-        )
-
-    def _pack(
-        self, chosen: np.ndarray, factors: np.ndarray, turn: np.ndarray, order: np.ndarray
-    ) -> Arrays:
-        """From (B,), (B, 3), (B,) and (B, 4) to the coefficients of each step, (B, 6)."""
+    def arrays(self, chosen: Any, params: Any, sizes: np.ndarray) -> Arrays:
+        """Compute the coefficients of each step, (B, 6)."""
+        *each, turn, order_number = params
+        factors, order = np.stack(each, axis=1), _ORDERS[order_number.astype(np.int64)]
         jitter = self.transform
         active = np.array((jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)) != 0
         place = np.zeros(len(order), dtype=np.int64)

@@ -6,7 +6,6 @@ batch, as bytes or short numbers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor
 
 from selftask.data.device.operation import Arrays, Images, Operation, Tensors, to_levels
+from selftask.data.device.transforms.crops import first_fits
 from selftask.data.transforms.noise import (
-    TRIES,
     Cutout,
     GaussianNoise,
     Hole,
@@ -78,23 +77,9 @@ class BatchedRandomErasing(BatchedHoles):
     transform: RandomErasing
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        """The tries of all images together; each goes on until its rectangle fits."""
-        erasing, (height, width) = self.transform, sizes.T
         box = np.zeros((len(sizes), 1, 4))
-        low, high = math.log(erasing.ratio[0]), math.log(erasing.ratio[1])
-        (rows,) = np.nonzero(streams.random(1)[:, 0] < erasing.p)
-        for _ in range(TRIES):
-            if not len(rows):
-                break
-            of_area, of_ratio, of_left, of_top = streams.random(4, rows).T
-            height, width = sizes[rows].T
-            area = height * width * (erasing.scale[0] + np.ptp(erasing.scale) * of_area)
-            ratio = np.exp(low + (high - low) * of_ratio)
-            h, w = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
-            left, top = np.floor(of_left * (width - w + 1)), np.floor(of_top * (height - h + 1))
-            fits = (h < height) & (w < width)
-            box[rows[fits], 0] = np.stack([left, top, left + w, top + h], axis=1)[fits]
-            rows = rows[~fits]
+        (rows,) = np.nonzero(streams.random(1)[:, 0] < self.transform.p)
+        first_fits(streams, sizes, rows, self.transform.attempt, box[:, 0])
         return {"box": box}
 
 
@@ -108,11 +93,10 @@ class BatchedCutout(BatchedHoles):
         cutout = self.transform
         box = np.zeros((len(sizes), cutout.num_holes, 4))
         (rows,) = np.nonzero(streams.random(1)[:, 0] < cutout.p)
-        ends = sizes[rows, None, ::-1]  # width and height
         places = streams.random(2 * cutout.num_holes, rows).reshape(len(rows), cutout.num_holes, 2)
-        first = np.floor(places * ends) - cutout.length // 2
-        last = np.minimum(first + cutout.length, ends)
-        box[rows] = np.concatenate([np.maximum(first, 0), last], axis=2)
+        height, width = sizes[rows].T[..., None]
+        sides = cutout.box(places[..., 0], places[..., 1], height, width, np)
+        box[rows] = np.stack(sides, axis=2)
         return {"box": box}
 
 

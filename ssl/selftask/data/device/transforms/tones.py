@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,9 +11,9 @@ from torch import Tensor
 from selftask.data.device.operation import (
     Arrays,
     Images,
-    Operation,
     RandomlyApplied,
     Tensors,
+    UniformOperation,
     on_chosen,
     per_image,
     to_levels,
@@ -23,7 +22,7 @@ from selftask.data.transforms.tones import Sharpness
 from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
-    from selftask.random.views import Streams
+    pass
 
 
 @register_batched_transform("equalize")
@@ -43,21 +42,13 @@ class BatchedAutocontrast(RandomlyApplied):
 
 
 @register_batched_transform("sharpness")
-class BatchedSharpness(Operation):
+class BatchedSharpness(UniformOperation):
     """Away from or towards a smoothed image."""
 
     transform: Sharpness
 
-    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        return {
-            "factor": np.array([1.0 if one is None else one for one in params]),
-            "chosen": np.array([one is not None for one in params]),
-        }
-
-    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        chance, draw = streams.random(2).T
-        low, high = self.transform.factor
-        return {"factor": low + (high - low) * draw, "chosen": chance < self.transform.p}
+    def arrays(self, chosen: Any, params: Any, sizes: np.ndarray) -> Arrays:
+        return {"factor": params, "chosen": chosen}
 
     def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
         return on_chosen(images, packed["chosen"], sharpen, packed["factor"])

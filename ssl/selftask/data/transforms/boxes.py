@@ -1,0 +1,54 @@
+"""Random boxes, for crops and erased rectangles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from selftask.data.transforms.transform import SCALARS
+
+TRIES = 10  # boxes that do not fit into the image before giving up
+
+# A function of four uniforms, height, width and ``xp``, as in ``UniformTransform.params_of``. It
+# returns whether the box fits, and (left, top, right, bottom).
+Attempt = Callable[..., Any]
+
+
+def first_fit(rng: np.random.Generator, height: int, width: int, attempt: Attempt) -> Any:
+    """Return the first box that fits into an image of this size, or None after ``TRIES``."""
+    for _ in range(TRIES):
+        fits, box = attempt(rng.random(4).tolist(), height, width, SCALARS)
+        if fits:
+            return box
+    return None
+
+
+def random_box(
+    uniforms: Sequence[Any],
+    height: Any,
+    width: Any,
+    scale: tuple[float, float],
+    log_ratio: tuple[float, float],
+    xp: Any,
+) -> tuple[Any, Any, Any, Any]:
+    """Return a box of random area and aspect ratio, which may be larger than the image.
+
+    Args:
+        uniforms: for area, aspect ratio, left and top.
+        height: of the image in pixels.
+        width: likewise.
+        scale: range of the area, as a fraction of the image's.
+        log_ratio: range of the logarithm of width / height.
+        xp: ``SCALARS`` or NumPy.
+
+    Returns:
+        Left, top, width and height.
+    """
+    of_area, of_ratio, of_left, of_top = uniforms
+    low, high = log_ratio
+    area = height * width * (scale[0] + (scale[1] - scale[0]) * of_area)
+    aspect = xp.exp(low + (high - low) * of_ratio)
+    w, h = xp.rint(xp.sqrt(area * aspect)), xp.rint(xp.sqrt(area / aspect))
+    return xp.floor(of_left * (width - w + 1)), xp.floor(of_top * (height - h + 1)), w, h
