@@ -91,6 +91,39 @@ def test_trains_resumes_exports_and_evaluates(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_run_at_an_address_is_a_model(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *words(tmp_path, OUT, "train.max_steps=2")]) == 0
+    plugin, data = "import=[mem_store]", f"data={tiny.digits_file(tmp_path)}"
+    trusted = ("trust=true", plugin)  # of a run that names code of its own
+    exported = addresses.read_bytes(f"{OUT}/export/backbone.pt")
+    assert main(["export", OUT, *trusted]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"{OUT}/export/backbone.pt"
+    assert addresses.read_bytes(f"{OUT}/export/backbone.pt") == exported
+    assert main(["export", f"{OUT}/export/backbone.pt", "--out", "mem://bucket/x", plugin]) == 0
+    for model in (OUT, f"{OUT}/export/backbone.pt", "mem://bucket/x"):
+        capsys.readouterr()
+        assert main(["eval", "knn", model, data, "k=[5]", *trusted]) == 0
+        assert 0 < json.loads(capsys.readouterr().out.splitlines()[-1])["knn_top1"] <= 1
+    assert b"knn_top1" in addresses.read_bytes(f"{OUT}/evaluations.jsonl")
+    assert main(["features", OUT, data, "out=mem://bucket/features", *trusted]) == 0
+    assert set(addresses.list_names("mem://bucket/features")) == {
+        *("features.npy", "features.json", "images.csv")
+    }
+    assert main(["features", OUT, data, "out=mem://bucket/features", *trusted]) == 2
+    assert "features.npy is there already" in capsys.readouterr().err
+    for out, start in (("a", f"init.backbone={OUT}"), ("b", f"resume={step_of_run(2)}")):
+        assert main(["train", *words(tmp_path, out, "train.max_steps=3", start)]) == 0
+    assert "resumed from" in capsys.readouterr().out
+    assert main(["eval", "knn", "mem://bucket/none", data, plugin]) == 2
+    assert "mem://bucket/none" in capsys.readouterr().err
+
+
+def step_of_run(step: int) -> str:
+    return f"{OUT}/checkpoints/step_{step:09d}.pt"
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on_elsewhere(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -24,7 +24,8 @@ from typing import Any
 from selftask.checkpoint.rotation import MANIFEST, step_of
 from selftask.errors import RunError, UserError
 from selftask.files import addresses
-from selftask.files.addresses import is_remote, reason_of
+from selftask.files.addresses import is_remote, reason_of, work_folder
+from selftask.files.cache_dir import cache_folder, locked
 from selftask.logs import get_logger, read_json
 
 log = get_logger(__name__)
@@ -72,6 +73,20 @@ def fetch_run(
         except Exception as error:  # each handler has errors of its own
             raise UserError(f"{address}/{name}: cannot be read ({reason_of(error)})") from error
     return {**dict.fromkeys(names, (0, 0)), **_stamps(folder)}
+
+
+def local_run(address: str, *, num_checkpoints: int | None = 0) -> str:
+    """Return a local copy of a run that a user names by its address; other texts unchanged.
+
+    Raises:
+        UserError: A file of the run cannot be read.
+    """
+    if not is_remote(address) or not addresses.is_folder(address):
+        return address
+    folder = cache_folder() / "runs" / work_folder(address).name
+    with locked(folder.with_name(f"{folder.name}.lock")):
+        fetch_run(address, folder, num_checkpoints=num_checkpoints)
+    return str(folder)
 
 
 @contextmanager

@@ -28,9 +28,10 @@ from selftask.checkpoint.manifest import (
     write_checked,
     write_durably,
 )
+from selftask.checkpoint.mirror import local_run
 from selftask.checkpoint.rotation import MANIFEST, NAME, checkpoints, clear, rotate
 from selftask.errors import UserError
-from selftask.files.paths import expand_user
+from selftask.files.addresses import fetch
 from selftask.logs import get_logger
 
 log = get_logger(__name__)
@@ -95,7 +96,7 @@ def find(resume: str, folder: Path, read: Read | None = None) -> tuple[dict[str,
     """
     if resume == "never":
         return None
-    path = expand_user(resume)
+    path = fetch(local_run(resume)) if resume != "auto" else folder
     read = partial(load_with, _ENTRIES, read=read)
     if resume == "auto" or (checkpoints(folder) and path.resolve().parent != folder.resolve()):
         return load_newest(folder, read)

@@ -35,11 +35,7 @@ def load_config(recipe: str, overrides: list[str], *, trust: bool = True) -> Con
     Raises ConfigError with every problem, each at its ``file:line`` or ``command line: ...``.
     Without ``trust``, raises UserError before it imports anything that only a file names.
     """
-    import_entry_points()
-    imports, _ = parse_overrides(
-        [text for text in overrides if text.lstrip("+").startswith("import=")]
-    )
-    _import(_given(imports, ("import",)), [Path.cwd()], "command line")
+    import_plugins(overrides)
     parsed, problems = parse_overrides(overrides)  # short forms may name what was registered now
     try:
         path = recipes.locate(recipe, _source_name(parsed))
@@ -66,6 +62,18 @@ def load_config(recipe: str, overrides: list[str], *, trust: bool = True) -> Con
     if reader.problems:
         raise ConfigError(reader.problems)
     return config
+
+
+def import_plugins(overrides: list[str]) -> None:
+    """Import what installed packages have registered, and the command line's ``import=``.
+
+    Raises ConfigError with the line that failed.
+    """
+    import_entry_points()
+    imports, _ = parse_overrides(
+        [text for text in overrides if text.lstrip("+").startswith("import=")]
+    )
+    _import(_given(imports, ("import",)), [Path.cwd()], "command line")
 
 
 def to_yaml(config: Config) -> str:

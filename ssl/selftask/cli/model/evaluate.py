@@ -8,10 +8,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from selftask.checkpoint.mirror import local_run, upload_files
 from selftask.cli.model.load_model import MODEL, WEIGHTS, open_frozen
 from selftask.config.config_class import config_class
 from selftask.config.schema import Config
 from selftask.errors import UserError, nearest
+from selftask.files import addresses
+from selftask.files.addresses import is_remote
 from selftask.files.paths import is_folder
 from selftask.logs import json_row
 from selftask.registry import EVALUATIONS
@@ -25,6 +28,7 @@ data.val=DIR  those to test on; without it, k-NN leaves each image out of its ow
 {WEIGHTS}
 Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. Prints one JSON line last."""
 
+NAME = "evaluations.jsonl"  # in the folder of a run
 _SECTIONS = ("data", "eval", "image_size", "import", "train")  # train: device, seed, threads
 
 
@@ -47,19 +51,21 @@ def main(argv: list[str]) -> int:
         frozen.backbone, config, frozen.sources, device=frozen.device, tell=print
     )
     print(json_row(row))
-    if is_folder(address):
+    if addresses.is_folder(address) if is_remote(address) else is_folder(address):
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")
         facts = {"date": date, "step": frozen.facts.get("step"), "evaluation": name}
-        _keep(Path(address), {**facts, "overrides": overrides, **row})
+        _keep(address, {**facts, "overrides": overrides, **row})
     return 0
 
 
-def _keep(run: Path, row: dict[str, Any]) -> None:
+def _keep(run: str, row: dict[str, Any]) -> None:
     """Append to the run's ``evaluations.jsonl``; that of somebody else may be read-only."""
+    folder = Path(local_run(run))
     try:
-        with (run / "evaluations.jsonl").open("a", encoding="utf-8") as file:
+        with (folder / NAME).open("a", encoding="utf-8") as file:
             file.write(json_row(row) + "\n")
-    except OSError as error:
+        upload_files(run, folder, NAME)
+    except (OSError, UserError) as error:
         print(f"printed only, not kept: {error}", file=sys.stderr)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from selftask.checkpoint.mirror import local_run
 from selftask.cli.model.load_model import MODEL, take
 from selftask.cli.options import take_options
+from selftask.config.load import import_plugins
 from selftask.config.schema import Component
 from selftask.config.trust import TRUST, take_trust
 from selftask.errors import UserError, nearest
+from selftask.files.addresses import is_remote, output_folder
 from selftask.files.paths import exists
 
 USAGE = f"""\
@@ -23,6 +26,7 @@ computes the same features.
 --to checkpoint writes a run's whole state instead, as one plain file step_N.pt: what a sharded
 checkpoint would have been without train.sharded_checkpoints.
 weights=FILE  for timm: and torchvision: the weights of a file, of VISSL for one, or `none`
+import=[MODULE]  a plug-in, such as one with a handler for an address
 {TRUST}"""
 
 OPTIONS = {"--to": str, "--out": str}
@@ -38,15 +42,20 @@ def main(argv: list[str]) -> int:
     words, options = take_options(argv, OPTIONS)
     words, trust = take_trust(words)
     weights, words = take("weights", words)
+    imports, words = take("import", words)
     if len(words) != 1:
         raise UserError(f"export needs one RUN or model\n{USAGE}")
     to = options.get("--to", "safetensors")
     if to not in FORMATS:
         raise UserError(f"export: --to {to}; {nearest(to, FORMATS)}")
-    run, out = Path(words[0]), options.get("--out")
+    import_plugins([f"import={imports}"] if imports else [])
+    run, out = Path(local_run(words[0], num_checkpoints=None)), options.get("--out")
     try:
         if exists(run / "config.yaml") and weights is None:
-            print(export_run(run, Path(out or run / "export"), to=to, trust=trust))
+            out = out or f"{words[0]}/export"
+            with output_folder(out) as folder:
+                path = export_run(run, folder, to=to, trust=trust)
+            print(f"{out}/{path.name}" if is_remote(out) else path)
         else:
             print(export_model(words[0], out, weights=weights, to=to, trust=trust))
     except OSError as error:
@@ -56,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 def export_model(
     address: str, out: str | None, *, weights: str | None, to: str, trust: bool = False
-) -> Path:
+) -> str:
     """Write the backbone of a file or library; returns the path of the file.
 
     Raises UserError as ``export_run`` does, and without a folder to write to.
@@ -73,7 +82,9 @@ def export_model(
         backbone, facts = open_model(address, weights=weights or PRETRAINED, trust=trust)
     if to in LIBRARIES:
         check_library(backbone, Component(**facts["architecture"]), facts.get("channels", 3), to)
-    return save_backbone(backbone, out, facts)
+    with output_folder(out) as folder:
+        path = save_backbone(backbone, folder, facts)
+    return f"{out}/{path.name}" if is_remote(out) else str(path)
 
 
 def export_run(run: Path, out: Path, *, to: str = "safetensors", trust: bool = False) -> Path:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from selftask.cli.model.load_model import MODEL, WEIGHTS, open_frozen
 from selftask.errors import UserError
+from selftask.files import addresses
+from selftask.files.addresses import is_remote, output_folder
 from selftask.files.paths import exists, expand_user
 
 if TYPE_CHECKING:
@@ -39,9 +41,10 @@ def main(argv: list[str]) -> int:
     asked = [text.partition("=")[2] for text in overrides if text.startswith("out=")]
     if not asked or not asked[-1]:
         raise UserError("features needs out=DIR, the folder to write to")
-    out = expand_user(asked[-1])
-    if exists(out / FEATURES):
-        raise UserError(f"out: {out / FEATURES} is there already; choose another folder")
+    out = asked[-1]
+    features = f"{out}/{FEATURES}"
+    if addresses.exists(features) if is_remote(out) else exists(expand_user(features)):
+        raise UserError(f"out: {features} is there already; choose another folder")
     if any(text.partition("=")[0].startswith("data.val") for text in overrides):
         raise UserError("data.val: features takes those of data= alone; call it once more for them")
     frozen = open_frozen(address, ["data.val=null", *overrides])
@@ -57,7 +60,8 @@ def main(argv: list[str]) -> int:
         "data": frozen.config.data.to_dict(),
         "transforms": [transform.to_dict() for transform in frozen.config.eval.transforms],
     }
-    write(out, found, source, facts)
+    with output_folder(out) as folder:
+        write(folder, found, source, facts)
     print(f"{out}: {len(found):,} images, {found.features.shape[1]} features")
     return 0
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from selftask.checkpoint.mirror import local_run
 from selftask.cli.model.load_model import MODEL, take
 from selftask.config.trust import TRUST, take_trust
 from selftask.errors import UserError
@@ -50,8 +51,10 @@ def recipe_words(address: str, words: list[str]) -> list[str]:
     Raises UserError for a model that is not there, or whose architecture is code without
     ``trust=true``.
     """
+    from selftask.config.load import import_plugins
     from selftask.models.weights.model_source import NONE, PRETRAINED, describe_model
 
+    import_plugins(words)  # may have a handler for the address
     words, trust = take_trust(words)
     weights, words = take("weights", words)
     asked_size, words = take("image_size", words)
@@ -92,7 +95,7 @@ def _transforms(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _data_of_run(address: str, words: list[str], *, trust: bool) -> dict[str, Any]:
     """Return the data of the run, unless ``words`` name other data."""
-    own = expand_user(address) / "config.yaml"
+    own = expand_user(local_run(address)) / "config.yaml"
     keys = {word.partition("=")[0] for word in words}
     if not exists(own) or keys & {"data", "data.name", "data.path"}:
         return {}

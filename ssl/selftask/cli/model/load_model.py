@@ -47,11 +47,14 @@ def open_frozen(address: str, overrides: list[str]) -> Frozen:
     file names. Raises UserError for whatever is not there or does not fit, mistakes in
     ``overrides`` before anything is loaded.
     """
+    from selftask.checkpoint.mirror import local_run
     from selftask.config.compose import recipes
-    from selftask.config.load import load_config
+    from selftask.config.load import import_plugins, load_config
 
     overrides, trust = take_trust(overrides)
+    import_plugins(overrides)  # may have a handler for the address
     weights, overrides = take("weights", overrides)
+    address = local_run(address)
     own = expand_user(address) / "config.yaml"
     recipe = str(own if exists(own) else recipes.folder() / SHIPPED)
     config = load_config(recipe, overrides, trust=trust)

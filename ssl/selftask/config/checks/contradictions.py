@@ -12,6 +12,8 @@ from selftask.config.keys import Key
 from selftask.config.schema import Component, Config, ViewConfig, num_views
 from selftask.config.values.budget import parse_budget
 from selftask.errors import UserError, nearest, plural
+from selftask.files import addresses
+from selftask.files.addresses import is_remote
 from selftask.files.paths import is_file, is_folder
 from selftask.registry import (
     BATCHED_TRANSFORMS,
@@ -220,7 +222,7 @@ def _weights(config: Config) -> Iterator[Problem]:
 
 def _can_be_read(path: str) -> bool:
     """Return whether a file or folder is there; reading a pipe would wait for ever."""
-    return is_file(path) or is_folder(path)
+    return addresses.exists(path) if is_remote(path) else is_file(path) or is_folder(path)
 
 
 def _parallel(config: Config) -> Iterator[Problem]:

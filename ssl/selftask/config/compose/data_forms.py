@@ -7,6 +7,7 @@ from typing import Any
 
 from selftask.config.compose.catalog import look_up
 from selftask.errors import UserError
+from selftask.files.addresses import is_remote
 from selftask.files.paths import exists, expand_user, is_file, is_folder
 from selftask.registry import SOURCES
 
@@ -50,9 +51,10 @@ def expand_source(text: str) -> dict[str, Any]:
         return {"name": next(inside, "folder"), "path": text}
     if _OBJECT.fullmatch(text) and not exists(path):
         return {"name": "custom", "dataset": text}
-    if "://" in text or path.suffix.lower() == ".tar":
+    is_pattern = _PATTERN.search(text) and not exists(path)
+    if path.suffix.lower() == ".tar" or (is_pattern and is_remote(text)):
         return {"name": "webdataset", "path": text}
-    if _PATTERN.search(text) and not exists(path):
+    if is_pattern:
         return {"name": "glob", "pattern": text}
     return {"name": _BY_SUFFIX.get(path.suffix.lower(), "folder"), "path": text}
 

@@ -23,6 +23,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, TypeVar
 
 from selftask.errors import UserError
+from selftask.files import addresses
+from selftask.files.addresses import is_remote
 
 T = TypeVar("T")
 
@@ -78,13 +80,19 @@ def set_policy(policy: Policy) -> None:
 
 
 def read_bytes(path: str, timeout_s: float | None = None, retries: int | None = None) -> bytes:
-    """The content of a regular file (or of one that a link points to).
+    """Read a regular file (or one that a link points to), or a file at an address.
 
-    Raises BadImage for everything else, without opening it; for a file that cannot be read; and for
-    one that a file system does not hand out within ``timeout_s`` seconds (0: no limit). Time-outs
-    and errors that pass are tried again ``retries`` times, after growing pauses.
+    Args:
+        timeout_s: Seconds to wait for the file system; 0: no limit. Default: of the Policy.
+        retries: How often to retry after time-outs and transient errors, with growing pauses.
+            Default: of the Policy.
+
+    Raises:
+        BadImage: It is no regular file, cannot be read, or was not read in time.
     """
     now_reading(path)
+    if is_remote(path):
+        return with_retries(_read_remote, path, path, may_pass_remote, timeout_s, retries)
     return with_retries(_read, path, path, is_transient, timeout_s, retries)
 
 
@@ -126,6 +134,11 @@ def is_transient(error: Exception) -> bool:
     )
 
 
+def may_pass_remote(error: Exception) -> bool:
+    """Return True unless a store says that there is no such file, or no access."""
+    return not isinstance(error, FileNotFoundError | PermissionError)
+
+
 def open_regular(path: str) -> BinaryIO:
     """A file opened for reading, for whoever needs a part of it; OSError for what is no file."""
     return os.fdopen(_open(path)[0], "rb")
@@ -147,6 +160,13 @@ def check_size(num_bytes: int) -> None:
         raise OSError(
             errno.EFBIG, f"{num_bytes} bytes, more than data.max_bytes={POLICY.max_bytes}"
         )
+
+
+def _read_remote(address: str) -> bytes:
+    with addresses.open_read(address) as file:
+        content = file.read(POLICY.max_bytes + 1)
+    check_size(len(content))
+    return content
 
 
 def _read(path: str) -> bytes:

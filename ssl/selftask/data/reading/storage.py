@@ -12,6 +12,7 @@ from selftask.data.reading.files import (
     BadImage,
     check_size,
     is_transient,
+    may_pass_remote,
     now_reading,
     with_retries,
 )
@@ -71,9 +72,7 @@ def read_part(path: str, offset: int, size: int, name: str) -> bytes:
         return os.pread(_opened(path).fileno(), size, offset)
 
     def may_pass(error: Exception) -> bool:
-        """A remote store may answer the next time, unless it says that there is no such file."""
-        final = isinstance(error, FileNotFoundError | PermissionError)
-        return not final and (is_remote(path) or is_transient(error))
+        return may_pass_remote(error) if is_remote(path) else is_transient(error)
 
     data = with_retries(read, path, name, may_pass)
     if len(data) < size:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from selftask.data.reading.guards import check_memory, no_traceback
 from selftask.data.reading.image import from_array
 from selftask.data.source import Source
 from selftask.errors import UserError, nearest
+from selftask.files.addresses import fetch
 from selftask.files.paths import is_file
 from selftask.registry import register_source
 
@@ -33,7 +33,7 @@ class ArrayFile(Source):
         channels: int = setting(3, min=1)  # other than 3: of every image
 
     def __init__(self, config: Config) -> None:
-        self.file = os.path.expanduser(config.path)
+        self.file = str(fetch(config.path))
         self.images, labels = _load(self.file, config)
         self.channels = config.channels
         if self.images.ndim not in (3, 4) or len(self.images) == 0:

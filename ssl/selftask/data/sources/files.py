@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.labels import name_top_folders
+from selftask.data.labels import label_top_folders, name_top_folders
 from selftask.data.reading.files import BadImage
 from selftask.data.reading.image import check_header, read_image
 from selftask.data.reading.path_list import read_list
@@ -18,6 +19,8 @@ from selftask.data.reading.scan import scan_folder
 from selftask.data.reading.skipped_files import ARCHIVES, describe, kind_of
 from selftask.data.source import PathTable, Source
 from selftask.errors import UserError, nearest_path, plural
+from selftask.files import addresses
+from selftask.files.addresses import fetch, is_remote
 from selftask.files.paths import exists, expand_user, is_file, is_folder
 from selftask.registry import register_source
 
@@ -26,6 +29,7 @@ EXTENSIONS = (
     *(".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".jp2", ".avif"),
 )
 MAX_HEADERS = 5_000  # of larger sets they are not checked at the start: it would take seconds
+HIDDEN = re.compile(r"(^|/)\.")  # a file or folder whose name begins with a dot
 
 
 class FileSource(Source):
@@ -56,7 +60,8 @@ class FileSource(Source):
         return read_image(self.path(index), self.max_pixels), self.label_of(index)
 
     def path(self, index: int) -> str:
-        return os.path.join(self.root, self.paths[index])
+        path = self.paths[index]
+        return path if is_remote(path) else os.path.join(self.root, path)
 
     def hash_names(self, add: Callable[[bytes], None]) -> None:
         self.paths.hash_names(add)
@@ -69,15 +74,22 @@ class FileSource(Source):
         """
         images, folders = plural("image", len(self)), plural("folder", self.num_folders)
         found = f"{len(self)} {images}, {self.num_folders} {folders}"
-        checked = len(self) <= MAX_HEADERS
+        checked = self._checks_headers
         found += f", {len(self.unreadable())} unreadable" if checked else ", headers not checked"
         others = self.passed_over()
         return f"{found}; {describe(others)}" if others else found
 
+    @property
+    def _checks_headers(self) -> bool:
+        return len(self) <= MAX_HEADERS and not is_remote(self.path(0))
+
     def unreadable(self) -> dict[int, BadImage]:
-        """Files whose header cannot be read; looked for once, and not above MAX_HEADERS files."""
+        """Return the files whose header cannot be read; checked once.
+
+        Not checked are sets of more than MAX_HEADERS files, and files at addresses.
+        """
         if self._unreadable is None:
-            rows = range(len(self) if len(self) <= MAX_HEADERS else 0)
+            rows = range(len(self) if self._checks_headers else 0)
             with ThreadPoolExecutor(max_workers=8) as pool:
                 checks = pool.map(lambda row: check_header(self.path(row), self.max_pixels), rows)
                 self._unreadable = {row: bad for row, bad in enumerate(checks) if bad is not None}
@@ -98,6 +110,9 @@ class Folder(FileSource):
 
     def __init__(self, config: Config) -> None:
         self.root = os.path.expanduser(config.path)
+        if is_remote(self.root):
+            self._list_address(labels=config.labels)
+            return
         if not is_folder(self.root):
             raise UserError(f"data: {_missing(self.root, 'folder')}")
         found = scan_folder(self.root, EXTENSIONS)
@@ -110,6 +125,16 @@ class Folder(FileSource):
         self.paths = found.paths
         self.num_folders = found.num_folders
         self.labels = found.labels if config.labels else None
+
+    def _list_address(self, *, labels: bool) -> None:
+        names = addresses.walk(self.root)
+        found = [n for n in names if n.lower().endswith(EXTENSIONS) and not HIDDEN.search(n)]
+        if not found:
+            looked = " ".join(EXTENSIONS)
+            raise UserError(f"data: no images (looked for {looked}) under {self.root}")
+        self.paths = PathTable(found)
+        self.num_folders = len({os.path.dirname(name) for name in found})
+        self.labels = label_top_folders(found) if labels else None
 
     def class_names(self) -> list[str] | None:
         """The top folders."""
@@ -125,24 +150,34 @@ class ListFile(FileSource):
         path: str
 
     def __init__(self, config: Config) -> None:
-        file = expand_user(config.path)
+        file = fetch(config.path)
         if not is_file(file):
             raise UserError(f"data: {_missing(str(file), 'list of images')}")
         found = read_list(str(file))
         if not len(found):
             raise UserError(f"data: no images: {file} is empty (one path a line is expected)")
-        self.root = str(file.parent)
+        self.root = folder_of(config.path)
         self.paths = found.paths
         self.num_folders = found.num_folders
         self.labels = found.labels
         self._classes = found.header.get("classes")
-        if not exists(self.path(0)):
+        if not is_there(self.path(0)):
             line = found.header["first_line"]
             raise UserError(f"data: {file}:{line}: no such image: {self.path(0)}")
 
     def class_names(self) -> list[str] | None:
         """The labels, where they are texts."""
         return self._classes
+
+
+def folder_of(path: str) -> str:
+    """Return the folder, or address of it, that a file given by the user is in."""
+    return path.rpartition("/")[0] if is_remote(path) else str(expand_user(path).parent)
+
+
+def is_there(path: str) -> bool:
+    """Return whether an image is there, locally or at an address."""
+    return addresses.exists(path) if is_remote(path) else exists(path)
 
 
 def _missing(path: str, what: str) -> str:

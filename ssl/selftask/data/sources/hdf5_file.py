@@ -20,6 +20,7 @@ from selftask.data.reading.storage import find_files
 from selftask.data.source import Source
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest
+from selftask.files.addresses import fetch
 from selftask.registry import register_source
 
 _LABELS = "labels"  # the default key: used if it is there
@@ -40,7 +41,7 @@ class Hdf5(Source):
 
     def __init__(self, config: Config) -> None:
         require("h5py", "data", "HDF5 files")
-        (file,) = find_files([config.path], "data.path")
+        (file,) = find_files([str(fetch(config.path))], "data.path")
         self.file, self.key = file.path, config.images
         self.channels = config.channels
         damaged = f"data: {self.file} is damaged"
@@ -68,7 +69,7 @@ class Hdf5(Source):
     def _read_labels(self, config: Config) -> np.ndarray | None:
         if config.labels is None:
             return None
-        (file,) = find_files([config.labels_path or config.path], "data.labels_path")
+        (file,) = find_files([str(fetch(config.labels_path or config.path))], "data.labels_path")
         with no_traceback(f"data.labels: {file.path}"), _open(file.path) as opened:
             default = config.labels == _LABELS and config.labels_path is None
             if default and config.labels not in opened:

@@ -16,10 +16,11 @@ from selftask.data.reading import index as store
 from selftask.data.reading.guards import no_traceback
 from selftask.data.reading.index import Index
 from selftask.data.source import arrays_of_paths
-from selftask.data.sources.files import FileSource
+from selftask.data.sources.files import FileSource, folder_of, is_there
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest, nearest_path
-from selftask.files.paths import exists, expand_user, is_file, is_folder
+from selftask.files.addresses import fetch, is_remote
+from selftask.files.paths import is_file, is_folder
 from selftask.registry import register_source
 
 PATH_COLUMNS = (
@@ -51,18 +52,18 @@ class TableSource(FileSource):
         delimiter: str | None = None  # none: a comma, in .tsv files a tab
 
     def __init__(self, config: Config) -> None:
-        file = expand_user(config.path)
+        file = fetch(config.path)
         if not (is_file(file) or is_folder(file)):
             raise UserError(f"data: no such table: {file}; {nearest_path(file)}")
-        self.root = os.path.expanduser(config.root) if config.root else str(file.parent)
-        if not is_folder(self.root):
+        self.root = os.path.expanduser(config.root) if config.root else folder_of(config.path)
+        if not (is_remote(self.root) or is_folder(self.root)):
             raise UserError(f"data.root: no such folder: {self.root}")
         found = _indexed(file, config, self.root)
         self.paths = found.paths
         self.num_folders = found.num_folders
         self.labels = found.labels
         self._classes = found.header.get("classes")
-        if not exists(self.path(0)):
+        if not is_there(self.path(0)):
             raise UserError(
                 f"data: {found.header['first']}: no such image: {self.path(0)}; data.root is the "
                 f"folder that its paths start from, now {self.root}"

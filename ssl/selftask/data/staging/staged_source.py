@@ -22,6 +22,7 @@ from selftask.data.sources.frames import Frames
 from selftask.data.staging.copies import THREADS, copy_files, copy_path, folder_for
 from selftask.data.subset import Subset
 from selftask.errors import UserError
+from selftask.files.addresses import is_remote
 
 
 @runtime_checkable
@@ -101,7 +102,10 @@ def _paths(source: Source) -> Iterator[str]:
 
 
 def _stat(path: str) -> FileStat | None:
-    """A regular file; None for what is missing, or a pipe: reading it is an error of its own."""
+    """Return a regular file, or None if it is missing or something else, such as a pipe."""
+    if is_remote(path):
+        (file,) = find_files([path], "data.stage_to")
+        return file
     try:
         status = os.stat(path)
     except (OSError, ValueError):

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from selftask.checkpoint.rotation import MANIFEST
 from selftask.errors import UserError, plural
-from selftask.files.paths import expand_user, is_file, is_folder, names_in
+from selftask.files.addresses import fetch
+from selftask.files.paths import is_file, is_folder, names_in
 from selftask.logs import get_logger
 from selftask.models.weights.foreign_pickle import read_tensors
 from selftask.models.weights.layouts import State, flatten, grouped, place
@@ -54,7 +55,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     nested dicts; their keys are joined with dots. Nothing in a file is ever executed: objects that
     are no tensors are left out. Raises UserError that says what the file is if it holds no weights.
     """
-    path = expand_user(path)
+    path = fetch(path)
     refuse_sharded(path)
     if not is_file(path):
         raise UserError(f"{path}: there is no such file{_instead_of(path)}")

@@ -10,12 +10,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from selftask.checkpoint.mirror import local_run
 from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.config.checks.image_size import resized_backbone, resized_pipeline, undivided
 from selftask.config.checks.resuming import goes_on
 from selftask.config.schema import Component, Config
 from selftask.config.trust import code_in, refuse_code
 from selftask.errors import UserError
+from selftask.files import addresses
+from selftask.files.addresses import fetch, is_remote
 from selftask.files.paths import expand_user, is_file, is_folder
 from selftask.logs import get_logger
 from selftask.models.backbones.libraries import check_name
@@ -122,8 +125,8 @@ def read_weights(address: str) -> dict[str, Tensor]:
     library, name = _split(address)
     if library:
         return _download(library, name)
-    path = expand_user(address)
-    return read_state(_place(address).weights if is_folder(path) else path)
+    path = local_run(address)
+    return read_state(_place(path).weights if is_folder(expand_user(path)) else path)
 
 
 def _split(address: str) -> tuple[str, str]:
@@ -133,8 +136,12 @@ def _split(address: str) -> tuple[str, str]:
 
 
 def _place(address: str) -> _Place:
-    """The export of a run folder, of its export folder, or a file itself."""
-    path = expand_user(address)
+    """Return the export of a run folder, of its export folder, or a file itself."""
+    if is_remote(address) and not addresses.is_folder(address):
+        meta = f"{address.rpartition('.')[0]}.json"
+        there = addresses.is_file(meta)
+        return _Place(fetch(address), fetch(meta) if there else Path(meta))
+    path = expand_user(local_run(address))
     if not is_folder(path):
         return _Place(path, path.with_suffix(".json"))
     refuse_sharded(path)
