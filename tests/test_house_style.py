@@ -6,12 +6,12 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import tiny
+from import_graph import Graph, circles, imports
 from selftask.config.compose.recipes import shipped
 from selftask.config.load import load_config
 from selftask.registry import HOOKS, METHODS, REGISTRIES, TRAIN_STEPS
@@ -32,6 +32,7 @@ LEVELS = [
     {"cli", "report"},
     {"__main__"},
 ]
+GRAPH = Graph()
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 TORCH_FREE = (
     *("errors", "registry", "config", "cli"),
@@ -45,45 +46,51 @@ def part(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
-def runtime_imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """Modules a file imports outside ``if TYPE_CHECKING``, and whether it does so when loaded."""
+def imported(path: Path) -> set[str]:
+    """Names that a file imports at any time, outside ``if TYPE_CHECKING``."""
+    return {found.name for found in imports(path)}
 
-    def visit(nodes: list[ast.stmt], at_load: bool) -> Iterator[tuple[str, bool]]:
-        for node in nodes:
-            if isinstance(node, ast.Import):
-                yield from ((alias.name, at_load) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{path}:{node.lineno}: relative import"
-                yield node.module or "", at_load
-                yield from ((f"{node.module}.{alias.name}", at_load) for alias in node.names)
-            elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-                continue
-            else:
-                inside = at_load and not isinstance(node, ast.FunctionDef)
-                for field in ("body", "orelse", "finalbody"):
-                    yield from visit(getattr(node, field, []), inside)
-                for handler in getattr(node, "handlers", []):
-                    yield from visit(handler.body, inside)
 
-    yield from visit(ast.parse(path.read_text(encoding="utf-8")).body, True)
+def level(name: str) -> int:
+    """The level of ``selftask.part.module``; a part without one is an error."""
+    return LEVEL[name.split(".")[1]]
 
 
 def test_imports_only_go_down() -> None:
+    """Deferred imports and those by importlib, too."""
     wrong = []
-    for path in FILES:
-        here = part(path)
-        if here == "__init__":
-            assert not any(name.startswith("selftask") for name, _ in runtime_imports(path))
-            continue
-        for name, _ in runtime_imports(path):
-            words = name.split(".")
-            if words[0] != "selftask" or len(words) < 2 or words[1] not in LEVEL:
+    for module, others in GRAPH.edges.items():
+        for other in others if module != "selftask" else ():
+            if other == "selftask" or other.split(".")[1] == module.split(".")[1]:
                 continue
-            lower = LEVEL[words[1]] < LEVEL[here]
-            beside = LEVEL[words[1]] == LEVEL[here] == 0  # single files of the bottom
-            if words[1] != here and not lower and not beside:
-                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+            beside = level(other) == level(module) == 0  # single files of the bottom
+            if level(other) >= level(module) and not beside:
+                wrong.append(f"{module} imports {other}")
     assert wrong == []
+
+
+def test_no_circle_between_files() -> None:
+    assert circles(GRAPH.edges) == []
+
+
+def test_circles_and_hidden_imports_are_seen(tmp_path: Path) -> None:
+    """In a package, deferred, by importlib and by the package's own name."""
+    files = {
+        "a/__init__.py": '"""A package that exports."""\nfrom a.one import x',
+        "a/one.py": "def f():\n    from a import two",
+        "a/two.py": 'import importlib\nimportlib.import_module("a.three")',
+        "a/three.py": "import a.one",
+        "b/__init__.py": "",
+        "b/one.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import b.two",
+        "b/two.py": "try:\n    from b import one\nexcept ImportError:\n    import a",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    graph = Graph(tmp_path)
+    assert graph.edges["b.one"] == set() and "a" in graph.edges["b.two"]
+    assert circles(graph.edges) == [["a.one", "a.three", "a.two"]]
+    assert graph.closure(["b.two"]) >= {"a", "a.one", "a.two", "a.three"}
 
 
 def test_every_module_has_its_level() -> None:
@@ -92,23 +99,21 @@ def test_every_module_has_its_level() -> None:
 
 def test_no_method_imports_another() -> None:
     for path in (PACKAGE / "methods").glob("*.py"):
-        for name, _ in runtime_imports(path):
-            assert not name.startswith("selftask.methods.") or name.startswith(
-                "selftask.methods.base"
-            ), f"{path.name} imports {name}"
+        others = [name for name in imported(path) if name.startswith("selftask.methods.")]
+        assert all(name.startswith("selftask.methods.base") for name in others), path.name
 
 
 def test_only_classy_imports_classy() -> None:
     for path in FILES:
         if path.name != "classy.py":
-            names = [n for n, _ in runtime_imports(path) if n.startswith("classy_vision")]
+            names = [name for name in imported(path) if name.startswith("classy_vision")]
             assert names == [], path
 
 
 def test_only_files_imports_iopath_and_fsspec() -> None:
     for path in FILES:
         if part(path) != "files":
-            names = [n for n, _ in runtime_imports(path) if n.startswith(("iopath", "fsspec"))]
+            names = [n for n in imported(path) if n.startswith(("iopath", "fsspec"))]
             assert names == [], path
 
 
@@ -116,7 +121,7 @@ def test_torch_free_zone() -> None:
     for path in FILES:
         place = path.relative_to(PACKAGE).with_suffix("").as_posix()
         if place.startswith(TORCH_FREE):
-            heavy = {n.split(".")[0] for n, at_load in runtime_imports(path) if at_load} & HEAVY
+            heavy = {found.name.split(".")[0] for found in imports(path) if found.at_load} & HEAVY
             assert not heavy, f"{place} imports {heavy} when it is loaded"
 
 
@@ -128,6 +133,17 @@ def test_files_are_short_and_well_named() -> None:
             assert word not in ("utils", "util", "misc", "common", "helpers", "helper"), path
     tops = {part(path) for path in FILES} - {"__init__", "__main__"}
     assert tops & set(sys.stdlib_module_names) <= {"random"}  # as in numpy, torch and jax
+
+
+def test_folders_are_small() -> None:
+    """But for those in which every name of a registry has its file."""
+    named = {registry.package for registry in REGISTRIES.values()}
+    for folder in {path.parent for path in FILES} - {PACKAGE}:
+        package = ".".join(("selftask", *folder.relative_to(PACKAGE).parts))
+        files = [path for path in folder.glob("*.py") if path.stem != "__init__"]
+        assert package in named or len(files) <= 16, f"{folder} has {len(files)} files"
+    assert len({part(path) for path in FILES} - {"__init__", "__main__"}) <= 25
+    assert len(list(PACKAGE.glob("[!_]*.py"))) <= 6
 
 
 def test_ssl_is_a_source_root_and_no_package() -> None:

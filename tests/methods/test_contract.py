@@ -42,15 +42,6 @@ def small(method: str, out: Path, batch_size: int = 8) -> Config:
 # -- the loss --------------------------------------------------------------------------------------
 
 
-def remembered(method: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state of a method, without the running statistics of a predictor's BatchNorm.
-
-    Those follow every forward pass in training mode, as the network's own do.
-    """
-    statistics = ("running_mean", "running_var", "num_batches_tracked")
-    return {k: v for k, v in method.state_dict().items() if k.rpartition(".")[2] not in statistics}
-
-
 @every_method
 def test_the_loss_may_be_called_again_and_changes_nothing(method: str, tmp_path: Path) -> None:
     """After a whole step of a trained task, on the batch of the next one."""
@@ -63,14 +54,14 @@ def test_the_loss_may_be_called_again_and_changes_nothing(method: str, tmp_path:
     batch = task.last_batch = next(task.batches)
     batch.output = task.model(batch.input)
     task.run_hooks("on_forward")
-    before = copy.deepcopy(remembered(task.loss))
+    before = copy.deepcopy(task.loss.state_dict())
     plain = {name: item for name, item in vars(task.loss).items() if isinstance(item, int | float)}
     pending = [len(item) for item in vars(task.loss).values() if isinstance(item, list)]
     added = {name: item for name, item in batch.added.items() if isinstance(item, torch.Tensor)}
     kept = {name: item.clone() for name, item in added.items()}
     losses = [task.loss(batch.output, batch) for _ in range(3)]
     assert len({total(loss).item() for loss in losses}) == 1
-    assert tiny.differences(remembered(task.loss), before) == []
+    assert tiny.differences(task.loss.state_dict(), before) == []
     now = {name: item for name, item in vars(task.loss).items() if isinstance(item, int | float)}
     assert now == plain
     assert [len(item) for item in vars(task.loss).values() if isinstance(item, list)] == pending
