@@ -152,8 +152,8 @@ class MiniTask:
         return self.clock.where
 
     @property
-    def iteration(self) -> int:
-        return self.clock.iteration
+    def steps_done(self) -> int:
+        return self.clock.steps_done
 
     @property
     def batches_left(self) -> int:
@@ -183,7 +183,7 @@ class MiniTask:
                 parameter.grad = all_reduce_mean(parameter.grad)
 
     def advance(self, batches: int = 1) -> None:
-        self.clock.iteration += 1
+        self.clock.steps_done += 1
         self.clock.batch += batches
 
 

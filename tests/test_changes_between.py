@@ -294,7 +294,7 @@ def test_the_format_of_a_newer_version_is_named(
     assert "is of format 2" in capsys.readouterr().err
     rewrite(path, lambda state: state.pop("clock"))
     assert main(["export", str(stopped / "run")]) == 2
-    rewrite(path, lambda state: state.update(clock={"iteration": 2}, format=1, model=None))
+    rewrite(path, lambda state: state.update(clock={"steps_done": 2}, format=1, model=None))
     assert main(["export", str(stopped / "run")]) == 2
     assert "Traceback" not in capsys.readouterr().err
 

@@ -116,7 +116,7 @@ def test_stopped_resumed_evaluated_and_exported(
     whole = train(config(given[0], tmp_path / "whole", given[1]))
     train(config(given[0], tmp_path / "parts", given[1], "train.stop_at=2"))
     parts = train(config(given[0], tmp_path / "parts", given[1]))
-    assert parts.resumed and parts.iteration == whole.iteration == 6
+    assert parts.resumed and parts.steps_done == whole.steps_done == 6
     for a, b in zip(whole.base_model.parameters(), parts.base_model.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -140,7 +140,7 @@ def test_stopped_resumed_evaluated_and_exported(
 def test_every_method_trains(method: str, recipe: Callable[[str], str], tmp_path: Path) -> None:
     small = [text for text in tiny.overrides(method, tmp_path) if not text.startswith("data")]
     task = train(load_config(recipe(method), [*small, "train.epochs=1", "train.max_steps=2"]))
-    assert task.iteration == 2
+    assert task.steps_done == 2
     first = next(p for p in task.export_backbone().parameters() if p.ndim == 4)
     assert first.shape[1] == CHANNELS
 

@@ -299,7 +299,7 @@ def test_another_error_is_told_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def trouble(task: Task) -> None:
-        if task.iteration == 3:
+        if task.steps_done == 3:
             raise ZeroDivisionError("trouble on purpose")
 
     monkeypatch.setattr("selftask.methods.simclr.SimCLR.on_step", lambda self, task: trouble(task))

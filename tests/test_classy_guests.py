@@ -165,7 +165,7 @@ def test_their_optimizers(tmp_path: Path, optimizer: str) -> None:
     tiny.train("simclr", tmp_path, "run", *more)
     rates = [row["lr"] for row in tiny.rows(tmp_path / "whole")]
     assert rates[0] != rates[-1], "our schedules drive their optimizers"
-    assert whole.iteration == 5
+    assert whole.steps_done == 5
     states = (tiny.last_state(tmp_path / "whole"), tiny.last_state(tmp_path / "run"))
     assert tiny.differences(*states) == []
 

@@ -42,7 +42,7 @@ class Pull(Method):
 def loud(task):
     """The standard step, and a line."""
     standard_train_step(task)
-    print("step", task.iteration)
+    print("step", task.steps_done)
 
 @register_hook("greeter")
 @dataclass(eq=False, kw_only=True)
@@ -133,7 +133,7 @@ def test_project_simsiam(tmp_path: Path, forget_names: None) -> None:
     small = [word for word in tiny.overrides("simclr", tmp_path) if not word.startswith("method=")]
     small += ["method.out_dim=16", "method.hidden_dim=8", "train.epochs=1"]
     sharp, plain = (project_task(small, name) for name in ("sharpness_aware", "standard"))
-    assert sharp.iteration == plain.iteration == 5
+    assert sharp.steps_done == plain.steps_done == 5
     first, second = (tiny.rows(task.out) for task in (sharp, plain))
     assert all(r["first"] + r["second"] == pytest.approx(r["loss"], rel=1e-5) for r in second)
     assert first[0]["loss"] == second[0]["loss"]

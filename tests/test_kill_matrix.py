@@ -85,7 +85,7 @@ class Killer(Hook):
         torch.save, os.replace = half_save, replace_and_die
 
     def now(self, where, task):
-        return self.where == where and task.iteration >= self.step
+        return self.where == where and task.steps_done >= self.step
 
     def on_backward(self, task):
         if self.now("backward", task):

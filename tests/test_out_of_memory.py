@@ -38,7 +38,7 @@ def take_all():
 @dataclass(eq=False, kw_only=True)
 class Greedy(Hook):
     def on_forward(self, task):
-        if task.iteration == 2 and rank() == 0:
+        if task.steps_done == 2 and rank() == 0:
             take_all()
 
 

@@ -42,7 +42,7 @@ def test_stopped_and_resumed_is_never_stopped(
     updates = 3 if "train.step=accumulate" in more else tiny.STEPS_PER_EPOCH
     for stop in (updates - 2, updates):
         stopped = tiny.train(method, folder, f"{method}_parts", *more, f"train.stop_at={stop}")
-        assert stopped.iteration == stop
+        assert stopped.steps_done == stop
     resumed = tiny.train(method, folder, f"{method}_parts", *more)
     assert resumed.resumed
     assert resumed.clock.done
@@ -97,12 +97,12 @@ def test_from_a_file(folder: Path) -> None:
     tiny.train("simclr", folder, "file", every, "train.stop_at=4")
     third = folder / "file/checkpoints/step_000000003.pt"
     back = tiny.train("simclr", folder, "file", every, f"resume={third}", "train.stop_at=4")
-    assert back.iteration == 4
+    assert back.steps_done == 4
     assert [row["step"] for row in tiny.rows(folder / "file")] == [1, 2, 3, 4]
 
     for stop in (4, 5):  # the same command again goes on
         task = tiny.train("simclr", folder, "other", f"resume={third}", f"train.stop_at={stop}")
-        assert task.iteration == stop
+        assert task.steps_done == stop
     assert [row["step"] for row in tiny.rows(folder / "other")] == [4, 5]
     third.write_bytes(third.read_bytes()[:100])
     with pytest.raises(UserError, match=r"cannot be read \(100 of \d+ bytes\)"):
@@ -148,7 +148,7 @@ def test_damaged_newest_falls_back(folder: Path, caplog: pytest.LogCaptureFixtur
     assert "step_000000005.pt is damaged" in caplog.text
     assert "resumed from" in caplog.text
     assert "step 4," in caplog.text
-    assert task.iteration == 6
+    assert task.steps_done == 6
     assert tiny.rows(folder / "damaged") == tiny.rows(folder / "good")
     for path in rotation.checkpoints(folder / "damaged/checkpoints"):
         path.write_bytes(b"")

@@ -39,13 +39,13 @@ class Trouble(Hook):
     priority = 10
 
     def on_loss_and_meter(self, task):
-        if task.iteration + 1 == self.step and self.kind == "nan":
+        if task.steps_done + 1 == self.step and self.kind == "nan":
             task.last_batch.loss = task.last_batch.loss * torch.nan
 
     def on_step(self, task):
-        if task.iteration == self.step and self.kind == "raise":
+        if task.steps_done == self.step and self.kind == "raise":
             raise ZeroDivisionError("trouble on purpose")
-        if task.iteration == self.step and self.kind == "full":
+        if task.steps_done == self.step and self.kind == "full":
             (task.out / "errors").write_text("no folder: nothing can be written into it")
             raise OSError(errno.ENOSPC, "No space left on device")
 '''

@@ -47,7 +47,7 @@ def test_the_bar_moves_when_it_is_drawn_and_ends_full(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     hook = task.named_hooks["progress"]
     hook.on_start(task)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: 0.01 * task.iteration)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 0.01 * task.steps_done)
     (line,), seen = hook.bar.tasks, []
     for _ in range(100):
         task.advance()

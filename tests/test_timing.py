@@ -67,7 +67,7 @@ def test_each_section_gets_its_time(
     expected = {f"ms_{s}": 1e3 * n * (accumulate if s in often else 1) for s, n in SECONDS.items()}
     (row,) = read_metrics(task.out / "metrics.jsonl")
     assert {name: row[name] for name in row if name.startswith("ms_")} == expected
-    told = next(line for line in caplog.messages if line.startswith("milliseconds an update: "))
+    told = next(line for line in caplog.messages if line.startswith("milliseconds a step: "))
     parts = re.findall(r"(\w+) ([\d.]+) \((\d+)%\)", told)
     assert {f"ms_{section}": float(ms) for section, ms, _ in parts} == expected
     assert abs(sum(int(share) for *_, share in parts) - 100) <= len(parts)

@@ -43,7 +43,7 @@ class Spy(Hook):
         return self.order
 
     def see(self, point: str, task: Task) -> None:
-        CALLS.append((self.label, point, task.train, task.iteration, torch.is_grad_enabled()))
+        CALLS.append((self.label, point, task.train, task.steps_done, torch.is_grad_enabled()))
 
 
 def _seen_at(point: str) -> Any:
@@ -318,7 +318,7 @@ def test_accumulated_batches_are_one_big_batch(tmp_path: Path, spy: str) -> None
         places.append(task.where)
         task.step()
     task.on_phase_end()
-    assert (task.iteration, task.clock.batch, task.clock.epoch) == (3, 5, 1)
+    assert (task.steps_done, task.clock.batch, task.clock.epoch) == (3, 5, 1)
     assert places == pytest.approx([0.0, 0.4, 0.8])
     assert task.clock.done
     forwards = [point for point in points(train=True) if point in ("on_forward", "on_update")]
@@ -345,10 +345,10 @@ def test_accumulated_batches_are_one_big_batch(tmp_path: Path, spy: str) -> None
 def test_counters_of_a_run_cut_short() -> None:
     """epochs and max_steps: the shorter; a partial accumulation ends at the end of its epoch."""
     length = RunLength(num_samples=160, batch_size=32, accumulate=2, epochs=3, max_steps=5)
-    assert (length.updates_per_epoch, length.total_updates, length.total_batches) == (3, 5, 9)
+    assert (length.steps_per_epoch, length.total_steps, length.total_batches) == (3, 5, 9)
     assert length.num_epochs == 2
-    clock = Clock(length, iteration=3, batch=5)
+    clock = Clock(length, steps_done=3, batch=5)
     assert (clock.epoch, clock.batch_in_epoch, clock.where) == (1, 0, 5 / 9)
-    assert clock.where_of_epoch == Clock(length, iteration=4, batch=7).where_of_epoch == 5 / 9
+    assert clock.where_of_epoch == Clock(length, steps_done=4, batch=7).where_of_epoch == 5 / 9
     assert Clock(length, batch=9).done
     assert Clock(length, batch=9).where < 1

@@ -58,13 +58,13 @@ def test_interrupted_resumed_and_complete(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     again = tiny.task("simclr", tmp_path, "run", MORE[0])
     Trainer().train(again)
-    assert again.iteration == 5
+    assert again.steps_done == 5
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 def test_what_fails_is_written_down_and_raised(tmp_path: Path) -> None:
     task = tiny.task("simclr", tmp_path, "run", MORE[0])
-    task.train_step_function = lambda task: [][task.iteration]
+    task.train_step_function = lambda task: [][task.steps_done]
     with pytest.raises(IndexError, match="out of range"):
         Trainer().train(task)
     assert read_json(tmp_path / "run/status.json")["state"] == "failed"
@@ -102,5 +102,5 @@ def test_a_step_before_its_phase(tmp_path: Path) -> None:
     task.on_start()
     task.on_phase_start()
     task.step()
-    assert task.iteration == 1
+    assert task.steps_done == 1
     task.close()

@@ -63,7 +63,7 @@ def received(pwned: Path) -> Callable[[dict[str, Any]], Path]:
         config = tiny.config("simclr", folder)
         backbone = build_backbone(config.backbone)
         weights = {f"backbone.{key}": value for key, value in backbone.state_dict().items()}
-        state = {"backbone": "model.backbone", "model": weights, "clock": {"iteration": 1}}
+        state = {"backbone": "model.backbone", "model": weights, "clock": {"steps_done": 1}}
         store.save(state, run / "checkpoints", 1, keep=1)
         save_backbone(backbone, run / "export", facts(config, 1, 3))
         values = yaml.safe_load(to_yaml(config)) | changes

@@ -151,7 +151,7 @@ def test_training_on_dirty_data_finishes(tmp_path: Path) -> None:
     started = time.perf_counter()
     train_loop(task)
     assert time.perf_counter() - started < 60
-    assert task.iteration == 4
+    assert task.steps_done == 4
     assert sorted(listed(out)) == sorted(f"{folder}/bad/{name}" for name in bad)
 
 

@@ -50,7 +50,7 @@ def test_resumed_in_an_epoch_is_never_stopped(sampler: str, tmp_path: Path) -> N
 
 def test_an_epoch_is_as_long_as_the_sampler_says(tmp_path: Path) -> None:
     task = tiny.train("simclr", tmp_path, "run", "data.sampler={name: first, count: 32}")
-    assert task.clock.iteration == 6  # 3 epochs of 2 steps
+    assert task.clock.steps_done == 6  # 3 epochs of 2 steps
     assert task.data_module.num_images == 80
 
 

@@ -300,7 +300,7 @@ def test_a_run_that_waits_says_so_once(tmp_path: Path, monkeypatch: pytest.Monke
         losses=[],
         device=CPU,
         train=True,
-        iteration=0,
+        steps_done=0,
         pop_scalars=dict,
         write_row=rows.append,
     )
@@ -311,7 +311,7 @@ def test_a_run_that_waits_says_so_once(tmp_path: Path, monkeypatch: pytest.Monke
         clock[0] += 1.0
         task.data_module.data_wait_s += 0.4 if step >= 100 else 0.1
         hook.on_loss_and_meter(task)
-        task.iteration += 1
+        task.steps_done += 1
         hook.on_step(task)
     assert [row["data_wait"] for row in rows] == pytest.approx([0.1] * 10 + [0.4] * 10)
     (line,) = told

@@ -48,7 +48,7 @@ def train(folder: Path, out: str, way: str, stop_at: int) -> None:
     try:
         train_loop(task)
     except Interrupted:
-        assert task.iteration == stop_at
+        assert task.steps_done == stop_at
 
 
 def on_ranks(_: int, folder: Path, legs: list[Leg]) -> list[str]:

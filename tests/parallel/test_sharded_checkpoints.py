@@ -247,7 +247,7 @@ class Killer(Hook):
             return
         write = FileSystemWriter.write_data
         def die(self, plan, planner):
-            if task.iteration < 2:
+            if task.steps_done < 2:
                 return write(self, plan, planner)
             (self.path / "__1_0.distcp").write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""The clock of a run: how long it is, and where it stands. Pure arithmetic, no torch.
+"""Length and progress of a run, without torch.
 
-A *batch* is one read of ``batch_size`` samples; an *update* is one optimizer step, made of
-``accumulate`` batches (fewer at the end of an epoch that does not divide).
+A *step* is one optimizer update. It reads ``accumulate`` batches of ``batch_size`` samples, fewer
+at the end of an epoch that does not divide.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunLength:
-    """The length of a run, from ``epochs``, ``max_steps`` (updates) or both: the shorter counts."""
+    """The length of a run, from ``epochs``, ``max_steps`` or both: the shorter counts."""
 
     num_samples: int
     batch_size: int
@@ -34,32 +34,32 @@ class RunLength:
         return self.num_samples // self.batch_size  # the last partial batch is dropped
 
     @cached_property
-    def updates_per_epoch(self) -> int:
+    def steps_per_epoch(self) -> int:
         return -(-self.batches_per_epoch // self.accumulate)
 
     @cached_property
-    def total_updates(self) -> int:
-        by_epochs = None if self.epochs is None else self.epochs * self.updates_per_epoch
+    def total_steps(self) -> int:
+        by_epochs = None if self.epochs is None else self.epochs * self.steps_per_epoch
         bounds = [bound for bound in (by_epochs, self.max_steps) if bound is not None]
         return min(bounds)
 
     @cached_property
     def total_batches(self) -> int:
-        whole, rest = divmod(self.total_updates, self.updates_per_epoch)
+        whole, rest = divmod(self.total_steps, self.steps_per_epoch)
         return whole * self.batches_per_epoch + min(rest * self.accumulate, self.batches_per_epoch)
 
     @property
     def num_epochs(self) -> int:
         """Train phases, the last one perhaps cut short."""
-        return -(-self.total_updates // self.updates_per_epoch)
+        return -(-self.total_steps // self.steps_per_epoch)
 
 
 @dataclass
 class Clock:
-    """What has been done so far: the counters of a checkpoint."""
+    """Progress of a run: the counters of a checkpoint."""
 
     length: RunLength
-    iteration: int = 0  # finished updates
+    steps_done: int = 0  # finished steps
     batch: int = 0  # global batches whose gradients are in the parameters
     phase: int = 0  # finished phases, train and test
 
@@ -87,9 +87,9 @@ class Clock:
         return self.batch >= self.length.total_batches
 
     def state_dict(self) -> dict[str, int]:
-        return {"iteration": self.iteration, "batch": self.batch, "phase": self.phase}
+        return {"steps_done": self.steps_done, "batch": self.batch, "phase": self.phase}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.iteration, self.batch, self.phase = (
-            state[name] for name in ("iteration", "batch", "phase")
+        self.steps_done, self.batch, self.phase = (
+            state[name] for name in ("steps_done", "batch", "phase")
         )

@@ -122,7 +122,7 @@ class TrainConfig:
     )
     step: str = setting("standard", also=["train_step"])  # the train step's registered name
     accumulate: int = setting(1, min=1, also=["accum", "grad_accum", "accumulation"])
-    # batches per update (step: accumulate), each of batch_size; a loss sees one batch at a time
+    # batches per step (step: accumulate), each of batch_size; a loss sees one batch at a time
     seed: int = setting(0, min=0)
     compile: bool = False
     log_every: int = setting(50, min=1, also=["log_interval"])  # steps

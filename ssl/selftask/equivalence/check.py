@@ -51,7 +51,7 @@ class RankFailed(RunError):
 
 
 def check(config: Config, *, ranks: Sequence[int], steps: int) -> Report:
-    """Train the small ``config`` for ``steps`` updates on each number of ``ranks``; compare.
+    """Train the small ``config`` for ``steps`` steps on each number of ``ranks``; compare.
 
     Raises RankFailed with the cause and, for what the user can put right, UserError.
     """

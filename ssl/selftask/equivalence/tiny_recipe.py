@@ -29,7 +29,7 @@ from selftask.errors import ConfigError
 from selftask.registry import BACKBONES, METHODS, TRANSFORMS
 
 IMAGE_SIZE = 32  # pixels
-UPDATES_PER_EPOCH = 2  # so that a few steps see the end of an epoch
+STEPS_PER_EPOCH = 2  # so that a few steps see the end of an epoch
 EPS = 1e-3  # of Adam: with its own 1e-8 a zero gradient's rounding becomes an update of its own
 _KINDS = 4  # of images: what supervised training has to tell apart
 
@@ -55,7 +55,7 @@ def make_tiny(config: Config, *, batch_size: int, steps: int) -> Config:
         method=_small_method(config),
         train=replace(
             config.train,
-            epochs=-(-steps // UPDATES_PER_EPOCH),
+            epochs=-(-steps // STEPS_PER_EPOCH),
             max_steps=None,
             precision="float32",
             compile=False,
@@ -78,8 +78,8 @@ def make_tiny(config: Config, *, batch_size: int, steps: int) -> Config:
 
 
 def images_for(config: Config) -> Images:
-    """So many that an epoch has ``UPDATES_PER_EPOCH`` updates, and one image is left over."""
-    count = UPDATES_PER_EPOCH * config.train.accumulate * config.train.batch_size + 1
+    """So many that an epoch has ``STEPS_PER_EPOCH`` steps, and one image is left over."""
+    count = STEPS_PER_EPOCH * config.train.accumulate * config.train.batch_size + 1
     extras: dict[str, ExtraKind] = {
         group.image: "image" for group in config.views.values() if group.image is not None
     }

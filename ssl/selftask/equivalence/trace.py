@@ -73,17 +73,17 @@ class RecordedTask(Task):
         self.trained_parameters = {name: p for name, p in named if p.requires_grad}
         self._count_exchanges()
 
-    def train_until(self, updates: int) -> None:
-        """Phase by phase as a trainer does, but stop after so many updates in all."""
+    def train_until(self, steps: int) -> None:
+        """Phase by phase as a trainer does, but stop after so many steps in all."""
         self.on_start()
-        while self.iteration < updates and not self.done_training():
+        while self.steps_done < steps and not self.done_training():
             self.on_phase_start()
             while True:
                 try:
                     self.step()
                 except StopIteration:
                     break
-                if self.iteration >= updates and not self.phase_finished:
+                if self.steps_done >= steps and not self.phase_finished:
                     return
             self.on_phase_end()
 

@@ -28,7 +28,7 @@ _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC",
 
 @dataclass(frozen=True)
 class Leg:
-    """A part of a run: ``size`` ranks go on in the folder ``out`` until ``stop`` updates are done.
+    """A part of a run: ``size`` ranks go on in the folder ``out`` until ``stop`` steps are done.
 
     ``name`` is that of its records: ``NAME.RANK.pt``.
     """

@@ -26,7 +26,7 @@ class SaveCheckpoints(Hook):
 
     def on_start(self, task: Task) -> None:
         self.every = max(1, updates_in(task.config.train.checkpoint_every, task.length))
-        self.saved_at = task.iteration
+        self.saved_at = task.steps_done
 
     def on_step(self, task: Task) -> None:
         if task.train and self._due(task) and not task.phase_finished:
@@ -37,8 +37,8 @@ class SaveCheckpoints(Hook):
             self._save(task)
 
     def _due(self, task: Task) -> bool:
-        return task.iteration // self.every > self.saved_at // self.every
+        return task.steps_done // self.every > self.saved_at // self.every
 
     def _save(self, task: Task) -> None:
         task.save_checkpoint()
-        self.saved_at = task.iteration
+        self.saved_at = task.steps_done

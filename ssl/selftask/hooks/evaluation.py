@@ -33,7 +33,7 @@ class EvaluateBackbone(Hook):
         if every is not None:
             self.every = max(1, updates_in(every, task.length))
         self._say_what_is_missing(task)
-        if task.iteration == 0:
+        if task.steps_done == 0:
             self._run(task)
 
     def _say_what_is_missing(self, task: Task) -> None:
@@ -44,7 +44,7 @@ class EvaluateBackbone(Hook):
             log.warning("no %s while training: the images of %s have no labels", names, which)
 
     def on_step(self, task: Task) -> None:
-        if self.every and task.train and task.iteration % self.every == 0 and not task.clock.done:
+        if self.every and task.train and task.steps_done % self.every == 0 and not task.clock.done:
             self._run(task)
 
     def on_end(self, task: Task) -> None:

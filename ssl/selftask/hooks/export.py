@@ -26,7 +26,7 @@ class ExportBackbone(Hook):
     def on_end(self, task: Task) -> None:
         backbone = task.export_backbone()
         if is_primary():
-            meta = facts(task.config, task.iteration, task.data_module.channels)
+            meta = facts(task.config, task.steps_done, task.data_module.channels)
             save_backbone(backbone, task.out / "export", meta)
 
 

@@ -47,7 +47,7 @@ class Fault(Hook):
             yield f"at: {self.at}; the first step is 1"
 
     def on_forward(self, task: Task) -> None:
-        if task.resumed or not task.train or task.iteration + 1 != self.at or rank() != self.rank:
+        if task.resumed or not task.train or task.steps_done + 1 != self.at or rank() != self.rank:
             return
         log.warning(
             "hooks.fault_injection: %s in step %d on rank %d", self.kind, self.at, self.rank

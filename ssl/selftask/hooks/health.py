@@ -53,7 +53,7 @@ class Health(Hook):
             log.warning(
                 "step %d: emb_std %.3f: the embeddings of different images are almost the same "
                 "(collapse); see the loss's chance_ratio, lower the lr or check the views",
-                task.iteration + 1,
+                task.steps_done + 1,
                 spread,
             )
 

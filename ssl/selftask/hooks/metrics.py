@@ -54,11 +54,11 @@ class Metrics(Hook):
         task.losses.append(loss)
         if task.train:
             self.window.append(loss)
-            self.steps.append(task.iteration + 1)
+            self.steps.append(task.steps_done + 1)
             self.samples += task.length.batch_size
 
     def on_step(self, task: Task) -> None:
-        due = task.iteration % task.config.train.log_every == 0
+        due = task.steps_done % task.config.train.log_every == 0
         if task.train and (due or task.clock.done):
             self._write(task)
 
@@ -91,7 +91,7 @@ class Metrics(Hook):
             machine = Cores(cores(), task.world.local_size)
             recipe = task.config.out_folder / "config.yaml"  # a recipe, with all that was set
             told = wait_advice(waiting, task.config.data.num_workers, machine, str(recipe))
-            log.warning("step %d: %s", task.iteration, told)
+            log.warning("step %d: %s", task.steps_done, told)
 
     def _losses(self, task: Task) -> list[float]:
         """The window's losses on the host. Raises NonFiniteLoss naming the first bad step."""

@@ -62,7 +62,7 @@ class StopOnSignal(Hook):
 
     def on_step(self, task: Task) -> None:
         stop_at = task.config.train.stop_at
-        if stop_at is not None and task.iteration >= stop_at:  # the same on all ranks
+        if stop_at is not None and task.steps_done >= stop_at:  # the same on all ranks
             task.interrupted_by = f"train.stop_at={stop_at}"
         elif self.any_rank.poll(self.received is not None):
             task.interrupted_by = self.received or "a signal on another rank"

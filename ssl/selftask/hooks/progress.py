@@ -51,7 +51,7 @@ class ProgressBar(Hook):
             TextColumn("{task.fields[numbers]}"),
             refresh_per_second=REFRESHES_PER_S,
         )
-        self.line = self.bar.add_task("", total=task.length.total_updates, **_progress(task))
+        self.line = self.bar.add_task("", total=task.length.total_steps, **_progress(task))
         self.due = 0.0
         self.bar.start()
         draw_over(self.bar.console)
@@ -82,7 +82,7 @@ class ProgressBar(Hook):
 def _progress(task: Task) -> dict[str, Any]:
     """Return the fields of the bar; after a resume they do not start at zero."""
     epoch = task.clock.batch / task.length.batches_per_epoch
-    return {"completed": task.iteration, "epoch": epoch, "numbers": _numbers(task)}
+    return {"completed": task.steps_done, "epoch": epoch, "numbers": _numbers(task)}
 
 
 def _numbers(task: Task) -> str:

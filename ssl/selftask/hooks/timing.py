@@ -26,7 +26,7 @@ SECTIONS = ("read", "forward", "loss", "backward", "reduce", "update", "hooks")
 @register_hook("timing")
 @dataclass(eq=False, kw_only=True)
 class Timing(Hook):
-    """Logs the milliseconds that an update spends in each section, as ``ms_forward`` and so on.
+    """Logs the milliseconds that a step spends in each section, as ``ms_forward`` and so on.
 
     Works with any train step, which knows nothing of it: the parts of the task say when they are
     used. What lies between two of them belongs to the section that began last:
@@ -48,7 +48,7 @@ class Timing(Hook):
         self.listening = False  # not in test phases
         self.marks: list[tuple[str | None, Any]] = []  # section that began, and when
         self.range: Any = None  # of the profiler
-        self.updates = self.all_updates = 0
+        self.steps = self.all_steps = 0
         self.total: defaultdict[str, float] = defaultdict(float)  # ms by section, of the whole run
 
     def on_start(self, task: Task) -> None:
@@ -77,14 +77,14 @@ class Timing(Hook):
         self._begin("backward")
 
     def on_update(self, task: Task) -> None:
-        self.updates += 1
+        self.steps += 1
         if task.should_log:
             taken = self._take()
             for section in SECTIONS:
-                task.log(f"ms_{section}", taken[section] / self.updates)
+                task.log(f"ms_{section}", taken[section] / self.steps)
                 self.total[section] += taken[section]
-            self.all_updates += self.updates
-            self.updates = 0
+            self.all_steps += self.steps
+            self.steps = 0
 
     def on_phase_end(self, task: Task) -> None:
         self._begin(None)  # evaluations are no part of a step
@@ -93,10 +93,10 @@ class Timing(Hook):
         whole = sum(self.total.values())
         if whole:
             parts = [
-                f"{section} {ms / self.all_updates:.1f} ({ms / whole:.0%})"
+                f"{section} {ms / self.all_steps:.1f} ({ms / whole:.0%})"
                 for section, ms in self.total.items()
             ]
-            log.info("milliseconds an update: %s", ", ".join(parts))
+            log.info("milliseconds a step: %s", ", ".join(parts))
 
     def on_exception(self, task: Task) -> None:
         self._begin(None)

@@ -75,7 +75,7 @@ class DeepCluster(Method):
         super().__init__(config)
         prototypes = torch.zeros(sum(config.num_prototypes), config.out_dim)
         self.register_buffer("prototypes", prototypes)  # (K_1 + ... + K_H, D): never trained
-        self.pending: list[tuple[Tensor, Tensor]] = []  # index and features since the last update
+        self.pending: list[tuple[Tensor, Tensor]] = []  # index and features since the last step
 
     def build_head(self, embed_dim: int) -> nn.Module:
         return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim, norm=self.config.norm)

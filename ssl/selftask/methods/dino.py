@@ -71,7 +71,7 @@ class DINO(Method):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.register_buffer("center", torch.zeros(config.out_dim))  # (K,), c in eq. 4
-        self.batch_centers: list[Tensor] = []  # of the batches since the last update
+        self.batch_centers: list[Tensor] = []  # of the batches since the last step
 
     def build_head(self, embed_dim: int) -> nn.Module:
         config = self.config
@@ -98,7 +98,7 @@ class DINO(Method):
         self.teacher_temperature_at = linear_then_constant(
             config.start_teacher_temperature,
             config.teacher_temperature,
-            warmup / length.total_updates,
+            warmup / length.total_steps,
         )
 
     def on_forward(self, task: Task) -> None:
@@ -122,7 +122,7 @@ class DINO(Method):
 
     def on_backward(self, task: Task) -> None:
         """The last layer waits: early gradients would move it away from a teacher still random."""
-        if task.iteration < self.frozen_updates:
+        if task.steps_done < self.frozen_updates:
             task.base_model.head.last_layer.weight.grad = None
 
     @torch.no_grad()

@@ -61,7 +61,7 @@ class MoCo(Method):
             keys = train["batch_size"] * train["accumulate"]
             if self.queue_size < keys:
                 yield (
-                    f"queue_size: {self.queue_size} is less than the {keys} keys of one update "
+                    f"queue_size: {self.queue_size} is less than the {keys} keys of one step "
                     "(train.batch_size * train.accumulate)"
                 )
 
@@ -86,7 +86,7 @@ class MoCo(Method):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """The keys of the batch on all ranks; they join the queue after the update."""
+        """The keys of the batch on all ranks; they join the queue after the step."""
         batch = task.last_batch
         others = [shuffle_bn(view) for view in batch.all_views[::-1][: self.num_queries]]
         with LAYER_DRAWS.exchanged(shuffle_bn):

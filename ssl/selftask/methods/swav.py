@@ -72,7 +72,7 @@ class SwAV(Method):
         self.prototypes = Prototypes(config.out_dim, config.num_prototypes)  # C, trained
         self.queue = FeatureQueue(config.queue_size, NUM_ASSIGNED, config.out_dim)  # (L, 2, D)
         self.queue_is_used = False
-        self.pending: list[Tensor] = []  # features (B, 2, D) of the batches since the last update
+        self.pending: list[Tensor] = []  # features (B, 2, D) of the batches since the last step
 
     def build_head(self, embed_dim: int) -> nn.Module:
         return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim, norm=self.config.norm)
@@ -89,7 +89,7 @@ class SwAV(Method):
         (The paper's code begins to fill it there, and uses it when it is full.)
         """
         is_full = task.clock.batch * task.length.batch_size >= len(self.queue) > 0
-        self.queue_is_used = is_full and task.iteration >= self.queue_start
+        self.queue_is_used = is_full and task.steps_done >= self.queue_start
         if task.train and len(self.queue):
             assigned = to_float32(task.last_batch.output[:NUM_ASSIGNED].detach())
             self.pending.append(F.normalize(assigned, dim=2).transpose(0, 1))
@@ -127,7 +127,7 @@ class SwAV(Method):
 
     def on_backward(self, task: Task) -> None:
         """The prototypes wait until the features they attract are not random any more."""
-        if task.iteration < self.frozen_updates:
+        if task.steps_done < self.frozen_updates:
             self.prototypes.weight.grad = None
 
     def on_update(self, task: Task) -> None:

@@ -75,7 +75,7 @@ class Prototypes(nn.Module):
     """K trained directions; features (..., D), best of unit length, -> scores (..., K).
 
     The rows start on the unit sphere. They leave it as they are trained: a method whose scores are
-    cosines, as SwAV's, calls ``normalize_`` after each update.
+    cosines, as SwAV's, calls ``normalize_`` after each step.
     """
 
     def __init__(self, dim: int, num: int) -> None:

@@ -34,7 +34,7 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
         ]
 
     def step(self, *args: Any, closure: Callable[[], Any] | None = None, where: float) -> None:
-        """One update at ``where``.
+        """One optimizer step at ``where``.
 
         Does what Classy's own does, without building and comparing all groups at every step; what
         moves with the epoch, constants included, ``on_epoch`` sets.
@@ -103,7 +103,7 @@ def lr_schedule(config: OptimizerConfig, length: RunLength, *, batch: int) -> Sc
         config.schedule,
         config.lr * factor,
         config.end_lr * factor,
-        warmup=warmup / length.total_updates,
+        warmup=warmup / length.total_steps,
         warmup_start=config.start_lr * factor,
     )
 

@@ -35,7 +35,7 @@ class Reduction:
         """All trained parameters, the method's too, with names; the same list on every rank."""
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Around forward and backward of all batches of an update but the last."""
+        """Around forward and backward of all batches of a step but the last."""
         return nullcontext()
 
     def reduce(self) -> None:

@@ -31,7 +31,7 @@ class Ending:
 
     @property
     def step(self) -> int:
-        return self.task.iteration if hasattr(self.task, "clock") else 0
+        return self.task.steps_done if hasattr(self.task, "clock") else 0
 
     def finished(self) -> int:
         """All steps are done; 0."""

@@ -65,7 +65,7 @@ class Plan:
             "data": f"{self.num_samples} images",
             "nodes": f"{launch.nodes} x {launch.processes} processes = {launch.world_size} ranks",
             "batch": f"{config.train.batch_size} images = {per_rank} a rank",
-            "steps": f"{length.total_updates} in {length.num_epochs} epochs",
+            "steps": f"{length.total_steps} in {length.num_epochs} epochs",
             "time": f"{show_minutes(limit)} a job{default}",
             "queue": f"partition {slurm.get('partition', '(the default)')}",
             "requeue": (

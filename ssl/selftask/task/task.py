@@ -70,7 +70,7 @@ class Task(ClassyTaskNames):
         self.interrupted_by: str | None = None  # the signal that asks to stop after this step
         self.last_row: dict[str, Any] = {}  # of metrics.jsonl
         self._calls: dict[str, list[Callable[[Task], None]]] = {}  # point -> what hooks define it
-        self.saved: tuple[int, int] | None = None  # iteration and phase of the newest checkpoint
+        self.saved: tuple[int, int] | None = None  # step and phase of the newest checkpoint
         self.checkpoints = task_state.open_writer(config, self.out)
 
     @classmethod
@@ -173,9 +173,9 @@ class Task(ClassyTaskNames):
         return self.clock.where
 
     @property
-    def iteration(self) -> int:
-        """Finished updates."""
-        return self.clock.iteration
+    def steps_done(self) -> int:
+        """Number of finished steps."""
+        return self.clock.steps_done
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of the forward pass; nothing in float32."""
@@ -190,7 +190,7 @@ class Task(ClassyTaskNames):
                 meter.update(batch.output.detach(), batch.labels)
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Around forward and backward of every batch of an update but its last."""
+        """Around forward and backward of every batch of a step but its last."""
         return self.reduction.no_sync()
 
     def reduce_gradients(self) -> None:
@@ -216,10 +216,10 @@ class Task(ClassyTaskNames):
             broadcast_buffers(network)
 
     def advance(self, batches: int = 1) -> None:
-        """Count one finished update made of that many batches."""
-        self.clock.iteration += 1
+        """Count one finished step made of that many batches."""
+        self.clock.steps_done += 1
         self.clock.batch += batches
-        HEARTBEAT.step = self.clock.iteration
+        HEARTBEAT.step = self.clock.steps_done
 
     def run_hooks(self, point: str) -> None:  # type: ignore[override]
         """Call every hook that defines ``point``, the method first."""
@@ -233,7 +233,7 @@ class Task(ClassyTaskNames):
     def write_row(self, row: dict[str, Any]) -> None:
         """One line of the log and of ``metrics.jsonl``, stamped with step and epoch."""
         epoch = round(self.clock.batch / self.length.batches_per_epoch, 4)
-        self.last_row = {"step": self.iteration, "epoch": epoch, **row}
+        self.last_row = {"step": self.steps_done, "epoch": epoch, **row}
         if self.rows is not None:
             self.rows.write(self.last_row)
             log.info("%s", format_row(self.last_row))
@@ -246,9 +246,9 @@ class Task(ClassyTaskNames):
 
     @property
     def should_log(self) -> bool:
-        """Whether the update at hand ends in a log line: the time to compute what is dear."""
-        done = self.clock.iteration + 1
-        return done % self.config.train.log_every == 0 or done == self.length.total_updates
+        """True if this step is logged; compute expensive metrics only then."""
+        done = self.clock.steps_done + 1
+        return done % self.config.train.log_every == 0 or done == self.length.total_steps
 
     # -- the life of a run: Classy's contract ---------------------------------------------------
 
@@ -262,7 +262,7 @@ class Task(ClassyTaskNames):
     def on_phase_start(self) -> None:
         """Begin a train phase (or the rest of it, after a resume) or a test phase."""
         self.train, self.phase_begun = not self._test_is_next(), self.clock.phase
-        HEARTBEAT.step = self.clock.iteration
+        HEARTBEAT.step = self.clock.steps_done
         self.losses.clear()
         self.base_model.train(self.train)
         self.loss.train(self.train)
@@ -354,7 +354,7 @@ class Task(ClassyTaskNames):
 
     @property
     def phase_finished(self) -> bool:
-        """Whether the update just counted was the last of its train phase."""
+        """True if the step just counted was the last of its train phase."""
         return self.train and (self.clock.batch_in_epoch == 0 or self.clock.done)
 
     def _test_is_next(self) -> bool:

@@ -125,7 +125,7 @@ def save(task: Task) -> None:
     on, at the end and before a stop, the file is on disk on return, and every rank knows.
     """
     last = task.clock.done or task.interrupted_by is not None
-    now = (task.clock.iteration, task.clock.phase)
+    now = (task.clock.steps_done, task.clock.phase)
     if now != task.saved:
         task.saved = now
         task.run_hooks("before_save")
@@ -133,7 +133,7 @@ def save(task: Task) -> None:
         state = take(task, whole=False) if sharded else task.state_dict()
         if is_primary() or sharded:
             state = {"format": store.FORMAT, "config": task.config_text, **state}
-            task.checkpoints.save(state, task.iteration, last=last)
+            task.checkpoints.save(state, task.steps_done, last=last)
     if last:
         task.checkpoints.wait()
         barrier()  # a rank that left earlier would have the launcher stop the one that writes
@@ -197,12 +197,12 @@ def resume(task: Task) -> bool:
     if found is None:
         task.data_module.batches.bad_files.reasons.clear()  # read from such a list, perhaps
     if task.rows is not None:  # drop what comes after the checkpoint, or all without one
-        rotation.archive(folder, task.iteration if found else -1)
+        rotation.archive(folder, task.steps_done if found else -1)
         task.rows.cut(found[0]["metrics_bytes"] if found else 0)
     if found is None:
         return False
     task.run_hooks("after_load")
-    log.info("resumed from %s: step %d, epoch %d", found[1], task.iteration, task.clock.epoch)
+    log.info("resumed from %s: step %d, epoch %d", found[1], task.steps_done, task.clock.epoch)
     _log_new_length(task, found[0])
     return True
 
@@ -238,7 +238,7 @@ def _log_new_length(task: Task, state: dict[str, Any]) -> None:
     log.warning(
         "the run has %d steps now and had %d: at step %d progress jumps from %.3f to %.3f, and the "
         "learning rate from %.3g to %.3g",
-        *(now.total_updates, before.total_updates, task.iteration, *wheres, *rates),
+        *(now.total_steps, before.total_steps, task.steps_done, *wheres, *rates),
     )
 
 

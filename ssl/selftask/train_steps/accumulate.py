@@ -13,7 +13,7 @@ from selftask.task import Task
 
 @register_train_step("accumulate")
 def accumulate_train_step(task: Task) -> None:
-    """Forward and backward ``train.accumulate`` times, then one reduction and one update.
+    """Forward and backward ``train.accumulate`` times, then one reduction and one optimizer step.
 
     Only the last batch makes ranks talk about gradients, which then are those of all batches.
 
@@ -43,7 +43,7 @@ def accumulate_train_step(task: Task) -> None:
 
 
 def _forward(task: Task, *, share: float) -> Tensor:
-    """One batch through network and loss; the loss's ``share`` of the update, with its graph."""
+    """One batch through network and loss; the loss's ``share`` of the step, with its graph."""
     batch = task.last_batch = next(task.batches)
     with task.autocast():
         batch.output = task.model(batch.input)

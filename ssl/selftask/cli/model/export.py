@@ -106,11 +106,11 @@ def export_run(run: Path, out: Path, *, to: str = "safetensors", trust: bool = F
         raise UserError(f"{run}: has no checkpoint yet")
     state, path = found
     if to == "checkpoint":
-        return store.write(state, out, int(state["clock"]["iteration"]))
+        return store.write(state, out, int(state["clock"]["steps_done"]))
     config = load_config(str(run / "config.yaml"), [], trust=trust)
     channels = state.get("channels", 3)
     backbone = build_backbone(config.backbone, channels)
     load_weights(backbone, backbone_state(state), what=str(path))
     if to in LIBRARIES:
         check_library(backbone, config.backbone, channels, to)
-    return save_backbone(backbone, out, facts(config, int(state["clock"]["iteration"]), channels))
+    return save_backbone(backbone, out, facts(config, int(state["clock"]["steps_done"]), channels))

@@ -47,5 +47,5 @@ def parse_duration(text: str | int) -> Duration:
 
 
 def updates_in(text: str | int, length: RunLength) -> int:
-    """What a key such as ``warmup: 10 epochs`` comes to in a run of this length, in updates."""
-    return parse_duration(text).steps(length.updates_per_epoch, length.total_updates)
+    """What a key such as ``warmup: 10 epochs`` comes to in a run of this length, in steps."""
+    return parse_duration(text).steps(length.steps_per_epoch, length.total_steps)

@@ -80,7 +80,7 @@ def check_data(config: Config, source: Source) -> Sampler:
         ConfigError: If images with so many channels cannot have the config's views and
             evaluations, if the method needs labels or captions that are missing, if views
             are made of images that the data does not have, or if the sampler's epoch
-            has no step or less than one update.
+            has no step or less than one step.
     """
     channels = channels_of(source)
     found: list[Iterable[str]] = [
