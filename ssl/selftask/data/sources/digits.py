@@ -18,6 +18,8 @@ from selftask.errors import UserError
 from selftask.registry import register_source
 
 NUM_VAL = 450  # the last ones: other writers than the rest
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+WORDINGS = ("a handwritten {}", "the digit {}", "{}, written by hand", "a photo of the number {}")
 INK_LEVELS = 16  # the file holds 8x8 counts of 0..16
 
 
@@ -32,6 +34,7 @@ class Digits(Source):
     class Config:
         split: Literal["train", "val"] = "train"  # the last 450 are val, by other writers
         size: int = setting(32, min=1, max=4096)  # pixels, from 8 by bicubic scaling
+        captions: bool = False  # whether each has one, such as "a handwritten three"
 
     def __init__(self, config: Config) -> None:
         with gzip.open(_packaged_file(), "rt") as file:
@@ -41,6 +44,7 @@ class Digits(Source):
         self.split = config.split
         self.size = config.size
         self.labels = table[rows, -1].astype(np.int64)
+        self.extras = {"caption": "text"} if config.captions else {}
         self.images = np.stack([_enlarge(row, config.size) for row in table[rows, :-1]])
 
     def __len__(self) -> int:
@@ -48,6 +52,11 @@ class Digits(Source):
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         return from_array(self.images[index]), int(self.labels[index])
+
+    def extra(self, index: int, name: str) -> str:
+        """Return the caption, in one of a few wordings."""
+        word = WORDS[self.labels[index]]
+        return WORDINGS[(self.first + index) % len(WORDINGS)].format(word)
 
     def path(self, index: int) -> str:
         return f"digits.csv.gz:{self.first + index + 1}"

@@ -1,0 +1,138 @@
+"""CLIP: each image must find its caption among those of the batch, and each caption its image.
+
+Radford et al., Learning Transferable Visual Models From Natural Language Supervision, ICML 2021,
+arXiv:2103.00020.
+
+B: images per rank, W: ranks, L: tokens of a caption, E: features of the backbone, D: width of the
+shared space.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.distributed.collectives import gather_cat_with_grad, rank
+from selftask.methods.base import Method
+from selftask.models.build import embed_dim
+from selftask.models.network import Network
+from selftask.models.precision import in_full_precision
+from selftask.models.text import TextTransformer
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+MAX_SCALE = 100.0  # of the logits: section 2.5
+
+
+@register_method("clip")
+class CLIP(Method):
+    """Contrast images with captions, gathered over ranks with gradient; learned temperature."""
+
+    loss_reduction = "gathered"  # every caption is a negative to the images of all ranks
+    views = 1
+    requires = "captions"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        out_dim: int = setting(512, min=1, tiny=16)  # D
+        text_dim: int = setting(512, min=1, tiny=16)  # width of the text transformer
+        text_depth: int = setting(12, min=1, tiny=1)  # blocks
+        text_heads: int = setting(8, min=1, tiny=2)  # in the paper text_dim / 64
+        temperature: float = setting(0.07, above=0)  # tau at the start; learned from then on
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            if self.text_dim % self.text_heads:
+                yield f"text_heads: {self.text_heads} does not divide text_dim={self.text_dim}"
+            if config["train"]["batch_size"] < 2:
+                yield "train.batch_size: 1; the negatives are other captions: at least 2 are needed"
+            if self.temperature < 1 / MAX_SCALE:
+                yield f"temperature: {self.temperature} is below {1 / MAX_SCALE}, its least value"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.log_scale = nn.Parameter(torch.tensor(-math.log(config.temperature)))  # -log tau
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        """The image tower, and the text tower for the tokens of the data."""
+        config, tokenizer = self.config, task.data_module.tokenizer
+        text = TextTransformer(
+            tokenizer.vocab_size,
+            tokenizer.length,
+            dim=config.text_dim,
+            depth=config.text_depth,
+            heads=config.text_heads,
+        )
+        projection = _projection(config.text_dim, config.out_dim)
+        return TwoTowers(backbone, self.build_head(embed_dim(backbone)), text, projection)
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        """The linear projection of section 2.3."""
+        return _projection(embed_dim, self.config.out_dim)
+
+    def setup(self, task: Task) -> None:
+        self.num_pairs = task.length.batch_size  # B * W
+
+    def prepare_batch(self, batch: Batch, task: Task) -> None:
+        batch.input = (batch.all_views, batch.extras["caption"])
+
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
+        """Figure 3; ``output`` (2, B, D): images, captions."""
+        return match_pairs(output[0], output[1], self.log_scale)
+
+    def on_forward(self, task: Task) -> None:
+        """Log the temperature."""
+        if task.should_log:
+            task.log("temperature", (-self.log_scale.detach()).exp())
+
+    @torch.no_grad()
+    def on_update(self, task: Task) -> None:
+        """Keep the scale of the logits at most 100."""
+        self.log_scale.clamp_(max=math.log(MAX_SCALE))
+
+    @property
+    def chance_loss(self) -> float:
+        """All similarities equal: the caption is one of BW."""
+        return math.log(self.num_pairs)
+
+
+class TwoTowers(Network):
+    """Images and the tokens of their captions -> embeddings of both."""
+
+    def __init__(
+        self, backbone: nn.Module, head: nn.Module, text: nn.Module, text_head: nn.Module
+    ) -> None:
+        super().__init__(backbone, head)
+        self.text = text
+        self.text_head = text_head
+
+    def forward(self, pairs: tuple[Sequence[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
+        """One view (B, C, H, W) in a list and tokens (B, L) -> (2, B, D): images, captions."""
+        views, tokens = pairs
+        return torch.cat([super().forward(views), self.text_head(self.text(tokens))[None]])
+
+
+def _projection(in_dim: int, out_dim: int) -> nn.Linear:
+    linear = nn.Linear(in_dim, out_dim, bias=False)
+    nn.init.normal_(linear.weight, std=in_dim**-0.5)
+    return linear
+
+
+@in_full_precision
+def match_pairs(images: Tensor, captions: Tensor, log_scale: Tensor) -> Tensor:
+    """Symmetric cross-entropy of this rank's B pairs among the BW of all ranks; both (B, D)."""
+    images, captions = F.normalize(images, dim=1), F.normalize(captions, dim=1)
+    scale = log_scale.exp()
+    by_image = scale * images @ gather_cat_with_grad(captions).T  # (B, B * W)
+    by_caption = scale * captions @ gather_cat_with_grad(images).T
+    own = torch.arange(len(images), device=images.device) + rank() * len(images)
+    return (F.cross_entropy(by_image, own) + F.cross_entropy(by_caption, own)) / 2

@@ -1,0 +1,63 @@
+"""A transformer over token ids, as CLIP's text encoder.
+
+B texts of L tokens, E features.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+
+class TextTransformer(nn.Module):
+    """Token ids (B, L) -> features (B, E) at the last token of each text.
+
+    Pre-norm blocks with causal attention, learned positions and first weights as in section 2.4 of
+    Radford et al., arXiv:2103.00020, and its code; GELU in place of its approximation.
+
+    Args:
+        vocab_size: Every id is below; 0 is padding, which only follows a text.
+        length: L, at most.
+        dim: E.
+        depth: Number of blocks.
+        heads: Number of attention heads; has to divide ``dim``.
+    """
+
+    def __init__(self, vocab_size: int, length: int, *, dim: int, depth: int, heads: int) -> None:
+        super().__init__()
+        self.token_embed = nn.Embedding(vocab_size, dim)
+        self.pos_embed = nn.Parameter(torch.empty(length, dim))
+        self.blocks = nn.ModuleList(_block(dim, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(dim)
+        causal = torch.full((length, length), -torch.inf).triu(1)
+        self.register_buffer("causal", causal, persistent=False)
+        self._init_weights(dim, depth)
+
+    def _init_weights(self, dim: int, depth: int) -> None:
+        nn.init.normal_(self.token_embed.weight, std=0.02)
+        nn.init.normal_(self.pos_embed, std=0.01)
+        for block in self.blocks:
+            layer = cast(nn.TransformerEncoderLayer, block)
+            nn.init.normal_(layer.self_attn.in_proj_weight, std=dim**-0.5)
+            nn.init.normal_(layer.self_attn.out_proj.weight, std=(2 * depth * dim) ** -0.5)
+            nn.init.normal_(layer.linear1.weight, std=(2 * dim) ** -0.5)
+            nn.init.normal_(layer.linear2.weight, std=(2 * depth * dim) ** -0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the features of each text's last token that is not padding."""
+        length = tokens.shape[1]
+        x = self.token_embed(tokens) + self.pos_embed[:length]  # (B, L, E)
+        causal = cast(Tensor, self.causal)[:length, :length].to(x.dtype)
+        for block in self.blocks:
+            x = block(x, src_mask=causal)
+        last = (tokens != 0).sum(dim=1) - 1  # (B,)
+        features: Tensor = self.norm(x[torch.arange(len(x), device=x.device), last])
+        return features
+
+
+def _block(dim: int, heads: int) -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(
+        dim, heads, 4 * dim, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+    )
