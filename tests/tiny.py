@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from selftask.checkpoint import rotation, store
+from selftask.config.checks.requirements import required
 from selftask.config.load import load_config
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import open_data
@@ -41,7 +42,9 @@ def digits_file(folder: Path, name: str = "digits.npz", start: int = 0, stop: in
     if not path.exists():
         digits = load_digits()
         images = np.kron(digits.images[start:stop], np.ones((1, 4, 4))) * 15.9
-        np.savez(path, images=images.astype(np.uint8), labels=digits.target[start:stop])
+        labels = digits.target[start:stop]
+        captions = [f"{label} in writing {row}" for row, label in enumerate(labels)]
+        np.savez(path, images=images.astype(np.uint8), labels=labels, caption=captions)
     return path
 
 
@@ -52,6 +55,7 @@ def overrides(method: str, folder: Path, out: str | Path = "run", *more: str) ->
     parts = {"backbone": small.backbone, "method": small.method}
     return [
         f"data={digits_file(folder)}",
+        *(["data.extras=[caption]"] if "captions" in required(method) else []),
         "data.val=null",
         "data.num_workers=0",
         *(f"{key}={_flow(part.to_dict())}" for key, part in parts.items()),

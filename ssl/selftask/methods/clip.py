@@ -40,7 +40,7 @@ class CLIP(Method):
 
     loss_reduction = "gathered"  # every caption is a negative to the images of all ranks
     views = 1
-    requires = "captions"
+    requires = ("captions",)
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from selftask.config.fields import setting
 from selftask.data.labels import name_classes, number_labels
 from selftask.data.reading.guards import check_memory, no_traceback
 from selftask.data.reading.image import from_array
-from selftask.data.source import Source
+from selftask.data.source import ExtraKind, Source
 from selftask.errors import UserError, nearest
 from selftask.files.addresses import fetch
 from selftask.files.paths import is_file
@@ -31,10 +31,12 @@ class ArrayFile(Source):
         images: str = "images"  # the key in a .npz
         labels: str | None = "labels"  # the key in a .npz, used if it is there
         channels: int = setting(3, min=1)  # other than 3: of every image
+        # keys in a .npz, with an entry for each image: texts, further images or numbers
+        extras: list[str] = field(default_factory=list)
 
     def __init__(self, config: Config) -> None:
         self.file = str(fetch(config.path))
-        self.images, labels = _load(self.file, config)
+        self.images, labels, self._extras = _load(self.file, config)
         self.channels = config.channels
         if self.images.ndim not in (3, 4) or len(self.images) == 0:
             raise UserError(
@@ -49,11 +51,29 @@ class ArrayFile(Source):
             raise UserError(
                 f"data: {self.file}: {len(self.images)} images but labels of shape {labels.shape}"
             )
+        self.extras = {name: self._kind(name) for name in self._extras}
         self._classes: list[str] | None = None
         if labels is not None:
             self.labels = _numbers(labels, self.file)
             if labels.dtype.kind in "US":
                 self._classes = name_classes(labels.astype(str).tolist())
+
+    def _kind(self, name: str) -> ExtraKind:
+        """What the entries of an array are; raises UserError if they do not belong to images."""
+        array = self._extras[name]
+        if len(array) != len(self.images) or array.dtype.kind not in "Ubuif":
+            raise UserError(
+                f"data.extras: {name!r} of {self.file} is {array.dtype} of shape {array.shape}; "
+                f"texts, numbers or images are expected for each of {len(self.images)} images"
+            )
+        if array.dtype.kind == "U":
+            return "text"
+        image = array.dtype == np.uint8 and array.ndim == 4 and array.shape[3] == self.channels
+        return "image" if image else "array"
+
+    def extra(self, index: int, name: str) -> Any:
+        entry = self._extras[name][index]
+        return str(entry) if self.extras[name] == "text" else entry
 
     def class_names(self) -> list[str] | None:
         """The labels, where they are texts."""
@@ -83,18 +103,26 @@ class ArrayFile(Source):
             self.images = np.load(copy_of(self.file), mmap_mode="r")
 
 
-def _load(path: str, config: ArrayFile.Config) -> tuple[np.ndarray, np.ndarray | None]:
-    """Images and labels of the file; a .npy stays on disk and is mapped."""
+def _load(
+    path: str, config: ArrayFile.Config
+) -> tuple[np.ndarray, np.ndarray | None, dict[str, np.ndarray]]:
+    """Images, labels and extras of the file; a .npy stays on disk and is mapped."""
     if not is_file(path):
         raise UserError(f"data: no such file: {path}")
     with no_traceback(f"data: {path} is not a numpy file of numbers"):
         loaded = np.load(path, mmap_mode="r", allow_pickle=False)
     if isinstance(loaded, np.ndarray):
-        return loaded, None
+        if config.extras:
+            raise UserError(f"data.extras: {path} holds images only; a .npz can hold more")
+        return loaded, None, {}
     with loaded:
         if config.images not in loaded:
             hint = nearest(config.images, loaded.files)
             raise UserError(f"data.images: {path} has no array {config.images!r}; {hint}")
+        for name in config.extras:
+            if name not in loaded:
+                hint = nearest(name, loaded.files)
+                raise UserError(f"data.extras: {path} has no array {name!r}; {hint}")
         key = config.labels
         if key not in loaded and key not in (None, _LABELS):
             raise UserError(
@@ -103,7 +131,8 @@ def _load(path: str, config: ArrayFile.Config) -> tuple[np.ndarray, np.ndarray |
         with no_traceback(f"data: {path} is damaged, or does not hold numbers only"):
             has_labels = key is not None and key in loaded
             labels = _unpack(loaded, str(key), path) if has_labels else None
-            return _unpack(loaded, config.images, path), labels
+            extras = {name: _unpack(loaded, name, path) for name in config.extras}
+            return _unpack(loaded, config.images, path), labels, extras
 
 
 def _unpack(file: Any, key: str, path: str) -> np.ndarray:
