@@ -11,9 +11,11 @@ import numpy as np
 
 from selftask.config.fields import setting
 from selftask.data.labels import label_top_folders
+from selftask.data.reading.image import read_image
 from selftask.data.reading.skipped_files import describe
 from selftask.data.source import Source
 from selftask.data.sources.files import Folder
+from selftask.errors import UserError
 from selftask.registry import register_source
 
 _NUMBER = re.compile(r"(\d+)")
@@ -28,14 +30,24 @@ class Frames(Source):
         path: str  # the folder of the clips' folders, at any depth
         # take the first frame of each clip and every n-th after it
         every: int = setting(1, min=1)
+        # give each sample an image `next`: the frame so many later, of those that are taken; frames
+        # without one are left out
+        next: int | None = setting(None, min=1)
         labels: Literal["clip", "folder"] | None = None  # the clip's number, or its top folder's
 
     def __init__(self, config: Config) -> None:
         self.folder = Folder(Folder.Config(path=config.path, labels=False))
         self.every = config.every
-        rows, self.clip_of = _order(self.folder, config.every)
-        self.rows = rows  # (N,) int64: of the folder's images, those that are taken
-        self.num_clips = int(self.clip_of[-1]) + 1
+        rows, clip_of = _order(self.folder, config.every)
+        later = config.next or 0
+        has_next = np.flatnonzero(clip_of[: len(rows) - later] == clip_of[later:])
+        if not len(has_next):
+            raise UserError(f"data.next={later}: no clip of {config.path} has so many frames")
+        self.rows = rows[has_next]  # (N,) int64: of the folder's images, those that are taken
+        self.next_rows = rows[has_next + later]  # (N,) int64: of the image `next` of each
+        self.clip_of = clip_of[has_next]
+        self.num_clips = len(np.unique(self.clip_of))
+        self.extras = {} if config.next is None else {"next": "image"}
         if config.labels == "clip":
             self.labels = self.clip_of
         elif config.labels == "folder":
@@ -45,12 +57,17 @@ class Frames(Source):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        self.folder.max_pixels = self.max_pixels
-        image, _ = self.folder[int(self.rows[index])]
-        return image, self.label_of(index)
+        return read_image(self.path(index), self.max_pixels), self.label_of(index)
+
+    def extra(self, index: int, name: str) -> np.ndarray:
+        """The frame that is `next`."""
+        return read_image(self.extra_path(index, name), self.max_pixels)
 
     def path(self, index: int) -> str:
         return self.folder.path(int(self.rows[index]))
+
+    def extra_path(self, index: int, name: str) -> str:
+        return self.folder.path(int(self.next_rows[index]))
 
     def passed_over(self) -> dict[str, int]:
         return self.folder.passed_over()

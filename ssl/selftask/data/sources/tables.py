@@ -6,16 +6,20 @@ import csv
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from selftask.data.labels import name_classes, number_labels
 from selftask.data.reading import index as store
+from selftask.data.reading.files import BadImage
 from selftask.data.reading.guards import no_traceback
+from selftask.data.reading.image import read_image
 from selftask.data.reading.index import Index
-from selftask.data.source import arrays_of_paths
+from selftask.data.source import ExtraKind, PathTable, arrays_of_paths
 from selftask.data.sources.files import FileSource, folder_of, is_there
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest, nearest_path
@@ -36,6 +40,7 @@ class Table:
 
     paths: Sequence[str | None]
     labels: Sequence[Any] | None
+    extras: Mapping[str, Sequence[Any]]  # what samples have beside, by name
     lines: Sequence[int] | None  # of the file, of each row; None for a table without lines
 
 
@@ -50,6 +55,10 @@ class TableSource(FileSource):
         label_column: str | None = "label"  # used if it is there; texts are numbered, sorted
         root: str | None = None  # the folder of relative paths; none: that of the table
         delimiter: str | None = None  # none: a comma, in .tsv files a tab
+        caption: str | None = None  # the column of captions
+        images: dict[str, str] = field(default_factory=dict)  # further images: name -> column of
+        # their paths
+        numbers: list[str] = field(default_factory=list)  # columns of numbers
 
     def __init__(self, config: Config) -> None:
         file = fetch(config.path)
@@ -63,20 +72,62 @@ class TableSource(FileSource):
         self.num_folders = found.num_folders
         self.labels = found.labels
         self._classes = found.header.get("classes")
+        self.extras = _kinds(config)
+        self._extras = {name: _extra_of(found, name) for name in self.extras}
         if not is_there(self.path(0)):
             raise UserError(
                 f"data: {found.header['first']}: no such image: {self.path(0)}; data.root is the "
                 f"folder that its paths start from, now {self.root}"
             )
 
+    def extra(self, index: int, name: str) -> Any:
+        """An image of another column, a caption, or a number as float32."""
+        if self.extras[name] == "image":
+            return read_image(self.extra_path(index, name), self.max_pixels)
+        return self._extras[name][index]
+
+    def extra_path(self, index: int, name: str) -> str:
+        """Path of an image of another column; raises BadImage for an empty cell."""
+        path = self._extras[name][index]
+        if not path:
+            raise BadImage(self.path(index), f"its {name} is empty")
+        return os.path.join(self.root, path)
+
     def class_names(self) -> list[str] | None:
         """The labels, where they are texts."""
         return self._classes
 
 
+def _kinds(config: TableSource.Config) -> dict[str, ExtraKind]:
+    """What the samples of a table have beside image and label."""
+    kinds: dict[str, ExtraKind] = {} if config.caption is None else {"caption": "text"}
+    return kinds | dict.fromkeys(config.images, "image") | dict.fromkeys(config.numbers, "array")
+
+
+def _extra_columns(config: TableSource.Config) -> dict[str, tuple[str, str]]:
+    """For each name beside image and label, its key in the config and its column."""
+    named = {} if config.caption is None else {"caption": ("caption", config.caption)}
+    images = {name: (f"images.{name}", column) for name, column in config.images.items()}
+    return named | images | {column: ("numbers", column) for column in config.numbers}
+
+
+def _extra_of(index: Index, name: str) -> Any:
+    """Numbers or texts of all samples."""
+    prefix = f"{name}/"
+    named = [(key, array) for key, array in index.arrays.items() if key.startswith(prefix)]
+    parts = {key.removeprefix(prefix): array for key, array in named}
+    return parts["values"] if "values" in parts else PathTable.of_arrays(parts)
+
+
 def _indexed(file: Path, config: TableSource.Config, root: str) -> Index:
     """The table's paths and labels, from its index if the file is as it was then."""
-    asked = [config.column, config.label_column, config.delimiter, os.path.realpath(root)]
+    asked: list[Any] = [
+        config.column,
+        config.label_column,
+        config.delimiter,
+        os.path.realpath(root),
+    ]
+    asked += _extra_columns(config).items()
     kept = store.index_file("table", str(file), json.dumps(asked))
     known = store.load(kept)
     if known is not None and known.header["state"] == _state(file):
@@ -108,6 +159,12 @@ def _read(file: Path, config: TableSource.Config, root: str, state: list[list[in
     if table.labels is not None:
         arrays["labels"] = number_labels(table.labels)
         header["classes"] = name_classes(table.labels)
+    for name, values in table.extras.items():
+        if _kinds(config)[name] == "array":
+            arrays[f"{name}/values"] = np.fromiter(_numbers(values, name, table, file), np.float32)
+        else:
+            words = arrays_of_paths([os.fsencode(str(value or "")) for value in values])
+            arrays |= {f"{name}/{part}": array for part, array in words.items()}
     header["num_folders"] = len({name.rpartition(b"/")[0] for name in names})
     return Index(header, arrays)
 
@@ -118,6 +175,15 @@ def _checked(table: Table, file: Path) -> Iterable[str]:
             what = "no path" if path is None or path == "" else f"{path!r} is not a path"
             raise UserError(f"data: {_place(file, table, number)}: {what}")
         yield path
+
+
+def _numbers(values: Sequence[Any], name: str, table: Table, file: Path) -> Iterable[float]:
+    for number, value in enumerate(values):
+        try:
+            yield float(value)
+        except (TypeError, ValueError):
+            place = _place(file, table, number)
+            raise UserError(f"data.numbers: {place}: {name} is {value!r}, no number") from None
 
 
 def _place(file: Path, table: Table, row: int) -> str:
@@ -134,8 +200,13 @@ def _columns(config: TableSource.Config, names: list[str], file: Path) -> tuple[
         if column is None:
             listed = ", ".join(names)
             raise UserError(f"data.column: which column of {file} holds the paths? one of {listed}")
-    for key, name in (("column", column), ("label_column", config.label_column)):
-        if name is not None and name not in names and not (key != "column" and name == _LABELS):
+    wanted = [("column", column), ("label_column", config.label_column)]
+    for key, name in [*wanted, *_extra_columns(config).values()]:
+        if (
+            name is not None
+            and name not in names
+            and not (key == "label_column" and name == _LABELS)
+        ):
             hint = nearest(name, names)
             raise UserError(f"data.{key}: {file} has no column {name!r}; {hint}")
     label = config.label_column if config.label_column in names else None
@@ -171,13 +242,18 @@ def _read_text(file: Path, config: TableSource.Config, root: str) -> Table:
 def _chosen(
     rows: list[tuple[int, list[str]]], names: list[str], config: TableSource.Config, file: Path
 ) -> Table:
-    if names[0] == "0" and config.column is None:
-        column, label = "0", "1" if len(names) > 1 and config.label_column == _LABELS else None
-    else:
-        column, label = _columns(config, names, file)
+    further = _extra_columns(config)
+    if names[0] == "0" and config.column is None:  # no header: the second column is the label
+        used = [column for _, column in further.values()]
+        second = "1" if len(names) > 1 and "1" not in used else None
+        label = second if config.label_column == _LABELS else config.label_column
+        config = replace(config, column="0", label_column=label)
+    column, label = _columns(config, names, file)
     at = names.index(column)
     labels = None if label is None else [row[names.index(label)] for _, row in rows]
-    return Table([row[at] for _, row in rows], labels, [number for number, _ in rows])
+    places = {name: names.index(column) for name, (_, column) in further.items()}
+    extras = {name: [row[place] for _, row in rows] for name, place in places.items()}
+    return Table([row[at] for _, row in rows], labels, extras, [number for number, _ in rows])
 
 
 def _has_header(first: list[str], config: TableSource.Config, root: str) -> bool:
@@ -196,8 +272,9 @@ def _read_parquet(file: Path, config: TableSource.Config, root: str) -> Table:
         dataset = parquet.ParquetDataset(file)
         names = [str(name) for name in dataset.schema.names]
         column, label = _columns(config, names, file)
-        wanted = [column] if label is None else [column, label]
-        read = dataset.read(columns=wanted)
+        further = {name: wanted for name, (_, wanted) in _extra_columns(config).items()}
+        wanted = dict.fromkeys([column, *([] if label is None else [label]), *further.values()])
+        read = dataset.read(columns=[*wanted])
     kind = read.schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind  # pandas' categories
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
@@ -207,4 +284,5 @@ def _read_parquet(file: Path, config: TableSource.Config, root: str) -> Table:
         )
     with no_traceback(f"data: {file} is damaged"):
         labels = None if label is None else read.column(label).to_pylist()
-        return Table(read.column(column).to_pylist(), labels, None)
+        extras = {name: read.column(wanted).to_pylist() for name, wanted in further.items()}
+        return Table(read.column(column).to_pylist(), labels, extras, None)
