@@ -1,0 +1,61 @@
+"""VICReg: views agree, each feature varies over the batch, and no two features vary together.
+
+Bardes et al., VICReg: Variance-Invariance-Covariance Regularization for Self-Supervised Learning,
+ICLR 2022, arXiv:2105.04906.
+
+B: images per rank, D: width of the projector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.methods.base import Method
+from selftask.models.heads import mlp
+from selftask.models.precision import to_float32
+from selftask.models.variance_covariance import variance_covariance
+from selftask.registry import register_method
+
+
+@register_method("vicreg")
+class VICReg(Method):
+    """Two views agree; variance and covariance over the global batch prevent a collapse."""
+
+    loss_reduction = "statistics"  # variances and covariances
+    views = 2
+    per_view = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        out_dim: int = setting(8192, min=1, tiny=16)  # D
+        hidden_dim: int = setting(8192, min=1, tiny=32)  # of the projector's two hidden layers
+        invariance_weight: float = setting(25.0, min=0)  # lambda in equation 6
+        variance_weight: float = setting(25.0, min=0)  # mu
+        covariance_weight: float = setting(1.0, min=0)  # nu
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            if config["train"]["batch_size"] < 2:
+                yield "train.batch_size: 1; a variance needs at least 2 images"
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        """The expander: three layers, the last one bare."""
+        hidden = self.config.hidden_dim
+        return mlp(embed_dim, hidden, hidden, self.config.out_dim, last_bias=False)
+
+    def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Equation 6, with the variance term of the paper's code; ``output`` (2, B, D)."""
+        config = self.config
+        first, second = to_float32(output)
+        variance, covariance = zip(*map(variance_covariance, (first, second)), strict=True)
+        return {
+            "invariance": config.invariance_weight * F.mse_loss(first, second),
+            "variance": config.variance_weight * sum(variance) / 2,
+            "covariance": config.covariance_weight * sum(covariance),
+        }

@@ -1,0 +1,188 @@
+"""VICRegL: VICReg of whole views, and of the patches that show the same place or look the same.
+
+Bardes et al., VICRegL: Self-Supervised Learning of Local Visual Features, NeurIPS 2022,
+arXiv:2210.01571.
+
+V: views, of which the first two are large; B: images per rank; N: cells of a view's feature map;
+M: matched cells; D: width of the projector, L: of the local projector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.methods.base import Method
+from selftask.models.build import embed_dim
+from selftask.models.features.extract import extract
+from selftask.models.features.tokens import gather_tokens
+from selftask.models.heads import mlp
+from selftask.models.network import Network
+from selftask.models.precision import in_full_precision, to_float32
+from selftask.models.variance_covariance import variance_covariance
+from selftask.random.keyed import LAYER_DRAWS
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+NUM_LARGE = 2  # views, each of which is compared with all others
+Output = dict[str, list[Tensor]]
+
+
+@register_method("vicregl")
+class VICRegL(Method):
+    """VICReg of views, and of matched cells of their feature maps."""
+
+    loss_reduction = "statistics"  # variances and covariances
+    views = (2, None)
+    requires = ("dense", "boxes")  # cells are matched by where they are in the image
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        out_dim: int = setting(8192, min=1, tiny=16)  # D
+        hidden_dim: int = setting(8192, min=1, tiny=32)  # of the projector's two hidden layers
+        local_dim: int = setting(512, min=1, tiny=8)  # L, also of its hidden layers
+        alpha: float = setting(0.75, min=0, max=1)  # weight of whole views; the rest is of cells
+        num_matches: int = setting(20, min=1, tiny=2)  # gamma: best pairs of cells, of a large view
+        num_small_matches: int = setting(4, min=1, tiny=2)  # the same, of views after the first two
+        invariance_weight: float = setting(25.0, min=0)
+        variance_weight: float = setting(25.0, min=0)
+        covariance_weight: float = setting(1.0, min=0)
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            if config["train"]["batch_size"] < 2:
+                yield "train.batch_size: 1; a variance needs at least 2 images"
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        """The projector of pooled features and that of each cell; their last layers are bare."""
+        hidden, local = self.config.hidden_dim, self.config.local_dim
+        return nn.ModuleDict(
+            {
+                "pooled": mlp(embed_dim, hidden, hidden, self.config.out_dim, last_bias=False),
+                "cells": mlp(embed_dim, local, local, local, last_bias=False),
+            }
+        )
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        return LocalNetwork(backbone, self.build_head(embed_dim(backbone)))
+
+    def on_forward(self, task: Task) -> None:
+        """Find where the cells of each map are in the image: ``batch["centers"]``."""
+        batch = task.last_batch
+        draws = [one for group in batch.draws.values() for one in group]
+        maps = batch.output["cells"]  # of each view (B, L, h, w)
+        pairs = zip(draws, maps, strict=True)
+        batch["centers"] = [one.centers(*cells.shape[2:]) for one, cells in pairs]  # (B, N, 2)
+
+    def forward(self, output: Output, batch: Batch) -> dict[str, Tensor]:
+        """Equation 5, its terms as they enter the sum."""
+        config = self.config
+        whole = global_terms([to_float32(view) for view in output["pooled"]])
+        cells = [to_float32(cells).flatten(2).mT for cells in output["cells"]]  # (B, N, L)
+        matches = [
+            config.num_matches if view < NUM_LARGE else config.num_small_matches
+            for view in range(len(cells))
+        ]
+        local = local_terms(cells, batch["centers"], matches)
+        names = ("invariance", "variance", "covariance")
+        weights = (config.invariance_weight, config.variance_weight, config.covariance_weight)
+        terms = {}
+        for kind, share, values in (
+            ("global", config.alpha, whole),
+            ("local", 1 - config.alpha, local),
+        ):
+            for name, weight, value in zip(names, weights, values, strict=True):
+                terms[f"{kind}_{name}"] = share * weight * value
+        return terms
+
+
+class LocalNetwork(Network):
+    """Views -> ``pooled`` (B, D) and ``cells`` (B, L, h, w) of each; one view at a time."""
+
+    def forward(self, views: Sequence[Tensor]) -> Output:  # type: ignore[override]
+        heads: Any = self.head
+        features, output = [], Output(pooled=[], cells=[])
+        for number, view in enumerate(views):
+            LAYER_DRAWS.enter([number])
+            found = extract(self.backbone, view)
+            features.append(found.pooled)
+            output["pooled"].append(heads["pooled"](found.pooled))
+            cells = heads["cells"](found.tokens.patches.flatten(0, 1))  # (B * N, L)
+            cells = cells.unflatten(0, (len(view), -1)).mT  # (B, L, N)
+            assert found.tokens.grid is not None
+            output["cells"].append(cells.unflatten(2, found.tokens.grid))
+        self.embedding = torch.cat(features).detach()
+        return output
+
+
+def pairs_of_views(num_views: int) -> list[tuple[int, int]]:
+    """Each large view with every other one."""
+    return [(i, j) for i, j in product(range(NUM_LARGE), range(num_views)) if i != j]
+
+
+def global_terms(views: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Invariance, variance and covariance of whole views, V tensors (B, D)."""
+    pairs = pairs_of_views(len(views))
+    invariance = torch.stack([F.mse_loss(views[i], views[j]) for i, j in pairs]).mean()
+    terms = [variance_covariance(view) for view in views]
+    variance, covariance = (torch.stack(term).mean() for term in zip(*terms, strict=True))
+    return invariance, variance, covariance
+
+
+def local_terms(
+    cells: list[Tensor], centers: list[Tensor], num_matches: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Invariance, variance and covariance of matched cells, means over pairs of views.
+
+    Args:
+        cells: Of each view, (B, N, L).
+        centers: Their positions in the image, (B, N, 2) in pixels.
+        num_matches: How many cells of each view are matched.
+    """
+    found = []
+    for i, j in pairs_of_views(len(cells)):
+        for places in (cells, centers):  # by features, by location
+            for here, there in ((i, j), (j, i)):
+                matched = nearest_cells(places[here], places[there], num_matches[here])
+                ours = gather_tokens(cells[here], matched[0])  # (B, M, L)
+                found.append(matched_terms(ours, gather_tokens(cells[there], matched[1])))
+    invariance, variance, covariance = (
+        2 * torch.stack(term).mean() for term in zip(*found, strict=True)
+    )  # features and location are added, everything else is a mean
+    return invariance, variance, covariance
+
+
+@torch.no_grad()
+@in_full_precision
+def nearest_cells(here: Tensor, there: Tensor, num_matches: int) -> tuple[Tensor, Tensor]:
+    """The cells of a view whose nearest neighbours in another view are nearest.
+
+    Args:
+        here: (B, N, F): features or positions.
+        there: (B, N', F).
+        num_matches: M, or all N cells if there are fewer.
+
+    Returns:
+        (B, M) numbers of cells, in ascending order, and (B, M) those of their neighbours.
+    """
+    distance, neighbour = torch.cdist(here, there).min(dim=2)  # (B, N)
+    order = distance.argsort(dim=1, stable=True)[:, :num_matches]
+    chosen = order.sort(dim=1).values
+    return chosen, neighbour.gather(1, chosen)
+
+
+def matched_terms(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """VICReg's terms of matched cells (B, M, L), with the statistics of each of the M alone."""
+    terms = [variance_covariance(cells.transpose(0, 1)) for cells in (first, second)]
+    (variance, covariance), (other_variance, other_covariance) = terms
+    invariance = F.mse_loss(first, second)
+    return invariance, (variance + other_variance) / 2, (covariance + other_covariance) / 2
