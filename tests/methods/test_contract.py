@@ -79,14 +79,18 @@ def test_the_loss_may_be_called_again_and_changes_nothing(method: str, tmp_path:
 def test_another_number_of_views_than_declared_is_refused(method: str) -> None:
     views = METHODS[method].views
     assert METHODS.declared(method, "views", None) == views
-    least, most = views if isinstance(views, tuple) else (views, views)
-    wrong = [number for number in (least - 1, most and most + 1) if number]
-    assert wrong
-    for number in wrong:
-        groups = f"views={{main: {{count: {number}, transforms: [normalize]}}}}"
-        wanted = f"views: {method} needs {least} view.* of an image, got {number}"
-        with pytest.raises(ConfigError, match=wanted):
-            load_config(method, [groups])
+    named = views if isinstance(views, dict) else {None: views}
+    for group, number in named.items():
+        least, most = number if isinstance(number, tuple) else (number, number)
+        wrong = [number for number in (least - 1, most and most + 1) if number]
+        assert wrong or group is not None
+        for number in wrong:
+            key = group or "main"
+            groups = f"views={{{key}: {{count: {number}, transforms: [normalize]}}}}"
+            place = "of an image" if group is None else f"in group '{group}'"
+            wanted = f"views: {method} needs {least} view.* {place}, got {number}"
+            with pytest.raises(ConfigError, match=wanted):
+                load_config(method, [groups])
 
 
 # -- runs ------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """VICRegL: VICReg of whole views, and of the patches that show the same place or look the same.
 
 Bardes et al., VICRegL: Self-Supervised Learning of Local Visual Features, NeurIPS 2022,
-arXiv:2210.01571.
+arXiv:2210.01571. The published code keeps the local loss of the last pair of views only, divided by
+the number of pairs; here it is the mean over all pairs, as in the paper.
 
 V: views, of which the first two are large; B: images per rank; N: cells of a view's feature map;
 M: matched cells; D: width of the projector, L: of the local projector.
@@ -54,6 +55,7 @@ class VICRegL(Method):
         alpha: float = setting(0.75, min=0, max=1)  # weight of whole views; the rest is of cells
         num_matches: int = setting(20, min=1, tiny=2)  # gamma: best pairs of cells, of a large view
         num_small_matches: int = setting(4, min=1, tiny=2)  # the same, of views after the first two
+        match_all_features: bool = True  # by features, match all cells instead of the best ones
         invariance_weight: float = setting(25.0, min=0)
         variance_weight: float = setting(25.0, min=0)
         covariance_weight: float = setting(1.0, min=0)
@@ -92,7 +94,9 @@ class VICRegL(Method):
             config.num_matches if view < NUM_LARGE else config.num_small_matches
             for view in range(len(cells))
         ]
-        local = local_terms(cells, batch["centers"], matches)
+        all_cells = [view.shape[1] for view in cells]
+        by_features = all_cells if config.match_all_features else matches
+        local = local_terms(cells, batch["centers"], by_features, matches)
         names = ("invariance", "variance", "covariance")
         weights = (config.invariance_weight, config.variance_weight, config.covariance_weight)
         terms = {}
@@ -139,20 +143,21 @@ def global_terms(views: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def local_terms(
-    cells: list[Tensor], centers: list[Tensor], num_matches: list[int]
+    cells: list[Tensor], centers: list[Tensor], by_features: list[int], by_location: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Invariance, variance and covariance of matched cells, means over pairs of views.
 
     Args:
         cells: Of each view, (B, N, L).
         centers: Their positions in the image, (B, N, 2) in pixels.
-        num_matches: How many cells of each view are matched.
+        by_features: How many cells of each view are matched by their features.
+        by_location: How many are matched by where they are.
     """
     found = []
     for i, j in pairs_of_views(len(cells)):
-        for places in (cells, centers):  # by features, by location
+        for places, numbers in ((cells, by_features), (centers, by_location)):
             for here, there in ((i, j), (j, i)):
-                matched = nearest_cells(places[here], places[there], num_matches[here])
+                matched = nearest_cells(places[here], places[there], numbers[here])
                 ours = gather_tokens(cells[here], matched[0])  # (B, M, L)
                 found.append(matched_terms(ours, gather_tokens(cells[there], matched[1])))
     invariance, variance, covariance = (

@@ -1,0 +1,141 @@
+"""PIRL: an image and its shuffled tiles have the features that a memory keeps for the image.
+
+Misra and van der Maaten, Self-Supervised Learning of Pretext-Invariant Representations, CVPR 2020,
+arXiv:1912.01991.
+
+B: images per rank; N: images of the data set; K: negatives of an image; T: tiles; D: width of the
+heads.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.config.schema import num_views
+from selftask.methods.base import Method, NumViews
+from selftask.models.build import embed_dim
+from selftask.models.memory_bank import MemoryBank
+from selftask.models.network import Network, forward_by_size
+from selftask.models.precision import in_full_precision
+from selftask.random.keyed import uniform
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("pirl")
+class PIRL(Method):
+    """Contrast an image, and its tiles in random order, with a memory bank of all images."""
+
+    loss_reduction = "samples"  # negatives come from the memory
+    views: ClassVar[dict[str, NumViews]] = {"image": 1, "tiles": (2, None)}
+    requires = ("index",)  # the memory has an entry for each image
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        out_dim: int = setting(128, min=1, tiny=16)  # D
+        num_negatives: int = setting(32000, min=1, tiny=16)  # K
+        temperature: float = setting(0.07, above=0)
+        tiles_weight: float = setting(0.5, min=0, max=1)  # lambda in equation 5
+        momentum: float = setting(0.5, min=0, max=1)  # of an entry of the memory
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.pending: list[tuple[Tensor, Tensor]] = []  # index and features since the last update
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        num_tiles = num_views(task.config.views)["tiles"]
+        return TilesNetwork(backbone, embed_dim(backbone), num_tiles, self.config.out_dim)
+
+    def setup(self, task: Task) -> None:
+        self.memory = MemoryBank(task.data_module.num_images, self.config.out_dim)
+
+    def prepare_batch(self, batch: Batch, task: Task) -> None:
+        """Draw the order of each image's tiles and, at other images, its negatives."""
+        tiles, seed = batch.views["tiles"], task.config.train.seed
+        key = batch.key.to(batch.index.device, non_blocking=True)
+        draws = uniform(seed, key, len(tiles) + self.config.num_negatives)
+        order = draws[:, : len(tiles)].argsort(dim=1, stable=True)  # (B, T)
+        others = (draws[:, len(tiles) :].double() * (len(self.memory) - 1)).long()  # (B, K)
+        batch["negatives"] = others + (others >= batch.index[:, None])
+        batch.input = (batch.views["image"] + tiles, order)
+
+    def on_forward(self, task: Task) -> None:
+        """Keep the image's features for the memory, which moves in ``on_update``."""
+        if task.train:
+            batch = task.last_batch
+            self.pending.append((batch.index, batch.output[0].detach()))
+
+    def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Equation 5 with InfoNCE in place of NCE: VISSL's ``loss_type: cross_entropy``."""
+        image, tiles = output  # (B, D) each
+        positive, negatives = self.memory[batch.index], self.memory[batch["negatives"]]
+        temperature, share = self.config.temperature, self.config.tiles_weight
+        return {
+            "tiles": share * info_nce(tiles, positive, negatives, temperature),
+            "image": (1 - share) * info_nce(image, positive, negatives, temperature),
+        }
+
+    @torch.no_grad()
+    def on_update(self, task: Task) -> None:
+        for index, features in self.pending:
+            self.memory.update(index, features, self.config.momentum)
+        self.pending.clear()
+
+    @property
+    def chance_loss(self) -> float:
+        """Every entry of the memory is as likely as the image's own."""
+        return math.log(self.config.num_negatives + 1)
+
+
+class TilesNetwork(Network):
+    """Image and tiles (B, C, H, W), and the order of tiles (B, T) -> (2, B, D): image, tiles.
+
+    Each tile has a linear layer, and the tiles of an image, one after the other, have another.
+    """
+
+    def __init__(self, backbone: nn.Module, embed_dim: int, num_tiles: int, out_dim: int) -> None:
+        head = nn.ModuleDict(
+            {
+                "image": nn.Linear(embed_dim, out_dim),
+                "tile": nn.Linear(embed_dim, out_dim),
+                "tiles": nn.Linear(num_tiles * out_dim, out_dim),
+            }
+        )
+        super().__init__(backbone, head)
+
+    def forward(self, inputs: tuple[list[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
+        views, order = inputs
+        features = forward_by_size(self.backbone, views)  # ((1 + T) * B, E)
+        self.embedding = features.detach()
+        head: nn.ModuleDict = self.head  # type: ignore[assignment]
+        image, *tiles = features.chunk(len(views))
+        parts = head["tile"](torch.stack(tiles, dim=1))  # (B, T, D)
+        shuffled = parts.gather(1, order[..., None].expand_as(parts))
+        return torch.stack([head["image"](image), head["tiles"](shuffled.flatten(1))])
+
+
+@in_full_precision
+def info_nce(features: Tensor, positive: Tensor, negatives: Tensor, temperature: float) -> Tensor:
+    """Cross-entropy of finding the positive among negatives; a mean over images.
+
+    Args:
+        features: (B, D), of any length.
+        positive: (B, D) unit vectors.
+        negatives: (B, K, D) unit vectors.
+        temperature: Divides the cosines.
+    """
+    unit = F.normalize(features, dim=1)
+    right = (unit * positive).sum(dim=1, keepdim=True)  # (B, 1)
+    wrong = torch.einsum("bd,bkd->bk", unit, negatives)
+    logits = torch.cat([right, wrong], dim=1) / temperature
+    return F.cross_entropy(logits, logits.new_zeros(len(logits), dtype=torch.long))

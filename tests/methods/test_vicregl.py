@@ -1,0 +1,167 @@
+"""VICRegL against its paper as loops, and its matches against images whose cells can be found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiny
+from selftask.batch import total
+from selftask.config.load import load_config
+from selftask.errors import ConfigError
+from selftask.methods.vicregl import (
+    VICRegL,
+    global_terms,
+    local_terms,
+    matched_terms,
+    nearest_cells,
+)
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def slow_matches(here: list[Any], there: list[Any], num: int) -> list[tuple[int, int]]:
+    """Of one image: the ``num`` cells whose nearest neighbour is nearest, in their order."""
+    found = []
+    for n, cell in enumerate(here):
+        distances = [sum((a - b) ** 2 for a, b in zip(cell, other, strict=True)) for other in there]
+        best = min(range(len(there)), key=distances.__getitem__)
+        found.append((distances[best], n, best))
+    chosen = sorted(found)[:num]
+    return sorted((n, best) for _, n, best in chosen)
+
+
+def slow_terms(first: list[Any], second: list[Any]) -> tuple[float, float, float]:
+    """Invariance, variance and covariance of (B, D) each: VICReg's, halves of both sides."""
+    num, dim = len(first), len(first[0])
+    squares = [
+        (a - b) ** 2 for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True)
+    ]
+    variance = covariance = 0.0
+    for rows in (first, second):
+        means = [sum(row[j] for row in rows) / num for j in range(dim)]
+        for i in range(dim):
+            for j in range(dim):
+                c = sum((r[i] - means[i]) * (r[j] - means[j]) for r in rows) / (num - 1)
+                if i == j:
+                    variance += max(0.0, 1 - (c + 1e-4) ** 0.5) / dim / 2
+                else:
+                    covariance += c**2 / dim / 2
+    return sum(squares) / len(squares), variance, covariance
+
+
+def test_the_loss_is_that_of_the_paper() -> None:
+    """Equations 3 to 5 as loops: two large views and a small one, of other sizes."""
+    num_images, width = 4, 3
+    cells = [0.5 * draw(n, num_images, 6 if n < 2 else 4, width) for n in range(3)]
+    centers = [10 * draw(10 + n, num_images, 6 if n < 2 else 4, 2) for n in range(3)]
+    numbers = [6, 6, 4], [4, 4, 2]
+    expected = [0.0, 0.0, 0.0]
+    pairs = [(0, 1), (0, 2), (1, 0), (1, 2)]
+    for i, j in pairs:
+        for places, matches in zip((cells, centers), numbers, strict=True):
+            for a, b in ((i, j), (j, i)):
+                matched = [
+                    slow_matches(places[a][n].tolist(), places[b][n].tolist(), matches[a])
+                    for n in range(num_images)
+                ]
+                for m in range(matches[a]):
+                    first = [cells[a][n, matched[n][m][0]].tolist() for n in range(num_images)]
+                    second = [cells[b][n, matched[n][m][1]].tolist() for n in range(num_images)]
+                    for term, value in enumerate(slow_terms(first, second)):
+                        expected[term] += value / matches[a] / 2 / len(pairs)
+    ours = [term.item() for term in local_terms(cells, centers, *numbers)]
+    assert ours == pytest.approx(expected, rel=1e-10)
+
+
+def test_global_terms_are_means_over_pairs_and_views() -> None:
+    views = [0.5 * draw(n, 5, 4) for n in range(3)]
+    pairs = [(0, 1), (0, 2), (1, 0), (1, 2)]
+    terms = {(i, j): slow_terms(views[i].tolist(), views[j].tolist()) for i, j in pairs}
+    alone = [slow_terms(view.tolist(), view.tolist()) for view in views]
+    invariance, variance, covariance = (term.item() for term in global_terms(views))
+    assert invariance == pytest.approx(sum(one[0] for one in terms.values()) / 4, rel=1e-12)
+    assert variance == pytest.approx(sum(one[1] for one in alone) / 3, rel=1e-12)
+    assert covariance == pytest.approx(sum(one[2] for one in alone) / 3, rel=1e-12)
+
+
+def test_more_matches_than_cells_take_all_cells() -> None:
+    here, there = draw(0, 2, 5, 2), draw(1, 2, 7, 2)
+    cells, neighbours = nearest_cells(here, there, 20)
+    assert cells.tolist() == [list(range(5))] * 2
+    assert neighbours.shape == (2, 5)
+
+
+def test_cells_that_are_the_same_cost_no_invariance() -> None:
+    first = draw(0, 4, 3, 5)
+    assert matched_terms(first, first)[0].item() == 0
+
+
+def test_the_centers_of_two_views_of_one_place_are_matched(tmp_path: Path) -> None:
+    """A batch of the real loader: cells matched by location lie within a cell of each other."""
+    task = tiny.task("vicregl", tmp_path, "run", "eval.evaluations={}")
+    task.prepare()
+    task.on_start()
+    task.on_phase_start()
+    batch = task.last_batch = next(task.batches)
+    batch.output = task.model(batch.input)
+    task.run_hooks("on_forward")
+    first, second = batch["centers"]
+    rows, columns = batch.output["cells"][0].shape[2:]
+    assert first.shape == (len(batch.index), rows * columns, 2)
+    here, there = nearest_cells(first, second, rows * columns)
+    apart = first.gather(1, here[..., None].expand(-1, -1, 2)) - second.gather(
+        1, there[..., None].expand(-1, -1, 2)
+    )
+    sides = [draws.matrix[:, :, :2].norm(dim=1) / rows for draws in batch.draws["main"]]
+    largest = torch.stack(sides).amax()
+    assert apart.norm(dim=2).median() < largest
+    task.step()
+    assert {*task.last_batch.terms} == {
+        f"{kind}_{name}"
+        for kind in ("global", "local")
+        for name in ("invariance", "variance", "covariance")
+    }
+    loss = total(task.loss(task.last_batch.output, task.last_batch))
+    assert loss.isfinite()
+    task.close()
+
+
+def test_terms_are_weighted() -> None:
+    config = VICRegL.Config(alpha=0.9, invariance_weight=2.0, variance_weight=3.0)
+    method = VICRegL(config)
+    output = {
+        "pooled": [draw(n, 4, 5) for n in range(2)],
+        "cells": [draw(2 + n, 4, 3, 2, 2) for n in range(2)],
+    }
+
+    class Known:
+        def __getitem__(self, name: str) -> list[Tensor]:
+            return [draw(5 + n, 4, 4, 2) for n in range(2)]
+
+    terms = method(output, Known())  # type: ignore[arg-type]
+    whole = global_terms(output["pooled"])
+    cells = [view.flatten(2).mT for view in output["cells"]]
+    local = local_terms(cells, Known()["centers"], [4, 4], [20, 20])
+    weights = (2.0, 3.0, 1.0)
+    expected = [0.9 * w * v for w, v in zip(weights, whole, strict=True)]
+    expected += [0.1 * w * v for w, v in zip(weights, local, strict=True)]
+    assert [term.item() for term in terms.values()] == pytest.approx([e.item() for e in expected])
+
+
+def test_a_transform_without_boxes_is_refused(tmp_path: Path) -> None:
+    task = tiny.task("vicregl", tmp_path, "run", "views.main.transforms=[elastic,normalize]")
+    with pytest.raises(ConfigError, match=r"views\.main\.transforms: Elastic moves pixels"):
+        task.prepare()
+
+
+def test_one_view_is_refused() -> None:
+    with pytest.raises(ConfigError, match="vicregl needs 2 views or more of an image, got 1"):
+        load_config("vicregl", ["views.main.count=1"])
