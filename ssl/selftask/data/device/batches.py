@@ -1,4 +1,4 @@
-"""Images and draws on their way from the workers to the engine."""
+"""Batches for the device engine: images and parameters, made by the workers."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceBatch(Batch):
-    """A batch whose views are still to be made: ``views`` is one canvas with all images.
+    """A batch whose views are not made yet: ``views`` is one canvas with all images.
 
     With I images a sample it has I * B rows, the first images of all samples first.
     """
 
     sizes: Tensor | None = None  # (I*B, 2) float32 height and width; None: all fill the canvas
-    packed: Packed | None = None  # the draws; None where there is no image
+    packed: Packed | None = None  # the parameters; None if there is no image
 
     def pin_memory(self) -> Self:
-        """The same in page-locked memory."""
+        """Return the batch in page-locked memory."""
         return replace(
             super().pin_memory(),
             sizes=None if self.sizes is None else self.sizes.pin_memory(),
@@ -47,8 +47,8 @@ class DeviceBatch(Batch):
         )
 
     def to_sample(self, device: torch.device, to_float: Any) -> dict[str, Any]:
-        """Views, target and index; ``to_float`` is the engine, which makes the views."""
-        assert self.packed is not None, "left-out images are noticed before"
+        """Make the sample; ``to_float`` is the engine, which makes the views."""
+        assert self.packed is not None, "batches without images are rejected before"
         pixels = self.views[0].to(device, non_blocking=True)
         sizes = None if self.sizes is None else self.sizes.to(device, non_blocking=True)
         return {
@@ -58,7 +58,7 @@ class DeviceBatch(Batch):
 
 
 class DeviceDataset(ViewDataset):
-    """Training samples whose views are made on the device: an image and what was drawn for it."""
+    """Training samples whose views are made on the device: images and their parameters."""
 
     makes_views_on_device = True
 
@@ -72,27 +72,27 @@ class DeviceDataset(ViewDataset):
         extras: ExtrasReader | None = None,
         recorder: DrawRecorder | None = None,
     ) -> None:
-        """``max_side``: pixels that the longer side of a handed-over image has at most."""
+        """``max_side``: largest longer side of an image in pixels; larger ones are shrunk."""
         super().__init__(source, views, seed, extras, recorder)
         self.engine = engine
         self.max_side = max_side
 
     @property
     def to_float(self) -> Any:
-        """What makes a batch the input of a network: the engine."""
+        """The engine, which turns a batch into the input of a network."""
         return self.engine
 
     def make(
         self, images: list[np.ndarray], epoch: int, index: int, out: Sequence[np.ndarray] = ()
     ) -> tuple[list[np.ndarray], Any]:
-        """The images themselves, and the draws for all of their views."""
+        """Return the images, and the parameters of all views."""
         if self.max_side is not None:
             images = [shrunk(image, self.max_side) for image in images]
         (height, width), *further = (image.shape[:2] for image in images)
         return images, self.engine.draw(height, width, self.seed, epoch, index, further)
 
     def collate(self, samples: Iterable[Sample], places: BatchBuffer) -> DeviceBatch:
-        """All images in one canvas, and all draws in one tensor."""
+        """Put all images into one canvas, and all parameters into one tensor."""
         listed = BatchFields()
         shown = [sample for sample in samples if listed.add(sample)]
         batch = DeviceBatch(views=[], **listed.of_batch(places.new))
@@ -108,7 +108,7 @@ class DeviceDataset(ViewDataset):
 
 
 def shrunk(image: np.ndarray, longest: int) -> np.ndarray:
-    """The image with its longer side at most ``longest`` pixels, antialiased."""
+    """Resize the longer side to at most ``longest`` pixels, antialiased."""
     height, width = image.shape[:2]
     scale = longest / max(height, width)
     if scale >= 1:
@@ -117,7 +117,11 @@ def shrunk(image: np.ndarray, longest: int) -> np.ndarray:
 
 
 def to_canvas(images: list[np.ndarray], new: Allocator) -> tuple[Tensor, np.ndarray]:
-    """uint8 (B, H, W, C) with each in its upper left corner, and their sizes (B, 2) int64."""
+    """Put images into the upper left corners of a canvas.
+
+    Returns:
+        The canvas, uint8 (B, H, W, C), and height and width of the images, int64 (B, 2).
+    """
     sizes = np.array([image.shape[:2] for image in images], dtype=np.int64)
     shape = len(images), *sizes.max(0).tolist(), images[0].shape[2]
     canvas = new(shape, np.uint8)
@@ -128,5 +132,5 @@ def to_canvas(images: list[np.ndarray], new: Allocator) -> tuple[Tensor, np.ndar
 
 
 def sizes_in_canvas(sizes: np.ndarray) -> Tensor | None:
-    """(B, 2) float32, or None where all are the same."""
+    """Return the sizes as float32 (B, 2), or None if all are equal."""
     return None if (sizes == sizes[0]).all() else torch.from_numpy(sizes.astype(np.float32))

@@ -1,4 +1,4 @@
-"""Operations one after the other: those of a view, or of a list within a transform."""
+"""Sequences of operations: those of a view, or of a list within a transform."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 class Chain:
-    """Operations in their order; the images that it is given stay as they were."""
+    """Operations in sequence; the given images are not changed."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self.operations = list(operations)
 
     @property
     def vectorised(self) -> bool:
-        """Whether ``draw`` draws for many images at once."""
+        """Whether ``draw`` draws for a whole batch at once."""
         return all(operation.vectorised for operation in self.operations)
 
     def draw_for(self, rng: np.random.Generator, height: int, width: int) -> list[Any]:
-        """What the cpu engine draws for one image of that size, for each operation."""
+        """Draw the parameters of each operation for one image of this size."""
         size, params = (height, width), []
         for operation in self.operations:
             params.append(operation.draw_for(rng, *size))
@@ -37,14 +37,14 @@ class Chain:
         return params
 
     def size_after(self, height: int, width: int, params: Sequence[Any]) -> tuple[int, int]:
-        """Height and width of what is made of an image of that size."""
+        """Return height and width after all operations."""
         size = height, width
         for operation, one in zip(self.operations, params, strict=True):
             size = operation.size_after(*size, one)
         return size
 
     def transforms(self) -> Iterator[Any]:
-        """All transforms that draw, those inside of others, too."""
+        """Yield all transforms that draw, nested ones included."""
         for operation in self.operations:
             yield from operation.transforms()
 
@@ -57,28 +57,36 @@ class Chain:
             height, width = operation.size_after(height, width, one)
 
     def pack(self, params: Sequence[Sequence[Any]], sizes: np.ndarray) -> tuple[Steps, np.ndarray]:
-        """The draws of a batch, and the sizes that its images have afterwards, (B, 2) int64.
+        """Turn parameters into arrays.
 
-        Raises UserError where images would have to be of one size and are not.
+        Args:
+            params: of each image and operation, from ``draw_for``.
+            sizes: height and width of the images, int64 (B, 2).
+
+        Returns:
+            The arrays, and the sizes of the images afterwards.
+
+        Raises:
+            UserError: an operation needs images of one size, and sizes differ.
         """
         return self.lay_out(
             lambda at, operation, now: operation.pack([one[at] for one in params], now), sizes
         )
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> tuple[Steps, np.ndarray]:
-        """``draw_for`` and ``pack`` for all images at once, if this is ``vectorised``."""
+        """Do ``draw_for`` and ``pack`` for all images at once, if this is ``vectorised``."""
         return self.lay_out(lambda _, operation, now: operation.draw(streams, now), sizes)
 
     def lay_out(
         self, pack: Callable[[int, Operation, np.ndarray], Tree], sizes: np.ndarray
     ) -> tuple[Steps, np.ndarray]:
-        """``pack(number, operation, sizes)`` of all operations."""
+        """Call ``pack(number, operation, sizes)`` for each operation."""
         before, steps = canvas_of(sizes), []
         for at, operation in enumerate(self.operations):
             ragged = differ(sizes)
             if ragged and not operation.ragged:
                 raise UserError(
-                    f"{type(operation.transform).__name__} comes before any crop, where images "
+                    f"{type(operation.transform).__name__} comes before any crop, and images "
                     f"have different sizes ({listed(sizes)}); put a crop first, or set "
                     "data.augment_on=cpu"
                 )
@@ -88,7 +96,7 @@ class Chain:
         return Steps(before, tuple(steps)), sizes
 
     def apply(self, images: Images, steps: Steps) -> Images:
-        """The changed images; ``steps`` are those of ``pack`` on the device."""
+        """Return the changed images; ``steps`` are those of ``pack``, on the device."""
         images = _narrowed(images, *steps.canvas)
         given = images.values
         for operation, step in zip(self.operations, steps.steps, strict=True):
@@ -101,26 +109,26 @@ class Chain:
 
 
 def canvas_of(sizes: np.ndarray) -> tuple[int, int]:
-    """Height and width that hold images of these sizes, (B, 2)."""
+    """Return the height and width that hold images of these sizes, (B, 2)."""
     height, width = sizes.max(0).tolist()
     return height, width
 
 
 def differ(sizes: np.ndarray) -> bool:
-    """Whether images (B, 2) have different sizes."""
+    """Return whether sizes (B, 2) differ."""
     return bool((sizes != sizes[0]).any())
 
 
 def listed(sizes: np.ndarray) -> str:
-    """Some of the sizes, for a message."""
+    """Return some of the sizes, for a message."""
     return ", ".join(sorted({f"{width}x{height}" for height, width in sizes.tolist()})[:3])
 
 
 def _narrowed(images: Images, height: int, width: int) -> Images:
-    """In a canvas of that size, no larger than the one they are in."""
+    """Cut the canvas to this size, which is not larger."""
     values, sizes = images.values, images.sizes
     if values.shape[2:] == (height, width):
         return images
-    if sizes is not None:  # of images that are not meant, too
+    if sizes is not None:  # also of images in other branches
         sizes = torch.stack([sizes[:, 0].clamp(max=height), sizes[:, 1].clamp(max=width)], 1)
     return images.with_values(values[:, :, :height, :width], sizes)

@@ -1,4 +1,4 @@
-"""The engine: all views of a batch of images, made on the device from draws made elsewhere."""
+"""The device engine: makes all views of a batch on the device, with given parameters."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ from selftask.random.views import Streams, ViewDraws
 if TYPE_CHECKING:
     from selftask.config.schema import ViewConfig
 
-_CHUNK_BYTES = 1 << 24  # of images changed together on a CPU; less costs more calls than misses
+_CHUNK_BYTES = 1 << 24  # of images changed together on a CPU, so that they stay in its cache
 
-Draws = list[list[Any]]  # of one sample: for each view, what each of its transforms drew
+Draws = list[list[Any]]  # of one sample: for each view, the parameters of each transform
 Sizes = Sequence[tuple[int, int]]  # height and width of each image of a sample
 
 
 class Engine:
-    """All views of a batch, by the batched forms of their transforms.
+    """Makes all views of a batch with the batched forms of their transforms.
 
-    In a worker, ``draw`` and ``pack``; on the device, a call. Raises ConfigError for transforms
-    that have no batched form.
+    Workers call ``draw`` and ``pack``; the engine itself is called on the device.
+
+    Raises:
+        ConfigError: a transform has no batched form.
     """
 
     def __init__(
         self, views: Views, config: Mapping[str, ViewConfig], dense: bool | None = None
     ) -> None:
-        """``dense`` chooses how images are changed that only some are; None: by the device."""
+        """``dense``: see ``Images.dense``; None: dense, except on a CPU."""
         self.made = views.made
         self.num_images = 1 + len(views.images)  # I, of a sample
         self.chains = _chains(views, config)
@@ -48,7 +50,16 @@ class Engine:
     def draw(
         self, height: int, width: int, seed: int, epoch: int, index: int, further: Sizes = ()
     ) -> Draws:
-        """What the cpu engine would draw for one image of that size, and further ones of others."""
+        """Draw parameters for one sample, the same as the CPU engine draws.
+
+        Args:
+            height: of the first image in pixels.
+            width: likewise.
+            seed: seed of the run.
+            epoch: first number of the sample's key.
+            index: of the sample.
+            further: height and width of its further images.
+        """
         if self._draws is None or self._draws.seed != seed:
             self._draws = ViewDraws(seed)
         return self._draw(self._draws, [(height, width), *further], epoch, index)
@@ -65,14 +76,19 @@ class Engine:
 
     @cached_property
     def _parents(self) -> set[int | None]:
-        """The numbers of the views that others are made from."""
+        """Numbers of the views that other views are made from."""
         return {view.of for view in self.made} - {None}
 
     def pack(self, params: Sequence[Draws], sizes: np.ndarray) -> Packed:
-        """The draws of a batch whose images have these sizes, (I*B, 2) int64.
+        """Turn the parameters of a batch into arrays.
 
-        With I images a sample, the first ones of all samples come first. Raises
-        UserError if images would have to be of one size and are not.
+        Args:
+            params: of each sample, from ``draw``.
+            sizes: height and width of the images, int64 (I*B, 2); with I images a sample, the
+                first ones of all samples come first.
+
+        Raises:
+            UserError: an operation needs images of one size, and sizes differ.
         """
         return self._pack(
             lambda view, chain, sizes: chain.pack([one[view] for one in params], sizes), sizes
@@ -81,9 +97,13 @@ class Engine:
     def draw_batch(
         self, seed: int, epochs: np.ndarray, indices: np.ndarray, sizes: np.ndarray
     ) -> Packed:
-        """``draw`` and ``pack`` for a batch of samples, (B,) int64 each, of any sizes (I*B, 2).
+        """Do ``draw`` and ``pack`` for a batch, at once if every transform can.
 
-        All images' draws at once, if every transform has a form for that.
+        Args:
+            seed: seed of the run.
+            epochs: first numbers of the keys, int64 (B,).
+            indices: of the samples, int64 (B,).
+            sizes: as for ``pack``.
         """
         if not all(chain.vectorised for chain in self.chains):
             draws = ViewDraws(seed)  # of this call: others may draw at the same time
@@ -100,7 +120,7 @@ class Engine:
         lay_out: Callable[[int, Chain, np.ndarray], tuple[Steps, np.ndarray]],
         sizes: np.ndarray,
     ) -> Packed:
-        """``lay_out(view, chain, sizes before)`` of all views, in one piece."""
+        """Call ``lay_out(view, chain, sizes before)`` for each view, and pack the results."""
         views: list[Steps] = []
         given = np.split(sizes, self.num_images)
         sizes_after: list[np.ndarray] = []
@@ -121,10 +141,16 @@ class Engine:
         return pack(views)
 
     def __call__(self, pixels: Tensor, sizes: Tensor | None, packed: Packed) -> list[Tensor]:
-        """V views (B, C, S, S) float32, normalised, of uint8 (I*B, H, W, C), all on one device.
+        """Make all views; never waits for the device.
 
-        ``sizes`` (I*B, 2) float32 are the images' heights and widths in their canvas, None where
-        all fill it. Nothing here waits for the device.
+        Args:
+            pixels: uint8 (I*B, H, W, C).
+            sizes: height and width of the images in their canvas, float32 (I*B, 2); None: all
+                fill it.
+            packed: the parameters, on the same device.
+
+        Returns:
+            V views, normalized float32 (B, C, S, S).
         """
         on_host = pixels.device.type == "cpu"
         dense = (not on_host) if self.dense is None else self.dense
@@ -141,7 +167,7 @@ class Engine:
     def _views(
         self, pixels: Tensor, sizes: Tensor | None, packed: Packed, rows: slice, dense: bool
     ) -> list[Tensor]:
-        """All views of some of the samples."""
+        """Make all views of some of the samples."""
         given = []
         for first in range(0, len(pixels), len(pixels) // self.num_images):
             of_image = slice(first + rows.start, first + rows.stop)
@@ -161,7 +187,7 @@ class Engine:
 
 
 def _chains(views: Views, config: Mapping[str, ViewConfig]) -> list[Chain]:
-    """For each view, the batched forms of its transforms; raises ConfigError for what has none."""
+    """Return the batched forms of each view's transforms; raises ConfigError if one has none."""
     problems = [text for _, text in unbatched(config)]
     if problems:
         raise ConfigError(problems)
@@ -176,7 +202,7 @@ def _chains(views: Views, config: Mapping[str, ViewConfig]) -> list[Chain]:
 
 
 def _rows_at_once(pixels: Tensor, packed: Packed) -> int:
-    """How many images are changed together: as floats, so many bytes."""
+    """Return how many images are changed together, by ``_CHUNK_BYTES``."""
     canvases = [(pixels.shape[1], pixels.shape[2])]
     for view in packed.views:
         canvases += [step.canvas for step in view.steps]

@@ -1,8 +1,8 @@
-"""What the batched form of a transform is, and where those of the built-in ones are found.
+"""The batched form of a transform: the contract, and helpers for those that implement it.
 
-The draws are those of ``Transform.draw``; only who applies them differs. So a batched form has two
-halves: ``pack`` runs in a worker and turns the draws of a batch into arrays, ``apply`` runs on the
-device and never asks the host anything, so that it can be compiled and run ahead of the step.
+Parameters are those of ``Transform.draw``. ``pack`` runs in a worker and turns the parameters of a
+batch into arrays. ``apply`` runs on the device and never waits for it, so that it can run ahead of
+the step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from selftask.registry import BATCHED_TRANSFORMS
 if TYPE_CHECKING:
     from selftask.random.views import Streams
 
-Arrays = dict[str, np.ndarray]  # parameters by name, (B, ...) each, one entry an image
-Tensors = Mapping[str, Tensor]  # the same on the device: float32, or the bytes that they were
+Arrays = dict[str, np.ndarray]  # parameters by name, (B, ...) each
+Tensors = Mapping[str, Tensor]  # the same on the device; float32, uint8 or int16
 
 
 @dataclass(frozen=True)
@@ -33,30 +33,30 @@ class Images:
     """A batch of images between two operations."""
 
     values: Tensor  # (B, C, H, W) float32, whole levels 0..255
-    sizes: Tensor | None = None  # (B, 2) height and width in the canvas; None: they all fill it
-    dense: bool = True  # change all and choose afterwards: no shape depends on a draw
+    sizes: Tensor | None = None  # (B, 2) height and width in the canvas; None: all fill it
+    dense: bool = True  # change all images and select afterwards: no shape depends on a parameter
 
     def with_values(self, values: Tensor, sizes: Tensor | None = None) -> Images:
-        """Other images, which fill their canvas unless ``sizes`` are given."""
+        """Return other images, which fill their canvas if ``sizes`` is None."""
         return replace(self, values=values, sizes=sizes)
 
 
 class Operation(ABC):
     """The batched form of one transform."""
 
-    ragged = False  # whether it takes images of different sizes
-    in_place = True  # whether it may write into the values that it is given
-    vectorised = True  # whether ``draw`` draws for many images at once
+    ragged = False  # True if it takes images of different sizes
+    in_place = True  # True if it may write into the given values
+    vectorised = True  # True if ``draw`` draws for a whole batch at once
 
     def __init__(self, transform: Any) -> None:
         self.transform = transform
 
     def draw_for(self, rng: np.random.Generator, height: int, width: int) -> Any:
-        """What the cpu engine draws for one image of that size."""
+        """Draw parameters for one image of this size."""
         return self.transform.draw(rng, height, width)
 
     def transforms(self) -> Iterator[Any]:
-        """The transform, or those inside of it."""
+        """Yield the transform, or those nested in it."""
         yield self.transform
 
     def applied(self, params: Any, height: int, width: int) -> Iterator[tuple[Any, Any, int, int]]:
@@ -65,11 +65,11 @@ class Operation(ABC):
             yield self.transform, params, height, width
 
     def size_after(self, height: int, width: int, params: Any = None) -> tuple[int, int]:
-        """Height and width of what is made of an image of that size."""
+        """Return height and width after the operation."""
         return height, width
 
     def sizes_after(self, sizes: np.ndarray, packed: Any) -> np.ndarray:
-        """``size_after`` for (B, 2) sizes, most of which are the same; ``packed`` is ``pack``'s."""
+        """Apply ``size_after`` to sizes (B, 2); ``packed`` is the result of ``pack``."""
         if (sizes == sizes[0]).all():
             return np.tile(self.size_after(*sizes[0].tolist()), (len(sizes), 1))
         different, which = np.unique(sizes, axis=0, return_inverse=True)
@@ -78,20 +78,28 @@ class Operation(ABC):
 
     @abstractmethod
     def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Any:
-        """What ``apply`` needs of the draws for B images of these ``sizes``, (B, 2) int64."""
+        """Turn parameters into arrays for ``apply``.
+
+        Args:
+            params: of each image, from ``draw_for``.
+            sizes: height and width of the images, int64 (B, 2).
+        """
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        """``pack`` of the draws for many images, all drawn at once, if this is ``vectorised``.
+        """Do ``draw_for`` and ``pack`` for all images at once, if this is ``vectorised``.
 
-        Takes from each image's stream what ``Transform.draw`` would take.
+        Takes the same draws from each image's stream as ``Transform.draw``.
         """
         raise NotImplementedError(f"{type(self).__name__} draws for one image at a time")
 
     @abstractmethod
     def apply(self, images: Images, packed: Any, canvas: tuple[int, int]) -> Images:
-        """The changed images; ``packed`` are the arrays of ``pack`` on their device.
+        """Return the changed images.
 
-        ``canvas`` is the height and width that the largest of them has afterwards.
+        Args:
+            images: the batch.
+            packed: the arrays of ``pack``, on the device of the images.
+            canvas: height and width of the largest image afterwards.
         """
 
 
@@ -132,15 +140,15 @@ class RandomlyApplied(UniformOperation):
 
     @abstractmethod
     def change(self, values: Tensor) -> Tensor:
-        """(B, C, H, W) of the same; may write into what it is given."""
+        """Return the changed values (B, C, H, W); may write into the given ones."""
 
 
 class OwnOperation(Operation):
-    """A user's transform with a method ``on_batch``; the size of the images stays.
+    """A user's transform with a method ``on_batch``, which keeps the size of the images.
 
-    ``on_batch(images, drawn)`` gets float32 (B, C, H, W) in 0..255 and a list of what its ``draw``
-    gave for each image (None: it stays as it is), and returns the changed images. They are
-    rounded to whole levels afterwards. It must not wait for the device (no ``.item()``).
+    ``on_batch(images, params)`` gets float32 (B, C, H, W) in 0..255 and a list of what its ``draw``
+    returned for each image (None: unchanged), and returns the changed images. They are rounded to
+    whole levels afterwards. It must not wait for the device (no ``.item()``).
     """
 
     in_place = False
@@ -161,9 +169,10 @@ class OwnOperation(Operation):
 
 
 def find_batched_transform(name: str, transform: Any) -> Operation:
-    """The batched form of a transform that is registered as ``name``; a user's ``on_batch`` first.
+    """Return the batched form of the transform registered as ``name``.
 
-    By the name alone: what a subclass of a built-in one draws or does may be something else.
+    A user's ``on_batch`` comes first. Otherwise only the name counts, as a subclass of a built-in
+    transform may draw or do something else.
     """
     if hasattr(transform, "on_batch"):
         return OwnOperation(transform)
@@ -172,17 +181,17 @@ def find_batched_transform(name: str, transform: Any) -> Operation:
 
 
 def to_levels(values: Tensor) -> Tensor:
-    """Rounded to whole levels and clipped to 0..255, in place."""
+    """Round to whole levels and clip to 0..255, in place."""
     return values.round_().clamp_(0, 255)
 
 
 def on_chosen(
     images: Images, chosen: Tensor, change: Callable[..., Tensor], *parameters: Tensor
 ) -> Images:
-    """``change(values, *parameters)`` for the images where ``chosen`` (B,) is not zero.
+    """Apply ``change(values, *parameters)`` to the images whose ``chosen`` (B,) is not zero.
 
-    Dense, all are changed and the right ones taken; else, on a host that knows its own values,
-    only those are touched, in place.
+    If images are dense, all are changed and the right ones selected. Otherwise only those are
+    changed, in place.
     """
     values = images.values
     if images.dense:
@@ -197,7 +206,7 @@ def on_chosen(
 
 
 def fitted(values: Tensor, canvas: tuple[int, int]) -> Tensor:
-    """With rows and columns added, or left out where no image reaches them."""
+    """Pad or cut the canvas of ``values``."""
     height, width = values.shape[2:]
     if (height, width) == canvas:
         return values
@@ -205,5 +214,5 @@ def fitted(values: Tensor, canvas: tuple[int, int]) -> Tensor:
 
 
 def per_image(parameter: Tensor) -> Tensor:
-    """(B,) as (B, 1, 1, 1), for products with images."""
+    """Reshape (B,) to (B, 1, 1, 1)."""
     return parameter[:, None, None, None]

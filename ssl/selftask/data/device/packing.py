@@ -1,4 +1,4 @@
-"""The draws of a batch on their way to the device: trees of arrays, which travel as one tensor."""
+"""Pack the parameters of a batch, which are trees of arrays, into one tensor."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Arrays or tensors with an entry an image, lists with one (the draws of a user's transform), and
-# dicts and Steps of these.
+# Arrays or tensors with one entry per image, lists of the same length (parameters of a user's
+# transform), and dicts and Steps of these.
 Tree = Any
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one operation needs of a batch."""
+    """The arrays of one operation."""
 
     packed: Tree
     canvas: tuple[int, int]  # height and width of the largest image afterwards
@@ -27,14 +27,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Steps:
-    """What operations one after the other need."""
+    """The arrays of a sequence of operations."""
 
     canvas: tuple[int, int]  # height and width of the largest image before them
     steps: tuple[Step, ...]
 
 
 class Place(NamedTuple):
-    """Where an array lies in ``Packed.numbers``."""
+    """The place of an array in ``Packed.numbers``."""
 
     first: int
     shape: tuple[int, ...]
@@ -43,21 +43,21 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """The draws of a batch in one tensor, so that they travel in one copy."""
+    """The parameters of a batch in one tensor, which is copied to the device at once."""
 
-    numbers: Tensor  # (n,) float32; other kinds lie in it bit by bit
-    views: list[Steps]  # with places for arrays
+    numbers: Tensor  # (n,) float32; other types are reinterpreted
+    views: list[Steps]  # with a Place for each array
 
     def to(self, device: torch.device) -> Packed:
-        """The same with the numbers on the device; the host does not wait."""
+        """Copy the numbers to the device without waiting."""
         return replace(self, numbers=self.numbers.to(device, non_blocking=True))
 
     def pin_memory(self) -> Packed:
-        """The same with the numbers in page-locked memory."""
+        """Copy the numbers to page-locked memory."""
         return replace(self, numbers=self.numbers.pin_memory())
 
     def steps(self, view: int, rows: slice = slice(None)) -> Steps:
-        """What the operations of a view take, for some of the images."""
+        """Return the steps of a view, for some of the images."""
 
         def find(leaf: Any) -> Any:
             if isinstance(leaf, list):
@@ -71,7 +71,7 @@ class Packed:
 
 
 def pack(views: list[Steps]) -> Packed:
-    """All arrays one after the other: bytes and short numbers as they are, others as float32."""
+    """Concatenate all arrays; uint8 and int16 keep their type, others become float32."""
     words: list[np.ndarray] = []
     length = 0
 
@@ -93,7 +93,7 @@ def pack(views: list[Steps]) -> Packed:
 
 
 def mapped(tree: Tree, change: Callable[[Any], Any]) -> Tree:
-    """The tree with each of its arrays and lists (and places) changed."""
+    """Return the tree with ``change`` applied to each array, list or place."""
     if isinstance(tree, dict):
         return {name: mapped(one, change) for name, one in tree.items()}
     if isinstance(tree, Steps):
@@ -104,7 +104,7 @@ def mapped(tree: Tree, change: Callable[[Any], Any]) -> Tree:
 
 
 def take(tree: Tree, rows: Tensor) -> Tree:
-    """The tree of some of the images, on the host."""
+    """Return the tree of the images in ``rows``, on the host."""
 
     def of(leaf: Any) -> Any:
         return [leaf[row] for row in rows.tolist()] if isinstance(leaf, list) else leaf[rows]
@@ -113,10 +113,10 @@ def take(tree: Tree, rows: Tensor) -> Tree:
 
 
 def spread(tree: Tree, rows: np.ndarray, count: int) -> Tree:
-    """The tree for ``count`` images of one for those in ``rows``, at least one.
+    """Extend a tree for the images in ``rows`` to ``count`` images.
 
-    The others get what the first of them has: numbers that make sense, whatever is made of them.
-    In a list they get None.
+    The other images get the entry of the first one, which is valid and not used; in a list they
+    get None.
     """
     source = np.zeros(count, dtype=np.int64)
     source[rows] = np.arange(len(rows))

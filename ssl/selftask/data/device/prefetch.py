@@ -1,4 +1,4 @@
-"""Samples made one ahead of the step, on a stream of their own."""
+"""Make samples one step ahead, on a side stream."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Sample = dict[str, Any]
 
 
 class Ahead:
-    """``next()`` gives the samples of ``make()`` in their order, each made a call earlier.
+    """Returns the samples of ``make()`` in order, each made one call earlier.
 
-    On CUDA, ``make`` launches its copies and kernels on a side stream, so that the device does
-    them while it still works at the step before. A UserError of ``make`` is raised when the
-    sample that it stands for is asked for, not earlier: the steps before it have been done then.
+    On CUDA, ``make`` launches its copies and kernels on a side stream, so that they run during the
+    step before. A UserError of ``make`` is raised when its own sample is asked for, after the
+    steps before it.
     """
 
     def __init__(self, make: Callable[[], Sample], device: torch.device) -> None:
@@ -30,16 +30,16 @@ class Ahead:
         self._made: tuple[Sample | UserError, torch.cuda.Event | None] | None = None
 
     def next(self) -> Sample:
-        """The next sample, ready for the current stream; raises its UserError."""
+        """Return the next sample, ready for the current stream; raises its UserError."""
         made = self._one() if self._made is None else self._made
         sample, done = made
         if isinstance(sample, UserError):
-            self._made = made  # asking again gives the same answer
+            self._made = made  # asking again raises it again
             raise sample
         if done is not None:
             now = torch.cuda.current_stream(self._device)
             now.wait_event(done)
-            for tensor in _tensors(sample):  # whose memory must not be reused before `now` is done
+            for tensor in _tensors(sample):  # their memory must not be reused before `now` is done
                 tensor.record_stream(now)
         self._made = self._one()
         return sample

@@ -1,4 +1,4 @@
-"""Resampling as matrices: one for the columns and one for the rows of each image."""
+"""Resampling by two matrices for each image: one for its columns, one for its rows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,20 @@ def filter_matrix(
     shape: tuple[int, int],
     interpolation: str,
 ) -> Tensor:
-    """Weights (B, O, I) that make ``num_out`` samples of ``length`` ones, from ``start`` on.
+    """Return weights that resample ``length`` inputs to ``num_out`` outputs.
 
-    start and length are (B,), num_out is a number or (B,); ``shape`` is (O, I), at least as large
-    as any of them. The filter is Pillow's: it widens when it shrinks, and where it reaches beyond
-    the crop (which may be a part of the image) its other weights make up for it. Rows beyond
-    ``num_out`` are zero.
+    The filter is Pillow's: it widens if the image shrinks, and weights beyond the crop are dropped
+    and the others scaled up.
+
+    Args:
+        start: first input of each crop, (B,).
+        length: number of inputs of each crop, (B,).
+        num_out: number of outputs, one for all or (B,).
+        shape: (O, I), at least as large as any ``num_out`` and input.
+        interpolation: ``bilinear``, ``bicubic`` or ``nearest``.
+
+    Returns:
+        float32 (B, O, I); rows from ``num_out`` on are zero.
     """
     outs = torch.arange(shape[0], device=start.device, dtype=torch.float32)
     ins = torch.arange(shape[1], device=start.device, dtype=torch.float32)
@@ -41,9 +49,9 @@ def filter_matrix(
 
 
 def _nearest(length: Tensor, num_out: Tensor | int, size: int) -> Tensor:
-    """The nearest of ``length`` samples for each of ``size``, (B, size); of two, the later one.
+    """Return the nearest of ``length`` inputs for each of ``size`` outputs, (B, size).
 
-    Exact, where OpenCV's fixed point takes now the one and now the other.
+    Of two equally near ones, it is the later one; OpenCV's fixed point takes either.
     """
     outs = torch.arange(size, device=length.device)
     wanted = num_out if isinstance(num_out, int) else num_out[:, None].long()
@@ -55,7 +63,7 @@ def _triangle(distance: Tensor) -> Tensor:
 
 
 def _cubic(distance: Tensor) -> Tensor:
-    """Pillow's, with a = -0.5."""
+    """Pillow's cubic filter, with a = -0.5."""
     near = (1.5 * distance - 2.5) * distance * distance + 1
     far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
     return torch.where(distance < 1, near, torch.where(distance < 2, far, 0.0))
@@ -64,11 +72,18 @@ def _cubic(distance: Tensor) -> Tensor:
 def resample(
     values: Tensor, down: Tensor, across: Tensor, kind: torch.dtype | None = None
 ) -> Tensor:
-    """(B, 3, H', W') of (B, 3, H, W), by ``down`` (B, H', H), ``across`` (B, W', W).
+    """Multiply images by a matrix for their rows and one for their columns.
 
-    ``kind`` is what it is computed in. On CUDA that is float16, whose 11 bits keep whole levels
-    exact and the result within half of one: tensor cores make it the cheapest operation of all
-    instead of the dearest.
+    Args:
+        values: (B, C, H, W).
+        down: (B, H', H).
+        across: (B, W', W).
+        kind: type of the products. The default on CUDA is float16, as tensor cores make that the
+            cheapest operation instead of the most expensive; its 11 bits hold whole levels
+            exactly, and the result is within half a level.
+
+    Returns:
+        float32 (B, C, H', W').
     """
     if kind is None:
         kind = torch.float16 if values.device.type == "cuda" else values.dtype

@@ -1,4 +1,4 @@
-"""Batched Gaussian blur, each image by its own sigma."""
+"""Batched Gaussian blur, with a sigma for each image."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from selftask.registry import register_batched_transform
 if TYPE_CHECKING:
     pass
 
-_LEAST = 1e-2  # pixels: below, a Gaussian is no more than its middle
+_LEAST = 1e-2  # pixels; a smaller sigma leaves the image unchanged
 
 
 @register_batched_transform("gaussian_blur")
 class BatchedGaussianBlur(UniformOperation):
-    """Two matrices an image, as for resizing."""
+    """Gaussian blur by two matrices for each image, as for resizing."""
 
     transform: GaussianBlur
 
@@ -49,10 +49,11 @@ def _blur(values: Tensor, sigma: Tensor, radius: int) -> Tensor:
 
 
 def blur_matrix(sigma: Tensor, size: int, radius: int) -> Tensor:
-    """(B, size, size): Gaussian weights cut off as OpenCV cuts 8-bit ones, mirrored at the ends.
+    """Return Gaussian weights (B, size, size), mirrored at the borders.
 
-    The pixel at an end is not repeated. No sigma reaches farther than ``radius``. Images smaller
-    than that would be mirrored more than once; their weights make up for what is missing.
+    The kernel is cut off where OpenCV cuts it for 8 bits, and the border pixel is not repeated. If
+    an image is smaller than ``radius``, the largest reach of any sigma, weights beyond one mirror
+    are dropped and the others scaled up.
     """
     sigma = sigma.clamp(min=_LEAST)[:, None]
     steps = torch.arange(radius + 1, device=sigma.device, dtype=torch.float32)
@@ -63,15 +64,19 @@ def blur_matrix(sigma: Tensor, size: int, radius: int) -> Tensor:
 
 
 def _radius(sigma: Tensor) -> Tensor:
-    """Pixels to either side that OpenCV's kernel for 8-bit images takes."""
+    """Return the radius of OpenCV's kernel for 8 bits, in pixels."""
     return torch.floor(torch.round(6 * sigma + 1) / 2)
 
 
 def _reach(size: int, radius: int, device: torch.device) -> Tensor:
-    """(radius + 1, size * size): how often a pixel is so many steps from another, with mirrors."""
+    """Count how often a pixel is 0 to ``radius`` steps from another, with mirrors.
+
+    Returns:
+        float32 (radius + 1, size * size).
+    """
     at = torch.arange(size, device=device)
     to, last = at[:, None], size - 1
-    none = 2 * size + radius  # steps that nobody goes
+    none = 2 * size + radius  # more steps than are counted
     steps = torch.arange(radius + 1, device=device)[:, None, None]
     reach = ((at - to).abs() == steps).float()
     reach += torch.where(at > 0, at + to, none) == steps

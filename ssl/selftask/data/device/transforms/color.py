@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @register_batched_transform("grayscale")
 class BatchedGrayscale(RandomlyApplied):
-    """Luma in all three channels."""
+    """Grayscale: luma in all three channels."""
 
     def change(self, values: Tensor) -> Tensor:
         return luma(values).round_().expand_as(values)
@@ -35,7 +35,7 @@ class BatchedGrayscale(RandomlyApplied):
 
 @register_batched_transform("solarize")
 class BatchedSolarize(RandomlyApplied):
-    """255 - x from the threshold on."""
+    """Solarize: 255 - x from the threshold on."""
 
     def change(self, values: Tensor) -> Tensor:
         return solarize(values, self.transform.threshold)
@@ -43,7 +43,7 @@ class BatchedSolarize(RandomlyApplied):
 
 @register_batched_transform("posterize")
 class BatchedPosterize(RandomlyApplied):
-    """The highest bits of each value."""
+    """Posterize: the highest bits of each value."""
 
     def change(self, values: Tensor) -> Tensor:
         return posterize(values, 2.0 ** (8 - self.transform.bits))
@@ -51,7 +51,7 @@ class BatchedPosterize(RandomlyApplied):
 
 @register_batched_transform("invert")
 class BatchedInvert(RandomlyApplied):
-    """255 - x."""
+    """Invert: 255 - x."""
 
     def change(self, values: Tensor) -> Tensor:
         return values.neg_().add_(255)
@@ -59,10 +59,9 @@ class BatchedInvert(RandomlyApplied):
 
 @register_batched_transform("contrast_noise")
 class BatchedContrastNoise(UniformOperation):
-    """x * factor + offset + noise, with the noise that was drawn.
+    """Contrast noise: x * factor + offset + noise.
 
-    Noise is no function of a few numbers, so it travels with the batch, and many images' worth
-    cannot be drawn at once.
+    The noise is drawn image by image in the workers and is part of the batch.
     """
 
     transform: ContrastNoise
@@ -90,17 +89,17 @@ class BatchedContrastNoise(UniformOperation):
 
 
 def solarize(values: Tensor, threshold: float | Tensor) -> Tensor:
-    """255 - x from the threshold on; of all images, or (B, 1, 1, 1) of each."""
+    """Return 255 - x from the threshold on; it is one for all, or (B, 1, 1, 1)."""
     return torch.where(values >= threshold, 255 - values, values)
 
 
 def posterize(values: Tensor, step: float | Tensor) -> Tensor:
-    """Down to a multiple of the step, a power of two; likewise, in place."""
+    """Round down to multiples of ``step``, a power of two, in place; a number or (B, 1, 1, 1)."""
     return values.div_(step).floor_().mul_(step)
 
 
 def luma(values: Tensor) -> Tensor:
-    """(B, 1, H, W) of (B, C, H, W), not rounded; if there are not three channels, their mean."""
+    """Return the luma (B, 1, H, W), not rounded, or the mean if there are not three channels."""
     if values.shape[1] != len(LUMA):
         return values.mean(1, keepdim=True)
     red, green, blue = values.unbind(1)

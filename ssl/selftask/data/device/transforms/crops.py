@@ -1,4 +1,4 @@
-"""Batched crops and sizes; the only operations that take images of different sizes."""
+"""Batched crops and resizing, which take images of different sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @register_batched_transform("random_resized_crop")
 class BatchedRandomResizedCrop(Operation):
-    """Boxes of any place and size, resampled to one square."""
+    """Random boxes, resampled to a square."""
 
     ragged = True
     in_place = False
@@ -61,7 +61,7 @@ class BatchedRandomResizedCrop(Operation):
 
 @register_batched_transform("resize")
 class BatchedResize(Operation):
-    """The shorter side becomes ``size``; images of different shapes stay so."""
+    """Resize the shorter side to ``size``; aspect ratios are kept."""
 
     ragged = True
     in_place = False
@@ -92,7 +92,7 @@ class BatchedResize(Operation):
 
 
 class BatchedCut(Operation):
-    """A square cut out, with black where it reaches beyond the image."""
+    """A square cut out, black outside of the image."""
 
     ragged = True
     in_place = False
@@ -112,11 +112,11 @@ class BatchedCut(Operation):
 
 @register_batched_transform("center_crop")
 class BatchedCenterCrop(BatchedCut):
-    """The square in the middle."""
+    """Center crop."""
 
     def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
         room = sizes - self.transform.size
-        before = np.maximum(0, -room) // 2  # black above and on the left
+        before = np.maximum(0, -room) // 2  # black rows above, columns on the left
         return {"corner": (np.rint(np.maximum(0, room) / 2) - before).astype(np.float32)}
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
@@ -125,7 +125,7 @@ class BatchedCenterCrop(BatchedCut):
 
 @register_batched_transform("random_crop")
 class BatchedRandomCrop(UniformOperation, BatchedCut):
-    """A square at a random place of the padded image."""
+    """Random crop of the padded image."""
 
     transform: RandomCrop
 
@@ -157,9 +157,14 @@ def first_fits(
 
 
 def cut(values: Tensor, axis: int, start: Tensor, end: Any, size: int) -> Tensor:
-    """``size`` rows or columns of each image from its own ``start`` (B,) on.
+    """Cut ``size`` rows or columns out of each image; those outside of it are black.
 
-    Those before 0 and from ``end`` on, a number or (B, 1), are black.
+    Args:
+        values: (B, C, H, W).
+        axis: 2 for rows, 3 for columns.
+        start: first row or column of each image, (B,).
+        end: number of rows or columns of the images, one for all or (B, 1).
+        size: number of rows or columns to return.
     """
     places = start[:, None] + torch.arange(size, device=values.device)  # (B, size)
     outside = (places < 0) | (places >= end)

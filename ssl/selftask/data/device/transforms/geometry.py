@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @register_batched_transform("horizontal_flip")
 @register_batched_transform("vertical_flip")
 class BatchedFlip(RandomlyApplied):
-    """Columns or rows in reverse order."""
+    """Horizontal and vertical flips."""
 
     ragged = True
     transform: HorizontalFlip | VerticalFlip
@@ -53,7 +53,7 @@ class BatchedFlip(RandomlyApplied):
         return values.flip(self._axis)
 
     def _flip_part(self, values: Tensor, ends: Tensor) -> Tensor:
-        """Only the first ``ends`` (B,) rows or columns; what comes after them is no image."""
+        """Flip the first ``ends`` (B,) rows or columns; the image ends there."""
         last = (ends - 1)[:, None]
         places = (last - torch.arange(values.shape[self._axis], device=values.device)).clamp(min=0)
         at = places.long()
@@ -65,7 +65,7 @@ class BatchedFlip(RandomlyApplied):
 @register_batched_transform("random_affine")
 @register_batched_transform("random_shear")
 class BatchedWarp(UniformOperation):
-    """Affine maps: each output pixel is read where its matrix says."""
+    """Affine maps of rotation, random_affine and random_shear."""
 
     in_place = False
     transform: Rotation | RandomAffine | RandomShear
@@ -79,7 +79,10 @@ class BatchedWarp(UniformOperation):
 
 
 def warped(values: Tensor, matrix: Tensor, transform: Any) -> Tensor:
-    """Affine maps (B, 6) from output to input coordinates; ``transform`` says how to read."""
+    """Apply affine maps (B, 6) from output to input coordinates.
+
+    ``transform`` has the ``interpolation``, and the ``fill`` for pixels from outside.
+    """
     x, y = pixel_centres(values)
     a, b, c, d, e, f = matrix[:, :, None].unbind(1)  # (B, 1) each
     at_x = (a * x + c)[:, None] + (b * y)[:, :, None]
@@ -88,15 +91,15 @@ def warped(values: Tensor, matrix: Tensor, transform: Any) -> Tensor:
 
 
 def pixel_centres(values: Tensor) -> tuple[Tensor, Tensor]:
-    """(W,) and (H,) float32; the first is at 0.5."""
+    """Return x (W,) and y (H,) of the pixel centers, float32; the first is at 0.5."""
     x, y = (torch.arange(values.shape[axis], device=values.device) + 0.5 for axis in (3, 2))
     return x, y
 
 
 def read_at(values: Tensor, x: Tensor, y: Tensor, transform: Any) -> Tensor:
-    """(B, C, H, W) in whole levels: each pixel read at places (B, H, W) in pixels of ``values``.
+    """Sample each image at places (B, H, W) in pixels; returns whole levels (B, C, H, W).
 
-    ``transform`` has the ``interpolation`` and the ``fill`` for what is outside.
+    ``transform`` has the ``interpolation``, and the ``fill`` for pixels from outside.
     """
     height, width = values.shape[2:]
     grid = torch.stack([x * (2 / width) - 1, y * (2 / height) - 1], 3)

@@ -1,9 +1,9 @@
-"""Batched colour jitter: each image's own factors, in its own order, clipped in between.
+"""Batched color jitter: factors and order of each image, clipped after each operation.
 
-Brightness, contrast and saturation are one formula, x * gain + luma(x) * a + mean(luma) * b. So a
-image's jitter is up to three such steps before the hue is turned, the turn, and up to three
-after it; a step that an image does not have leaves it exactly as it is. The dear one, the turn,
-is done once for all images, at whatever place in the order it comes for each.
+Brightness, contrast and saturation are one formula, x * gain + luma(x) * a + mean(luma) * b. So the
+jitter of an image is up to three such steps before the hue is turned, the turn, and up to three
+after it; a step that an image does not have leaves it exactly unchanged. The turn, which is
+expensive, is done once for all images.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ORDERS = np.array(ORDERS)
 
 @register_batched_transform("color_jitter")
 class BatchedColorJitter(UniformOperation):
-    """Colour jitter in each image's own order."""
+    """Color jitter, in the order drawn for each image."""
 
     transform: ColorJitter
 
@@ -95,7 +95,7 @@ class BatchedColorJitter(UniformOperation):
 
 
 def adjust(values: Tensor, step: Tensor) -> Tensor:
-    """One step, in place; ``step`` is (B, 3): the weights of x, of its luma and of their mean."""
+    """Apply one step in place; ``step`` (B, 3) weighs x, its luma and the mean luma."""
     if not len(values):
         return values
     gain, of_luma, of_mean = (per_image(one) for one in step.unbind(1))
@@ -105,10 +105,10 @@ def adjust(values: Tensor, step: Tensor) -> Tensor:
 
 
 def turn_hue(values: Tensor, turn: Tensor) -> Tensor:
-    """(B, 3, H, W) with the hue turned by fractions (B,) of the colour circle.
+    """Turn the hue of (B, 3, H, W) by fractions (B,) of the color circle.
 
     With h in 0..6 on the circle, a channel is min + range * w(h): w is 1 for a third of the
-    circle around the channel's own colour, and falls to 0 within a sixth on both sides.
+    circle around the channel's own color, and falls to 0 within a sixth on both sides.
     """
     red, green, blue = values.unbind(1)
     high, low = values.amax(1), values.amin(1)

@@ -1,4 +1,4 @@
-"""Batched transforms of transforms: each image goes through a list of operations of its own."""
+"""Batched random_apply, random_choice and random_order: a list of operations for each image."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from selftask.registry import register_batched_transform
 if TYPE_CHECKING:
     from selftask.random.views import Streams
 
-NONE = -1  # in place of the number of a chain: the image stays as it is
-Chosen = tuple[int, list[Any]]  # the number of a chain, and what was drawn for its operations
+NONE = -1  # number of no chain: the image is unchanged
+Chosen = tuple[int, list[Any]]  # the number of a chain, and the parameters of its operations
 
 
 class Branches(Operation):
-    """Several chains, of which each image goes through one or none."""
+    """Several chains; each image goes through one of them or none."""
 
-    ragged = True  # each chain sees to that itself
+    ragged = True  # chains check it
 
     def __init__(self, transform: Any, chains: Iterable[Chain]) -> None:
         super().__init__(transform)
@@ -43,7 +43,7 @@ class Branches(Operation):
         return self.draw_chosen(int(self.choose(np.array(rng.random()))), rng, height, width)
 
     def draw_chosen(self, number: int, rng: np.random.Generator, height: int, width: int) -> Chosen:
-        """The draws of a chain that is chosen already."""
+        """Draw the parameters of a chosen chain."""
         return number, [] if number == NONE else self.chains[number].draw_for(rng, height, width)
 
     def transforms(self) -> Iterator[Any]:
@@ -58,8 +58,8 @@ class Branches(Operation):
             yield from self.chains[number].applied(inner, height, width)
 
     def choose(self, draws: np.ndarray) -> np.ndarray:
-        """The number of a chain, or ``NONE``, for each draw."""
-        raise NotImplementedError(f"{type(self).__name__} is told what to choose")
+        """Return the number of a chain, or ``NONE``, for each uniform."""
+        raise NotImplementedError(f"{type(self).__name__} does not choose")
 
     def size_after(self, height: int, width: int, params: Any = None) -> tuple[int, int]:
         number, inner = params
@@ -82,7 +82,7 @@ class Branches(Operation):
         return self.draw_all(self.choose(streams.random(1)[:, 0]), streams, sizes)
 
     def draw_all(self, numbers: np.ndarray, streams: Streams, sizes: np.ndarray) -> Tree:
-        """``draw`` for chains that are chosen already, (B,)."""
+        """Do ``draw`` with chosen chains, (B,)."""
         return self._pack(
             numbers, lambda chain, rows: chain.draw(streams.at(rows), sizes[rows]), sizes
         )
@@ -93,7 +93,7 @@ class Branches(Operation):
         lay_out: Callable[[Chain, np.ndarray], tuple[Steps, np.ndarray]],
         sizes: np.ndarray,
     ) -> Tree:
-        """``lay_out(chain, rows)`` of those chains that an image goes through."""
+        """Call ``lay_out(chain, rows)`` for each chain that an image goes through."""
         after, chains = sizes.copy(), {}
         for number, chain in enumerate(self.chains):
             (rows,) = np.nonzero(numbers == number)
@@ -120,7 +120,7 @@ class Branches(Operation):
 
 @register_batched_transform("random_apply")
 class BatchedRandomApply(Branches):
-    """All of a chain, or nothing."""
+    """One chain, or nothing."""
 
     transform: RandomApply
 
@@ -147,7 +147,7 @@ class BatchedRandomChoice(Branches):
 
 @register_batched_transform("random_order")
 class BatchedRandomOrder(Operation):
-    """At each place of the order, each image goes through one of the operations."""
+    """All operations, in the order drawn for each image."""
 
     ragged = True
     in_place = False
@@ -201,6 +201,6 @@ class BatchedRandomOrder(Operation):
 
 
 def _chain(transforms: Sequence[dict[str, Any]], pipeline: Compose) -> Chain:
-    """The batched forms of a list within a transform, and what it was built to."""
+    """Return the batched forms of a nested list of transforms."""
     named = zip(transforms, pipeline.transforms, strict=True)
     return Chain([find_batched_transform(transform["name"], built) for transform, built in named])

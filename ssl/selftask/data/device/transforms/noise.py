@@ -1,7 +1,6 @@
-"""Batched noise and holes.
+"""Batched noise and erased rectangles.
 
-Noise is no function of a few numbers: it is drawn for one image at a time and travels with the
-batch, as bytes or short numbers.
+Noise is drawn image by image in the workers and is part of the batch, as uint8 or int16.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ WHITE, BLACK = 1, 2
 
 
 class BatchedHoles(Operation):
-    """Rectangles filled with one colour, or with the noise that was drawn."""
+    """Rectangles filled with one color or with noise."""
 
     in_place = False
     transform: RandomErasing | Cutout
@@ -53,7 +52,7 @@ class BatchedHoles(Operation):
         return packed
 
     def _noise(self, holes: list[list[Hole]], height: int, width: int) -> np.ndarray:
-        """What the holes are filled with, in their places: uint8 (B, H, W, C)."""
+        """Return the fill of the holes in their places, uint8 (B, H, W, C)."""
         noise = np.zeros((len(holes), height, width, self.transform.channels), dtype=np.uint8)
         for place, some in zip(noise, holes, strict=True):
             for hole in some:
@@ -72,7 +71,7 @@ class BatchedHoles(Operation):
 
 @register_batched_transform("random_erasing")
 class BatchedRandomErasing(BatchedHoles):
-    """One rectangle."""
+    """Random erasing: one rectangle."""
 
     transform: RandomErasing
 
@@ -85,7 +84,7 @@ class BatchedRandomErasing(BatchedHoles):
 
 @register_batched_transform("cutout")
 class BatchedCutout(BatchedHoles):
-    """Squares, as many for each image."""
+    """Cutout: the same number of squares in each image."""
 
     transform: Cutout
 
@@ -102,7 +101,7 @@ class BatchedCutout(BatchedHoles):
 
 @register_batched_transform("gaussian_noise")
 class BatchedGaussianNoise(Operation):
-    """The noise that was drawn is added."""
+    """Gaussian noise, drawn in the workers."""
 
     vectorised = False
     transform: GaussianNoise
@@ -122,7 +121,7 @@ class BatchedGaussianNoise(Operation):
 
 @register_batched_transform("salt_and_pepper")
 class BatchedSaltAndPepper(Operation):
-    """White and black where they were drawn; what was drawn for both is black."""
+    """White and black pixels; a pixel drawn for both is black."""
 
     vectorised = False
     transform: SaltAndPepper
@@ -149,7 +148,7 @@ def _holes(params: Hole | list[Hole] | None) -> list[Hole]:
 
 
 def _inside(box: Tensor, height: int, width: int) -> Tensor:
-    """(B, 1, H, W): whether a pixel is in one of the boxes (B, K, 4)."""
+    """Return whether each pixel is in one of the boxes (B, K, 4): bool (B, 1, H, W)."""
     left, top, right, bottom = box[..., None].unbind(2)  # (B, K, 1)
     x = torch.arange(width, device=box.device)
     y = torch.arange(height, device=box.device)
@@ -158,7 +157,7 @@ def _inside(box: Tensor, height: int, width: int) -> Tensor:
 
 
 def _colour(fill: Any, values: Tensor) -> Tensor:
-    """A grey level or a level for each channel, to be broadcast to ``values``."""
+    """Return a gray level, or one for each channel; broadcasts to ``values``."""
     levels = fill if isinstance(fill, list) else [fill]
     one = torch.stack([values.new_full((), level) for level in levels])
     return one[:, None, None]

@@ -1,7 +1,7 @@
-"""Batched automatic augmentation: each image's own operations, one after the other.
+"""Batched automatic augmentation: a sequence of operations for each image.
 
-What is drawn is a place for each operation of each image, with a kind and numbers. Operations of
-one kind are one formula: all maps of the frame, all blends with gray or black, all inversions.
+Each operation has a kind and numbers. Operations of one kind share a formula: all affine maps, all
+blends with gray or black, all inversions.
 """
 
 from __future__ import annotations
@@ -52,14 +52,18 @@ _KINDS = {
     "AutoContrast": AUTOCONTRAST,
     "Equalize": EQUALIZE,
 }
-_BLENDS = {"Brightness": None, "Color": 1, "Contrast": 2}  # with black, each pixel's luma, its mean
+_BLENDS = {
+    "Brightness": None,
+    "Color": 1,
+    "Contrast": 2,
+}  # with black, with luma, with the mean luma
 _NUMBERS = 6  # of an operation: a matrix, three weights, or one number
 
-Drawn = Sequence[tuple[str, float]]  # operations of an image, as transforms.policies draws them
+Drawn = Sequence[tuple[str, float]]  # operations of an image, from transforms.policies
 
 
 class BatchedPolicy(Operation):
-    """One chain of operations."""
+    """A sequence of operations for each image."""
 
     transform: RandAugment | TrivialAugmentWide | AutoAugment
     num_ops: int  # at most
@@ -78,7 +82,7 @@ class BatchedPolicy(Operation):
 
 @register_batched_transform("rand_augment")
 class BatchedRandAugment(BatchedPolicy):
-    """As many operations for each image."""
+    """RandAugment: ``num_ops`` operations."""
 
     def __init__(self, transform: RandAugment) -> None:
         super().__init__(transform)
@@ -87,24 +91,24 @@ class BatchedRandAugment(BatchedPolicy):
 
 @register_batched_transform("trivial_augment_wide")
 class BatchedTrivialAugment(BatchedPolicy):
-    """One operation."""
+    """TrivialAugment: one operation."""
 
     num_ops, num_draws = 1, 3
 
 
 @register_batched_transform("auto_augment")
 class BatchedAutoAugment(BatchedPolicy):
-    """Up to two operations."""
+    """AutoAugment: up to two operations."""
 
     num_ops, num_draws = 2, 5
 
 
 @register_batched_transform("aug_mix")
 class BatchedAugMix(Operation):
-    """A weighted mean of the image and of chains."""
+    """AugMix: a weighted mean of the image and of chains of operations."""
 
     in_place = False
-    vectorised = False  # its draws are not uniform
+    vectorised = False  # its draws are not uniforms
     transform: AugMix
 
     def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Any:
@@ -128,7 +132,7 @@ class BatchedAugMix(Operation):
 
 
 def packed_operations(params: Sequence[Drawn], most: int, sizes: np.ndarray) -> Arrays:
-    """The kinds (B, K) of up to K operations of each image, and their numbers (B, K, 6)."""
+    """Return the kinds (B, K) of up to ``most`` operations, and their numbers (B, K, 6)."""
     height, width = sizes[0].tolist()
     kind = np.full((len(params), most), NONE)
     numbers = np.zeros((len(params), most, _NUMBERS))
@@ -141,7 +145,7 @@ def packed_operations(params: Sequence[Drawn], most: int, sizes: np.ndarray) -> 
 
 
 def _numbers(name: str, size: float, height: int, width: int) -> Sequence[float]:
-    """What the formula of an operation's kind needs."""
+    """Return the numbers for the formula of an operation's kind."""
     if name in GEOMETRY:
         return affine_of(name, size, height, width)
     if name in _BLENDS:
@@ -157,7 +161,7 @@ def _numbers(name: str, size: float, height: int, width: int) -> Sequence[float]
 
 
 def perform(images: Images, kind: Tensor, numbers: Tensor, transform: Any) -> Images:
-    """The operations of each image in their order; may write into the values it is given.
+    """Apply the operations of each image in order; may write into the given values.
 
     ``transform`` has the interpolation and the fill of the geometric ones.
     """

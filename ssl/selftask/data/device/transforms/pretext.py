@@ -1,4 +1,4 @@
-"""Batched pretext views: quarter turns, jigsaw puzzles, Lab colours and fewer channels."""
+"""Batched pretext transforms: rotation by quarters, jigsaw, tiles, Lab and channel drop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from selftask.registry import register_batched_transform
 if TYPE_CHECKING:
     from selftask.random.views import Streams
 
-# Linear sRGB to X, Y and Z over those of white (D65), as OpenCV has them
+# Linear sRGB to X, Y and Z relative to white (D65), as in OpenCV
 _XYZ = (
     (0.412453 / 0.950456, 0.357580 / 0.950456, 0.180423 / 0.950456),
     (0.212671, 0.715160, 0.072169),
@@ -45,10 +45,10 @@ _XYZ = (
 
 @register_batched_transform("rotate_90")
 class BatchedRotate90(Operation):
-    """Quarter turns; height and width change places for an odd number."""
+    """Rotation by quarters; an odd number swaps height and width."""
 
     in_place = False
-    vectorised = False  # its draw lies elsewhere in the stream
+    vectorised = False  # it is drawn at a fixed block of the stream
     transform: Rotate90
 
     def size_after(self, height: int, width: int, params: int | None = None) -> tuple[int, int]:
@@ -71,10 +71,10 @@ class BatchedRotate90(Operation):
 
 @register_batched_transform("jigsaw")
 class BatchedJigsaw(Operation):
-    """Tiles of each image in an order of its own."""
+    """Tiles in the order drawn for each image."""
 
     in_place = False
-    vectorised = False  # the permutation lies elsewhere in the stream
+    vectorised = False  # the permutation is drawn at a fixed block of the stream
     transform: Jigsaw
 
     def size_after(self, height: int, width: int, params: Any = None) -> tuple[int, int]:
@@ -82,7 +82,7 @@ class BatchedJigsaw(Operation):
         return self.transform.grid * rows, self.transform.grid * columns
 
     def pack(self, params: Sequence[Puzzle], sizes: np.ndarray) -> Arrays:
-        """Where the tile at each place of the puzzle begins in the image, (B, T) in pixels."""
+        """Return where the tile at each place begins in the image, (B, T) in pixels."""
         grid, (height, width) = self.transform.grid, sizes[0]
         orders = permutations(grid**2, self.transform.num_permutations)
         tile = orders[[puzzle.permutation for puzzle in params]].astype(np.int64)  # (B, T)
@@ -148,20 +148,20 @@ class BatchedLab(Operation):
 
 
 def _linear(values: Tensor) -> Tensor:
-    """Light of sRGB levels 0..255, in [0, 1]."""
+    """Return linear light in [0, 1] of sRGB levels 0..255."""
     level = values / 255
     return torch.where(level > 0.04045, ((level + 0.055) / 1.055) ** 2.4, level / 12.92)
 
 
 def _cube_root(light: Tensor) -> Tensor:
-    """CIE's: a straight line near black, where the root would be too steep."""
+    """Return CIE's cube root, which is linear near black."""
     root = light.clamp(min=1e-6) ** (1 / 3)
     return torch.where(light > (6 / 29) ** 3, root, light * (841 / 108) + 4 / 29)
 
 
 @register_batched_transform("channel_drop")
 class BatchedChannelDrop(Operation):
-    """Some channels of each image overwritten."""
+    """Overwrite some channels of each image."""
 
     in_place = False
     transform: ChannelDrop

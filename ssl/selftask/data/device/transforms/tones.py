@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @register_batched_transform("equalize")
 class BatchedEqualize(RandomlyApplied):
-    """Each channel's values to their places in its order."""
+    """Equalize: flatten each channel's histogram."""
 
     def change(self, values: Tensor) -> Tensor:
         return equalize(values)
@@ -35,7 +35,7 @@ class BatchedEqualize(RandomlyApplied):
 
 @register_batched_transform("autocontrast")
 class BatchedAutocontrast(RandomlyApplied):
-    """Each channel stretched to 0..255."""
+    """Autocontrast: stretch each channel to 0..255."""
 
     def change(self, values: Tensor) -> Tensor:
         return autocontrast(values)
@@ -43,7 +43,7 @@ class BatchedAutocontrast(RandomlyApplied):
 
 @register_batched_transform("sharpness")
 class BatchedSharpness(UniformOperation):
-    """Away from or towards a smoothed image."""
+    """Sharpness: away from or towards a smoothed image."""
 
     transform: Sharpness
 
@@ -55,13 +55,13 @@ class BatchedSharpness(UniformOperation):
 
 
 def equalize(values: Tensor) -> Tensor:
-    """transforms.tones.equalize: Pillow's tables, in whole numbers."""
+    """Flatten each channel's histogram with Pillow's tables, in integers."""
     levels = values.flatten(2).long()  # (B, C, H * W)
     counts = levels.new_zeros((*levels.shape[:2], 256))
     counts.scatter_add_(2, levels, torch.ones_like(levels))
     present = (counts > 0).long()
     steps = torch.arange(256, device=values.device)
-    last = (present * steps).argmax(2, keepdim=True)  # the highest value that there is
+    last = (present * steps).argmax(2, keepdim=True)  # the highest value present
     step = (levels.shape[2] - counts.gather(2, last)) // 255
     step = torch.where(present.sum(2, keepdim=True) > 1, step, 0)
     below = counts.cumsum(2) - counts
@@ -70,7 +70,7 @@ def equalize(values: Tensor) -> Tensor:
 
 
 def autocontrast(values: Tensor) -> Tensor:
-    """transforms.tones.autocontrast: tables in double precision, as they decide what is whole."""
+    """Stretch each channel to 0..255; tables are float64, as they are rounded down."""
     low, high = (of(values.flatten(2), 2, keepdim=True).double() for of in (torch.amin, torch.amax))
     stretched = high > low
     scale = torch.where(stretched, 255 / (high - low).clamp(min=1), 1.0)
@@ -81,14 +81,14 @@ def autocontrast(values: Tensor) -> Tensor:
 
 
 def _look_up(levels: Tensor, tables: Tensor) -> Tensor:
-    """float32 (B, C, N) of int64 (B, C, N), by a table (B, C, 256) for each channel."""
+    """Apply a table (B, C, 256) to levels int64 (B, C, N); returns float32."""
     return tables.float().gather(2, levels)
 
 
 def sharpen(values: Tensor, factor: Tensor) -> Tensor:
-    """transforms.tones.adjust_sharpness, each image by its own factor (B,); in place."""
+    """Move each image away from or towards a smoothed one by its ``factor`` (B,), in place."""
     if min(values.shape[2:]) < 3:
-        return values  # all of it is border
+        return values  # only border pixels
     middle = values[:, :, 1:-1, 1:-1]
     smooth = per_image((1 - factor) / 13)
     rows = values[:, :, :-2] + values[:, :, 1:-1] + values[:, :, 2:]

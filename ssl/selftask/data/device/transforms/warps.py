@@ -23,7 +23,7 @@ _STAYS = np.eye(3)
 
 @register_batched_transform("random_perspective")
 class BatchedPerspective(Operation):
-    """Projective maps: each output pixel is read where its matrix says."""
+    """Perspective maps."""
 
     transform: RandomPerspective
 
@@ -53,7 +53,7 @@ class BatchedPerspective(Operation):
 
 @register_batched_transform("elastic")
 class BatchedElastic(Operation):
-    """Displacements that were drawn for one image at a time, and travel with the batch."""
+    """Elastic distortion; displacements are drawn in the workers and are part of the batch."""
 
     vectorised = False
     transform: Elastic
