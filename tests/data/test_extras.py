@@ -17,14 +17,19 @@ from PIL import Image
 from selftask.batch import Batch
 from selftask.config.load import load_config
 from selftask.config.schema import Component, Config
+from selftask.data.extras import ExtrasReader
+from selftask.data.fingerprint import differences
 from selftask.data.loading.data_module import DataModule
 from selftask.data.loading.open_data import Sources, open_source
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
+from selftask.data.sources.dataset_objects import DatasetSource
 from selftask.data.staging.staged_source import copied
 from selftask.data.subset import subset_of
+from selftask.data.tokenizers.byte_level import Bytes
 from selftask.distributed.world import World
 from selftask.errors import ConfigError, UserError
+from selftask.registry import TOKENIZERS
 
 SIZE = 8
 SMALL = ["train.batch_size=4", "eval.evaluations=null", "data.val=null", "train.device=cpu"]
@@ -372,3 +377,96 @@ def test_arrays_of_a_file(tmp_path: Path) -> None:
         open_source(Component(name="array", args={"path": str(file), "extras": ["words"]}))
     with pytest.raises(UserError, match=r"data\.extras: .* no array 'word'; did you mean 'words'"):
         open_source(Component(name="array", args={"path": str(file), "extras": ["word"]}))
+
+
+def test_captions_of_a_hugging_face_data_set(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    columns = {"image": [np.zeros((4, 4, 3), np.uint8)] * 2, "text": ["a barn", None], "n": [1, 2]}
+    features = {"image": datasets.Image(), "text": datasets.Value("string")}
+    made = datasets.Dataset.from_dict(
+        columns, features=datasets.Features({**features, "n": datasets.Value("int64")})
+    )
+    made.save_to_disk(tmp_path / "saved")
+
+    def opened(caption: str) -> Source:
+        args = {"path": str(tmp_path / "saved"), "caption": caption}
+        return open_source(Component(name="huggingface", args=args))
+
+    source = opened("text")
+    for copy in (source, pickle.loads(pickle.dumps(source))):
+        assert [copy.extra(row, "caption") for row in range(2)] == ["a barn", ""]
+    with pytest.raises(UserError, match=r"data\.caption: .* no column 'txt'; did you mean 'text'"):
+        opened("txt")
+    with pytest.raises(UserError, match=r"data\.caption: column 'n' of .* holds int64, not texts"):
+        opened("n")
+
+
+def test_extras_of_a_data_set_object() -> None:
+    class Rooms:
+        extras = {"caption": "text", "depth": "array", "other": "image"}
+        reads = 0
+
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> Any:
+            self.reads += 1
+            image = Image.new("L", (4, 5), index)
+            return image, index, {"caption": f"room {index}", "depth": index / 4, "other": image}
+
+    rooms = Rooms()
+    source = DatasetSource(rooms, "mine:Rooms")
+    reader = ExtrasReader({"caption": "text", "depth": "array"}, Bytes(Bytes.Config(length=9)))
+    image, label = source[2]
+    extras = reader.read(source, 2)
+    assert (image.shape, label, rooms.reads) == ((5, 4, 3), 2, 1)
+    assert extras["caption"].tolist() == [257, *(byte + 1 for byte in b"room 2"), 258, 0]
+    assert (extras["depth"], extras["depth"].dtype) == (0.5, np.float32)
+    assert source.extra(1, "other")[0, 0].tolist() == [1, 1, 1]
+    Rooms.extras = {"caption": "words"}
+    with pytest.raises(UserError, match="'words' is none of image, text, array"):
+        DatasetSource(rooms, "mine:Rooms")
+    Rooms.extras = {"title": "text"}
+    with pytest.raises(UserError, match=r"mine:Rooms\[0\]: its item has no 'title'"):
+        DatasetSource(rooms, "mine:Rooms").extra(0, "title")
+
+
+def test_bytes_are_cut_and_cleaned() -> None:
+    encode = Bytes(Bytes.Config(length=6)).encode
+    assert encode("  AB\n c ") == [257, 98, 99, 33, 100, 258]
+    assert encode("Äbcdef") == [257, 0xC3 + 1, 0xA4 + 1, 99, 100, 258]
+    assert Bytes(Bytes.Config(length=6, lower=False)).encode("AB") == [257, 66, 67, 258]
+
+
+def test_a_vocabulary_of_the_tokenizers_library(tmp_path: Path) -> None:
+    library = pytest.importorskip("tokenizers")
+    words = {"[start]": 0, "[end]": 1, "[unk]": 2, "a": 3, "barn": 4, "red": 5}
+    made = library.Tokenizer(library.models.WordLevel(words, unk_token="[unk]"))
+    made.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    ends = [("[start]", 0), ("[end]", 1)]
+    made.post_processor = library.processors.TemplateProcessing("[start] $A [end]", None, ends)
+    file = tmp_path / "tokenizer.json"
+    made.save(str(file))
+    cls = TOKENIZERS["file"]
+    tokenizer = cls(cls.Config(path=str(file), length=5))
+    assert tokenizer.vocab_size == 7
+    assert tokenizer("a red barn").tolist() == [1, 4, 6, 5, 2]  # ids plus one: 0 is padding
+    assert tokenizer("a red red red barn").tolist() == [1, 4, 6, 6, 2]
+    assert tokenizer("blue").tolist() == [1, 3, 2, 0, 0]
+    file.write_text("{}")
+    with pytest.raises(UserError, match=r"data\.tokenizer\.path: .* is no tokenizer\.json"):
+        cls(cls.Config(path=str(file)))
+    with pytest.raises(UserError, match=r"data\.tokenizer\.path: no such file"):
+        cls(cls.Config(path=str(tmp_path / "tokenizers.json")))
+
+
+def test_another_vocabulary_is_told_on_resume() -> None:
+    short, long = (config(Path(), f"data.tokenizer.length={length}") for length in (9, 10))
+    known = [
+        DataModule(loaded, Sources(Clips(), None), World(), torch.device("cpu")).fingerprint
+        for loaded in (short, long)
+    ]
+    (difference,) = differences(*known)
+    assert difference == (
+        "tokens: bytes, lower case, 9 tokens before, bytes, lower case, 10 tokens now"
+    )

@@ -218,7 +218,9 @@ def _read_data(reader: Reader, value: Any, processes: int) -> DataConfig | None:
     order, _ = reader.component(sampler or {"name": "shuffled"}, SAMPLERS, ("data", "sampler"))
     reader.note_place(("data", "tokenizer"))
     key = ("data", "tokenizer")
-    words, _ = reader.component(tokenizer or {"name": "bytes"}, TOKENIZERS, key)
+    if tokenizer is None or isinstance(tokenizer, dict):
+        tokenizer = {"name": "bytes", **(tokenizer or {})}
+    words, _ = reader.component(tokenizer, TOKENIZERS, key)
     if source is None or order is None or words is None:
         return None
     return DataConfig(source=source, val=validation, sampler=order, tokenizer=words, **ours)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -13,14 +13,18 @@ from selftask.config.extensions import explain_failure, import_object
 from selftask.config.fields import setting
 from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.reading.image import as_picture
-from selftask.data.source import NO_LABEL, Source
+from selftask.data.source import NO_LABEL, ExtraKind, Source
 from selftask.errors import UserError, nearest
 from selftask.files.paths import is_folder
 from selftask.registry import register_source
 
 
 class DatasetSource(Source):
-    """Wraps a map-style data set whose items are an image or begin with (image, label)."""
+    """Wraps a map-style data set whose items are an image or begin with (image, label).
+
+    A data set with an attribute ``extras``, as that of ``Source``, has items (image, label, extras)
+    with a dict of these.
+    """
 
     def __init__(self, dataset: Any, name: str, channels: int = 3) -> None:
         for method in ("__len__", "__getitem__"):
@@ -34,11 +38,36 @@ class DatasetSource(Source):
         self.name = name
         self.channels = channels
         self.labels = _known_labels(dataset)
+        self.extras = dict(getattr(dataset, "extras", {}))
+        unknown = sorted({*self.extras.values()} - {*get_args(ExtraKind)})
+        if unknown:
+            kinds = ", ".join(get_args(ExtraKind))
+            raise UserError(f"data.dataset: extras of {name}: {unknown[0]!r} is none of {kinds}")
+        self._last: tuple[int, Any] = -1, None  # index and item
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        item = self._item(index)
+        image, label = (item[0], item[1]) if isinstance(item, tuple | list) else (item, NO_LABEL)
+        return self._picture(image, index), _as_label(label)
+
+    def extra(self, index: int, name: str) -> Any:
+        """A member of the dict at the end of the item."""
+        item = self._item(index)
+        if not (isinstance(item, tuple | list) and len(item) > 2 and name in item[2]):
+            raise UserError(
+                f"{self.path(index)}: its item has no {name!r}; (image, label, extras) is expected "
+                "of a data set with `extras`"
+            )
+        value = item[2][name]
+        return self._picture(value, index) if self.extras[name] == "image" else value
+
+    def _item(self, index: int) -> Any:
+        """An item of the data set, the last one again without reading it; raises BadImage."""
+        if self.extras and self._last[0] == index:
+            return self._last[1]
         now_reading(self.path(index))
         try:
             item = self.dataset[index]
@@ -48,9 +77,13 @@ class DatasetSource(Source):
             raise
         except Exception as error:  # decoders raise anything on damaged data
             raise BadImage(self.path(index), explain_failure(error)) from error
-        image, label = (item[0], item[1]) if isinstance(item, tuple | list) else (item, NO_LABEL)
+        if self.extras:
+            self._last = index, item
+        return item
+
+    def _picture(self, image: Any, index: int) -> np.ndarray:
         try:
-            return as_picture(image, self.channels), _as_label(label)
+            return as_picture(image, self.channels)
         except ValueError as error:
             raise BadImage(self.path(index), str(error)) from error
 

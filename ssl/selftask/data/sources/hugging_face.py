@@ -35,6 +35,7 @@ class HuggingFace(Source):
         split: str | None = None  # of a folder with several; none: train, or the only one
         images: str | None = None  # the column; none: the only one of type Image, or `image`
         labels: str | None = None  # the column; none: `label` or `labels`, if it is there
+        caption: str | None = None  # the column of captions
 
     def __init__(self, config: Config) -> None:
         require("datasets", "datasets", "Hugging Face's data sets")
@@ -46,6 +47,11 @@ class HuggingFace(Source):
         if not self.size:
             raise UserError(f"data: no images: {self.folder} has no rows")
         self.labels = _labels(dataset, config.labels, self.folder)
+        self.caption = config.caption
+        if config.caption is not None:
+            _check_texts(dataset, config.caption, self.folder)
+            self.extras = {"caption": "text"}
+        self._opened_texts = PerProcess(partial(_open_texts, self.folder, config.caption))
 
     def __len__(self) -> int:
         return self.size
@@ -56,6 +62,10 @@ class HuggingFace(Source):
         name = self.path(index)
         now_reading(name)
         return self._image(self._opened()[index][self.column], name), self.label_of(index)
+
+    def extra(self, index: int, name: str) -> str:
+        """The caption; a missing one is empty."""
+        return self._opened_texts()[index][self.caption] or ""
 
     def _image(self, item: Any, name: str) -> np.ndarray:
         if item is None:
@@ -85,6 +95,7 @@ class HuggingFace(Source):
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
         """Read from copies."""
+        self._opened_texts = PerProcess(partial(_open_texts, copy_of(self.folder), self.caption))
         self._opened = PerProcess(partial(_open, copy_of(self.folder), self.column))
 
 
@@ -124,6 +135,22 @@ def _open(folder: str, image_column: str | None) -> Any:
         return dataset.with_format("numpy", dtype=_number_type(dataset.features[image_column]))
     dataset = dataset.with_format(None)
     return dataset.cast_column(image_column, datasets.Image(decode=False))
+
+
+def _open_texts(folder: str, column: str | None) -> Any:
+    """The data set with a column of texts alone."""
+    return _open(folder, None).select_columns([column])
+
+
+def _check_texts(dataset: Any, column: str, folder: str) -> None:
+    """Raise UserError if there is no such column, or no texts in it."""
+    names = list(dataset.features)
+    if column not in names:
+        hint = nearest(column, names)
+        raise UserError(f"data.caption: {folder} has no column {column!r}; {hint}")
+    kind = getattr(dataset.features[column], "dtype", "no texts")
+    if "string" not in kind:
+        raise UserError(f"data.caption: column {column!r} of {folder} holds {kind}, not texts")
 
 
 def _number_type(feature: Any) -> str:
