@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selftask.models.masks import MultiBlockMask, cut_out, padded_indices, possible_areas
+from selftask.models.masks import (
+    MultiBlockMask,
+    cut_out,
+    padded_indices,
+    possible_areas,
+    random_mask,
+)
 
 GRIDS = [(8, 8), (14, 14), (7, 7), (16, 16), (6, 10)]
 PAPER: dict[str, Any] = {
@@ -134,3 +140,24 @@ def test_padded_indices_lose_the_last_of_an_order() -> None:
     indices, padding = padded_indices(mask, 3, order)
     assert indices.tolist() == [[5, 2, 0]]
     assert not padding.any()
+
+
+def test_random_squares_are_those_of_simmim() -> None:
+    """Its published generator: 22 of 36 squares of 32 pixels, 1408 of 2304 patches of 4 pixels."""
+    mask = random_mask(0, _keys(0, torch.arange(50)), (48, 48), ratio=0.6, unit=8)
+    assert (mask.sum(dim=1) == 1408).all()
+    squares = mask.view(50, 6, 8, 6, 8).float().mean(dim=(2, 4))  # all or nothing of each
+    assert set(squares.unique().tolist()) == {0.0, 1.0}
+    assert (squares.sum(dim=(1, 2)) == 22).all()
+
+
+def test_random_masks_are_fair_and_only_of_seed_epoch_and_image() -> None:
+    index = torch.arange(4000)
+    whole = random_mask(1, _keys(2, index), (4, 4), ratio=0.75)
+    often = whole.float().mean(dim=0)  # 0.75 within four deviations
+    assert float((often - 0.75).abs().max()) < 4 * math.sqrt(0.75 * 0.25 / 4000)
+    part = random_mask(1, _keys(2, index.flip(0)[:100]), (4, 4), ratio=0.75)
+    assert torch.equal(part, whole.flip(0)[:100])
+    for seed, epoch in ((1, 3), (0, 2)):
+        other = random_mask(seed, _keys(epoch, index), (4, 4), ratio=0.75)
+        assert not torch.equal(other, whole)

@@ -159,3 +159,25 @@ def padded_indices(mask: Tensor, length: int, order: Tensor | None = None) -> tu
     late = (~mask).float() if order is None else (~mask) + order
     padding = torch.arange(length, device=mask.device) >= mask.sum(dim=-1, keepdim=True)
     return late.argsort(dim=-1, stable=True)[..., :length], padding
+
+
+def random_mask(
+    seed: int, key: Tensor, grid: tuple[int, int], *, ratio: float, unit: int = 1
+) -> Tensor:
+    """Draw masks of random squares: SimMIM, arXiv:2111.09886, section 3.2.
+
+    Args:
+        seed: Of the run.
+        key: (B, 2), see ``random.keyed``.
+        grid: Rows and columns of patches; divisible by ``unit``.
+        ratio: Share of the squares to mask; their number is rounded up, as in the published code.
+        unit: Side of a square in patches.
+
+    Returns:
+        (B, N) bool, True for masked patches; the same number in each image.
+    """
+    rows, columns = grid[0] // unit, grid[1] // unit
+    draws = uniform(seed, key, rows * columns)
+    mask = draws.argsort(dim=1, stable=True).argsort(dim=1) < math.ceil(rows * columns * ratio)
+    squares = mask.view(-1, rows, columns)
+    return squares.repeat_interleave(unit, dim=1).repeat_interleave(unit, dim=2).flatten(1)

@@ -22,6 +22,8 @@ class Adapter(ABC):
             * ``"subset"``: patches of which some can be encoded without the others.
         num_layers: Number of hidden layers.
         patch_size: Height and width in pixels of a patch that can be masked.
+        stride: Pixels from one patch of the last map to the next; the patch size of a ViT, 32 for
+            a Swin. Given with ``"tokens"``.
         built_grid: Rows and columns of patches in images of the size it was built for; (0, 0) if
             it was built for no size in particular.
         mask_dim: Width of a mask token, that of the patch embedding.
@@ -30,6 +32,7 @@ class Adapter(ABC):
     offers: frozenset[str] = frozenset()
     num_layers: int = 0
     patch_size: tuple[int, int] = (0, 0)
+    stride: int = 0
     built_grid: Grid = (0, 0)
     mask_dim: int = 0
 

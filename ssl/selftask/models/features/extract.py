@@ -102,7 +102,7 @@ class Own(Adapter):
     def __init__(self, backbone: Any) -> None:
         self.backbone = backbone
         self.offers = frozenset(backbone.offers)
-        for name in ("num_layers", "patch_size", "built_grid", "mask_dim"):
+        for name in ("num_layers", "patch_size", "stride", "built_grid", "mask_dim"):
             if hasattr(backbone, name):
                 setattr(self, name, getattr(backbone, name))
 

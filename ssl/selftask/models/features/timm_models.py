@@ -33,6 +33,8 @@ class TimmModel(Adapter):
         if _begins_with_patches(model):
             offers.add("tokens")
             self.patch_size = tuple(model.patch_embed.patch_size)
+            self.stride = model.feature_info[-1]["reduction"]
+            self.built_grid = tuple(model.patch_embed.grid_size)
             self.mask_dim = model.patch_embed.proj.out_channels
         self.offers = frozenset(offers)
         known = inspect.signature(model.forward_intermediates).parameters

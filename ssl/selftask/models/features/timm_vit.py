@@ -34,6 +34,7 @@ class TimmViT(Adapter):
         self.vit = vit
         self.num_layers = len(vit.blocks)
         self.patch_size = tuple(vit.patch_embed.patch_size)
+        self.stride = self.patch_size[0]
         self.built_grid = tuple(vit.patch_embed.grid_size)
         self.mask_dim = vit.embed_dim
 

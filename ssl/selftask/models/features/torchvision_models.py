@@ -23,6 +23,7 @@ class TorchvisionViT(Adapter):
         self.patch_size = (vit.patch_size, vit.patch_size)
         side = vit.image_size // vit.patch_size
         self.built_grid = (side, side)
+        self.stride = vit.patch_size
         self.mask_dim = vit.hidden_dim
 
     @staticmethod
@@ -78,6 +79,7 @@ class TorchvisionStages(Adapter):
             offers.add("tokens")
             embed = model.features[0][0]
             self.patch_size, self.mask_dim = embed.kernel_size, embed.out_channels
+            self.stride = embed.kernel_size[0] * 2 ** (self.num_layers // 2 - 1)  # merged between
         self.offers = frozenset(offers)
 
     @staticmethod
