@@ -1,12 +1,16 @@
-"""The opening lines of a log, beside numbers counted elsewhere."""
+"""Opening lines and costs, beside fvcore's counters, closed formulas and published figures."""
 
 from __future__ import annotations
 
+import pytest
+import timm
 import torch
 import torchvision
+from fvcore.nn import ActivationCountAnalysis, FlopCountAnalysis
+from torch import nn
 
 from selftask.config.load import load_config
-from selftask.models.summary import opening_lines
+from selftask.models.summary import forward_cost, opening_lines
 
 
 def test_the_opening_lines_name_what_is_trained() -> None:
@@ -15,10 +19,55 @@ def test_the_opening_lines_name_what_is_trained() -> None:
     network, method = torch.nn.Module(), torch.nn.Linear(1000, 2000, bias=False)
     network.backbone = torchvision.models.resnet18()  # 11,689,512, as torchvision's page says
     network.frozen = torch.nn.Linear(1000, 1000).requires_grad_(False)
-    run, model = opening_lines(config, network, method)
+    run, model = opening_lines(config, network, method, 3)
     assert run == "run: dino/vit_small_imagenet, out=runs/mine, seed 0"
     assert model == (
-        "model: dino on vit_small of 11.7 M parameters; 13.7 M are trained, the head's included; "
+        "model: dino on vit_small of 11.7 M parameters, 1.8 G multiply-adds per image of 224 x 224 "
+        "pixels; 13.7 M are trained, the head's included; "
         "views: 1 first of 224 x 224 pixels, 1 second of 224 x 224 pixels, 8 local of 96 x 96 "
         "pixels"
     )
+
+
+def test_as_fvcore_counts() -> None:
+    network = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False), nn.ReLU()),
+        *(nn.Conv2d(8, 16, 5, groups=2, bias=False), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(16 * 12 * 12, 10, bias=False)),
+    )
+    image = torch.randn(1, 3, 32, 32)
+    cost = forward_cost(network, 32)
+    assert cost.macs == FlopCountAnalysis(network, image).total()
+    assert cost.activations == ActivationCountAnalysis(network, image).total()
+    assert all(parameter.device.type == "cpu" for parameter in network.parameters())
+    assert network.training
+
+
+def test_published_figures() -> None:
+    resnet = forward_cost(torchvision.models.resnet50(), 224)
+    assert resnet.macs / 1e9 == pytest.approx(4.09, abs=0.01)  # torchvision's table, GFLOPS
+    assert resnet.activations / 1e6 == pytest.approx(11.1, abs=0.05)  # timm's benchmarks
+
+
+def test_vision_transformer() -> None:
+    depth, width, heads, tokens, patch = 2, 32, 4, 17, 8
+    vit = timm.models.VisionTransformer(
+        img_size=32, patch_size=patch, embed_dim=width, depth=depth, num_heads=heads, num_classes=0
+    )
+    linear = 12 * width**2  # qkv 3, projection 1, mlp 4 + 4
+    attention = 2 * tokens * width  # q k^T and its product with v, a token
+    patches = 16 * 3 * patch**2 * width
+    torch.manual_seed(3)
+    assert forward_cost(vit, 32).macs == patches + depth * tokens * (linear + attention)
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(after, torch.rand(1))
+
+
+def test_what_depends_on_values_raises() -> None:
+    class Chooses(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.mean() > 0 else -x
+
+    with pytest.raises(RuntimeError):
+        forward_cost(Chooses(), 4)

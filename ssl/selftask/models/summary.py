@@ -1,26 +1,40 @@
-"""The lines at the start of a log that say what is trained."""
+"""What is trained: the opening lines of a log, and the cost of a forward pass.
+
+The cost is counted by torch's dispatcher on the meta device. fvcore's counters give the same
+numbers (tests/models/test_summary.py), but need a jit trace, which fails on timm's models under
+torch 2.15.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from selftask.config.checks.grid import output_side
 from selftask.config.schema import num_views
+from selftask.models.eval_mode import in_eval_mode
 
 if TYPE_CHECKING:
     from selftask.config.schema import Component, Config, ViewConfig
 
 
-def opening_lines(config: Config, network: nn.Module, method: nn.Module) -> Iterator[str]:
+def opening_lines(
+    config: Config, network: nn.Module, method: nn.Module, channels: int
+) -> Iterator[str]:
     """Yield one line for the run (recipe, out, seed) and one for its model and views.
 
     Args:
         config: the run's.
         network: the trained network; its ``backbone`` is counted on its own.
         method: the method, whose own parameters (a predictor, prototypes) are trained too.
+        channels: of the images.
     """
     yield f"run: {config.recipe}, out={config.out}, seed {config.train.seed}"
     backbone: nn.Module = network.backbone  # type: ignore[assignment]
@@ -32,7 +46,8 @@ def opening_lines(config: Config, network: nn.Module, method: nn.Module) -> Iter
     )
     yield (
         f"model: {config.method.name} on {_name(config.backbone)} of {_show(_count(backbone))} "
-        f"parameters; {_show(trained)} are trained, the head's included; views: {views}"
+        f"parameters{_show_cost(backbone, config, channels)}; {_show(trained)} are trained, the "
+        f"head's included; views: {views}"
     )
 
 
@@ -47,8 +62,24 @@ def _count(module: nn.Module, *, trained: bool = False) -> int:
 
 
 def _show(count: int) -> str:
-    """``697 k``, ``23.5 M``."""
-    return f"{count / 1e6:.1f} M" if count >= 999_500 else f"{count / 1e3:.0f} k"
+    """Format a count: ``697 k``, ``23.5 M``, ``4.1 G``."""
+    for size, unit in ((1e9, "G"), (1e6, "M")):
+        if count >= 0.9995 * size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1e3:.0f} k"
+
+
+def _show_cost(backbone: nn.Module, config: Config, channels: int) -> str:
+    """Format the multiply-adds of an image as large as the first view, if they can be counted."""
+    side = output_side(next(iter(config.views.values())).transforms)
+    is_sharded = any(hasattr(parameter, "to_local") for parameter in backbone.parameters())
+    if side is None or is_sharded:  # the forward pass of a sharded one is a collective
+        return ""
+    try:
+        cost = forward_cost(backbone, side, channels)
+    except Exception:  # noqa: BLE001 - a user's module may raise anything on the meta device
+        return ""
+    return f", {_show(cost.macs)} multiply-adds per image of {side} x {side} pixels"
 
 
 def _views(number: int, name: str, group: ViewConfig) -> str:
@@ -56,3 +87,48 @@ def _views(number: int, name: str, group: ViewConfig) -> str:
     side = output_side(group.transforms)
     size = "" if side is None else f" of {side} x {side} pixels"
     return f"{number} {name}{size}"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of one image.
+
+    Args:
+        macs: Multiply-adds of convolutions, matrix products and attention; papers often call them
+            FLOPs (ResNet-50 has 4.1 G of them).
+        activations: Elements in the outputs of these operations (arXiv:2003.13678, section 3.1).
+    """
+
+    macs: int
+    activations: int
+
+
+@torch.no_grad()
+def forward_cost(module: nn.Module, side: int, channels: int = 3) -> Cost:
+    """Count the cost of a forward pass of one image of ``side`` x ``side`` pixels.
+
+    The module's weights and random states are not touched. Raises what the module raises if its
+    forward pass depends on values, which the meta device does not have.
+    """
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    on_meta = {name: tensor.detach().to("meta") for name, tensor in state.items()}
+    image = torch.empty(1, channels, side, side, device="meta")
+    activations = _CountActivations()
+    with in_eval_mode(module), FlopCounterMode(display=False) as flops, activations:
+        functional_call(module, on_meta, (image,))
+    return Cost(flops.get_total_flops() // 2, activations.count)
+
+
+class _CountActivations(TorchDispatchMode):
+    """Adds up the elements in the outputs of the operations that have FLOPs."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **kwargs or {})
+        if func._overloadpacket in flop_registry:
+            first = result[0] if isinstance(result, tuple) else result
+            self.count += first.numel()
+        return result

@@ -97,7 +97,8 @@ class Task(ClassyTaskNames):
         self._build_model()
         self._build_optimizer()
         self._build_hooks()
-        for line in opening_lines(self.config, self.base_model, self.loss):
+        channels = self.data_module.channels
+        for line in opening_lines(self.config, self.base_model, self.loss, channels):
             log.info("%s", line)
         process_state.seed_all(train.seed, self.world.rank)
         self.rows = MetricsFile(self.out / "metrics.jsonl") if is_primary() else None
