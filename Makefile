@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+BUDGET ?= 45
 
-.PHONY: demo test test-all check install wheel clean
+.PHONY: demo test test-all prove check install wheel clean
 
 demo: $(VENV)/.installed ## pretrain on handwritten digits and show what was learned
 	$(BIN)/python tools/demo.py
@@ -11,9 +12,11 @@ demo: $(VENV)/.installed ## pretrain on handwritten digits and show what was lea
 test: check ## style, types and all quick tests: under 10 minutes on 2 cores
 	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4
 
-test-all: $(VENV)/.tests ## what takes longer: the kill matrix and the gates of all methods
-	$(BIN)/python -m pytest -m slow -rsR
-	$(BIN)/python tools/gates.py
+test-all: $(VENV)/.tests ## what takes longer: slow tests, then proofs of what changed, within BUDGET minutes
+	$(BIN)/python tools/prove.py --slow-tests --budget $(BUDGET)
+
+prove: $(VENV)/.tests ## all proofs of all methods, hours: writes the ledger in proofs/
+	$(BIN)/python tools/prove.py
 
 check: $(VENV)/.tests ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -23,7 +23,6 @@ from selftask.distributed.world import World
 from selftask.equivalence.tiny_recipe import images_for
 from selftask.errors import ConfigError, UserError
 from selftask.models.weights.model_source import open_model
-from selftask.registry import Registry
 from selftask.task import Task
 from selftask.task.loop import Interrupted, train_loop
 
@@ -136,8 +135,8 @@ def test_stopped_resumed_evaluated_and_exported(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", Registry("method", "selftask.methods").names())
-def test_every_method_trains(method: str, recipe: Callable[[str], str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["simclr", "mae", "dino", "deepcluster"])
+def test_methods_train(method: str, recipe: Callable[[str], str], tmp_path: Path) -> None:
     small = [text for text in tiny.overrides(method, tmp_path) if not text.startswith("data")]
     task = train(load_config(recipe(method), [*small, "train.epochs=1", "train.max_steps=2"]))
     assert task.steps_done == 2

@@ -374,15 +374,6 @@ def test_all_are_those_of_ones_own_too(mine: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_all_shipped_methods(capsys: pytest.CaptureFixture[str]) -> None:
-    code, output = check(capsys, "--all")
-    assert code == 0, output
-    for name in METHODS.names():
-        assert f"SAME: {name} on 2, 4 ranks" in output
-    assert output.count("  2 > 1 > 2") == 4 * len(METHODS.names())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

@@ -1,0 +1,190 @@
+"""The ledger of proofs: what was tried of each method, on which code, with which figures.
+
+``proofs/METHOD.json`` holds the newest entry of each proof. An entry counts as proof only while its
+digest is that of the files it depends on now: the code of the method, of everything its recipe
+names and of what they import (``own``), and that of the proof and the engine under it. Comments and
+docstrings do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import json
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from import_graph import PACKAGE, ROOT, Graph
+from selftask.config.load import load_config
+from selftask.registry import REGISTRIES, Registry
+
+LEDGER = ROOT / "proofs"
+State = Literal["proved", "engine changed", "method changed", "never proved"]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A kind of proof: what it is run with, and where its engine starts."""
+
+    name: str
+    roots: tuple[str, ...]
+    """Modules of the engine; what they import belongs to it."""
+    files: tuple[str, ...]
+    """The proof's own files, from the root of the repository."""
+    test: str | None = None
+    """The test of ``files[0]`` with a parameter ``method``; None for a tool."""
+
+
+TRAIN = ("selftask.cli.train",)
+PROOFS = {
+    proof.name: proof
+    for proof in (
+        Proof("gate", TRAIN, ("tools/gates.py",)),
+        Proof("ranks", ("selftask.cli.check",), ()),
+        Proof(
+            "kills",
+            TRAIN,
+            ("tests/test_kill_matrix.py", "tests/tiny.py"),
+            "test_five_kills_leave_no_trace",
+        ),
+        Proof(
+            "reductions",
+            ("selftask.task",),
+            ("tests/parallel/test_matrix.py", "tests/tiny.py", "tests/ranks.py"),
+            "test_two_ranks_are_one_under_every_reduction",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A passed proof."""
+
+    digest: str
+    """Of all files that the proof depends on."""
+    own: str
+    """Of those of the method alone."""
+    figures: dict[str, Any]
+    seconds: float
+    date: str
+    machine: str
+
+
+def read(method: str, folder: Path = LEDGER) -> dict[str, Entry]:
+    """Return the entries of a method by proof."""
+    path = folder / f"{method}.json"
+    if not path.exists():
+        return {}
+    return {name: Entry(**entry) for name, entry in json.loads(path.read_text("utf-8")).items()}
+
+
+def write(method: str, proof: str, entry: Entry | None, folder: Path = LEDGER) -> None:
+    """Set an entry; None, after a failure, removes it."""
+    entries = {name: asdict(old) for name, old in read(method, folder).items() if name != proof}
+    if entry is not None:
+        entries[proof] = asdict(entry)
+    folder.mkdir(exist_ok=True)
+    text = json.dumps(dict(sorted(entries.items())), indent=1, sort_keys=True)
+    (folder / f"{method}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def state(method: str, proof: str, folder: Path = LEDGER) -> State:
+    """Return whether an entry is proof of the code as it is now, and if not, why."""
+    entry = read(method, folder).get(proof)
+    if entry is None:
+        return "never proved"
+    if entry.digest == digest(method, proof):
+        return "proved"
+    return "engine changed" if entry.own == own_digest(method) else "method changed"
+
+
+# -- what a proof depends on ---------------------------------------------------------------------
+
+
+@cache
+def graph() -> Graph:
+    return Graph()
+
+
+OWN = ("methods", "backbones", "sources", "samplers", "transforms", "optimizers", "schedules")
+
+
+@cache
+def own_files(method: str) -> frozenset[Path]:
+    """The method, the parts that its recipe on digits names, what they import, and the recipe."""
+    recipes = [ROOT / "configs" / method / "digits.yaml", *(ROOT / "configs/base").glob("*.yaml")]
+    return _with_imports(method, [REGISTRIES[kind] for kind in OWN]).union(recipes)
+
+
+@cache
+def files(method: str, proof: str) -> frozenset[Path]:
+    """All files that a proof depends on: hooks, evaluations and the train step, too."""
+    engine = graph().closure(PROOFS[proof].roots)
+    kernel = [*PACKAGE.rglob("*.c"), *PACKAGE.rglob("*.h")]
+    tests = [ROOT / name for name in PROOFS[proof].files]
+    named = _with_imports(method, REGISTRIES.values())
+    return own_files(method).union(named, (graph().files[m] for m in engine), kernel, tests)
+
+
+def _with_imports(method: str, registries: Iterable[Registry]) -> frozenset[Path]:
+    """The files of what a method's recipe names, and those that they import."""
+    words = {method, *_strings(load_config(f"{method}/digits", []).to_dict())}
+    named = {r.address(word).path for r in registries for word in words if word in r}
+    modules = graph().closure(graph().module_of(path) for path in named)
+    return frozenset(graph().files[module] for module in modules)
+
+
+def digest(method: str, proof: str) -> str:
+    """Of the files that a proof depends on."""
+    return _digest(files(method, proof))
+
+
+def own_digest(method: str) -> str:
+    """Of the files of the method alone."""
+    return _digest(own_files(method))
+
+
+def _digest(paths: Iterable[Path]) -> str:
+    whole = hashlib.sha256()
+    for path in sorted(paths):
+        whole.update(f"{path.relative_to(ROOT).as_posix()} {_hash_of(path)}\n".encode())
+    return whole.hexdigest()[:16]
+
+
+@cache
+def _hash_of(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    return hashlib.sha256((code(text) if path.suffix == ".py" else text).encode()).hexdigest()
+
+
+def code(text: str) -> str:
+    """Python source without comments, docstrings and empty lines."""
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            assert node.end_lineno is not None
+            for row in range(node.lineno, node.end_lineno + 1):
+                lines[row - 1] = ""
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in a config, keys too: some of them are registered names."""
+    if isinstance(value, dict):
+        yield from (key for key in value if isinstance(key, str))
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+    elif isinstance(value, str):
+        yield value

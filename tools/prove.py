@@ -1,0 +1,255 @@
+"""Prove what is expensive to prove of a method, and keep the figures in ``proofs/METHOD.json``.
+
+    python tools/prove.py [METHOD ...] [--proof NAME ...]    run all of them and write the ledger
+    python tools/prove.py --budget MINUTES [--slow-tests]    run what is not proved, write nothing
+    python tools/prove.py --list                             what is proved now
+
+Within a budget the methods that changed come first, the newest change before others; then what the
+engine's changes made stale, in an order drawn from the commit's hash, and a few proved ones. What
+the budget did not reach is printed. ``--slow-tests`` runs the slow tests that are about no single
+method first, within the same budget.
+
+Proofs of a method: ``gate``: it learns on digits (tools/gates.py); ``ranks``: 2 and 4 ranks equal
+one (`selftask check`); ``kills``: ten SIGKILLs leave no trace; ``reductions``: two ranks equal one
+by every way of sharing gradients. Exit code 1 if one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gates
+import ledger
+from import_graph import ROOT
+from selftask.registry import METHODS
+
+LIMIT_S = 1800  # of one proof, on a busy machine
+USUAL_S = 120.0  # of a proof that was never run
+PICKS = 3  # proved ones that are tried again
+DIFFERENCE = re.compile(r"^  \w+ +[\d >]+  +(\d\.\de[+-]\d+)", re.MULTILINE)
+
+
+class Pair(NamedTuple):
+    """One proof of one method."""
+
+    method: str
+    proof: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a proof."""
+
+    pair: Pair
+    passed: bool
+    figures: dict[str, Any]
+    seconds: float
+    output: str
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("methods", nargs="*", metavar="METHOD")
+    parser.add_argument("--proof", action="append", choices=[*ledger.PROOFS], help="only this kind")
+    parser.add_argument("--budget", type=float, metavar="MINUTES")
+    parser.add_argument("--slow-tests", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--parallel", type=int, default=max(1, os.cpu_count() or 1))
+    options = parser.parse_args()
+    end = time.monotonic() + 60 * (options.budget or float("inf"))
+    pairs = list(all_pairs(options.methods or METHODS.names(), options.proof or ledger.PROOFS))
+    if options.list:
+        print("\n".join(f"{p.method:<13}{p.proof:<12}{ledger.state(*p)}" for p in pairs))
+        return 0
+    passed = not options.slow_tests or run_slow_tests(end)
+    chosen = pairs if options.budget is None else select(pairs, commit())
+    results = run_all(chosen, end, options.parallel, record=options.budget is None)
+    print_summary(pairs, chosen, results)
+    return 0 if passed and all(result.passed for result in results) else 1
+
+
+# -- which ---------------------------------------------------------------------------------------
+
+
+def all_pairs(methods: Iterable[str], proofs: Iterable[str]) -> Iterable[Pair]:
+    """Every proof of every method; a gate only if the recipe promises one."""
+    for method in methods:
+        for proof in proofs:
+            if proof != "gate" or gates.PROMISE.search(gates.recipe(method).read_text("utf-8")):
+                yield Pair(method, proof)
+
+
+def select(pairs: list[Pair], seed: str) -> list[Pair]:
+    """Return the pairs to run within a budget, the most urgent first."""
+    states = {pair: ledger.state(*pair) for pair in pairs}
+    changed = [p for p in pairs if states[p] in ("never proved", "method changed")]
+    ages = {
+        method: newest_change(ledger.own_files(method)) for method in {p.method for p in changed}
+    }
+    changed.sort(key=lambda pair: -ages[pair.method])
+
+    def drawn(pair: Pair) -> str:
+        return hashlib.sha256(f"{seed} {pair.method} {pair.proof}".encode()).hexdigest()
+
+    engine = sorted((p for p in pairs if states[p] == "engine changed"), key=drawn)
+    proved = sorted((p for p in pairs if states[p] == "proved"), key=drawn)
+    return [*changed, *engine, *proved[:PICKS]]
+
+
+def newest_change(paths: Iterable[Path]) -> float:
+    """Seconds since 1970 of the last change of any of these files, committed or not."""
+    names = sorted(str(path) for path in paths)
+    changed = git("diff", "--name-only", "HEAD", "--", *names).split()
+    edited = [(ROOT / name).stat().st_mtime for name in changed if (ROOT / name).exists()]
+    committed = git("log", "-1", "--format=%ct", "--", *names).strip()
+    return max([float(committed or 0), *edited])
+
+
+def commit() -> str:
+    """The hash of the checked out commit."""
+    return git("rev-parse", "HEAD").strip()
+
+
+def git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout  # nothing in a copy that is no checkout: then every order is as good
+
+
+# -- running -------------------------------------------------------------------------------------
+
+
+def run_all(pairs: list[Pair], end: float, parallel: int, *, record: bool) -> list[Result]:
+    """Run proofs until ``end``; one that would last longer by its last time is not started."""
+
+    def run_one(pair: Pair) -> Result | None:
+        known = ledger.read(pair.method).get(pair.proof)
+        if time.monotonic() + (known.seconds if known else USUAL_S) > end:
+            return None
+        result = run(pair)
+        words = " ".join(f"{name}={value}" for name, value in result.figures.items())
+        verdict = "passed" if result.passed else "FAILED"
+        print(
+            f"{pair.method} {pair.proof}: {verdict} in {result.seconds:.0f} s {words}", flush=True
+        )
+        if not result.passed:
+            print(result.output[-3000:], flush=True)
+        return result
+
+    results: list[Result] = []
+    with ThreadPoolExecutor(parallel) as pool:
+        for result in pool.map(run_one, pairs):
+            if result is not None:
+                results.append(result)
+                if record:
+                    ledger.write(*result.pair, entry_of(result))
+    return results
+
+
+def run(pair: Pair) -> Result:
+    """Run one proof in processes of its own."""
+    start = time.monotonic()
+    try:
+        passed, figures, output = _gate(pair) if pair.proof == "gate" else _command(pair)
+    except (gates.Failed, subprocess.TimeoutExpired) as error:
+        passed, figures, output = False, {}, str(error)
+    return Result(pair, passed, figures, time.monotonic() - start, output)
+
+
+def _gate(pair: Pair) -> tuple[bool, dict[str, Any], str]:
+    gate = gates.run_in_scratch(pair.method)
+    figures = {"metric": gate.metric, "untrained": gate.untrained, "trained": gate.trained}
+    return gate.passed, {**figures, "margin": gate.margin}, ""
+
+
+def _command(pair: Pair) -> tuple[bool, dict[str, Any], str]:
+    proof = ledger.PROOFS[pair.proof]
+    words = ["selftask", "check", pair.method, "--ranks", "1,2,4"]
+    if proof.test is not None:
+        words = [
+            "pytest",
+            "-n",
+            "0",
+            "-m",
+            "proof",
+            f"{proof.files[0]}::{proof.test}[{pair.method}]",
+        ]
+    output, code = _run(["-m", *words], LIMIT_S)
+    if proof.test is not None:  # pytest returns 5 if there is no such test
+        return code == 0, {}, output
+    differences = [float(text) for text in DIFFERENCE.findall(output)]
+    figures = {"largest_difference": max(differences)} if differences else {}
+    return code == 0 and bool(differences), figures, output
+
+
+def run_slow_tests(end: float) -> bool:
+    """Run the slow tests that are about no single method."""
+    start = time.monotonic()
+    left = None if end == float("inf") else end - start
+    words = ["-m", "pytest", "-m", "slow and not proof", "-rsR"]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, check=False, timeout=left)
+    print(f"slow tests: {time.monotonic() - start:.0f} s", flush=True)
+    return done.returncode == 0
+
+
+def _run(words: list[str], limit_s: float) -> tuple[str, int]:
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    return done.stdout, done.returncode
+
+
+def entry_of(result: Result) -> ledger.Entry | None:
+    """The entry of a result; None for a failure."""
+    if not result.passed:
+        return None
+    import torch
+
+    python, torch_version = platform.python_version(), torch.__version__
+    return ledger.Entry(
+        digest=ledger.digest(*result.pair),
+        own=ledger.own_digest(result.pair.method),
+        figures=result.figures,
+        seconds=round(result.seconds, 1),
+        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        machine=f"{platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {python}, torch {torch_version}",
+    )
+
+
+def print_summary(pairs: list[Pair], chosen: list[Pair], results: list[Result]) -> None:
+    """Say what passed, failed and was left."""
+    tried = {result.pair: result for result in results}
+    failed = [result for result in results if not result.passed]
+    left = [pair for pair in chosen if pair not in tried and ledger.state(*pair) != "proved"]
+    proved = sum(
+        tried[pair].passed if pair in tried else ledger.state(*pair) == "proved" for pair in pairs
+    )
+    seconds = sum(result.seconds for result in results)
+    print(f"{len(results)} proofs run ({seconds:.0f} s of work), {len(failed)} failed")
+    print(f"{proved} of {len(pairs)} proofs hold for this code")
+    if left:
+        print("left by the budget, NOT proved: " + ", ".join(" ".join(pair) for pair in left))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
