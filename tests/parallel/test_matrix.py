@@ -110,6 +110,7 @@ def _double() -> Any:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.proof
 @pytest.mark.usefixtures("_double")
 @pytest.mark.parametrize("method", METHODS.names())
