@@ -154,8 +154,8 @@ def test_a_truncated_file_is_made_anew(photos: Path, which: str, left: float) ->
     assert path.stat().st_size == len(content)
 
 
-def test_zeros_in_the_place_of_pictures_are_noticed(photos: Path) -> None:
-    """As a crash of the machine leaves them, or another program; then the file is made anew."""
+def test_zeros_in_the_place_of_images_are_noticed(photos: Path) -> None:
+    """As a crash of the machine leaves them, or another program; then the file is made again."""
     source = opened(photos)
     expected = all_of(source)
     decoded(source, "disk")
@@ -167,7 +167,7 @@ def test_zeros_in_the_place_of_pictures_are_noticed(photos: Path) -> None:
     pixels.write_bytes(content)
     kept = decoded(source, "disk")
     assert kept[1][0].tobytes() == source[1][0].tobytes()
-    with pytest.raises(UserError, match=r"\.pixels has changed .*same command makes it anew"):
+    with pytest.raises(UserError, match=r"\.pixels has changed .*same command makes it again"):
         kept[2]
     assert all_of(decoded(source, "disk")) == expected
 

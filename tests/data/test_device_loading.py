@@ -36,7 +36,7 @@ CROPS = [
 
 
 class Photos:
-    """Pictures of different sizes; those in ``bad`` cannot be read."""
+    """CacheDataset of different sizes; those in ``bad`` cannot be read."""
 
     labels = None
 

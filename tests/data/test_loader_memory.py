@@ -15,7 +15,7 @@ import pytest
 import torch
 from numbered import Numbers, assert_same, dataset, read
 
-from selftask.data.cache.on_device import Pictures
+from selftask.data.cache.on_device import CacheDataset
 from selftask.data.loading import shared_memory
 from selftask.data.loading.collate import Batch, broken
 from selftask.data.loading.loader import Batches, EvalBatches
@@ -204,7 +204,7 @@ def test_no_memory_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Sizes(Numbers):
-    """Pictures of many sizes."""
+    """CacheDataset of many sizes."""
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         height, width = 1 + 40 * (index * 7 % 5), 1 + 11 * (index % 9)
@@ -213,7 +213,7 @@ class Sizes(Numbers):
 
 def test_canvases_of_other_sizes_hold_nothing_of_earlier_ones() -> None:
     def read_all(workers: int) -> list[dict[str, Any]]:
-        pictures: Any = Pictures(Sizes(60), None)
+        pictures: Any = CacheDataset(Sizes(60), None)
         return list(EvalBatches(pictures, batch_size=3, num_workers=workers))
 
     for one, other in zip(read_all(2), read_all(0), strict=True):

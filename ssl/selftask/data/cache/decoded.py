@@ -1,4 +1,4 @@
-"""The images of another source, decoded once and kept: bytes in one file that processes share."""
+"""Decoded images of a source in one file, which processes map and share."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from selftask.data.reading.files import BadImage
 from selftask.data.source import Source, Wrapped
 from selftask.errors import UserError
 
-_VERSION = "2"  # of the files; others are not read
-_LOOKED_AT = 8  # images that are compared when a kept file is found
+_VERSION = "2"  # of the file format; other versions are ignored
+_LOOKED_AT = 8  # images that are compared when a file is found
 
 
 class DamagedStore(Exception):
-    """The file, or the table beside it, does not hold what was written."""
+    """The file of pixels, or its table, is damaged."""
 
 
 class Decoded(Wrapped):
-    """A source read from a ``Store``; images that were unreadable then stay unreadable.
+    """A source that reads decoded images from a ``Store``.
 
-    Raises UserError if the file was damaged since. It is then made anew by the next start.
+    Images that were unreadable when it was filled stay unreadable. If the file has been damaged
+    since, reading raises UserError, and the next start makes it again.
     """
 
     def __init__(self, source: Source, store: Store) -> None:
         super().__init__(source)
         self.store = store
-        self.images: dict[str, Decoded] = {}  # further images of its samples that are kept, too
+        self.images: dict[str, Decoded] = {}  # decoded further images of its samples
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         try:
@@ -41,19 +42,19 @@ class Decoded(Wrapped):
         except DamagedStore as error:
             self.store.remove()
             raise UserError(
-                f"data.cache: {error}; it is removed: the same command makes it anew and goes on"
+                f"data.cache: {error}; it is removed: the same command makes it again and continues"
             ) from error
         if image is None:
             raise BadImage(self.path(index), self.store.reasons[index])
         return image, int(self.store.labels[index])
 
     def extra(self, index: int, name: str) -> Any:
-        """Further images from those that are kept; texts and arrays from the source."""
+        """Return decoded further images; texts and arrays come from the source."""
         return self.images[name][index][0] if name in self.images else super().extra(index, name)
 
 
 class Store:
-    """Images of any sizes one after the other in a file, which is written and then mapped."""
+    """Images of any size in one file, which is written and then mapped."""
 
     def __init__(self, num_images: int, channels: int) -> None:
         self.channels = channels  # of each
@@ -64,7 +65,7 @@ class Store:
         self.reasons: dict[int, str] = {}  # why an image could not be read
         self.length = 0  # bytes
         self._blob = np.zeros(0, dtype=np.uint8)
-        self._checked: np.ndarray | None = None  # by this process; None: nothing to check
+        self._checked: np.ndarray | None = None  # by this process; None: no checks
         self._files: tuple[Path, Path] | None = None  # pixels and table, unless only in memory
 
     def put(self, file: IO[bytes], index: int, image: np.ndarray, label: int) -> None:
@@ -78,15 +79,16 @@ class Store:
         self.length += image.nbytes
 
     def map(self, file: IO[bytes]) -> None:
-        """Read from the file from now on; changes to what is read stay this process's own."""
+        """Map the file; writes to the mapped memory stay in this process."""
         file.flush()
         if self.length:
             self._blob = np.memmap(file, dtype=np.uint8, mode="c", shape=(self.length,))
 
     def image(self, index: int) -> np.ndarray | None:
-        """uint8 (H, W, C), or None for one that could not be read.
+        """Return an image, uint8 (H, W, C), or None if it was unreadable.
 
-        Raises DamagedStore for one whose bytes have changed, when a process first asks for it.
+        Raises:
+            DamagedStore: its checksum is wrong; checked once in each process.
         """
         if index in self.reasons:
             return None
@@ -101,7 +103,7 @@ class Store:
         return np.asarray(pixels).reshape(shape)
 
     def save_table(self, path: Path) -> None:
-        """What is needed beside the file; appears whole or not at all."""
+        """Write everything but the pixels to ``path``, atomically."""
         new = path.with_suffix(f".{os.getpid()}.npz")
         reasons = json.dumps({str(index): why for index, why in self.reasons.items()})
         with open(new, "wb") as file:
@@ -119,13 +121,13 @@ class Store:
         os.replace(new, path)
 
     def remove(self) -> None:
-        """Remove the table, without which nobody uses the file any more."""
+        """Remove the table, so that the file is not used again."""
         if self._files is not None:
             self._files[1].unlink(missing_ok=True)
 
     @staticmethod
     def open(pixels: Path, table: Path, channels: int) -> Store:
-        """What ``save_table`` and the file beside it hold; raises DamagedStore."""
+        """Open a saved store; raises DamagedStore."""
         try:
             with np.load(table) as saved:
                 store = Store(len(saved["labels"]), channels)
@@ -133,7 +135,7 @@ class Store:
                 store.labels, store.length = saved["labels"], int(saved["length"])
                 store.checksums = saved["checksums"]
                 reasons: dict[str, str] = json.loads(str(saved["reasons"]))
-        except Exception as error:  # a damaged zip raises anything at all
+        except Exception as error:  # a damaged zip may raise any error
             raise DamagedStore(f"{table} cannot be read: {error}") from error
         there = pixels.stat().st_size
         if there != store.length:
@@ -146,11 +148,11 @@ class Store:
         return store
 
 
-def fingerprint(source: Source, max_side: int | None) -> str:
-    """A name for the decoded images of a source: another one for other files or other pixels.
+def store_name(source: Source, max_side: int | None) -> str:
+    """Return the name of a source's store; other files or other pixels give another name.
 
-    Made of all names, of the size and time of those that are files, and of a few images, which
-    tell what is no file apart.
+    It is a hash of all names, of size and time of those that are files, and of the pixels of a few
+    images, as names within other files have no time.
     """
     number = len(source)
     what: list[Any] = [_VERSION, type(source).__name__, source.describe(), number]
@@ -171,6 +173,6 @@ def fingerprint(source: Source, max_side: int | None) -> str:
 def _stamp(path: str) -> tuple[int, int] | None:
     try:
         status = os.stat(path)
-    except (OSError, ValueError):  # a name within something else
+    except (OSError, ValueError):  # a name within another file
         return None
     return status.st_size, status.st_mtime_ns

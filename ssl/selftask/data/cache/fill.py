@@ -11,8 +11,8 @@ from typing import IO, TYPE_CHECKING
 
 import torch
 
-from selftask.data.cache.decoded import DamagedStore, Decoded, Store, fingerprint
-from selftask.data.cache.on_device import Pictures, free_bytes
+from selftask.data.cache.decoded import DamagedStore, Decoded, Store, store_name
+from selftask.data.cache.on_device import CacheDataset, free_bytes
 from selftask.data.loading.dataset import BadFiles
 from selftask.data.loading.loader import EvalBatches
 from selftask.data.source import channels_of
@@ -27,22 +27,25 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 _SHARE = 0.9  # of the free space that images may take
-_READ_AT_ONCE = 64  # images of a batch while reading
+_READ_AT_ONCE = 64  # batch size for reading
 
 
 def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decoded:
-    """The same source from decoded images, as ``data.cache`` says where they are to be kept.
+    """Decode all images of a source, and return a source that reads them.
 
-    In memory each process of a run keeps its own for its workers; on disk all of a machine share
-    one file, below ``$SELFTASK_CACHE``, which the next run finds. Raises UserError for too many
-    bad files and for too little space.
+    With ``data.cache=ram`` each process of a run keeps its own images and shares them with its
+    workers. With ``disk`` all processes of a machine share one file below ``$SELFTASK_CACHE``,
+    which the next run finds.
+
+    Raises:
+        UserError: too many bad files, or too little space.
     """
     fill = _Filling(source, data, bad_files)
     if data.cache == "ram":
         with _memory_file() as file:
             return Decoded(source, fill.into(file, lambda: free_bytes(torch.device("cpu"))))
     folder = cache_folder() / "decoded"
-    pixels = folder / f"{fingerprint(source, data.max_side)}.pixels"
+    pixels = folder / f"{store_name(source, data.max_side)}.pixels"
     table = pixels.with_suffix(".npz")
     with locked(pixels.with_suffix(".lock")):
         if table.exists() and pixels.exists():
@@ -50,7 +53,7 @@ def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decode
             try:
                 return Decoded(source, Store.open(pixels, table, channels_of(source)))
             except DamagedStore as error:
-                log.warning("data.cache=disk: %s; it is made anew", error)
+                log.warning("data.cache=disk: %s; it is made again", error)
         new = pixels.with_suffix(".new")
         try:
             with open(new, "w+b") as file:
@@ -65,14 +68,14 @@ def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decode
 
 
 def _memory_file() -> IO[bytes]:
-    """A file in memory. Unlike one in /dev/shm (64 MB in docker), nothing but memory limits it."""
+    """Open a file in memory; unlike /dev/shm (64 MB in docker), only memory limits its size."""
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("selftask-decoded"), "w+b")
     return tempfile.TemporaryFile()
 
 
 class _Filling:
-    """Reading all images of a source into a file."""
+    """Decodes all images of a source into a file."""
 
     def __init__(self, source: Source, data: DataConfig, bad_files: BadFiles) -> None:
         self.source = source
@@ -80,11 +83,11 @@ class _Filling:
         self.bad_files = bad_files
 
     def into(self, file: IO[bytes], free: Callable[[], int]) -> Store:
-        """Write to an empty file, of a disk with ``free()`` bytes left, and map it."""
+        """Fill an empty file and map it; ``free()`` returns the bytes left on its disk."""
         started = time.perf_counter()
         store = Store(len(self.source), channels_of(self.source))
         images = EvalBatches(
-            Pictures(self.source, self.data.max_side),
+            CacheDataset(self.source, self.data.max_side),
             batch_size=_READ_AT_ONCE,
             num_workers=self.data.num_workers,
             bad_files=self.bad_files,
@@ -118,7 +121,7 @@ class _Filling:
             store.put(file, index, image, labels[place])
 
     def _check_space(self, store: Store, free: int) -> None:
-        """Judge by the first images whether all will fit."""
+        """Raise UserError if all images will not fit, estimated from the first ones."""
         expected = store.length / max(1, int((store.sizes[:, 0] > 0).sum())) * len(self.source)
         if expected > _SHARE * (free + store.length):
             raise UserError(

@@ -1,4 +1,4 @@
-"""A small data set whole on the device: read once at the start, and no worker afterwards."""
+"""``data.cache=device``: all images on the device, read once when training starts."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from selftask.logs import get_logger
 log = get_logger(__name__)
 
 _SHARE = 0.8  # of the free memory that images may take
-_READ_AT_ONCE = 256  # images of a batch while reading
+_READ_AT_ONCE = 256  # batch size for reading
 _Keys = list[tuple[int, int]]  # of a batch: epoch or repeat, and index
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about a batch that the host decides."""
+    """What the host decides about a batch."""
 
     shown: Tensor  # (B,) int64, of the images
     sizes: Tensor | None  # (B, 2) float32; None: all fill the canvas
     packed: Packed
-    key: Tensor  # (B, 2) int64, what the draws are those of
+    key: Tensor  # (B, 2) int64, the keys of the samples
     epoch: int
     draws: dict[str, Tensor]  # rows of a DrawRecorder by its name, if draws are asked for
 
     def pin_memory(self) -> Plan:
-        """The same in page-locked memory."""
+        """Return the plan in page-locked memory."""
         sizes = None if self.sizes is None else self.sizes.pin_memory()
         packed = self.packed.pin_memory()
         draws = {name: rows.pin_memory() for name, rows in self.draws.items()}
@@ -56,10 +56,10 @@ class Plan:
 
 
 class CachedBatches(Batches):
-    """``Batches`` from images on the device: the same samples, but no file is read again.
+    """``Batches`` of images that are on the device; gives the same samples.
 
-    They are read when training starts, by worker processes, under the policy for bad files; one
-    that cannot be read is replaced as ever. Each rank keeps all of them.
+    Worker processes read the images when training starts. Bad files are treated as in ``Batches``.
+    Each rank keeps all images.
     """
 
     dataset: DeviceDataset
@@ -90,14 +90,14 @@ class CachedBatches(Batches):
 
 
 class Cache:
-    """All images of a source in one tensor on a device: I of each of N samples."""
+    """All images of a source in one tensor on a device: N samples of I images."""
 
     def __init__(self, shape: tuple[int, int], device: torch.device, channels: int) -> None:
         """``shape``: I and N."""
         self.device = device
         self.pixels = torch.empty((*shape, 0, 0, channels), dtype=torch.uint8, device=device)
         self.targets = torch.full(shape[1:], -1, dtype=torch.int64, device=device)
-        self.sizes = np.zeros((*shape, 2), dtype=np.int64)  # 0: could not be read
+        self.sizes = np.zeros((*shape, 2), dtype=np.int64)  # 0: unreadable
         self.extras: dict[str, Tensor] = {}  # (N, ...) by name
 
     @staticmethod
@@ -111,16 +111,16 @@ class Cache:
         cache = Cache((1 + len(further), len(source)), device, channels_of(source))
         for number, images in enumerate([source, *further]):
             batches = EvalBatches(
-                Pictures(images, dataset.max_side, None if number else dataset.extras),
+                CacheDataset(images, dataset.max_side, None if number else dataset.extras),
                 batch_size=_READ_AT_ONCE,
                 num_workers=num_workers,
                 bad_files=bad_files,
             )
             for sample in batches:
                 cache.put(sample, number)
-        cache.sizes *= cache.sizes.all((0, 2), keepdims=True)  # readable: all of a sample is
+        cache.sizes *= cache.sizes.all((0, 2), keepdims=True)  # samples with an unreadable image: 0
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # other streams will read this
+            torch.cuda.synchronize(device)  # other streams read it
         log.info(
             "data.cache=device: %d images of up to %dx%d, %.0f MiB on %s, read in %.0f s",
             (cache.sizes[..., 0] > 0).sum(),
@@ -130,7 +130,7 @@ class Cache:
         return cache
 
     def put(self, sample: dict[str, Any], number: int = 0) -> None:
-        """Keep images of a batch, those of that number: ``input`` is their canvas."""
+        """Store image ``number`` of the samples of a batch; ``input`` is their canvas."""
         canvas, index = sample["input"], sample["index"]
         height, width = canvas.shape[1:3]
         self._make_room(height, width)
@@ -146,7 +146,7 @@ class Cache:
             self.extras[name][where] = values.to(self.device)
 
     def _make_room(self, height: int, width: int) -> None:
-        """Widen the canvas if an image is larger than all before."""
+        """Enlarge the canvas to this size if it is smaller."""
         images, samples, *old, channels = self.pixels.shape
         new = max(height, old[0]), max(width, old[1])
         if tuple(old) == new:
@@ -166,8 +166,8 @@ class Cache:
         self.pixels = pixels
 
 
-class Pictures(EvalDataset):
-    """The images of a source as they are cached, for ``EvalBatches``; bad ones are left out."""
+class CacheDataset(EvalDataset):
+    """The images of a source as they are cached, without bad ones; for ``EvalBatches``."""
 
     def __init__(
         self, source: Source, max_side: int | None, extras: ExtrasReader | None = None
@@ -181,30 +181,30 @@ class Pictures(EvalDataset):
             return sample
         return replace(sample, views=[shrunk(image, self.max_side) for image in sample.views])
 
-    def collate(self, samples: Iterable[Sample], places: BatchBuffer) -> PictureBatch:
-        """Images of any sizes in one canvas."""
+    def collate(self, samples: Iterable[Sample], places: BatchBuffer) -> CacheBatch:
+        """Put images of any size into one canvas."""
         listed = BatchFields()
         images = [sample.views[0] for sample in samples if listed.add(sample)]
         if not images:
-            return PictureBatch(views=[], **listed.of_batch(places.new))
+            return CacheBatch(views=[], **listed.of_batch(places.new))
         canvas, sizes = to_canvas(images, places.new)
-        return PictureBatch(views=[canvas], **listed.of_batch(places.new), sizes=sizes)
+        return CacheBatch(views=[canvas], **listed.of_batch(places.new), sizes=sizes)
 
 
 @dataclass(frozen=True)
-class PictureBatch(Batch):
+class CacheBatch(Batch):
     """Images in one canvas, and their sizes (B, 2) int64."""
 
     sizes: np.ndarray | None = None
 
     def to_sample(self, device: torch.device, to_float: Any) -> dict[str, Any]:
-        """As they are."""
+        """Return the fields unchanged."""
         known = {"target": self.target, "index": self.index, "sizes": self.sizes}
         return {"views": self.views, **known, "extras": self.extras}
 
 
 class Planner:
-    """From the keys of a batch to what the device has to know."""
+    """Makes the plan of a batch from its keys."""
 
     def __init__(self, cache: Cache, dataset: DeviceDataset) -> None:
         self._sizes = cache.sizes
@@ -213,7 +213,7 @@ class Planner:
         self._recorder = dataset.recorder
 
     def plan(self, keys: _Keys) -> Plan:
-        """Which images, and the draws for all their views; raises UserError."""
+        """Choose images and draw parameters for all their views; raises UserError."""
         epochs, indices = np.array(keys, dtype=np.int64).T
         shown = indices.copy()
         for place in np.flatnonzero(self._sizes[0, indices, 0] == 0):
@@ -231,7 +231,7 @@ class Planner:
         )
 
     def _draws(self, keys: _Keys, sizes: np.ndarray) -> dict[str, Tensor]:
-        """The rows of the recorder, if there is one, for images of sizes (I, B, 2)."""
+        """Return the recorder's rows for images of sizes (I, B, 2), if there is a recorder."""
         if self._recorder is None:
             return {}
         given = zip(sizes.swapaxes(0, 1).tolist(), keys, strict=True)
@@ -239,7 +239,7 @@ class Planner:
         return {self._recorder.name: torch.from_numpy(np.stack(rows))}
 
     def _instead(self, epoch: int, index: int) -> int:
-        """The image in place of one that could not be read, as ``ViewDataset`` chooses it."""
+        """Return the image that replaces an unreadable one, the same as in ``ViewDataset``."""
         for attempt in range(MAX_REPLACEMENTS):
             shown = replacement(self._seed, epoch, index, attempt, self._sizes.shape[1])
             if self._sizes[0, shown, 0]:
@@ -248,7 +248,7 @@ class Planner:
 
 
 class PlannedAhead:
-    """The plans of batches, made by a thread a few batches ahead."""
+    """Plans of batches, made by a thread a few batches ahead."""
 
     def __init__(self, planner: Planner, batches: Iterator[_Keys], *, pin: bool) -> None:
         self._planner = planner
@@ -272,7 +272,7 @@ class PlannedAhead:
 
 
 def free_bytes(device: torch.device) -> int:
-    """SlotPool that a device has left; on the host, what can be had without swapping."""
+    """Return the free memory of a device in bytes; on the host, without swapping."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free

@@ -1,9 +1,9 @@
-"""Samplers that look at labels: the same mix of classes in every batch, or another mix.
+"""Samplers by class: the same proportions of classes in every batch, or other proportions.
 
-All of them see an epoch as one row of slots, class by class, in which each class has as many as it
-is due; what fills them is a shuffled order of the class, again and again if it is short. So classes
-come exactly as often as they should, and the images of a class equally often, give or take one.
-They keep 8 bytes an image.
+An epoch is a row of slots, class by class, with the number of slots that each class should have.
+They are filled with the images of the class in shuffled order, repeatedly if there are too few. So
+the number of samples of each class is exact, and images of a class come equally often, within one.
+The samplers keep 8 bytes per image.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BATCHES, _PLACES, _IMAGES = 1, 2, 3  # streams of one seed
 
 
 class _ByClass(Sampler):
-    """Slots for classes by their frequency to a power; subclasses say in which order."""
+    """Slots for classes by their frequency to a power; subclasses define the order."""
 
     def __init__(self, config: Any, pool: Pool, *, power: float, num_samples: int | None) -> None:
         super().__init__(config, pool)
@@ -39,7 +39,7 @@ class _ByClass(Sampler):
         self._bounds = np.cumsum(self._quotas)
 
     def images(self, epoch: int, slots: np.ndarray) -> np.ndarray:
-        """The images (int64) in these slots (P,) of an epoch."""
+        """Return the images (int64) in slots (P,) of an epoch."""
         classes = np.searchsorted(self._bounds, slots, side="right")
         sizes = self._sizes[classes]
         rounds, places = np.divmod(slots - (self._bounds - self._quotas)[classes], sizes)
@@ -49,7 +49,7 @@ class _ByClass(Sampler):
         return images
 
     def _mix(self) -> str:
-        """How many samples the rarest and the most frequent class have in an epoch."""
+        """Describe how many samples the rarest and the most frequent class have in an epoch."""
         least, most = self._quotas.min(), self._quotas.max()
         spread = f"{least:,}" if least == most else f"{least:,} to {most:,}"
         return f"{len(self._sizes)} classes of {spread}"
@@ -57,9 +57,9 @@ class _ByClass(Sampler):
 
 @register_sampler("stratified")
 class Stratified(_ByClass):
-    """Every image once an epoch, and in every batch the classes in their proportions.
+    """Every image once an epoch, with the proportions of classes kept in every batch.
 
-    Each class has as many places in a batch as its share is, up to one.
+    The number of samples of a class in a batch is its share, rounded up or down.
     """
 
     def __init__(self, config: None, pool: Pool) -> None:
@@ -69,12 +69,12 @@ class Stratified(_ByClass):
         return _Strata(self, epoch)
 
     def describe(self) -> str:
-        return f"stratified, each image once, {self._mix()}, alike in all batches"
+        return f"stratified, each image once, {self._mix()}, the same in all batches"
 
 
 @register_sampler("power_law")
 class PowerLaw(_ByClass):
-    """Classes by a power of their frequency: 1 as they are, 0.5 square roots, 0 all alike."""
+    """Classes by a power of their frequency: 1 unchanged, 0.5 square root, 0 all equal."""
 
     repeats = True
 
@@ -96,7 +96,7 @@ class PowerLaw(_ByClass):
 
 @register_sampler("balanced")
 class Balanced(_ByClass):
-    """All classes equally often: images of rare classes repeatedly, some of frequent ones not."""
+    """All classes equally often: rare ones are repeated, frequent ones subsampled."""
 
     repeats = True
 
@@ -123,16 +123,16 @@ class _Shuffle:
         self._order = epoch_order(sampler.pool.seed, epoch, sampler.num_samples)
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """Indices (int64) at any positions of the epoch, in their shape."""
+        """Return the indices (int64) at ``positions`` of the epoch, of the same shape."""
         slots = self._order.at(positions).ravel()
         return self._sampler.images(self._epoch, slots).reshape(positions.shape)
 
 
 class _Strata:
-    """Batch k has every S-th slot from the k-th on (S steps an epoch): its share of each class.
+    """Batch k has every S-th slot from the k-th on, with S steps an epoch.
 
-    Batches come in shuffled order, the slots within one too. The slots that fill no batch are left
-    out evenly along the row, so of all classes, and others in each epoch: the row is turned.
+    Batches are shuffled, and so are the slots within one. The slots that fill no batch are left out
+    evenly along the row, so of all classes; the row is rotated, so that they differ by epoch.
     """
 
     def __init__(self, sampler: _ByClass, epoch: int) -> None:
@@ -144,18 +144,18 @@ class _Strata:
         self._turn = hash_words(pool.seed, _BATCHES, epoch) % sampler.num_samples
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """Indices (int64) at any positions of the epoch's full batches, in their shape."""
+        """Return the indices (int64) at ``positions`` of full batches, of the same shape."""
         size = self._sampler.pool.batch_size
         batches, places = np.divmod(positions.ravel(), size)
         places = self._places.at(batches, np.full_like(batches, size), places)
-        numbers = self._batches.at(batches) + places * self._steps  # of those that are shown
+        numbers = self._batches.at(batches) + places * self._steps  # of the slots that are used
         total = self._sampler.num_samples
         slots = numbers * total // (self._steps * size) + self._turn
         return self._sampler.images(self._epoch, slots % total).reshape(positions.shape)
 
 
 def _complete_labels(pool: Pool) -> np.ndarray:
-    """The labels, if every image has one."""
+    """Return the labels; raises UserError if an image has none."""
     if pool.labels is None:
         raise UserError(
             "data.sampler: a sampler by class needs labels, and these images have none; "
@@ -172,7 +172,7 @@ def _complete_labels(pool: Pool) -> np.ndarray:
 
 
 def _whole_numbers(shares: np.ndarray, total: int) -> np.ndarray:
-    """Whole numbers (int64) that add up to ``total``, each within one of its share of it."""
+    """Return integers that add up to ``total``, each within one of its share."""
     exact = shares / shares.sum() * total
     whole = np.floor(exact).astype(np.int64)
     left = total - int(whole.sum())

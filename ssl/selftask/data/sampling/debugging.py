@@ -1,4 +1,4 @@
-"""Samplers for looking into a training."""
+"""Samplers for debugging."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from selftask.registry import register_sampler
 
 @register_sampler("sequential")
 class Sequential(Sampler):
-    """Every image once an epoch, as they come: for debugging, not for training."""
+    """Every image once an epoch, unshuffled; for debugging, not for training."""
 
     def order(self, epoch: int) -> EpochOrder:
-        return _AsTheyCome()
+        return _Unshuffled()
 
     def describe(self) -> str:
         return "sequential, each image once, never shuffled"
@@ -27,11 +27,11 @@ class Sequential(Sampler):
 
 @register_sampler("first")
 class First(Sampler):
-    """The first images only, shuffled: shows whether a training can overfit one batch."""
+    """The first images only, shuffled; shows whether a run can overfit one batch."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        count: int | None = None  # images; none: those of one batch
+        count: int | None = None  # images; none: one batch
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             batch_size = config["train"]["batch_size"]
@@ -57,9 +57,9 @@ class First(Sampler):
         return f"the first {self.num_samples:,} of {self.pool.num_images:,} images, each once"
 
 
-class _AsTheyCome:
+class _Unshuffled:
     """Position i holds image i."""
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """The positions themselves."""
+        """Return the positions."""
         return positions

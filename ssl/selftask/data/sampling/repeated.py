@@ -16,18 +16,18 @@ from selftask.registry import register_sampler
 
 @register_sampler("repeated")
 class Repeated(Sampler):
-    """Every image of a batch several times in it, each time with other draws.
+    """Each image of a batch several times, each time with other parameters.
 
-    An epoch is as long as without it and shows a part of the images; ``times`` epochs together go
-    through one shuffled order, so that after them each image was in ``times`` places of a batch.
-    The copies of an image are as far from one another as can be: on different ranks, if any.
+    The length of an epoch does not change, so it holds a part of the images: ``times`` epochs
+    together go through one shuffled order. The repeats of an image are as far apart in the batch
+    as possible, and so on different ranks if there are several.
     """
 
     repeats = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        # how often an image stands in its batch; has to divide train.batch_size
+        # repeats of an image in its batch; has to divide train.batch_size
         times: int = setting(3, min=1)
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -42,7 +42,7 @@ class Repeated(Sampler):
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool)
         whole = pool.num_images // pool.batch_size * pool.batch_size
-        self.num_samples = whole or pool.num_images  # too few: that is told in these words
+        self.num_samples = whole or pool.num_images  # too few images: steps_per_epoch raises
 
     def order(self, epoch: int) -> EpochOrder:
         return _Part(self.pool, self.config.times, epoch)
@@ -52,7 +52,7 @@ class Repeated(Sampler):
 
 
 class _Part:
-    """The epoch-th part of an order that takes ``times`` epochs."""
+    """One epoch of an order that takes ``times`` epochs."""
 
     def __init__(self, pool: Pool, times: int, epoch: int) -> None:
         self._batch_size = pool.batch_size
@@ -61,6 +61,6 @@ class _Part:
         self._order = epoch_order(pool.seed, epoch // times, pool.num_images)
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """Indices (int64) at any positions of the epoch, in their shape."""
+        """Return the indices (int64) at ``positions`` of the epoch, of the same shape."""
         batch, place = np.divmod(positions, self._batch_size)
         return self._order.at((self._first + batch) * self._images + place % self._images)

@@ -1,8 +1,8 @@
-"""Which sample comes when: a pure function of (seed, epoch, position), sought in O(1) time.
+"""Sample order: a pure function of (seed, epoch, position) with seeks in O(1) time.
 
-A *sampler* says which images an epoch shows, and in which order; the batch sampler cuts that order
-into this rank's parts of the global batches. Neither remembers anything: resuming at step k means
-counting from k, and the samples of a global batch are the same for any number of ranks.
+A sampler defines which images an epoch has and their order. The batch sampler cuts that order into
+this rank's parts of the global batches. Neither has state: resuming at step k starts counting at k,
+and the samples of a global batch are the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from selftask.config.schema import Config
     from selftask.data.source import Source
 
-_EPOCHS = 1 << 32  # numbers below are epochs,
+_EPOCHS = 1 << 32  # smaller numbers are epochs,
 _REPEATS = 1 << 31  # multiples of it are repeats; together 63 bits
 
 
 @dataclass(frozen=True)
 class Pool:
-    """What a sampler draws from, and for which batches."""
+    """The images that a sampler draws from, and the batch size."""
 
     num_images: int
     batch_size: int  # of all ranks together
     seed: int
-    labels: np.ndarray | None = None  # (num_images,) int64, -1 for none; None: no labels at all
+    labels: np.ndarray | None = None  # (num_images,) int64, -1: no label; None: no labels at all
 
 
 class Sampler(ABC):
-    """Which images an epoch shows, in which order: the same for every rank, and torch-free.
+    """The images of an epoch and their order, the same on every rank; does not import torch.
 
-    Registered classes take their ``Config`` (None if they have none) and the pool; they raise
-    UserError for what the user can put right. ``num_samples`` is the length of an epoch. Where
-    an image may come more than once in it, ``repeats`` is set: its draws then differ each time.
+    Registered classes take their ``Config`` (None if they have none) and the pool, and raise
+    UserError for mistakes of the user. ``num_samples`` is the length of an epoch. ``repeats`` is
+    True if an image may come several times in an epoch; its parameters then differ each time.
     """
 
     repeats = False
@@ -53,15 +53,15 @@ class Sampler(ABC):
 
     @abstractmethod
     def order(self, epoch: int) -> EpochOrder:
-        """The indices of an epoch by position; O(1) to make, whatever the size."""
+        """Return the order of an epoch, in O(1) time for large sets."""
 
     @abstractmethod
     def describe(self) -> str:
-        """What the samples of an epoch are: ``each image once``."""
+        """Describe the samples of an epoch, such as ``shuffled, each image once``."""
 
 
 def build_sampler(config: Config, source: Source) -> Sampler:
-    """The sampler of ``data.sampler``; raises UserError or ConfigError."""
+    """Build the sampler of ``data.sampler``; raises UserError or ConfigError."""
     chosen = config.data.sampler
     registered = SAMPLERS[chosen.name]
     own = getattr(registered, "Config", None)
@@ -69,17 +69,17 @@ def build_sampler(config: Config, source: Source) -> Sampler:
     labels = None if source.labels is None else np.asarray(source.labels)
     pool = Pool(len(source), train.batch_size, train.seed, labels)
     sampler: Sampler = registered(own(**chosen.args) if own else None, pool)
-    steps_per_epoch(sampler.num_samples, pool.batch_size)  # raises where there is none
+    steps_per_epoch(sampler.num_samples, pool.batch_size)  # raises if there is none
     return sampler
 
 
 class BatchSampler:
-    """This rank's part of every global batch, from step ``start`` on, without an end.
+    """Yields this rank's part of every global batch, from step ``start`` on, endlessly.
 
     Global batch k of an epoch is ``order[k * B : (k + 1) * B]``, and rank r of W has its r-th
-    contiguous part of B / W. The last partial batch of an epoch is dropped. Yields lists of
-    (epoch, index), where the epoch of a sampler that repeats images also holds the repeat:
-    ``epoch_of`` takes it out.
+    contiguous part of B / W. The last partial batch of an epoch is dropped. A part is a list of
+    keys (epoch, index). If the sampler repeats images, the number of the repeat is combined with
+    the epoch; ``epoch_of`` extracts the epoch.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class BatchSampler:
     def _keys(
         self, epoch: int, positions: np.ndarray, indices: np.ndarray
     ) -> Iterator[list[tuple[int, int]]]:
-        """Batches (K, B / W) of indices as lists of keys, one after the other."""
+        """Yield the keys of batches of indices (K, B / W)."""
         if not self.sampler.repeats:
             yield from ([(epoch, index) for index in batch] for batch in indices.tolist())
             return
@@ -119,7 +119,7 @@ class BatchSampler:
             yield [(_repeat(epoch, at), index) for at, index in zip(places, batch, strict=True)]
 
     def describe(self) -> str:
-        """How long an epoch is, in one line for the log."""
+        """Describe the length of an epoch, in one line for the log."""
         steps, length = self.steps_per_epoch, self.sampler.num_samples
         shown = steps * self.batch_size
         rest = f", {length - shown:,} left over" if length > shown else ""
@@ -130,17 +130,17 @@ class BatchSampler:
 
 
 def _repeat(epoch: int, position: int) -> int:
-    """A number for one showing of an image in an epoch: draws for it are unlike all others."""
+    """Combine the epoch with a number for the repeat, so that its draws are its own."""
     return epoch + (position + 1) % _REPEATS * _EPOCHS
 
 
 def epoch_of(key: int) -> int:
-    """The epoch in the first part of a batch sampler's key."""
+    """Return the epoch of the first part of a batch sampler's key."""
     return key % _EPOCHS
 
 
 def steps_per_epoch(num_samples: int, batch_size: int) -> int:
-    """Number of full global batches in an epoch; raises ConfigError if there is none."""
+    """Return the number of full global batches in an epoch; raises ConfigError if it is 0."""
     if batch_size > num_samples:
         problem = (
             f"train.batch_size: {batch_size} is more than the {num_samples} images there are, so "

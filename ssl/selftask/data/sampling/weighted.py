@@ -1,4 +1,4 @@
-"""Images by weights that the user gives."""
+"""Sampling by weights from a file."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from selftask.random.permutation import EpochOrder
 from selftask.random.splitmix import hash_words, mix
 from selftask.registry import register_sampler
 
-_STREAM = 0x77656967  # "weig": keeps these draws apart from other uses of the same seed
+_STREAM = 0x77656967  # "weig": separates these draws from other uses of the same seed
 
 
 @register_sampler("weighted")
 class Weighted(Sampler):
     """Independent draws with replacement, by weights from a file (.npy, or one number a line).
 
-    The weights are in the order of the images and need not add up to one. 8 bytes an image are
-    kept.
+    The weights are in the order of the images and need not add up to one. The sampler keeps 8 bytes
+    per image.
     """
 
     repeats = True
@@ -59,15 +59,15 @@ class _Draws:
         self._sums, self._last, self._key = sums, last, np.uint64(key)
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """Indices (int64) at any positions of the epoch, in their shape."""
+        """Return the indices (int64) at ``positions`` of the epoch, of the same shape."""
         bits = mix(mix(positions.astype(np.uint64) + self._key))
         points = (bits >> np.uint64(11)) * 2.0**-53 * self._sums[-1]
         indices: np.ndarray = np.searchsorted(self._sums, points, side="right")
-        return np.minimum(indices, self._last)  # rounding may lead right behind the last one
+        return np.minimum(indices, self._last)  # rounding may give one more
 
 
 def _read(path: str, num_images: int) -> np.ndarray:
-    """The weights (num_images,) float64 of a file; raises UserError with what is wrong."""
+    """Read weights, float64 (num_images,); raises UserError."""
     file = os.path.expanduser(path)
     what = f"data.sampler.weights={path!r}"
     if not is_file(file):

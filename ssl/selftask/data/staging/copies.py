@@ -1,7 +1,7 @@
-"""Copies of files on a faster disk: made once, whole or not at all, and used by the next run, too.
+"""Copy files to a faster disk, atomically and only once; the next run uses the copies too.
 
-The copy of ``/data/x/1.jpg`` below ``/scratch`` is ``/scratch/data/x/1.jpg``, with the time of the
-original, by which it is known again. ``.checksums`` there has a line for each: crc32, size, path.
+The copy of ``/data/x/1.jpg`` below ``/scratch`` is ``/scratch/data/x/1.jpg``. A copy is up to date
+if it has the time of the original. ``.checksums`` has one line per file: crc32, size, path.
 """
 
 from __future__ import annotations
@@ -25,17 +25,21 @@ from selftask.files.addresses import is_remote
 from selftask.files.cache_dir import locked
 from selftask.files.paths import expand_user
 
-THREADS = 8  # files that are copied at the same time
-BATCH = 4096  # files that are handed to them together
+THREADS = 8  # files copied at the same time
+BATCH = 4096  # files submitted to the threads at once
 PIECE = 4 << 20  # bytes
-BLOCK = 4096  # bytes; a file takes whole blocks
-EVERY_S = 10.0  # between two lines about the progress
+BLOCK = 4096  # bytes; disks allocate whole blocks
+EVERY_S = 10.0  # between two progress lines
 SLACK_NS = 2_000_000_000  # file systems round times
 RAM = Path("/dev/shm")
 
 
 def folder_for(stage_to: str) -> Path:
-    """``ram`` is a folder of this user in shared memory; raises UserError if it cannot be made."""
+    """Make the folder of ``data.stage_to``; ``ram`` is this user's folder in shared memory.
+
+    Raises:
+        UserError: it cannot be made.
+    """
     if stage_to == "ram":
         if not RAM.is_dir():
             raise UserError(f"data.stage_to=ram: this machine has no {RAM}; name a folder")
@@ -50,15 +54,16 @@ def folder_for(stage_to: str) -> Path:
 
 
 def copy_path(folder: Path, path: str) -> str:
-    """Where the copy of a file or folder is."""
+    """Return the path of the copy of a file or folder."""
     inside = path.replace("://", "/") if is_remote(path) else os.path.abspath(path)
     return f"{folder}/{inside.lstrip('/')}"
 
 
 def copy_files(files: list[FileStat], folder: Path) -> None:
-    """Copy what is not there yet; other processes of this machine wait, and then find it there.
+    """Copy missing files; other processes of this machine wait until they are copied.
 
-    Raises UserError where there is too little space, or a file that cannot be copied.
+    Raises:
+        UserError: there is too little space, or a file cannot be copied.
     """
     with locked(folder / ".lock"):
         missing = [file for file in files if not _is_copied(file, folder)]
@@ -80,7 +85,7 @@ def _is_copied(file: FileStat, folder: Path) -> bool:
 
 
 def _time_of_copy(file: FileStat) -> int:
-    """Of the original, or what stands for the stamp of one without a time, in nanoseconds."""
+    """Return the time of the original in nanoseconds; of a remote file, a hash of its stamp."""
     if is_remote(file.path):
         return (zlib.crc32(file.stamp.encode()) & 0x7FFFFFFF) * 1_000_000_000
     return int(file.stamp)
@@ -97,7 +102,7 @@ def _check_space(missing: list[FileStat], folder: Path) -> None:
 
 
 def _free_memory(folder: Path) -> float:
-    """Bytes that may become files in memory; without limit for a folder on a disk."""
+    """Return the free memory in bytes if the folder is in memory, else infinity."""
     available = available_bytes() if folder.is_relative_to(RAM) else None
     return float("inf") if available is None else available
 
@@ -127,7 +132,7 @@ def _copy(missing: list[FileStat], folder: Path) -> None:
 def _copies(
     pool: ThreadPoolExecutor, missing: list[FileStat], folder: Path
 ) -> Iterator[tuple[FileStat, int, int]]:
-    """Each file that has been copied, its crc32 and size; so many at once that few wait."""
+    """Copy files in batches; yields each file, its crc32 and its size."""
     for start in range(0, len(missing), BATCH):
         batch = missing[start : start + BATCH]
         results = pool.map(partial(_copy_one, folder=folder), batch)
@@ -136,7 +141,7 @@ def _copies(
 
 
 def _copy_one(file: FileStat, folder: Path) -> tuple[int, int]:
-    """Copy a file under another name and rename it; its crc32 and size."""
+    """Copy a file under a temporary name and rename it; returns its crc32 and size."""
     target = Path(copy_path(folder, file.path))
     made = target.with_name(f".{target.name}.{os.getpid()}")
     checksum = size = 0

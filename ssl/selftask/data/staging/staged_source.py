@@ -27,20 +27,26 @@ from selftask.files.addresses import is_remote
 
 @runtime_checkable
 class InFiles(Protocol):
-    """A source whose images are parts of some files."""
+    """A source that reads its images from within files."""
 
     def files(self) -> list[str]:
-        """Paths, or addresses."""
+        """Return the paths or addresses of the files."""
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """From now on read from ``copy_of(path)`` in place of a file or of a folder of files."""
+        """Read from ``copy_of(path)`` instead of each file or folder from now on."""
 
 
 def copied(source: Source, stage_to: str) -> Source:
-    """The source, reading from copies of its files, which are made now; `ram` is a folder, too.
+    """Copy the files of a source; returns a source that reads the copies.
 
-    Of a subset of images that are a file each, only those are copied. Raises UserError for a source
-    whose files are not known, and as ``copy_files`` does.
+    If each image is a file, only the images of a subset are copied.
+
+    Args:
+        source: the original.
+        stage_to: a folder, or ``ram``.
+
+    Raises:
+        UserError: the files of the source are not known, or ``copy_files`` fails.
     """
     folder = folder_for(stage_to)
     inner = source.source if isinstance(source, Subset) else source
@@ -57,7 +63,7 @@ def copied(source: Source, stage_to: str) -> Source:
 
 
 class LocalFiles(Wrapped):
-    """Images that are a file each, read from their copies; where one is missing, from its file."""
+    """A source of image files that reads their copies, or the original if there is no copy."""
 
     def __init__(self, source: Source, folder: Path) -> None:
         super().__init__(source)

@@ -1,4 +1,4 @@
-"""Images of any number of channels: how OpenCV takes them, and which transforms can."""
+"""Images of any number of channels: OpenCV's limits, and checks of transforms."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from selftask.config.schema import Component
 
 RGB = 3
-_AT_ONCE = 4  # channels that all of OpenCV takes
+_AT_ONCE = 4  # channels that all functions of OpenCV take
 
 
 def by_groups(change: Callable[[np.ndarray], np.ndarray], image: np.ndarray) -> np.ndarray:
-    """``change``, a function of OpenCV, of an image with any number of channels (H, W, C).
+    """Apply a function of OpenCV to an image with any number of channels, (H, W, C).
 
-    It gets images of three or four channels and planes (H, W). OpenCV refuses more in some
-    functions, and in others computes places another way for two, or for more than four.
+    ``change`` gets images of three or four channels, and planes (H, W). Some functions of OpenCV
+    refuse other numbers of channels, others compute coordinates differently for them.
     """
     channels = image.shape[2]
     if channels in (RGB, _AT_ONCE):
@@ -36,9 +36,9 @@ def by_groups(change: Callable[[np.ndarray], np.ndarray], image: np.ndarray) -> 
 
 
 def for_channels(transform: Any, channels: int) -> Any:
-    """The same transform for images of so many channels, if its class has ``channels``, a number.
+    """Return the transform with ``channels`` set, if its class has such an integer.
 
-    What an instance has by that name already is a key of its own, and stays.
+    An instance attribute of that name is a key of the config and is kept.
     """
     asks = isinstance(getattr(type(transform), "channels", None), int)
     if not asks or "channels" in vars(transform) or transform.channels == channels:
@@ -49,13 +49,13 @@ def for_channels(transform: Any, channels: int) -> Any:
 
 
 def channel_problems(transform: Any, channels: int) -> Iterator[str]:
-    """``key: why``, for what a transform cannot do to images of so many channels."""
+    """Yield ``key: why`` for each key that does not work with this number of channels."""
     if hasattr(transform, "channel_problems"):
         yield from transform.channel_problems(channels)
 
 
 def list_problems(transforms: Iterable[Component], key: str, channels: int) -> Iterator[str]:
-    """The same for a config's list of transforms; ``key`` is its place there."""
+    """Yield the channel problems of a list of transforms; ``key`` is its config key."""
     for position, component in enumerate(transforms):
         transform = TRANSFORMS[component.name](**component.args)
         for problem in channel_problems(transform, channels):
@@ -63,13 +63,13 @@ def list_problems(transforms: Iterable[Component], key: str, channels: int) -> I
 
 
 def needs_rgb(what: str, channels: int, instead: str) -> Iterator[str]:
-    """That something needs red, green and blue, unless there are three channels."""
+    """Yield that ``what`` needs RGB images, unless there are three channels."""
     if channels != RGB:
         yield f"{what} needs 3 channels, the data have {channels}; {instead}"
 
 
 def needs_number(what: str, number: int, channels: int, instead: str) -> Iterator[str]:
-    """That a list of so many numbers is for another number of channels, if it is."""
+    """Yield that a list of ``number`` values does not fit the number of channels, if so."""
     if number != channels:
         yield (
             f"{what} is for {number} {plural('channel', number)}, the data have {channels}; "

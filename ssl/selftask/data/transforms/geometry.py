@@ -64,7 +64,7 @@ class Rotation(UniformTransform):
 
     degrees: float = setting(min=0, max=360)
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
+    fill: int = setting(0, min=0, max=255)  # gray level of pixels from outside
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
         """The matrix from output to input coordinates; positive angles are anticlockwise."""
@@ -97,7 +97,7 @@ class RandomAffine(UniformTransform):
     # by up to this fraction of the width and of the height, either way
     translate: float = setting(0.0, min=0, max=1)
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
+    fill: int = setting(0, min=0, max=255)  # gray level of pixels from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 < self.scale[0] <= self.scale[1]:

@@ -1,4 +1,4 @@
-"""Transforms made of transforms: all or none, one list of several, in any order.
+"""Transforms of transforms: random_apply, random_choice and random_order.
 
 They draw as they go, since what the second of a list draws may depend on the size that the first
 has left; so they are callables and not ``Transform``s.
@@ -21,7 +21,7 @@ from selftask.registry import TRANSFORMS, register_transform
 
 @dataclass(frozen=True, kw_only=True)
 class _OneList:
-    """What has one list of transforms, at least one of them."""
+    """A transform with one list of transforms, which must not be empty."""
 
     channels: ClassVar[int] = 3  # of the images
 
@@ -43,7 +43,7 @@ class _OneList:
 @register_transform("random_apply")
 @dataclass(frozen=True, kw_only=True)
 class RandomApply(_OneList):
-    """All of some transforms, in their order, with probability p; otherwise none."""
+    """All transforms of a list with probability p, otherwise none."""
 
     p: float = setting(0.5, min=0, max=1)
 
@@ -52,19 +52,19 @@ class RandomApply(_OneList):
 
     @cached_property
     def pipeline(self) -> Compose:
-        """What ``transforms`` are built to."""
+        """The pipeline of ``transforms``."""
         return Compose(map(build, self.transforms), self.channels)
 
 
 @register_transform("random_choice")
 @dataclass(frozen=True, kw_only=True)
 class RandomChoice:
-    """One of several lists of transforms; an empty one leaves the image as it is."""
+    """One of several lists of transforms; an empty list leaves the image unchanged."""
 
     channels: ClassVar[int] = 3  # of the images
 
     choices: list[list[Any]] = setting(of="transforms")
-    weights: list[float] | None = None  # how likely each is, relative to the others; none: equally
+    weights: list[float] | None = None  # relative probabilities; none: equal
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.choices:
@@ -93,12 +93,12 @@ class RandomChoice:
 
     @cached_property
     def pipelines(self) -> list[Compose]:
-        """What each of the ``choices`` is built to."""
+        """The pipeline of each choice."""
         return [Compose(map(build, choice), self.channels) for choice in self.choices]
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """Where in [0, 1) each choice but the last ends."""
+        """Cumulative probabilities of all choices but the last."""
         sums = np.cumsum([1.0] * len(self.choices) if self.weights is None else self.weights)
         return sums[:-1] / sums[-1]
 
@@ -106,7 +106,7 @@ class RandomChoice:
 @register_transform("random_order")
 @dataclass(frozen=True, kw_only=True)
 class RandomOrder(_OneList):
-    """All of some transforms, each time in another order."""
+    """All transforms of a list, in random order."""
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         order = np.argsort(rng.random(len(self.transforms)))
@@ -114,7 +114,7 @@ class RandomOrder(_OneList):
 
     @cached_property
     def built(self) -> list[Any]:
-        """What each of the ``transforms`` is built to."""
+        """The built ``transforms``."""
         return [build(transform) for transform in self.transforms]
 
 
@@ -125,7 +125,7 @@ def _problems_within(transforms: list[Any], key: str, channels: int) -> Iterator
 
 
 def build(transform: dict[str, Any]) -> Any:
-    """The transform that ``{name: ..., **args}`` is."""
+    """Build the transform of ``{name: ..., **args}``."""
     return TRANSFORMS[transform["name"]](
         **{key: value for key, value in transform.items() if key != "name"}
     )

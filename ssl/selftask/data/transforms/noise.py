@@ -46,7 +46,7 @@ class RandomErasing(Transform):
     p: float = setting(0.5, min=0, max=1)
     scale: tuple[float, float] = (0.02, 0.33)  # of the image's area
     ratio: tuple[float, float] = (0.3, 3.3)  # height / width, log-uniform
-    fill: int | list[int] | Literal["noise"] = setting(0, min=0, max=255)  # grey level, colour, or
+    fill: int | list[int] | Literal["noise"] = setting(0, min=0, max=255)  # gray level, colour, or
     # random values
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -56,7 +56,7 @@ class RandomErasing(Transform):
             yield f"ratio: {list(self.ratio)}; 0 < least <= largest is expected"
         values = self.fill if isinstance(self.fill, list) else [self.fill]
         if not all(isinstance(value, str) or 0 <= value <= 255 for value in values):
-            yield f"fill: {self.fill}; a grey level from 0 to 255, one for each channel, or noise"
+            yield f"fill: {self.fill}; a gray level from 0 to 255, one for each channel, or noise"
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         return _number_problems(self.fill, channels)
@@ -93,14 +93,14 @@ class Cutout(Transform):
 
     length: int = setting(16, min=1)  # pixels, of a side
     num_holes: int = setting(1, min=1)
-    fill: int | list[int] | Literal["noise"] = setting(0, min=0, max=255)  # grey level, colour, or
+    fill: int | list[int] | Literal["noise"] = setting(0, min=0, max=255)  # gray level, colour, or
     # random values
     p: float = setting(1.0, min=0, max=1)
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         values = self.fill if isinstance(self.fill, list) else [self.fill]
         if not all(isinstance(value, str) or 0 <= value <= 255 for value in values):
-            yield f"fill: {self.fill}; a grey level from 0 to 255, one for each channel, or noise"
+            yield f"fill: {self.fill}; a gray level from 0 to 255, one for each channel, or noise"
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         return _number_problems(self.fill, channels)
@@ -203,7 +203,7 @@ class SaltAndPepper(Transform):
 
 def _number_problems(fill: Any, channels: int) -> Iterator[str]:
     if isinstance(fill, list):
-        yield from needs_number(f"fill: {fill}", len(fill), channels, "or give one grey level")
+        yield from needs_number(f"fill: {fill}", len(fill), channels, "or give one gray level")
 
 
 def _values(fill: Any, rng: np.random.Generator, height: int, width: int, channels: int) -> Any:

@@ -1,4 +1,4 @@
-"""From 8-bit images to what a network gets: the last step of a pipeline, for whole batches."""
+"""Normalization: from 8 bits to floats, the last step of a pipeline."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Normalize:
 
     normalizes = True
 
-    stats: Literal["imagenet", "cifar10", "cifar100", "half"] = "imagenet"  # whose mean and std
-    mean: list[float] | None = None  # your own instead, one for each channel, together with std
+    stats: Literal["imagenet", "cifar10", "cifar100", "half"] = "imagenet"  # mean and std of
+    mean: list[float] | None = None  # your own, one for each channel, together with std
     std: list[float] | None = None
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -48,7 +48,7 @@ class Normalize:
         return needs_number(what, len(self.moments(channels)[0]), channels, instead)
 
     def moments(self, channels: int = 3) -> tuple[list[float], list[float]]:
-        """Mean and standard deviation of each channel."""
+        """Return mean and standard deviation of each channel."""
         if self.mean is not None and self.std is not None:
             return self.mean, self.std
         if self.stats == "half":
@@ -57,7 +57,7 @@ class Normalize:
         return list(mean), list(std)
 
     def scale_and_shift(self, channels: int = 3) -> tuple[np.ndarray, np.ndarray]:
-        """What pixels in 0..255 are multiplied by and what is then added, (C,) float32 each."""
+        """Return factors and offsets for pixels in 0..255, float32 (C,) each."""
         mean, std = self.moments(channels)
         centre, width = np.array(mean, dtype=np.float64), np.array(std, dtype=np.float64)
         return (1 / (255 * width)).astype(np.float32), (-centre / width).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Automatic augmentation: operations drawn from a table; semantics of torchvision's classes.
+"""Automatic augmentation: random operations from a table, as in torchvision.
 
 Operations are those of Pillow, so the sizes do not change. ``interpolation`` and ``fill`` are for
 the geometric ones.
@@ -46,7 +46,7 @@ MIX_BINS = 10  # of AugMix, most severe last
 
 
 class _Policy(Transform):
-    """Operations of a table, one after the other."""
+    """A sequence of random operations."""
 
     def source_matrix(self, params: tuple[Operation, ...], height: int, width: int) -> Matrix:
         matrix = UNMOVED
@@ -59,13 +59,13 @@ class _Policy(Transform):
 @register_transform("rand_augment")
 @dataclass(frozen=True, kw_only=True)
 class RandAugment(_Policy):
-    """Several random operations, all of the same strength (arXiv:1909.13719)."""
+    """Several random operations of the same strength (arXiv:1909.13719)."""
 
     num_ops: int = setting(2, min=1)
     magnitude: int = setting(9, min=0)  # the bin, from 0
     num_bins: int = setting(31, min=2)
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
-    fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
+    fill: int = setting(0, min=0, max=255)  # gray level of pixels from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.magnitude >= self.num_bins:
@@ -93,7 +93,7 @@ class TrivialAugmentWide(_Policy):
 
     num_bins: int = setting(31, min=2)
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
-    fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
+    fill: int = setting(0, min=0, max=255)  # gray level of pixels from outside
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         return needs_rgb("name: trivial_augment_wide changes saturation and", channels, INSTEAD)
@@ -110,11 +110,11 @@ class TrivialAugmentWide(_Policy):
 @register_transform("auto_augment")
 @dataclass(frozen=True, kw_only=True)
 class AutoAugment(_Policy):
-    """One of 25 pairs of operations that were learned for a data set (arXiv:1805.09501)."""
+    """One of 25 pairs of operations, learned for a data set (arXiv:1805.09501)."""
 
     policy: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
-    fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
+    fill: int = setting(0, min=0, max=255)  # gray level of pixels from outside
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         return needs_rgb("name: auto_augment changes saturation and", channels, INSTEAD)
@@ -140,15 +140,15 @@ class AugMix(Transform):
 
     affine: ClassVar[bool] = False
 
-    # strengths are drawn from so many of 10 bins (MIX_BINS)
+    # strengths are drawn from the first ``severity`` of 10 bins (MIX_BINS)
     severity: int = setting(3, min=1, max=10)
     num_chains: int = setting(3, min=1)
     # operations of a chain; none: 1 to 3 at random
     depth: int | None = setting(None, min=1)
     alpha: float = 1.0  # of the Dirichlet distributions of the weights
-    all_ops: bool = True  # without: no brightness, colour, contrast and sharpness, as in the paper
+    all_ops: bool = True  # False: no brightness, color, contrast and sharpness, as in the paper
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
+    fill: int = setting(0, min=0, max=255)  # gray level of pixels from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.alpha <= 0:
@@ -161,7 +161,7 @@ class AugMix(Transform):
     def draw(
         self, rng: np.random.Generator, height: int, width: int
     ) -> tuple[np.ndarray, list[tuple[Operation, ...]]]:
-        """Weights of the image and of each chain, adding up to 1; the chains."""
+        """Weights of the image and of each chain, which add up to 1; the chains."""
         kept, mixed = rng.dirichlet([self.alpha] * 2).tolist()
         weights = np.array([kept, *(mixed * rng.dirichlet([self.alpha] * self.num_chains))])
         return weights, [self._chain(rng, height, width) for _ in range(self.num_chains)]
@@ -197,7 +197,7 @@ def _signed(
 def perform(
     image: np.ndarray, operations: tuple[Operation, ...], interpolation: str, fill: int
 ) -> np.ndarray:
-    """The operations one after the other, uint8 (H, W, C)."""
+    """Apply operations in sequence, to and from uint8 (H, W, C)."""
     for name, size in operations:
         if name in GEOMETRY:
             matrix = affine_of(name, size, *image.shape[:2])
@@ -208,10 +208,13 @@ def perform(
 
 
 def affine_of(name: str, size: float, height: int, width: int) -> tuple[float, ...]:
-    """From output to input coordinates, 2x3, row by row; shear is about the upper left corner."""
+    """Return the matrix (2x3, row by row) from output to input coordinates.
+
+    Shear keeps the upper left corner.
+    """
     if name == "Rotate":
         return inverse_affine((width, height), -size, 1.0, (0.0, 0.0), SCALARS)
-    pixels = -int(round(size, 3))  # whole ones, and 16 do not become 15 by a rounding error
+    pixels = -int(round(size, 3))  # rounded first, so that 15.999... is 16
     return {
         "ShearX": (1.0, size, 0.0, 0.0, 1.0, 0.0),
         "ShearY": (1.0, 0.0, 0.0, size, 1.0, 0.0),

@@ -1,4 +1,4 @@
-"""What automatic augmentation does, how strongly, and AutoAugment's learned policies.
+"""Operations and magnitudes of automatic augmentation, and AutoAugment's policies.
 
 AutoAugment: Cubuk et al., arXiv:1805.09501, tables 7 to 9; magnitudes and names as in torchvision.
 """
@@ -11,17 +11,17 @@ NEUTRAL = ("Identity",)
 GEOMETRY = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
 COLOURS = ("Brightness", "Color", "Contrast", "Sharpness")
 TABLES = ("Posterize", "Solarize", "AutoContrast", "Equalize")
-SIGNED = frozenset({*GEOMETRY, *COLOURS})  # either way by the same magnitude
+SIGNED = frozenset({*GEOMETRY, *COLOURS})  # magnitudes with a random sign
 
 
 class Strengths(NamedTuple):
-    """The magnitudes of the last bin; those of the first do nothing, between them it is linear."""
+    """Magnitudes of the last bin; linear from the first bin, which does nothing."""
 
     shear: float  # tangent of the angle
-    shift: float  # part of the side, or pixels if above 1
+    shift: float  # fraction of the side, or pixels if above 1
     degrees: float
-    colour: float  # how far a factor is from 1
-    bits: tuple[int, int]  # that posterize keeps in the first and in the last bin
+    colour: float  # distance of a factor from 1
+    bits: tuple[int, int]  # kept by posterize in the first and the last bin
 
 
 RAND = Strengths(shear=0.3, shift=150 / 331, degrees=30.0, colour=0.9, bits=(8, 4))
@@ -30,9 +30,9 @@ MIX = Strengths(shear=0.3, shift=1 / 3, degrees=30.0, colour=0.9, bits=(4, 0))
 
 
 def magnitude(name: str, level: float, height: int, width: int, strengths: Strengths) -> float:
-    """Of the operation at ``level`` in [0, 1], without a sign.
+    """Return the magnitude of an operation at ``level`` in [0, 1], without sign.
 
-    In tangents, pixels, degrees, distance of a factor from 1, bits, or grey levels.
+    Its unit is a tangent, pixels, degrees, distance of a factor from 1, bits or gray levels.
     """
     if name.startswith("Shear"):
         return strengths.shear * level

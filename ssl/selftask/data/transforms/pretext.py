@@ -1,4 +1,4 @@
-"""Views for pretext tasks: rotations and jigsaw puzzles to be told apart, fewer or other colours.
+"""Transforms for pretext tasks: rotations, jigsaw puzzles, tiles, Lab colors, channel drop.
 
 What was drawn is a label, which the image alone does not carry into the loss. It is drawn at a
 fixed place of the view's stream, whatever else the pipeline draws, so that ``drawn_rotation`` and
@@ -32,8 +32,8 @@ from selftask.errors import UserError
 from selftask.random.views import draw_at, draw_rng
 from selftask.registry import register_transform
 
-ROTATION, PERMUTATION = 1 << 63, (1 << 63) + 1  # blocks of a stream that other draws never reach
-CANDIDATES = 20_000  # permutations of which the most different are taken, if there are more
+ROTATION, PERMUTATION = 1 << 63, (1 << 63) + 1  # blocks of a stream beyond all other draws
+CANDIDATES = 20_000  # permutations to choose from, if there are more
 _ROTATIONS = {
     1: cv2.ROTATE_90_COUNTERCLOCKWISE,
     2: cv2.ROTATE_180,
@@ -44,12 +44,12 @@ _ROTATIONS = {
 @register_transform("rotate_90")
 @dataclass(frozen=True, kw_only=True)
 class Rotate90(Transform):
-    """Turn by a random number of quarters, anticlockwise; the task of RotNet (arXiv:1803.07728).
+    """Rotate anticlockwise by a random number of quarters (RotNet, arXiv:1803.07728).
 
-    Height and width change places for an odd number: crop to a square before.
+    An odd number swaps height and width: crop to a square before.
     """
 
-    k: list[int] = field(default_factory=lambda: [0, 1, 2, 3])  # of which one is drawn
+    k: list[int] = field(default_factory=lambda: [0, 1, 2, 3])  # quarters, of which one is drawn
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.k or not set(self.k) <= {0, 1, 2, 3}:
@@ -77,7 +77,7 @@ class Rotate90(Transform):
 def drawn_rotation(
     seed: int, epoch: int, index: int, view: int, turns: Sequence[int] = (0, 1, 2, 3)
 ) -> int:
-    """What ``rotate_90`` drew for a view: 0 to 3 quarters of a turn.
+    """Return the quarters that ``rotate_90`` drew for a view, 0 to 3.
 
     ``view`` counts all views of an image from 0, ``epoch`` and ``index`` are those of the key.
     """
@@ -85,9 +85,9 @@ def drawn_rotation(
 
 
 class Puzzle(NamedTuple):
-    """What was drawn for a jigsaw puzzle."""
+    """Parameters of ``jigsaw``."""
 
-    permutation: int  # its number
+    permutation: int  # index into ``permutations``
     left: np.ndarray  # (T,) where each tile begins in its cell, in pixels
     top: np.ndarray
 
@@ -95,7 +95,7 @@ class Puzzle(NamedTuple):
 @register_transform("jigsaw")
 @dataclass(frozen=True, kw_only=True)
 class Jigsaw(Transform):
-    """A puzzle: tiles of the image, put together in a drawn order (arXiv:1603.09246).
+    """A jigsaw puzzle: tiles of the image in a random order (arXiv:1603.09246).
 
     The image is divided into cells, a tile is cut out of each at a random place, so that edges do
     not show what belongs together, and the tiles are laid out again without gaps. In the place of
@@ -141,7 +141,7 @@ class Jigsaw(Transform):
         return puzzle
 
     def numbers(self, params: Puzzle | None) -> Sequence[float]:
-        """For each place of the puzzle, row by row, the number of its tile."""
+        """The number of the tile at each place of the puzzle, row by row."""
         if params is None:
             return (math.nan,) * self.grid**2
         orders = permutations(self.grid**2, self.num_permutations)
@@ -208,13 +208,13 @@ class Tile(Transform):
 def drawn_permutation(
     seed: int, epoch: int, index: int, view: int, num_permutations: int = 100
 ) -> int:
-    """The number of the permutation that ``jigsaw`` drew for a view."""
+    """Return the number of the permutation that ``jigsaw`` drew for a view."""
     return int(draw_at(draw_rng(seed, epoch, index, view), PERMUTATION) * num_permutations)
 
 
 @cache
 def permutations(num_tiles: int, count: int) -> np.ndarray:
-    """``count`` permutations as different as can be, uint8 (count, num_tiles); always the same.
+    """Return permutations that differ as much as possible, uint8 (count, num_tiles).
 
     Each next one has the largest least Hamming distance to those before, of all permutations or of
     ``CANDIDATES`` random ones.
@@ -255,13 +255,13 @@ class Lab(Deterministic):
 @register_transform("channel_drop")
 @dataclass(frozen=True, kw_only=True)
 class ChannelDrop(Transform):
-    """All but some random channels are overwritten, with probability p.
+    """Overwrite all but some random channels, with probability p.
 
-    Against learning from chromatic aberration where patches lie (arXiv:1505.05192).
+    Prevents learning from chromatic aberration where patches lie (arXiv:1505.05192).
     """
 
     keep: int = setting(1, min=1)  # channels, fewer than there are
-    fill: int = setting(0, min=0, max=255)  # grey level of the others
+    fill: int = setting(0, min=0, max=255)  # gray level of the others
     p: float = setting(0.5, min=0, max=1)
 
     def channel_problems(self, channels: int) -> Iterator[str]:
@@ -269,7 +269,7 @@ class ChannelDrop(Transform):
             yield f"keep: {self.keep}; the data have {channels}, and less than that is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
-        """The channels that are overwritten."""
+        """The overwritten channels."""
         chance, *draws = rng.random(1 + self.channels).tolist()
         return np.argsort(draws)[self.keep :] if chance < self.p else None
 

@@ -1,4 +1,4 @@
-"""Other sizes and other frames for 8-bit images, at Pillow's (and so torchvision's) semantics."""
+"""Resizing and affine maps of 8-bit images, with Pillow's and torchvision's semantics."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import numpy as np
 
 from selftask.data.transforms.channels import by_groups
 
-cv2.setNumThreads(1)  # images are shared out among processes; its threads do not survive a fork
+cv2.setNumThreads(1)  # there are worker processes; its threads do not survive a fork
 
 MODES = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC, "nearest": cv2.INTER_NEAREST}
 
 
 def resize(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:
-    """uint8 (height, width, C) of (H, W, C), which may be a crop of a larger array; antialiased.
+    """Resize uint8 (H, W, C) to (height, width, C), antialiased.
 
-    torch has the fastest antialiased kernel for bytes; OpenCV has none, but is faster where
-    nothing shrinks, and means the same there (for bicubic another kernel: not used).
+    torch has the fastest antialiased kernel for bytes. OpenCV has none, but is faster if no side
+    shrinks, and gives the same there (except for bicubic, which has another kernel).
+
+    Args:
+        image: may be a crop of a larger array.
+        height: in pixels.
+        width: likewise.
+        interpolation: ``bilinear``, ``bicubic`` or ``nearest``.
     """
     size = image.shape[:2]
     if size == (height, width):
@@ -29,11 +35,11 @@ def resize(image: np.ndarray, height: int, width: int, interpolation: str) -> np
 
 
 def _antialiased(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:
-    import torch  # here, so that a wrong config is reported before torch is loaded
+    import torch  # deferred: configs are checked without torch
     from torch.nn.functional import interpolate
 
-    # Indexed before it is permuted: only so are the strides those of channels_last, and the copy
-    # to and from planes that torch makes otherwise costs more than the resizing.
+    # Index before permuting: only then are the strides those of channels_last. Otherwise torch
+    # copies to planes and back, which costs more than the resizing.
     channels = image[..., None] if image.ndim == 2 else image
     planes = torch.from_numpy(channels)[None].permute(0, 3, 1, 2)
     resized = interpolate(planes, (height, width), mode=interpolation, antialias=True)
@@ -44,10 +50,14 @@ def _antialiased(image: np.ndarray, height: int, width: int, interpolation: str)
 def warp(
     image: np.ndarray, output_to_input: tuple[float, ...], interpolation: str, fill: int
 ) -> np.ndarray:
-    """An affine map of the frame; ``fill`` is the grey level of what comes from outside.
+    """Apply an affine map.
 
-    The matrix (2x3, row by row) takes output to input coordinates, in which the first pixel's
-    centre is at (0.5, 0.5), as Pillow's do.
+    Args:
+        image: uint8 (H, W, C).
+        output_to_input: 2x3 matrix, row by row, for coordinates in which the center of the first
+            pixel is at (0.5, 0.5), as in Pillow.
+        interpolation: a key of ``MODES``.
+        fill: gray level of pixels from outside of the image.
     """
     a, b, c, d, e, f = output_to_input
     centred = ((a, b, c + (a + b - 1) / 2), (d, e, f + (d + e - 1) / 2))

@@ -35,7 +35,7 @@ class RandomShear(UniformTransform):
     x: float = 0.0  # degrees, by up to this either way: rows slide along themselves
     y: float = 0.0  # the same for columns
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
+    fill: int = setting(0, min=0, max=255)  # gray level of pixels from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         for key in ("x", "y"):
@@ -69,7 +69,7 @@ class RandomPerspective(Transform):
     distortion: float = setting(0.5, min=0, max=1)
     p: float = setting(0.5, min=0, max=1)
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
+    fill: int = setting(0, min=0, max=255)  # gray level of pixels from outside
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
         """New places of the corners: (4, 2), x and y in pixels, clockwise from the upper left."""
@@ -114,7 +114,7 @@ class Elastic(Transform):
     sigma: float = 5.0  # pixels, of the smoothing
     p: float = setting(0.5, min=0, max=1)
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = setting(0, min=0, max=255)  # grey level of what comes from outside
+    fill: int = setting(0, min=0, max=255)  # gray level of pixels from outside
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.sigma <= 0:
