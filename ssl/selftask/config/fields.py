@@ -24,6 +24,9 @@ def setting(
     duration: bool = False,
     path: bool = False,
     of: str | None = None,
+    flat: bool = False,
+    shared: Sequence[str] = (),
+    missing: str | None = None,
     also: Sequence[str] = (),
     tiny: Any = None,
 ) -> Any:
@@ -39,16 +42,21 @@ def setting(
         max: Largest value.
         duration: Whether the value is a length of training, such as ``10 epochs``.
         path: Whether the value is a path, so that ``~`` is expanded.
-        of: Registry of the named things in a list, such as ``transforms``.
+        of: Registry of the named thing or things that the value is, such as ``transforms``.
+        flat: Whether the fields of that thing stand in the section itself, beside ours.
+        shared: Fields of the section that the named thing may set, too.
+        missing: What to give, for the message if the value is missing.
         also: Names of this field in other frameworks, for "did you mean".
         tiny: Value in the tiny recipes of ``selftask check`` and of tests: small, but used as the
             default is. Or a function of the batch size that returns it.
     """
     limits = {"min": min, "above": above, "below": below, "max": max}
     metadata: dict[str, Any] = {k: limit for k, limit in limits.items() if limit is not None}
-    metadata |= {"duration": duration, "path": path, "also": tuple(also)}
-    metadata |= {k: extra for k, extra in (("of", of), ("tiny", tiny)) if extra is not None}
-    if isinstance(default, list):
+    metadata |= {"duration": duration, "path": path, "flat": flat}
+    metadata |= {"also": tuple(also), "shared": tuple(shared)}
+    optional = {"of": of, "missing": missing, "tiny": tiny}
+    metadata |= {k: value for k, value in optional.items() if value is not None}
+    if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 

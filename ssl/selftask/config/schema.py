@@ -45,31 +45,28 @@ class Component:
 class DataConfig:
     """Which images, and how they are read."""
 
-    source: Component  # yaml: data.name and the source's own fields, flat in `data:`
-    val: Component | None = None  # labelled images for evaluations; none: no k-NN while training
-    sampler: Component = field(default_factory=lambda: Component(name="shuffled"))  # of an epoch
-    tokenizer: Component = field(default_factory=lambda: Component(name="bytes"))  # of texts
+    source: Component = setting(of="sources", flat=True)  # yaml: data.name and its own fields
+    # labelled images for evaluations; none: no k-NN while training
+    val: Component | None = setting(None, of="sources", shared=["subset"])
+    sampler: Component = setting(Component(name="shuffled"), of="samplers")  # of an epoch
+    tokenizer: Component = setting(Component(name="bytes"), of="tokenizers")  # of texts
     augment_on: Literal["cpu", "device"] = "cpu"  # who makes the views: workers, or the device
-    max_side: int | None = setting(
-        None, min=1
-    )  # pixels: images for augment_on=device, and those in a
-    # cache, have a longer side of at most this; crops then see no finer detail
+    # pixels: images for augment_on=device, and those in a cache, have a longer side of at most
+    # this; crops then see no finer detail
+    max_side: int | None = setting(None, min=1)
     cache: Literal["none", "ram", "disk", "device"] = "none"  # of decoded images: in each process's
     # memory, in a file below $SELFTASK_CACHE, or (small data sets, augment_on=device) on the device
-    num_workers: int = setting(0, min=0, also=["workers"])  # processes; yaml `auto`: see derive
+    num_workers: int = setting(0, min=0, also=["workers"])  # processes; yaml: `auto` is possible
     on_error: Literal["skip", "fail"] = "skip"  # what an unreadable file does
-    max_unreadable: float | None = setting(
-        None, min=0, max=1
-    )  # share of images that may be unreadable;
-    # null: 0.1 %, but at least 3 images
+    # share of images that may be unreadable; null: 0.1 %, but at least 3 images
+    max_unreadable: float | None = setting(None, min=0, max=1)
     max_pixels: int = setting(100_000_000, min=1)  # larger images are refused: they are bombs
     max_bytes: int = setting(1 << 30, min=1)  # of an encoded image; larger ones are not read
     max_scans: int = setting(100, min=1)  # of a JPEG, each of which takes a pass over the image;
     # most have 1, progressive ones about 10
     subset: float | int | dict[str, Any] | None = None  # of the training images: see docs/data.md
-    stage_to: str | None = setting(
-        None, path=True
-    )  # copy the files to this folder, or to `ram`, before training
+    # copy the files to this folder, or to `ram`, before training
+    stage_to: str | None = setting(None, path=True)
     read_timeout_s: float = setting(60.0, min=0)  # of a file, when its disk is silent; 0: none
     read_retries: int = setting(2, min=0, max=10)  # after a time-out or an error that passes
 
@@ -93,7 +90,7 @@ class ViewConfig:
     # image itself
     of: str | None = None  # the group whose views are transformed; none: the image
     draws: bool = False  # whether `batch.draws` has the parameters of this group's transforms
-    transforms: list[Component] = field(default_factory=list)
+    transforms: list[Component] = setting([], of="transforms")
 
     def to_dict(self) -> dict[str, Any]:
         """As in the yaml."""
@@ -149,11 +146,10 @@ class TrainConfig:
 class OptimizerConfig:
     """The optimizer and what drives it over the training."""
 
-    name: str
+    name: str = setting(of="optimizers", flat=True)
     args: dict[str, Any] = field(default_factory=dict)  # the named optimizer's own fields
-    lr: float | dict[str, Any] = setting(
-        min=0, also=["learning_rate", "base_lr", "blr"]
-    )  # peak; or a Classy parameter scheduler ({name: ..., ...}), which then is the schedule
+    # peak; or a Classy parameter scheduler ({name: ..., ...}), which then is the schedule
+    lr: float | dict[str, Any] = setting(min=0, also=["learning_rate", "base_lr", "blr"])
     lr_scale: Literal["none", "linear", "sqrt"] = "none"  # lr times batch_size/256, or its root
     schedule: str = setting("cosine", also=["scheduler", "lr_schedule", "lr_scheduler"])
     warmup: int | str = setting(0, duration=True, also=["warmup_epochs", "warmup_steps"])
@@ -173,8 +169,8 @@ class OptimizerConfig:
 class EvalConfig:
     """What is measured on the frozen backbone while training."""
 
-    transforms: list[Component] = field(default_factory=list)
-    evaluations: dict[str, Component] = field(default_factory=dict)  # {"knn": ...}
+    transforms: list[Component] = setting([], of="transforms")
+    evaluations: dict[str, Component] = setting({}, of="evaluations")  # {"knn": ...}
     every: int | str | None = setting(None, duration=True, min=1)  # none: step 0 and the end only
 
     def to_dict(self) -> dict[str, Any]:
@@ -259,20 +255,20 @@ class Config:
     """Everything one training is; equal configs are equal trainings."""
 
     recipe: str  # as given on the command line
-    data: DataConfig
+    data: DataConfig = setting(missing="data=FOLDER takes any tree of images")
     views: dict[str, ViewConfig]  # in the order in which they reach the method
-    backbone: Component
-    method: Component
+    backbone: Component = setting(of="backbones", missing="give the name of a backbone")
+    method: Component = setting(of="methods", missing="give the name of a method")
     train: TrainConfig
-    optimizer: OptimizerConfig
-    meters: dict[str, Component]
-    hooks: dict[str, Component]
+    optimizer: OptimizerConfig = setting(missing="give its name and lr")
+    meters: dict[str, Component] = setting(of="meters")
+    hooks: dict[str, Component] = setting(of="hooks")
     eval: EvalConfig
     init: InitConfig
     resume: ResumeConfig
     parallel: ParallelConfig
     launch: LaunchConfig
-    out: str  # the run folder
+    out: str = setting(path=True)  # the run folder
     imports: list[str]  # yaml `import`: the user's own modules
     places: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
     # dotted key -> where its value comes from; read through `place`
@@ -322,6 +318,13 @@ class Config:
             "launch": self.launch.to_dict(),
             "out": self.out,
         }
+
+
+SHARED: dict[Key, frozenset[str]] = {
+    ("data",): frozenset(f.name for f in fields(DataConfig)) - {"source", "val"},
+    ("optimizer",): frozenset(f.name for f in fields(OptimizerConfig)) - {"name", "args"},
+}
+"""Fields of sections with a name that stay if the config names another thing there."""
 
 
 def plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ import os
 import typing
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 from selftask.config.classy_names import CLASSY_KINDS, classy_has, classy_refusal
 from selftask.config.compose.provenance import Layers, show_path
@@ -22,6 +22,9 @@ from selftask.registry import REGISTRIES, Registry
 
 MISSING = "???"  # how yaml says that a value must be given
 MAX_MESSAGE = 800  # characters
+_WRONG = object()  # result of reading a wrong value
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,23 +74,92 @@ class Reader:
         self.problem(key, f"{dotted(key)}={value!r}: expected a section of key: value pairs")
         return {}
 
-    def section(self, values: dict[str, Any], schema: Schema, key: Key) -> dict[str, Any]:
-        """All fields of ``schema``, from ``values`` or by default; wrong ones are left out."""
+    def section(self, kind: type[T], value: Any, key: Key) -> T | None:
+        """Read a section of ours; None if a part of it is wrong."""
+        schema = Schema.of(kind)
+        flat = next((f for f in schema.fields.values() if f.metadata.get("flat")), None)
+        if flat is None:
+            given = self.mapping(value, key)
+            self.unknown_keys(given, key, schema)
+            read = self.fields(given, schema, key)
+            return kind(**read) if len(read) == len(schema.fields) else None
+        ours = Schema.of(kind, without=[flat.name, "args"])
+        component, read = self.component(value, REGISTRIES[flat.metadata["of"]], key, ours=ours)
+        if component is None or len(read) < len(ours.fields):
+            return None
+        whole = schema.types[flat.name] is Component
+        named = (
+            {flat.name: component} if whole else {"name": component.name, "args": component.args}
+        )
+        return kind(**named, **read)
+
+    def fields(self, values: dict[str, Any], schema: Schema, key: Key) -> dict[str, Any]:
+        """Return all fields of ``schema``, from ``values`` or by default, without wrong ones."""
         result: dict[str, Any] = {}
         for name, field in schema.fields.items():
-            if values.get(name, MISSING) != MISSING:
-                self._value(result, values[name], field, schema, (*key, name))
-            elif name in values and values[name] is None:
-                self._value(result, None, field, schema, (*key, name))
-            elif has_default(field):
-                result[name] = default_of(field)
+            inner, kind = (*key, name), schema.types[name]
+            given = values.get(name, MISSING) != MISSING
+            value = values[name] if given else None
+            default = default_of(field) if has_default(field) else None
+            if isinstance(default, Component) and isinstance(value, dict | None):
+                value = {"name": default.name, **(value or {})}
+            elif not given and has_default(field):
+                result[name] = default
                 owner = f"default of {schema.owner}" if schema.owner else "default"
-                self.places[dotted((*key, name))] = owner
-            else:
-                of = field.metadata.get("of")
-                wanted = f"a list of {of}" if of else describe(schema.types[name])
-                self.problem((*key, name), f"{dotted((*key, name))} is missing: {wanted}")
+                self.places[dotted(inner)] = owner
+                continue
+            elif value is None and ("missing" in field.metadata or not (given or _holds(kind))):
+                wanted = field.metadata.get("missing") or _wanted(field, kind)
+                self.problem(inner, f"{dotted(inner)} is missing: {wanted}")
+                continue
+            read = self._read(value, field, schema, inner)
+            if read is not _WRONG:
+                result[name] = read
         return result
+
+    def _read(self, value: Any, field: dataclasses.Field[Any], schema: Schema, key: Key) -> Any:
+        """Read the value of one field by its type; ``_WRONG`` after a problem."""
+        kind = schema.types[field.name]
+        if "of" in field.metadata:
+            return self._named(value, field, schema, key)
+        if dataclasses.is_dataclass(kind):
+            read = self.section(kind, value, key)  # type: ignore[arg-type]
+            return _WRONG if read is None else read
+        if _holds(kind):
+            inner = typing.get_args(kind)[1]
+            groups = {str(k): v for k, v in self.mapping(value, key).items() if v is not None}
+            made = {name: self.section(inner, v, (*key, name)) for name, v in groups.items()}
+            return _WRONG if None in made.values() else made
+        try:
+            converted = convert(value, kind)
+            check_limits(converted, field.metadata)
+        except (Mismatch, ValueError) as error:
+            self.problem(key, f"{dotted(key)}={_shown(value)}: {error}")
+            return _WRONG
+        self.note_place(key)
+        is_path = field.metadata.get("path") and converted is not None
+        return os.path.expanduser(converted) if is_path else converted
+
+    def _named(self, value: Any, field: dataclasses.Field[Any], schema: Schema, key: Key) -> Any:
+        """Read a named thing, or a list or mapping of them."""
+        registry, kind = REGISTRIES[field.metadata["of"]], schema.types[field.name]
+        self.note_place(key)
+        if typing.get_origin(kind) is dict:
+            return self.components(value, registry, key)
+        if kind == list[Component]:
+            return self.pipeline(value, registry, key)
+        if typing.get_origin(kind) is list:
+            return self._nested(value, registry, kind, key)
+        if value is None:
+            return None
+        shared = {name: schema.fields[name] for name in field.metadata["shared"]}
+        component, ours = self.component(
+            value, registry, key, ours=Schema(shared, schema.types, "")
+        )
+        if component is None:
+            return _WRONG
+        given = {name: item for name, item in ours.items() if item is not None}
+        return dataclasses.replace(component, args={**component.args, **given})
 
     def unknown_keys(self, values: dict[str, Any], key: Key, *schemas: Schema) -> None:
         """A problem for each key that no schema has."""
@@ -111,7 +183,7 @@ class Reader:
             self.problem(key, f"{dotted(key)}={value!r}: {wanted}")
             return None, {}
         ours = ours or Schema.of(None)
-        fixed = self.section(value, ours, key)
+        fixed = self.fields(value, ours, key)
         name = value.get("name", MISSING)
         if name == MISSING or not isinstance(name, str):
             self.problem((*key, "name"), f"{dotted(key)} needs the name of a {registry.kind}")
@@ -133,7 +205,7 @@ class Reader:
             return None, fixed
         schema = schema_of(registry, name)
         self.unknown_keys(own, key, ours, schema)
-        return Component(name=name, args=self.section(own, schema, key)), fixed
+        return Component(name=name, args=self.fields(own, schema, key)), fixed
 
     def components(self, value: Any, registry: Registry, key: Key) -> dict[str, Component]:
         """``key: {args}`` entries, with an optional ``name``; null ones are left out."""
@@ -179,24 +251,6 @@ class Reader:
             for index, item in enumerate(value)
         ]
 
-    def _value(
-        self, result: dict[str, Any], value: Any, field: Any, schema: Schema, key: Key
-    ) -> None:
-        if "of" in field.metadata:  # the registry that its named things are from
-            registry = REGISTRIES[field.metadata["of"]]
-            result[field.name] = self._nested(value, registry, schema.types[field.name], key)
-            self.note_place(key)
-            return
-        try:
-            converted = convert(value, schema.types[field.name])
-            check_limits(converted, field.metadata)
-        except (Mismatch, ValueError) as error:
-            self.problem(key, f"{dotted(key)}={_shown(value)}: {error}")
-            return
-        self.note_place(key)
-        is_path = field.metadata.get("path") and converted is not None
-        result[field.name] = os.path.expanduser(converted) if is_path else converted
-
     def note_place(self, key: Key) -> None:
         """Remember where the value at ``key`` comes from."""
         place = self.layers.place(key)
@@ -218,6 +272,18 @@ def hint_for(name: str, known: Mapping[str, dataclasses.Field[Any]], key: Key) -
     words |= {right: right for right in known}
     close = get_close_matches(name, words, n=1)
     return f"did you mean {dotted((*key, words[close[0]]))!r}?" if close else nearest(name, known)
+
+
+def _holds(kind: Any) -> bool:
+    """Whether a type is a section or a mapping of sections or named things."""
+    if typing.get_origin(kind) is dict:
+        kind = typing.get_args(kind)[1]
+    return dataclasses.is_dataclass(kind)
+
+
+def _wanted(field: dataclasses.Field[Any], kind: Any) -> str:
+    of = field.metadata.get("of")
+    return f"a list of {of}" if of else describe(kind)
 
 
 def _shown(value: Any) -> str:

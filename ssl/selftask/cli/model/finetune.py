@@ -51,7 +51,7 @@ def recipe_words(address: str, words: list[str]) -> list[str]:
     Raises UserError for a model that is not there, or whose architecture is code without
     ``trust=true``.
     """
-    from selftask.config.load import import_plugins
+    from selftask.config.compose.compose import import_plugins
     from selftask.models.weights.model_source import NONE, PRETRAINED, describe_model
 
     import_plugins(words)  # may have a handler for the address

@@ -49,7 +49,8 @@ def open_frozen(address: str, overrides: list[str]) -> Frozen:
     """
     from selftask.checkpoint.mirror import local_run
     from selftask.config.compose import recipes
-    from selftask.config.load import import_plugins, load_config
+    from selftask.config.compose.compose import import_plugins
+    from selftask.config.load import load_config
 
     overrides, trust = take_trust(overrides)
     import_plugins(overrides)  # may have a handler for the address

@@ -1,0 +1,234 @@
+"""Hydra's compose API over recipe files, with every file's own contribution kept beside.
+
+Recipes are ordinary Hydra configs (``defaults:`` lists, interpolations). Two things are ours: each
+file speaks about the whole config, so no ``# @package _global_`` line is needed, and short forms
+are written out as the file is read. Both are done by a config source, Hydra's extension point.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
+from omegaconf.errors import OmegaConfBaseException
+
+from selftask.config.compose.provenance import Layer, Layers, read_marks, show_path, take_path_texts
+from selftask.config.compose.short_forms import expand
+from selftask.errors import ConfigError, UserError, nearest
+from selftask.files.paths import is_file
+
+MAX_VALUES = 100_000  # of one file, with every anchor written out
+MAX_LEVELS = 50
+
+
+def compose_recipe(path: Path, shipped: Path) -> tuple[DictConfig, Layers]:
+    """The merged config of a recipe file and the layers it is made of.
+
+    ``defaults:`` entries are looked up beside the file, then among the ``shipped`` recipes.
+    Raises ConfigError for what is wrong with a file as yaml or with its defaults list.
+    """
+    _read_file.cache_clear()  # files may have changed since the last call
+    name, root = _address(path, shipped)
+    with _hydra(name, [root, shipped]) as primary:
+        try:
+            composed = compose(primary)
+            loader = GlobalHydra.instance().config_loader()
+            results = loader.compute_defaults_list(primary, [], RunMode.RUN).defaults
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError([_explain(error, path, [root, shipped])]) from error
+        except RecursionError as error:
+            place = _place_of_defaults(path)
+            raise ConfigError([f"{place}: defaults: recipes that inherit each other"]) from error
+    read = [_find(result.config_path, [root, shipped]) for result in results]
+    layers = Layers(copy.deepcopy(_read_file(file)[1]) for file in read if file is not None)
+    OmegaConf.set_struct(composed, False)  # what is unknown is found, with its place, later
+    return composed, layers
+
+
+class _Recipes(ConfigSource):
+    """A folder of recipes: files are global, short forms are written out, folders are no groups.
+
+    (Were they groups, a folder ``data/`` beside a recipe would turn ``data=DIR`` into Hydra's
+    choice of a group.)
+    """
+
+    @staticmethod
+    def scheme() -> str:
+        return "recipes"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        file = _file(Path(self.path), config_path)
+        assert file is not None  # Hydra asks is_config first
+        defaults, layer = _read_file(file)
+        return ConfigResult(
+            provider=self.provider,
+            path=self.full_path(),
+            config=OmegaConf.create({**defaults, **layer.values}),
+            header={"package": "_global_"},
+        )
+
+    def is_config(self, config_path: str) -> bool:
+        return _file(Path(self.path), config_path) is not None
+
+    def is_group(self, config_path: str) -> bool:
+        return False
+
+    def available(self) -> bool:
+        return Path(self.path).is_dir()
+
+    def list(self, config_path: str, results_filter: Any) -> list[str]:
+        return []
+
+
+@contextmanager
+def _hydra(recipe: str, folders: list[Path]) -> Iterator[str]:
+    """Hydra for the length of one composition; yields the name of the config to compose.
+
+    That config only points at the recipe and at where recipes are. Whatever else uses Hydra in
+    this process finds it as it was.
+    """
+    search = [f"{_Recipes.scheme()}://{folder}" for folder in folders]
+    pointer = {"defaults": [f"/{recipe}", "_self_"], "hydra": {"searchpath": search}}
+    Plugins.instance().register(_Recipes)
+    ConfigStore.instance().store(name="selftask_recipe", node=pointer)
+    backup = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize(config_path=None, job_name="selftask", version_base="1.3"):
+            yield "selftask_recipe"
+    finally:
+        GlobalHydra.instance().hydra = backup
+
+
+def _address(path: Path, shipped: Path) -> tuple[str, Path]:
+    """A recipe's name for Hydra and the folder the name starts from."""
+    path = path.resolve()
+    if "@" in path.name:  # Hydra's sign for a package
+        raise ConfigError([f"{show_path(path)}: the name of a recipe file may not hold an @"])
+    if path.is_relative_to(shipped):
+        return path.relative_to(shipped).with_suffix("").as_posix(), shipped
+    return path.stem, path.parent
+
+
+def _file(folder: Path, config_path: str) -> Path | None:
+    names = [f"{config_path}.yaml", f"{config_path}.yml", config_path]
+    return next((folder / name for name in names if is_file(folder / name)), None)
+
+
+def _find(config_path: str | None, roots: Sequence[Path]) -> Path | None:
+    if config_path is None:
+        return None
+    return next(filter(None, (_file(root, config_path) for root in roots)), None)
+
+
+@cache
+def _read_file(path: Path) -> tuple[dict[str, Any], Layer]:
+    """A file's ``defaults:`` and everything else in it; raises ConfigError for bad yaml."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{show_path(path)}: cannot be read: {error}"]) from error
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        _check_size(node, path)
+        values = yaml.load(text, Loader=get_yaml_loader())
+    except yaml.YAMLError as error:
+        raise ConfigError([_explain_yaml(error, path)]) from error
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 brackets
+        reason = str(error).partition(";")[0]
+        raise ConfigError([f"{show_path(path)}: cannot be read as yaml: {reason}"]) from error
+    values = {} if values is None else take_path_texts(values, node)
+    if not isinstance(values, dict):
+        raise ConfigError([f"{show_path(path)}:1: a recipe is `key: value` lines; this is not"])
+    marks = read_marks(node, path)
+    if "hydra" in values:
+        line = marks[("hydra",)]
+        raise ConfigError(
+            [f"{line}: unknown key 'hydra': Hydra only composes here, it does not run"]
+        )
+    defaults = {"defaults": values.pop("defaults")} if "defaults" in values else {}
+    for names in defaults.values():
+        if not isinstance(names, list) or not all(map(_is_recipe_name, names)):
+            wanted = "a list of recipe names, as in [/base/digits, _self_]"
+            raise ConfigError([f"{marks[('defaults',)]}: defaults: {names!r}: expected {wanted}"])
+    try:
+        return defaults, Layer(expand(_texts(values)), marks)
+    except UserError as error:  # of the catalog, or of a path that cannot be looked at
+        raise ConfigError([f"{show_path(path)}: {error}"]) from error
+
+
+def _check_size(document: yaml.Node | None, path: Path) -> None:
+    """Raise ConfigError if anchors expand to too many values or sections nest too deeply."""
+    known: dict[int, tuple[float, float]] = {}
+
+    def measure(node: yaml.Node | None) -> tuple[float, float]:
+        """Return the number of values and of levels."""
+        if not isinstance(node, yaml.CollectionNode):
+            return 1, 1
+        if id(node) not in known:
+            known[id(node)] = (math.inf, math.inf)  # if it is met again inside itself
+            pairs = isinstance(node, yaml.MappingNode)
+            inner = [item for pair in node.value for item in pair] if pairs else node.value
+            values, levels = zip((0, 0), *map(measure, inner), strict=True)
+            known[id(node)] = (1 + sum(values), 1 + max(levels))
+        return known[id(node)]
+
+    values, levels = measure(document)
+    if values > MAX_VALUES or levels > MAX_LEVELS:
+        text = f"holds more than {MAX_VALUES:,} values, anchors written out, or {MAX_LEVELS} levels"
+        raise ConfigError([f"{show_path(path)}: {text}"])
+
+
+def _is_recipe_name(entry: Any) -> bool:
+    """Of Hydra's entries only names: files here have no groups and no packages."""
+    return isinstance(entry, str) and not re.search(r"[@\s$]", entry)
+
+
+def _texts(value: Any) -> Any:
+    """The same with text for keys (yaml's ``5:`` is a number), as command lines have them."""
+    if isinstance(value, dict):
+        return {str(key): _texts(item) for key, item in value.items()}
+    return [_texts(item) for item in value] if isinstance(value, list) else value
+
+
+def _explain_yaml(error: yaml.YAMLError, path: Path) -> str:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    place = f"{show_path(path)}:{mark.line + 1}" if mark else show_path(path)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    if "'\\t'" in problem:
+        problem = "a tab where yaml wants spaces"
+    context = getattr(error, "context", None)
+    return f"{place}: not valid yaml: {problem}" + (f" ({context})" if context else "")
+
+
+def _explain(error: Exception, path: Path, roots: Sequence[Path]) -> str:
+    """One line for Hydra's and OmegaConf's errors of composing ``path``."""
+    text = " ".join((str(error) or str(error.__cause__)).split())
+    missing = re.search(r"Could not (?:load|find) '/?([^']+)'", text)
+    if not missing:
+        return f"{_place_of_defaults(path)}: {text}"
+    asking = re.match(r"In '([^']+)'", text)
+    file = (asking and _find(asking[1], roots)) or path
+    known = [f.relative_to(roots[-1]).with_suffix("").as_posix() for f in roots[-1].rglob("*.yaml")]
+    hint = nearest(missing[1], known)
+    return f"{_place_of_defaults(file)}: defaults: there is no recipe {missing[1]!r}; {hint}"
+
+
+def _place_of_defaults(path: Path) -> str:
+    return _read_file(path)[1].marks.get(("defaults",), show_path(path))
