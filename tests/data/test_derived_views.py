@@ -145,3 +145,10 @@ def test_named_groups_of_a_method(forget_names: None) -> None:
     assert "views: wants_groups needs 1 view in group 'main', got 2" in said
     assert "views: wants_groups needs 4 views or more in group 'tiles', got 0" in said
     assert "views: wants_groups has no use for group 'parts'; " in said
+
+
+def test_a_transform_that_never_changes_anything_is_left_out() -> None:
+    """All strengths of color_jitter are 0 by default."""
+    views = Views({"main": ViewConfig(transforms=[part("color_jitter"), part("resize", size=9)])})
+    alone = Views({"main": ViewConfig(transforms=[part("resize", size=9)])})
+    assert np.array_equal(views(IMAGES[0], 0, 0, 0)[0], alone(IMAGES[0], 0, 0, 0)[0])

@@ -80,7 +80,7 @@ class Compose:
                 program, (height, width) = [], image.shape[:2]
                 continue
             program += steps
-            if steps[0] == kernel.Op.CROP_RESIZE:
+            if steps and steps[0] == kernel.Op.CROP_RESIZE:
                 height, width = int(steps[5]), int(steps[6])
         return _run(program, image, height, width, out)
 
