@@ -152,7 +152,7 @@ INSTEAD = {
     "checkpoint": "selftask saves by itself: train.checkpoint_every, train.keep_checkpoints",
     "model_complexity": "it asks for a ClassyModel; a run's first lines say how large the model is",
     "model_tensorboard": "it asks for a ClassyModel; hooks.classy:tensorboard_plot={} draws curves",
-    "precise_bn": "it asks for Classy's loaders; leave it out",
+    "precise_bn": "it asks for Classy's loaders; hooks.precise_bn={} does the same",
     "profiler": "it asks for a ClassyModel; hooks.timing={} says where the time of a step goes",
     "torchscript": "it asks for a ClassyModel; `selftask export RUN` writes the backbone",
 }

@@ -62,6 +62,7 @@ class Task(ClassyTaskNames):
         self.world = read_world()
         self.device = device.pick_device(config.train.device, self.world)
         self.evaluate: Callable[[Task], dict[str, float]] | None = None  # set by the launcher
+        self.before_export: list[Callable[[nn.Module], nn.Module]] = []  # give a changed copy
         self._low_precision = _DTYPES.get(config.train.precision)  # None: float32
         self.train_step_function: Callable[[Task], None] = TRAIN_STEPS[config.train.step]
         self.train = True
@@ -203,9 +204,12 @@ class Task(ClassyTaskNames):
         """The backbone to keep, as one rank alone can use it; every rank calls."""
         backbone = self.loss.export_backbone(self.base_model)
         broadcast_buffers(backbone)
-        return self.reduction.unsharded(
+        backbone = self.reduction.unsharded(
             backbone, lambda: build_backbone(self.config.backbone, self.data_module.channels)
         )
+        for change in self.before_export:
+            backbone = change(backbone)
+        return backbone
 
     def sync_buffers(self) -> None:
         """Copy the buffers of rank 0 to every rank, in the network and its teachers.

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from selftask.batch import Batch
@@ -175,6 +176,12 @@ class DataModule:
         """One pass over this rank's part of the labelled images, by the evaluation's transforms."""
         assert self.val_source is not None, "has_test says whether there is something to test on"
         yield from self._eval_batches(self.val_source, self._val_bad_files())
+
+    def chosen_samples(self, indices: np.ndarray, batch_size: int) -> Iterator[dict[str, Any]]:
+        """Yield these training images in batches, by the evaluation's transforms."""
+        batches = self._eval_batches(self.train_source, self.batches.bad_files)
+        batches.indices, batches.batch_size = indices.tolist(), batch_size
+        yield from batches
 
     def _val_bad_files(self) -> BadFiles:
         assert self.val_source is not None

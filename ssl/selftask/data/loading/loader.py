@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -130,7 +130,7 @@ class EvalBatches:
         self.device = device or torch.device("cpu")
         self.bad_files = BadFiles(None, len(dataset)) if bad_files is None else bad_files
         share = -(-len(dataset) // world_size)
-        self.indices = range(len(dataset))[rank * share : (rank + 1) * share]
+        self.indices: Sequence[int] = range(len(dataset))[rank * share : (rank + 1) * share]
         self.batch_size = batch_size
 
     def __len__(self) -> int:

@@ -1,0 +1,100 @@
+"""Precise BatchNorm: statistics of many images under the weights as they are now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from selftask.config.fields import setting
+from selftask.distributed.collectives import all_reduce_sum, rank, world_size
+from selftask.hooks.base import Hook
+from selftask.models.build import build_backbone
+from selftask.random.permutation import epoch_order
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_hook("precise_bn")
+@dataclass(eq=False, kw_only=True)
+class PreciseBatchNorm(Hook):
+    """Recomputes BatchNorm's statistics before the backbone is evaluated or exported.
+
+    Running averages lag behind the weights and the mean over batches of their momentum. Here mean
+    and variance are those of ``batches`` x ``batch_size`` training images, as the evaluation shows
+    them (arXiv:2105.07576, section 3). Only the evaluated and exported copy changes: training and
+    checkpoints keep the running averages. The batches are the same on any number of ranks.
+    """
+
+    priority: ClassVar[int] = 10  # before evaluation and export
+    batches: int = setting(200, min=1)
+    batch_size: int = setting(64, min=2)  # images normalized together, on one rank
+
+    def on_start(self, task: Task) -> None:
+        task.before_export = [partial(self._recompute, task)]
+
+    def _recompute(self, task: Task, backbone: nn.Module) -> nn.Module:
+        """Return a copy of the backbone with precise statistics; every rank calls."""
+        if not _norms(backbone):
+            return backbone
+        data = task.data_module
+        chosen = self._batches_of_rank(task.config.train.seed, data.num_images)
+        samples = data.chosen_samples(chosen.ravel(), chosen.shape[1])
+        with torch.random.fork_rng(devices=()):  # for first weights, and the start of a loader
+            copy = build_backbone(task.config.backbone, data.channels).to(task.device)
+            copy.load_state_dict(backbone.state_dict())
+            _set_statistics(copy, (sample["input"] for sample in samples), len(chosen))
+        return copy.eval()
+
+    def _batches_of_rank(self, seed: int, num_images: int) -> np.ndarray:
+        """Return the images of this rank's batches, (batches, batch_size)."""
+        size = min(self.batch_size, num_images)
+        number = min(self.batches, num_images // size)
+        order = epoch_order(seed, 0, num_images).at(np.arange(number * size))
+        return order.reshape(number, size)[rank() :: world_size()]
+
+
+def _norms(model: nn.Module) -> list[_BatchNorm]:
+    """Return the BatchNorm modules that keep statistics."""
+    modules = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    return [module for module in modules if module.running_mean is not None]
+
+
+def _set_statistics(model: nn.Module, inputs: Iterator[Tensor], number: int) -> None:
+    """Set BatchNorm's statistics to those of the inputs of all ranks.
+
+    Args:
+        number: How many inputs there are on this rank.
+    """
+    from fvcore.nn.precise_bn import update_bn_stats
+
+    norms = _norms(model)
+    model.eval()
+    for norm in norms:
+        norm.train()
+    num_images = 0
+
+    def counted() -> Iterator[Tensor]:
+        nonlocal num_images
+        for images in inputs:
+            num_images += len(images)
+            yield images
+
+    update_bn_stats(model, counted(), number)
+    here = next(model.buffers()).device
+    share = num_images / float(all_reduce_sum(torch.tensor(float(num_images), device=here)))
+    for norm in norms:
+        mean, var = norm.running_mean, norm.running_var
+        assert mean is not None
+        assert var is not None
+        both = all_reduce_sum(torch.stack([mean, var + mean.square()]).double() * share)
+        norm.running_mean = both[0].to(mean.dtype)
+        norm.running_var = (both[1] - both[0].square()).to(var.dtype)

@@ -1,0 +1,85 @@
+"""``hooks.precise_bn`` beside population statistics computed in double precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import tiny
+from ranks import run_ranks
+from selftask.distributed.collectives import rank, world_size
+from selftask.distributed.world import World
+from selftask.models.build import build_backbone
+from selftask.random.permutation import epoch_order
+from selftask.task.loop import train_loop
+
+HOOK = "hooks.precise_bn={batches: 4, batch_size: 16}"
+
+
+def exported(task_out: Path) -> dict[str, Tensor]:
+    return torch.load(task_out / "export/backbone.pt")
+
+
+def expected(folder: Path, out: str) -> dict[str, Tensor]:
+    """Mean and biased variance of what enters each BatchNorm over four batches of 16 images."""
+    import numpy as np
+
+    task = tiny.task("simclr", folder, out)
+    task.prepare()
+    network = build_backbone(task.config.backbone, 3).double()
+    network.load_state_dict({k: v.double() for k, v in exported(folder / out).items()})
+    order = epoch_order(task.config.train.seed, 0, 80).at(np.arange(64))
+    images: Tensor = torch.cat([s["input"] for s in task.data_module.labelled_samples()])
+    entered: dict[str, list[Tensor]] = {}
+    for name, module in network.named_modules():
+        if isinstance(module, nn.BatchNorm2d):
+            entered[name] = []
+            module.register_forward_pre_hook(lambda _, x, name=name: entered[name].append(x[0]))
+    network.train()
+    with torch.no_grad():
+        for batch in order.reshape(4, 16):
+            network(images[batch].double())
+    task.close()
+    whole = {name: torch.cat(parts) for name, parts in entered.items()}
+    return {
+        **{f"{name}.running_mean": x.mean((0, 2, 3)) for name, x in whole.items()},
+        **{f"{name}.running_var": x.var((0, 2, 3), correction=0) for name, x in whole.items()},
+    }
+
+
+def test_exports_population_statistics_and_leaves_the_run_alone(tmp_path: Path) -> None:
+    tiny.train("simclr", tmp_path, "precise", "train.max_steps=3", HOOK)
+    tiny.train("simclr", tmp_path, "plain", "train.max_steps=3")
+    ours, plain = exported(tmp_path / "precise"), exported(tmp_path / "plain")
+    wanted = expected(tmp_path, "precise")
+    assert len(wanted) > 4
+    for name in ours:
+        if name in wanted:
+            torch.testing.assert_close(ours[name].double(), wanted[name], rtol=1e-4, atol=1e-6)
+            assert not torch.allclose(ours[name], plain[name], rtol=1e-2)
+        elif "num_batches_tracked" not in name:
+            assert torch.equal(ours[name], plain[name])
+    without = ("config", "metrics_bytes", "hooks")
+    states = [tiny.last_state(tmp_path / out, without) for out in ("precise", "plain")]
+    assert tiny.differences(*states) == []
+
+
+def train_on_ranks(_: int, folder: Path, out: str) -> None:
+    task = tiny.task(
+        "simclr", folder, out, "train.max_steps=2", "parallel.sync_batch_norm=all", HOOK
+    )
+    task.world = World(rank(), world_size(), rank(), world_size())
+    train_loop(task)
+
+
+def test_two_ranks_equal_one(tmp_path: Path) -> None:
+    tiny.digits_file(tmp_path)
+    for number in (1, 2):
+        run_ranks(train_on_ranks, number, tmp_path, f"on_{number}")
+    one, two = exported(tmp_path / "on_1"), exported(tmp_path / "on_2")
+    assert any("running_var" in name for name in one)
+    for name in one:
+        if "num_batches_tracked" not in name:
+            torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)
