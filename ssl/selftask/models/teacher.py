@@ -18,11 +18,19 @@ class Teacher(nn.Module):
     like the student, normalises with the statistics of its own batch and keeps its own running
     averages of them, as the published code of MoCo, BYOL and DINO does. State is the plain
     sub-module ``network``.
+
+    Args:
+        network: Module to copy.
+        drop_path: Whether the copy keeps stochastic depth; that of DINO does not.
     """
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, *, drop_path: bool = True) -> None:
         super().__init__()
         self.network = copy.deepcopy(network).requires_grad_(False)
+        if not drop_path:
+            for module in self.network.modules():
+                if hasattr(module, "drop_prob"):
+                    module.drop_prob = 0.0  # type: ignore[assignment]
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
