@@ -11,7 +11,7 @@ import pytest
 
 import tiny
 from ranks import run_ranks
-from selftask.data.identity import check_same_on_all_ranks
+from selftask.data.fingerprint import check_same_on_all_ranks
 from selftask.data.source import Source
 from selftask.errors import UserError
 from selftask.run.early_errors import find_early_error, report_early_errors

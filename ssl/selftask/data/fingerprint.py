@@ -1,15 +1,17 @@
-"""Whether images are the same as before: their number, names, labels and classes."""
+"""Compare images with those of before, or of other ranks: number, names, labels, classes."""
 
 from __future__ import annotations
 
 import hashlib
+import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from selftask.data.source import Source
-from selftask.errors import plural
+from selftask.distributed.collectives import gather_objects, world_size
+from selftask.errors import UserError, plural
 
 _SHOWN = 3  # classes that a message names
 
@@ -60,3 +62,29 @@ def _classes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
             yield f"{'class' if len(names) == 1 else 'classes'} {word}: {shown}{more}"
     if old != new and set(old) == set(new):
         yield "classes numbered differently"
+
+
+def check_same_on_all_ranks(source: Source | None, key: str) -> None:
+    """Raise UserError on every rank if ranks have opened different images; a collective call.
+
+    They would make different numbers of steps, and hang at the end of an epoch.
+    """
+    if world_size() == 1:
+        return
+    own = {} if source is None else fingerprint(source)
+    found = gather_objects((socket.gethostname(), own))
+    first_host, first = found[0]
+    for rank, (host, other) in enumerate(found):
+        if other != first:
+            raise UserError(
+                f"{key}: rank {rank} on {host} {_difference(other, first)} rank 0 on "
+                f"{first_host}; every rank must see the same files, in the same order"
+            )
+
+
+def _difference(other: dict[str, Any], first: dict[str, Any]) -> str:
+    counts = [f"{d.get('count', 0)} {plural('image', d.get('count', 0))}" for d in (other, first)]
+    if counts[0] != counts[1]:
+        return f"has {counts[0]}, not the {counts[1]} of"
+    what = "names" if other["names"] != first["names"] else "labels"
+    return f"has {counts[0]} with other {what} than"

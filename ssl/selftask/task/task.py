@@ -23,7 +23,7 @@ from selftask.classy import ClassyTaskNames
 from selftask.config.load import to_yaml
 from selftask.config.run_length import Clock, RunLength
 from selftask.config.schema import Component, Config
-from selftask.data.identity import check_same_on_all_ranks
+from selftask.data.fingerprint import check_same_on_all_ranks
 from selftask.data.loading.data_module import DataModule
 from selftask.data.loading.open_data import Sources, open_data
 from selftask.distributed import device, process_group

@@ -1,1 +1,1 @@
-"""Reading files of any size, age and condition."""
+"""Reading image files, archives and lists of paths, damaged ones included."""

@@ -28,13 +28,13 @@ from selftask.files.addresses import is_remote
 
 T = TypeVar("T")
 
-MAX_STUCK = 16  # threads left behind in one process before nothing more is tried
-FIRST_PAUSE_S = 0.1  # before the first retry; each further one waits four times as long
+MAX_STUCK = 16  # stuck threads in one process before reading gives up
+FIRST_PAUSE_S = 0.1  # before the first retry; four times as long before each further one
 
 TRANSIENT = frozenset(
     {errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO}
     | {errno.ENOTCONN, errno.ECONNRESET, errno.ESHUTDOWN, errno.EHOSTDOWN}
-)  # what network file systems answer when the next try may well succeed
+)  # errors of network file systems that may pass
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -65,7 +65,7 @@ class BadImage(Exception):
 class Policy:
     """Read settings of this process and its forked workers: ``data.read_timeout_s``, ..."""
 
-    timeout_s: float = 60.0  # 0: for ever
+    timeout_s: float = 60.0  # 0: no limit
     retries: int = 2
     max_bytes: int = 1 << 30  # of one image, encoded
     max_scans: int = 100  # of one JPEG
@@ -104,7 +104,7 @@ def with_retries(
     timeout_s: float | None = None,
     retries: int | None = None,
 ) -> T:
-    """``read(path)`` in time; errors that ``may_pass`` are tried again, after growing pauses.
+    """Call ``read(path)`` with a time limit; retry errors that ``may_pass``, after growing pauses.
 
     Raises BadImage, about ``name``; UserError and MemoryError go through.
     """
@@ -117,7 +117,7 @@ def with_retries(
             return in_time(read, path, timeout_s)
         except (MemoryError, UserError):
             raise
-        except Exception as error:  # noqa: BLE001 - each file system has errors of its own
+        except Exception as error:  # noqa: BLE001 - file systems have their own errors
             problem = error
             if not may_pass(error):
                 break
@@ -128,7 +128,7 @@ def with_retries(
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether the next try may well succeed. A TimeoutError is the kernel's, or ours."""
+    """Return whether the next try may succeed. A TimeoutError is the kernel's or ours."""
     return isinstance(error, OSError) and (
         isinstance(error, TimeoutError) or error.errno in TRANSIENT
     )
@@ -140,12 +140,12 @@ def may_pass_remote(error: Exception) -> bool:
 
 
 def open_regular(path: str) -> BinaryIO:
-    """A file opened for reading, for whoever needs a part of it; OSError for what is no file."""
+    """Open a regular file to read parts of it; raises OSError for anything else."""
     return os.fdopen(_open(path)[0], "rb")
 
 
 def _open(path: str) -> tuple[int, int]:
-    """Handle and size of a regular file. Nothing else is opened: a pipe would wait for a writer."""
+    """Open a regular file; returns handle and size. A pipe, which would block, is not opened."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
@@ -155,7 +155,7 @@ def _open(path: str) -> tuple[int, int]:
 
 
 def check_size(num_bytes: int) -> None:
-    """Raise OSError for more bytes than ``data.max_bytes`` allows for one image."""
+    """Raise OSError if an image has more than ``data.max_bytes`` bytes."""
     if num_bytes > POLICY.max_bytes:
         raise OSError(
             errno.EFBIG, f"{num_bytes} bytes, more than data.max_bytes={POLICY.max_bytes}"
@@ -175,7 +175,7 @@ def _read(path: str) -> bytes:
         content = os.read(handle, size + 1)
         if len(content) == size:
             return content
-        parts = [content]  # it shrank, grew, or came in pieces
+        parts = [content]  # it has changed size, or was read in pieces
         while parts[-1]:
             parts.append(os.read(handle, 1 << 20))
             check_size(sum(map(len, parts)))
@@ -185,7 +185,7 @@ def _read(path: str) -> bytes:
 
 
 class _ReadingThread:
-    """A thread that does one thing after the other for whoever waits."""
+    """A thread that runs one call at a time for a waiting caller."""
 
     def __init__(self) -> None:
         self.jobs: SimpleQueue[tuple[Callable[[str], Any], str] | None] = SimpleQueue()
@@ -194,7 +194,7 @@ class _ReadingThread:
         self.thread.start()
 
     def give_up(self) -> None:
-        """Let the thread end when, if ever, its read comes back."""
+        """Let the thread end when its read returns, if it ever does."""
         self.jobs.put(None)
         _STUCK.append(self.thread)
 
@@ -203,7 +203,7 @@ class _ReadingThread:
             function, path = job
             try:
                 self.answers.put((function(path), None))
-            except Exception as error:  # noqa: BLE001 - it is raised where somebody waits
+            except Exception as error:  # noqa: BLE001 - raised again by the caller
                 self.answers.put((None, error))
 
 
@@ -212,7 +212,7 @@ _STUCK: list[threading.Thread] = []
 
 
 def in_time(function: Callable[[str], T], path: str, timeout_s: float) -> T:
-    """``function(path)``; TimeoutError if that takes longer than ``timeout_s`` (0: no limit)."""
+    """Call ``function(path)``; raises TimeoutError after ``timeout_s`` seconds (0: no limit)."""
     if timeout_s <= 0:
         return function(path)
     try:
@@ -226,7 +226,7 @@ def in_time(function: Callable[[str], T], path: str, timeout_s: float) -> T:
         reader.give_up()
         late = f"no answer from the file system within {timeout_s:g} s"
         raise TimeoutError(late) from None
-    except BaseException:  # an interrupt: the thread may still be at work
+    except BaseException:  # an interrupt: the thread may still be running
         reader.give_up()
         raise
     _IDLE.append(reader)
@@ -243,7 +243,7 @@ def _new_thread() -> _ReadingThread:
 
 
 def _end_idle_threads() -> None:
-    """Before a fork: threads do not live in the child, and python warns of forking beside them."""
+    """End idle threads before a fork; Python warns if threads are running."""
     while _IDLE:
         reader = _IDLE.pop()
         reader.jobs.put(None)
@@ -251,7 +251,7 @@ def _end_idle_threads() -> None:
 
 
 def _forget_threads() -> None:
-    """A forked process has none of its parent's threads."""
+    """Forget the threads of the parent, which a forked process does not have."""
     _IDLE.clear()
     _STUCK.clear()
 
@@ -259,12 +259,15 @@ def _forget_threads() -> None:
 os.register_at_fork(before=_end_idle_threads, after_in_child=_forget_threads)
 
 
-_NUM_SLOTS, _SLOT = 1024, 4096  # bytes: process id, length, path; untouched ones take no memory
-_SLOTS = mmap.mmap(-1, _NUM_SLOTS * _SLOT)  # anonymous and shared: forked processes write here, too
+_NUM_SLOTS, _SLOT = (
+    1024,
+    4096,
+)  # slots of bytes: process id, length, path; unused ones take no memory
+_SLOTS = mmap.mmap(-1, _NUM_SLOTS * _SLOT)  # anonymous and shared with forked processes
 
 
 def now_reading(path: str) -> None:
-    """Note what this process reads or decodes: a path, or the name of something in an archive."""
+    """Record what this process reads or decodes: a path, or a name in an archive."""
     name = os.fsencode(path)[-(_SLOT - 12) :]
     pid = os.getpid()
     start = pid % _NUM_SLOTS * _SLOT
@@ -273,7 +276,7 @@ def now_reading(path: str) -> None:
 
 
 def last_file(pid: int) -> str | None:
-    """What a process that this one forked has read last, even after its death; None: not known."""
+    """Return what a forked process has read last, also after its death; None if unknown."""
     start = pid % _NUM_SLOTS * _SLOT
     if int.from_bytes(_SLOTS[start : start + 8], "little") != pid:
         return None

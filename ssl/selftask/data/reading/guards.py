@@ -12,9 +12,9 @@ from selftask.errors import UserError
 
 @contextmanager
 def no_traceback(message: str) -> Iterator[None]:
-    """Context that reads a file with a library: its errors become a UserError, ``message: why``.
+    """Context that turns errors of a library into a UserError, ``message: why``.
 
-    Parsers raise anything at all on damaged headers, and MemoryError for sizes that they make up.
+    Parsers may raise any error on damaged headers, also MemoryError for sizes that are not there.
     """
     try:
         yield
@@ -26,7 +26,7 @@ def no_traceback(message: str) -> Iterator[None]:
 
 
 def check_memory(num_bytes: int, what: str, advice: str) -> None:
-    """Raise UserError if ``what``, of this many bytes, does not fit into free memory."""
+    """Raise UserError if ``what``, with ``num_bytes`` bytes, does not fit into free memory."""
     free = available_bytes()
     if free is not None and num_bytes > free:
         raise UserError(

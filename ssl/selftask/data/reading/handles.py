@@ -1,4 +1,4 @@
-"""Open files of libraries that must not be shared by processes."""
+"""Open files that processes must not share."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-_OTHERS: list[Any] = []  # opened by the process that forked this one: never closed from here
+_OTHERS: list[Any] = []  # opened by the parent process; never closed here
 
 
 class PerProcess(Generic[T]):
-    """What ``opener`` opens, once in each process that asks; pickled without what is open.
+    """An object that ``opener`` opens once in each process; pickled without the open object.
 
-    ``opener`` is picklable: a function of a module, with its arguments in a ``partial``.
+    ``opener`` must be picklable: a function of a module, or a ``partial`` of one.
     """
 
     def __init__(self, opener: Callable[[], T]) -> None:
         self._opener = opener
-        self._opened: tuple[int, T] | None = None  # process id, and what it opened
+        self._opened: tuple[int, T] | None = None  # process id and object
 
     def __call__(self) -> T:
         pid = os.getpid()

@@ -1,4 +1,4 @@
-"""Reading one image: whatever file it is, an upright 8-bit RGB image, or ``BadImage``."""
+"""Read one image of any format as upright 8-bit RGB, or raise ``BadImage``."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from selftask.data.reading.files import (
     read_bytes,
 )
 
-MAX_PIXELS = 178_956_970  # what Pillow itself takes for a decompression bomb
+MAX_PIXELS = 178_956_970  # Pillow's limit for decompression bombs
 
 _ORIENTATION_TAG = 0x0112
 _JPEG = b"\xff\xd8\xff"
 _SCAN = b"\xff\xda"  # begins each scan of a JPEG
-_PIECE = 1 << 24  # bytes looked through at once
+_PIECE = 1 << 24  # bytes searched at once
 _END = b"\xff\xd9"
 _MARKER = re.compile(rb"\xff[\x02-\xcf\xd8-\xfe]")  # of a segment, or the end of the image
-_JPEG_SPACES = ("YCbCr", "RGB", "Gray")  # the others are left to Pillow
-_MAY_BE_TURNED = (b"Exif\0\0", b"tiff:Orientation")  # marks of what can hold an orientation
-_HEAD = 65_536  # bytes in which these marks are looked for: longer than such a block can be
+_JPEG_SPACES = ("YCbCr", "RGB", "Gray")  # Pillow reads others
+_MAY_BE_TURNED = (b"Exif\0\0", b"tiff:Orientation")  # marks of blocks with an orientation
+_HEAD = 65_536  # bytes searched for these marks; such a block is shorter
 
 
 def read_image(path: str, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """The upright RGB image of a file, uint8 (H, W, 3); the first frame of an animation.
+    """Read the upright RGB image of a file, uint8 (H, W, 3); of an animation the first frame.
 
     The content decides about the format, not the name. Raises BadImage for what cannot be
     decoded to its end, for what claims more than ``max_pixels`` (before decoding it), and for what
@@ -47,7 +47,7 @@ def read_image(path: str, max_pixels: int = MAX_PIXELS) -> np.ndarray:
 
 
 def decode_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """``read_image`` for the bytes of a file; ``name`` is what BadImage calls it."""
+    """Do ``read_image`` with the bytes of a file; BadImage names ``name``."""
     try:
         check_size(len(data))
         pixels = None
@@ -57,12 +57,12 @@ def decode_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> np.nda
         return _decode_with_pillow(data, max_pixels) if pixels is None else pixels
     except MemoryError:
         raise
-    except Exception as error:  # decoders raise anything at all on damaged data
+    except Exception as error:  # decoders may raise any error on damaged data
         raise BadImage(name, _reason(error)) from error
 
 
 def _decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
-    """The common kinds of JPEG by libjpeg-turbo, in half of Pillow's time, and the same pixels.
+    """Decode common JPEGs by libjpeg-turbo, in half of Pillow's time and with the same pixels.
 
     None for the others, and for what is damaged: what Pillow makes of them counts.
     """
@@ -91,7 +91,7 @@ def _decode_with_pillow(data: bytes, max_pixels: int) -> np.ndarray:
 
 
 def check_header(path: str, max_pixels: int = MAX_PIXELS) -> BadImage | None:
-    """What is wrong with the header of a file, or None. Nothing is decoded: this is cheap."""
+    """Return what is wrong with the header of a file, or None. Nothing is decoded."""
 
     def open_header(path: str) -> None:
         with open_regular(path) as file, _pixel_limit(max_pixels), Image.open(file) as image:
@@ -107,16 +107,16 @@ def check_header(path: str, max_pixels: int = MAX_PIXELS) -> BadImage | None:
 
 
 def orientation(image: Image.Image) -> int:
-    """The EXIF orientation of an opened image, 1 to 8. A damaged EXIF block counts as none."""
+    """Return the EXIF orientation of an opened image, 1 to 8; 1 if the EXIF block is damaged."""
     try:
         number = image.getexif().get(_ORIENTATION_TAG)
     except (SyntaxError, ValueError, TypeError, KeyError, OSError, EOFError):
-        return 1  # the pixels are sound; only the note about them is not
+        return 1  # the pixels are intact
     return number if isinstance(number, int) else 1
 
 
 def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Turn stored pixels (H, W, C) as their EXIF orientation asks; 5 to 8 swap the sides."""
+    """Apply the EXIF orientation to stored pixels (H, W, C); 5 to 8 swap the sides."""
     if orientation in (5, 6, 7, 8):
         pixels = pixels.transpose(1, 0, 2)
     if orientation in (3, 4, 7, 8):
@@ -127,20 +127,20 @@ def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def to_rgb(image: Image.Image) -> np.ndarray:
-    """uint8 (H, W, 3) of a Pillow image of any mode. Deeper ones are scaled, alpha is dropped.
+    """Convert a Pillow image of any mode to uint8 (H, W, 3); alpha is dropped.
 
     Dropping alpha and the CMYK formula are Pillow's ``convert("RGB")``, which torchvision's
     image folders use too, so that figures stay comparable.
     """
     if image.mode.startswith("I") or image.mode == "F":
         return _gray_to_rgb(_to_8_bit(np.asarray(image), deep=True))
-    if image.mode in ("La", "RGBa"):  # Pillow takes these back only through LA and RGBA
+    if image.mode in ("La", "RGBa"):  # Pillow converts these only through LA and RGBA
         image = image.convert(image.mode.upper())
     return np.array(image if image.mode == "RGB" else image.convert("RGB"))
 
 
 def from_array(array: np.ndarray, channels: int = 3) -> np.ndarray:
-    """uint8 (H, W, 3) of an array (H, W), (H, W, 1|3|4) or (1|3|4, H, W): any type of number.
+    """Convert an array (H, W), (H, W, 1|3|4) or (1|3|4, H, W) of numbers to uint8 (H, W, 3).
 
     Floats are taken to span [0, 1], or [0, 255] where they go beyond 1, integers [0, 65535], or
     [0, 255] where they do not go beyond that and have other than 16 bits; a fourth channel is
@@ -160,7 +160,7 @@ def from_array(array: np.ndarray, channels: int = 3) -> np.ndarray:
 
 
 def as_picture(image: Any, channels: int = 3) -> np.ndarray:
-    """uint8 (H, W, C) of what a data set may give: a Pillow image, an array, a torch tensor.
+    """Convert a Pillow image, an array or a torch tensor to uint8 (H, W, C).
 
     Raises ValueError for one with another number of channels.
     """
@@ -202,7 +202,7 @@ def _to_8_bit(array: np.ndarray, *, deep: bool = False) -> np.ndarray:
     bytes_too = array.dtype.itemsize != 2 and not deep
     known = (1.0, 255.0) if is_float else (255.0, 65535.0) if bytes_too else (65535.0,)
     full = next((top for top in known if low >= 0 and high <= top), None)
-    if full is None:  # no scale is declared anywhere: from the darkest to the brightest
+    if full is None:  # no scale is declared: use the range of the values
         values, full = values - low, max(high - low, 1e-12)
     return np.rint(values * (255.0 / full)).astype(np.uint8)
 
@@ -213,7 +213,7 @@ def _refuse_bomb(size: tuple[int, int], max_pixels: int) -> None:
 
 
 def _refuse_scans(data: bytes) -> None:
-    """Raise for too many scans of a JPEG: each makes the decoder pass over the whole image."""
+    """Raise if a JPEG has too many scans; the decoder passes over the image for each."""
     if _count_marks(data) <= POLICY.max_scans:
         return
     scans = _count_scans(data)
@@ -241,7 +241,7 @@ def _count_scans(data: bytes) -> int:
 
 @contextmanager
 def _pixel_limit(max_pixels: int) -> Iterator[None]:
-    """Give Pillow's own bomb check our limit, and keep its warnings out of the workers' output.
+    """Set Pillow's limit for decompression bombs, and silence its warnings in workers.
 
     Pillow raises above twice ``MAX_IMAGE_PIXELS`` and warns above it.
     """

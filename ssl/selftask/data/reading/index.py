@@ -32,8 +32,8 @@ from selftask.errors import UserError
 from selftask.files.cache_dir import cache_path, take_lock
 from selftask.logs import get_logger
 
-MIN_INDEXED = 20_000  # paths; of fewer, no file is made
-UNSURE = -1  # a time of change that equals no other: what was just changed may change unseen
+MIN_INDEXED = 20_000  # paths; shorter lists are not saved
+UNSURE = -1  # a modification time that equals no other, for what has just changed
 MAGIC = b"selftask paths 3"
 _ALIGN = 64  # bytes
 _GRANULE_S = 3.0  # the coarsest clock of a file system, with a margin
@@ -43,15 +43,15 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Index:
-    """A list of paths, and what is known of them.
+    """A list of paths with labels and other arrays.
 
     ``paths`` and ``labels`` are all that training needs; ``arrays`` and ``header`` also say when
     things were looked at, for the next run to see what has changed since.
     """
 
-    header: dict[str, Any]  # "num_folders" and what the kind of list adds
-    arrays: dict[str, np.ndarray]  # those of PathTable, perhaps "labels", and more
-    file: Path | None = None  # where they are mapped from
+    header: dict[str, Any]  # "num_folders" and keys of the kind of list
+    arrays: dict[str, np.ndarray]  # those of PathTable, "labels" if known, and others
+    file: Path | None = None  # that they are mapped from
 
     def __len__(self) -> int:
         return len(self.arrays["offsets"]) - 1
@@ -62,7 +62,7 @@ class Index:
 
     @property
     def labels(self) -> np.ndarray | None:
-        """(N,) int64, -1 for none; None where nothing has a label."""
+        """Labels, int64 (N,), -1: none; None if no path has a label."""
         return self.arrays.get("labels")
 
     @property
@@ -75,12 +75,12 @@ class Index:
 
     @property
     def num_folders(self) -> int:
-        """Folders that hold at least one of the files."""
+        """Number of folders with at least one of the files."""
         return int(self.header["num_folders"])
 
 
 class StoredPaths(PathTable):
-    """Paths of an index file. A process that is sent them gets its name, and maps it itself."""
+    """Paths in an index file; pickled as the name of the file, which the receiver maps."""
 
     def __init__(self, index: Index) -> None:
         self.__dict__.update(PathTable.of_arrays(index.arrays).__dict__)
@@ -102,14 +102,14 @@ def _reopen(file: Path, stamp: str) -> PathTable:
 
 
 def index_file(kind: str, path: str, *more: str) -> Path:
-    """Where the index of the folder or file ``path`` is in the cache. Nothing is made yet."""
+    """Return the path of the index of a folder or file, in the cache folder."""
     name = "\0".join([kind, os.path.realpath(path), *more])
     digest = hashlib.blake2b(os.fsencode(name), digest_size=12).hexdigest()
     return cache_path() / "index" / f"{digest}.{kind}"
 
 
 def load(file: Path) -> Index | None:
-    """The index in a file, mapped; None if there is none, or none that we can read."""
+    """Map the index in a file; None if it is missing or unreadable."""
     try:
         with open(file, "rb") as stream:
             start = stream.read(len(MAGIC) + 8)
@@ -123,12 +123,12 @@ def load(file: Path) -> Index | None:
                 for name, (kind, count, offset) in header.pop("arrays").items()
             }
     except (OSError, ValueError, KeyError):
-        return None  # of another version, or damaged: it is made anew
+        return None  # of another version, or damaged: it is made again
     return Index(header, arrays, file)
 
 
 def save(index: Index, file: Path) -> Index:
-    """Write the index and map it; if it cannot be written, say so once and keep it in memory.
+    """Write the index and map it; if it cannot be written, warn once and keep it in memory.
 
     Whoever reads at the same time sees the old file or the new one, whole.
     """
@@ -159,7 +159,7 @@ def save(index: Index, file: Path) -> Index:
 
 
 def _write(stream: Any, index: Index) -> None:
-    """Magic, length of the header, header, and each array at a multiple of _ALIGN bytes."""
+    """Write magic, header length, header, and arrays aligned to _ALIGN bytes."""
     table: dict[str, tuple[str, int, int]] = {}
     end = 0
     arrays = {name: np.ascontiguousarray(array) for name, array in index.arrays.items()}
@@ -179,7 +179,7 @@ def _write(stream: Any, index: Index) -> None:
 
 @contextlib.contextmanager
 def only_one(file: Path) -> Iterator[bool]:
-    """Context for making ``file``; True at once if nobody else does, False after the other ended.
+    """Context for making ``file``: True if nobody else does, False after the other ended.
 
     The lock is the kernel's and ends with its process. Where there are no locks (some network file
     systems), or no writing, everybody is alone.
@@ -200,7 +200,7 @@ def only_one(file: Path) -> Iterator[bool]:
 
 
 def settled(mtime_ns: int, looked_ns: int) -> int:
-    """The time of change to remember of what was looked at then; UNSURE if it was just changed.
+    """Return the modification time to save; UNSURE if it is too recent to be reliable.
 
     Clocks of file systems are coarse: a second change within the same tick would not show.
     """

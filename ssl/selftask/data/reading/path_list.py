@@ -1,4 +1,4 @@
-"""A text file with one path a line, perhaps a label after a tab: read once, then mapped.
+"""Text files with one path a line, optionally a label after a tab; read once, then mapped.
 
 The file is read piece by piece. A piece without labels, blank lines or spaces at the end of a line,
 as most are, is taken as it stands: no line of it becomes an object of python's.
@@ -23,12 +23,12 @@ from selftask.data.source import in_no_folder, split_bytes
 from selftask.errors import UserError
 
 PIECE = 1 << 24  # bytes
-_BLANKS = b" \t\r\x0b\x0c"  # at the end of a line they are no part of a path
+_BLANKS = b" \t\r\x0b\x0c"  # stripped from the end of a line
 _NOT_PLAIN = re.compile(rb"\t|[ \r\x0b\x0c]\n|\n\n|^\n")
 
 
 def read_list(path: str) -> Index:
-    """The paths and labels of a text file, from its index if the file is as it was then.
+    """Return the paths and labels of a text file, from its index if the file has not changed.
 
     ``header["first_line"]`` is the number of the line of the first path, from 1. Raises UserError
     where only some lines have a label, and for a file that cannot be read.
@@ -56,28 +56,28 @@ def _read_list(path: str) -> Index:
 
 
 def _state(path: str) -> list[int]:
-    """What changes when the file does: its size and time of change."""
+    """Return size and modification time of the file."""
     status = os.stat(path)
     return [status.st_size, status.st_mtime_ns]
 
 
 class _Reading:
-    """One pass through a list."""
+    """Parser of a list."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._line = 0  # lines read so far
-        self._first_line = 0  # of a path; 0: none yet
-        self._has_labels = False  # as the first path has one, or none
-        self._numbers: dict[bytes, int] = {}  # of labels, as they come
+        self._first_line = 0  # with a path; 0: none yet
+        self._has_labels = False  # whether the first path has one
+        self._numbers: dict[bytes, int] = {}  # of labels, by first occurrence
         self._labels: list[np.ndarray] = []
         self._folders: set[bytes] = set()
 
     def index(self, state: list[int]) -> Index:
-        """The whole list."""
+        """Parse the whole list."""
         progress, joined = ScanProgress(self._path), bytearray()
         with open(self._path, "rb") as file:
-            if file.read(len(BOM_UTF8)) != BOM_UTF8:  # which editors put before the first path
+            if file.read(len(BOM_UTF8)) != BOM_UTF8:  # which some editors write
                 file.seek(0)
             for piece in _pieces(file):
                 paths = self._take_lines(piece) if _NOT_PLAIN.search(piece) else self._take(piece)
@@ -94,7 +94,7 @@ class _Reading:
         return Index(header, arrays)
 
     def _take(self, piece: bytes) -> bytes:
-        """A piece that holds nothing but paths."""
+        """Parse a piece that has only paths."""
         if self._has_labels:
             raise self._mixed(self._line + 1)
         self._first_line = self._first_line or self._line + 1
@@ -102,7 +102,7 @@ class _Reading:
         return piece
 
     def _take_lines(self, piece: bytes) -> bytes:
-        """A piece that is looked at line by line: the paths in it, each with its newline."""
+        """Parse a piece line by line; returns its paths, each with a newline."""
         paths, labels = [], []
         for line in piece.split(b"\n")[:-1]:
             self._line += 1
@@ -126,7 +126,7 @@ class _Reading:
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:
-    """The file in pieces of whole lines, the last one with a newline, too."""
+    """Yield the file in pieces of whole lines; the last one ends with a newline too."""
     rest = b""
     while piece := file.read(PIECE):
         whole, newline, piece = piece.rpartition(b"\n")
@@ -140,13 +140,13 @@ def _pieces(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _are_numbers(labels: Iterable[bytes]) -> bool:
-    return all(label.isdigit() and len(label) < 19 for label in labels)  # of 64 bits
+    return all(label.isdigit() and len(label) < 19 for label in labels)  # fits 64 bits
 
 
 def _label_values(numbers: dict[bytes, int]) -> np.ndarray:
-    """What each label, in the order they came, stands for.
+    """Return the class number of each label, in order of first occurrence.
 
-    Themselves if all are non-negative integers, else their places in sorted order.
+    It is the label itself if all are non-negative integers, else its place in sorted order.
     """
     labels = sorted(numbers)
     values = np.zeros(len(labels), dtype=np.int64)

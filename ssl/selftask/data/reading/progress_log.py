@@ -1,4 +1,4 @@
-"""What is told while data is looked for, listed or copied, before there is a run or within one."""
+"""Progress messages of scanning, listing and copying data, before or during a run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import time
 
 from selftask.logs import LOGGER, get_logger
 
-_EVERY_S = 5.0  # between two lines about one scan
+_EVERY_S = 5.0  # between two messages of one scan
 
 log = get_logger(__name__)
 
 
 def say(text: str) -> None:
-    """A line in the log, or on the terminal while no run has opened one."""
+    """Log a line; it goes to the terminal if no run has opened a log."""
     if LOGGER.handlers:
         log.info("data: %s", text)
     else:
@@ -21,7 +21,7 @@ def say(text: str) -> None:
 
 
 class ScanProgress:
-    """Says from time to time how many paths there are so far; threads may add to it."""
+    """Logs from time to time how many paths have been found; used by several threads."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -29,7 +29,7 @@ class ScanProgress:
         self._started = self._said = time.monotonic()
 
     def add(self, images: int, folders: int = 0) -> None:
-        """Count more of them. Threads that count at once may lose some: it is a line of text."""
+        """Add to the counts, without a lock: races may lose some, in a message only."""
         self._images += images
         self._folders += folders
         now = time.monotonic()

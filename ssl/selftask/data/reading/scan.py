@@ -1,4 +1,4 @@
-"""Every image below a folder: looked for by many threads, in a fixed order, once.
+"""List all images below a folder, with many threads and in a fixed order.
 
 The order is that of folders by their path, and of files by their name in each: bytes, whatever the
 language of the machine. When the folder was scanned before, only those folders are read again whose
@@ -26,27 +26,27 @@ from selftask.data.source import NO_LABEL, join_bytes, split_bytes
 from selftask.distributed.heartbeat import track
 from selftask.errors import UserError
 
-THREADS = 16  # a network file system answers many questions at once; a local one does not mind
-_REAL, _LINK, _ALIAS = 0, 1, 2  # how a folder is reached; an alias is counted under another path
+THREADS = 16  # for network file systems, which answer in parallel
+_REAL, _LINK, _ALIAS = 0, 1, 2  # how a folder is reached; an alias is counted by its other path
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """What one folder holds; names that begin with a dot are not seen."""
+    """The content of one folder, without hidden names."""
 
-    path: bytes  # relative to the root, b"" for itself
+    path: bytes  # relative to the root, which is b""
     mtime_ns: int
     kind: int
     names: bytes = b""  # of the images, sorted, each followed by b"/"
     count: int = 0
-    folders: tuple[bytes, ...] = ()  # paths of those in it
+    folders: tuple[bytes, ...] = ()  # paths of its subfolders
     links: tuple[bytes, ...] = ()  # of links to folders
     passed_over: tuple[tuple[str, int], ...] = ()  # extension, number of files
     ident: tuple[int, int] = field(default=(0, 0))  # device and inode
 
 
 def scan_folder(root: str, extensions: Sequence[str]) -> Index:
-    """The images below ``root``, from its index as far as that is still right.
+    """Return the images below ``root``, from its index if that is up to date.
 
     Links to folders are followed, each folder once. Raises UserError for a folder that may not be
     read: what is in it would be missing without anybody noticing.
@@ -74,7 +74,7 @@ def scan_folder(root: str, extensions: Sequence[str]) -> Index:
 def walk(
     root: str, endings: tuple[bytes, ...], known: Mapping[bytes, Folder] | None = None
 ) -> Iterator[list[Folder]]:
-    """All folders, one level of the tree after the other, then those behind links.
+    """Return all folders, level by level, then those behind links.
 
     A folder that is reached in several ways counts under the first: real folders before links, then
     by path. ``known`` ones are taken as they are if they have not changed.
@@ -105,7 +105,7 @@ def walk(
 
 
 class _Looker:
-    """Looks into folders; used by many threads."""
+    """Lists folders; used by several threads."""
 
     def __init__(
         self, root: bytes, endings: tuple[bytes, ...], known: Mapping[bytes, Folder]
@@ -116,7 +116,7 @@ class _Looker:
         self._progress = ScanProgress(os.fsdecode(root))
 
     def map_images(self, places: list[tuple[bytes, int]]) -> list[Folder]:
-        """Those of the folders that are still there."""
+        """List these folders; removed ones are left out."""
         looked = (self._look_at(path, kind) for path, kind in places)
         return [folder for folder in looked if folder is not None]
 
@@ -138,7 +138,7 @@ class _Looker:
             raise UserError(f"data: cannot look into {shown}: {error.strerror}") from error
 
     def _read(self, where: bytes, folder: Folder) -> Folder:
-        """The folder with what it holds. Nothing but names and kinds is asked for: no file."""
+        """List a folder by names and kinds only; no file is opened."""
         start = folder.path + b"/" if folder.path else b""
         names: list[bytes] = []
         folders: list[bytes] = []
@@ -175,7 +175,7 @@ def _is_folder(entry: os.DirEntry[bytes]) -> bool:
 
 
 def _assemble(found: list[Folder]) -> Index:
-    """The index of these folders, which stand in any order."""
+    """Build the index of these folders, given in any order."""
     found = sorted(found, key=lambda folder: folder.path)
     counts = np.array([folder.count for folder in found], dtype=np.int64)
     names = np.frombuffer(b"".join(folder.names for folder in found), dtype=np.uint8)
@@ -198,7 +198,7 @@ def _assemble(found: list[Folder]) -> Index:
 
 
 def _top_folder_labels(found: list[Folder]) -> np.ndarray | None:
-    """For each folder the number of its top folder, in sorted order; None unless there are two."""
+    """Number the top folder of each folder, in sorted order; None if there is only one."""
     tops = [folder.path.partition(b"/")[0] for folder in found]
     used = {top for top, folder in zip(tops, found, strict=True) if folder.count and top}
     if len(used) < 2:
@@ -208,7 +208,7 @@ def _top_folder_labels(found: list[Folder]) -> np.ndarray | None:
 
 
 def _is_current(root: str, index: Index) -> bool:
-    """Whether every folder of the index was last changed when it says."""
+    """Return whether no folder of the index has changed since."""
     places = [os.path.join(os.fsencode(root), path) for path in _folder_paths(index)]
     parts = [
         (places[first::THREADS], index.arrays["mtimes"][first::THREADS]) for first in range(THREADS)
@@ -232,7 +232,7 @@ def _folder_paths(index: Index) -> list[bytes]:
 
 
 def _rows(index: Index | None) -> dict[bytes, Folder]:
-    """The folders of an index by their paths, as ``walk`` found them."""
+    """Return the folders of an index by path, as found by ``walk``."""
     if index is None:
         return {}
     paths = _folder_paths(index)

@@ -1,4 +1,4 @@
-"""Files in a folder of images that are not read although they hold images: HEIC, raw, archives."""
+"""Image-like files in a folder that are not read: HEIC, raw formats, archives."""
 
 from __future__ import annotations
 

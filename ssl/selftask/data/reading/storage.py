@@ -23,7 +23,7 @@ from selftask.files.addresses import is_remote
 from selftask.files.paths import exists
 
 MAX_OPEN = 64  # local files that a process keeps open: opening is slow on network file systems
-_OPEN: OrderedDict[str, io.FileIO] = OrderedDict()  # of this process alone, the last used last
+_OPEN: OrderedDict[str, io.FileIO] = OrderedDict()  # of this process, least recently used first
 
 
 class FileStat(NamedTuple):

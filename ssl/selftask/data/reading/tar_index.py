@@ -1,4 +1,4 @@
-"""Where each image of a set of tar files is: found once, kept in the cache, then mapped."""
+"""Index of the images in tar files: made once, saved in the cache folder, then mapped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from selftask.errors import UserError, nearest
 from selftask.files.cache_dir import cache_folder, locked
 
 THREADS = 8  # read headers at the same time
-VERSION = 2  # of the files below; another one is never read
+VERSION = 2  # of the file format; other versions are ignored
 MAX_LABEL = 1 << 20  # bytes of a member that holds a label
 IMAGE_NAMES = (*(name.removeprefix(".") for name in EXTENSIONS), "npy")
 _ARRAYS = ("shards", "offsets", "sizes", "labels", "name_ends", "names")
@@ -34,47 +34,47 @@ _ARRAYS = ("shards", "offsets", "sizes", "labels", "name_ends", "names")
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which members of a sample count: the image's and the label's extension, as in `000.jpg`."""
+    """The members of a sample to read: extensions of its image and its label."""
 
-    image: str | None  # none: the first that is an image's
+    image: str | None  # none: the first image
     label: str | None  # `cls`, or `json.FIELD`
 
 
 @dataclass
 class TarIndex:
-    """One row for each image, in the order of the shards. All arrays are mapped from the cache."""
+    """One row per image, in the order of the shards; all arrays are mapped from a file."""
 
     shards: np.ndarray  # (N,) int32
     offsets: np.ndarray  # (N,) int64, bytes
     sizes: np.ndarray  # (N,) int64, bytes
-    labels: np.ndarray  # (N,) int64, -1 without
+    labels: np.ndarray  # (N,) int64, -1: none
     name_ends: np.ndarray  # (N,) int64, into names
     names: np.ndarray  # uint8
-    damaged: list[tuple[int, int]]  # shard and byte where it cannot be read on
-    passed_over: dict[str, int]  # members that look like images and are not read, by extension
+    damaged: list[tuple[int, int]]  # shard, and byte from which it is unreadable
+    passed_over: dict[str, int]  # image-like members that are not read, by extension
 
     def __len__(self) -> int:
         return len(self.offsets)
 
     def name(self, index: int) -> str:
-        """The member that holds the image."""
+        """Return the name of the image's member."""
         start = int(self.name_ends[index - 1]) if index else 0
         return os.fsdecode(self.names[start : int(self.name_ends[index])].tobytes())
 
 
 @dataclass
 class _Shard:
-    """What one tar file holds."""
+    """The content of one tar file."""
 
     members: list[Member] = field(default_factory=list)
     labels: list[str | None] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)  # extensions, and fields of json
+    seen: set[str] = field(default_factory=set)  # extensions and fields of json
     damaged: int | None = None
     passed_over: Counter[str] = field(default_factory=Counter)
 
 
 def open_index(shards: list[FileStat], wanted: Wanted) -> Path:
-    """The folder of the index of these shards; made now if it is not in the cache.
+    """Return the folder of the index of these shards; it is made if missing.
 
     It belongs to their paths, sizes and times: when one changes, there is a new index. Raises
     UserError for shards without images, or without the label that is wanted.
@@ -90,9 +90,9 @@ def open_index(shards: list[FileStat], wanted: Wanted) -> Path:
 
 
 def map_index(folder: Path) -> TarIndex:
-    """The index in a folder, mapped: processes share its pages."""
+    """Map the index in a folder; processes share its memory."""
     mapped = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
-    arrays = {name: array.view(np.ndarray) for name, array in mapped.items()}  # quicker to index
+    arrays = {name: array.view(np.ndarray) for name, array in mapped.items()}  # faster to index
     more = json.loads((folder / "index.json").read_text())
     damaged = [tuple(where) for where in more["damaged"]]
     return TarIndex(**arrays, damaged=damaged, passed_over=more["passed_over"])
@@ -133,7 +133,7 @@ def _read_shard(shard: FileStat, wanted: Wanted) -> _Shard:
             for member in walk(file, shard.path):
                 key, extension = split_name(member.name)
                 if key.endswith("/") or not key:
-                    continue  # a hidden file, such as macOS puts beside each one
+                    continue  # a hidden file, such as those of macOS
                 if key != sample:
                     finish()
                     sample, image, label = key, None, None
@@ -153,7 +153,7 @@ def _read_shard(shard: FileStat, wanted: Wanted) -> _Shard:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Key and extension of a member, as WebDataset has it: ``a/b.left.PNG`` -> a/b, left.png."""
+    """Split a member into key and extension like WebDataset: ``a/b.left.PNG`` -> a/b, left.png."""
     folder, slash, file = name.rpartition("/")
     key, _, extension = file.partition(".")
     return f"{folder}{slash}{key}", extension.lower()
@@ -164,7 +164,7 @@ def _is_image(extension: str, wanted: Wanted) -> bool:
 
 
 def _read_label(file: BinaryIO, member: Member, wanted: str, seen: set[str]) -> str | None:
-    """The label in a member: its text, or a field of its json; None where there is none."""
+    """Return the label in a member: its text, or a field of its json; None if there is none."""
     if member.size > MAX_LABEL:
         return None
     file.seek(member.offset)
@@ -174,7 +174,7 @@ def _read_label(file: BinaryIO, member: Member, wanted: str, seen: set[str]) -> 
         return text.decode("utf-8", "replace").strip()
     try:
         value: Any = json.loads(text)
-    except ValueError:  # also what is no UTF-8
+    except ValueError:  # also raised for text that is not UTF-8
         return None
     for name in path.split("."):
         if not isinstance(value, dict):
@@ -185,7 +185,7 @@ def _read_label(file: BinaryIO, member: Member, wanted: str, seen: set[str]) -> 
 
 
 def _check_found(shards: list[FileStat], parts: list[_Shard], wanted: Wanted) -> None:
-    """Raise UserError if there are no images, or nowhere the label that was asked for."""
+    """Raise UserError if there are no images, or no labels of the requested kind."""
     seen = set().union(*(part.seen for part in parts))
     there = ", ".join(sorted(f".{name}" for name in seen if not name.startswith("json.")))
     if not any(part.members for part in parts):
@@ -194,7 +194,7 @@ def _check_found(shards: list[FileStat], parts: list[_Shard], wanted: Wanted) ->
             f"data: no images in {len(shards)} tar files, the first {shards[0].path}: looked for "
             f"{looked_for}; there are {there or 'no members'}"
         )
-    if wanted.label in (None, "cls"):  # cls: the default, used if it is there
+    if wanted.label in (None, "cls"):  # cls: the default, optional
         return
     if not any(label is not None for part in parts for label in part.labels):
         known = [name for name in seen if name not in IMAGE_NAMES]
@@ -204,7 +204,7 @@ def _check_found(shards: list[FileStat], parts: list[_Shard], wanted: Wanted) ->
 
 
 def _write(folder: Path, index: TarIndex) -> None:
-    """All files or none: another process may look for them at any time."""
+    """Write all files atomically, as other processes may look for them."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
     try:

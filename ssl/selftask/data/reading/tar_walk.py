@@ -1,4 +1,4 @@
-"""The members of a tar file from its headers alone, without reading what is between them."""
+"""List the members of a tar file from its headers, without reading their content."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Member(NamedTuple):
 
 
 class Damaged(Exception):
-    """A header that is none; the members before it are good."""
+    """A damaged header; the members before it are valid."""
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
@@ -34,7 +34,7 @@ class Damaged(Exception):
 
 
 def walk(file: BinaryIO, path: str) -> Iterator[Member]:
-    """The regular files of a tar in their order: ustar, GNU's long names, and pax.
+    """Yield the regular files of a tar in order: ustar, GNU's long names and pax.
 
     Ends quietly where the file ends, also within the content of a member. Raises UserError for a
     compressed file, in which nothing can be found without reading all, and Damaged.
@@ -54,7 +54,7 @@ def walk(file: BinaryIO, path: str) -> Iterator[Member]:
             raise Damaged(offset)
         kind, size = header[156], _size(header, offset)
         content = offset + BLOCK
-        if kind in b"xL":  # they speak about the next member
+        if kind in b"xL":  # about the next member
             if size > MAX_TEXT:
                 raise Damaged(offset)
             text = _read(file, content, size)
@@ -62,7 +62,7 @@ def walk(file: BinaryIO, path: str) -> Iterator[Member]:
                 long_name = _text(text)
             else:
                 pax = _pax_records(text)
-        elif kind not in b"gK":  # of all members, or the target of a link: nothing that matters
+        elif kind not in b"gK":  # about all members, or the target of a link: ignored
             size = _number(pax["size"], 10, offset) if "size" in pax else size
             if kind in _FILES:
                 yield Member(pax.get("path") or long_name or _name(header), content, size)
@@ -99,7 +99,7 @@ def _number(text: str, base: int, offset: int) -> int:
         raise Damaged(offset)
     try:
         size = int(text, base)
-    except ValueError:  # an 8 in base 8
+    except ValueError:  # not octal
         raise Damaged(offset) from None
     if size > MAX_SIZE:
         raise Damaged(offset)
@@ -117,7 +117,7 @@ def _text(field: bytes) -> str:
 
 
 def _pax_records(text: bytes) -> dict[str, str]:
-    """``30 mtime=1700000000.1234567\\n``, one after the other: the length counts all of it."""
+    """Parse records such as ``30 mtime=1700000000.1234567\\n``; the length includes itself."""
     records: dict[str, str] = {}
     at = 0
     while match := _LENGTH.match(text, at):

@@ -1,4 +1,4 @@
-"""Images in one numpy file."""
+"""Images in one NumPy file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from selftask.files.addresses import fetch
 from selftask.files.paths import is_file
 from selftask.registry import register_source
 
-_LABELS = "labels"  # the default key: used if it is there
+_LABELS = "labels"  # the default key, optional
 
 
 @register_source("array")
@@ -29,8 +29,8 @@ class ArrayFile(Source):
     class Config:
         path: str
         images: str = "images"  # the key in a .npz
-        labels: str | None = "labels"  # the key in a .npz, used if it is there
-        channels: int = setting(3, min=1)  # other than 3: of every image
+        labels: str | None = "labels"  # the key in a .npz, optional
+        channels: int = setting(3, min=1)  # of each image
         # keys in a .npz, with an entry for each image: texts, further images or numbers
         extras: list[str] = field(default_factory=list)
 
@@ -59,7 +59,7 @@ class ArrayFile(Source):
                 self._classes = name_classes(labels.astype(str).tolist())
 
     def _kind(self, name: str) -> ExtraKind:
-        """What the entries of an array are; raises UserError if they do not belong to images."""
+        """Return the kind of an extra array; raises UserError if its length is wrong."""
         array = self._extras[name]
         if len(array) != len(self.images) or array.dtype.kind not in "Ubuif":
             raise UserError(
@@ -76,7 +76,7 @@ class ArrayFile(Source):
         return str(entry) if self.extras[name] == "text" else entry
 
     def class_names(self) -> list[str] | None:
-        """The labels, where they are texts."""
+        """Return the labels if they are texts."""
         return self._classes
 
     def __len__(self) -> int:
@@ -94,11 +94,11 @@ class ArrayFile(Source):
         return f"{len(self)} images of {shape}, {self.describe_labels()}"
 
     def files(self) -> list[str]:
-        """What can be copied: nothing of a .npz, which is in memory."""
+        """Return the files that can be staged; none for a .npz, which is in memory."""
         return [self.file] if isinstance(self.images, np.memmap) else []
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read from copies."""
+        """Read from the copies."""
         if isinstance(self.images, np.memmap):
             self.images = np.load(copy_of(self.file), mmap_mode="r")
 
@@ -106,7 +106,7 @@ class ArrayFile(Source):
 def _load(
     path: str, config: ArrayFile.Config
 ) -> tuple[np.ndarray, np.ndarray | None, dict[str, np.ndarray]]:
-    """Images, labels and extras of the file; a .npy stays on disk and is mapped."""
+    """Load images, labels and extras; a .npy is mapped."""
     if not is_file(path):
         raise UserError(f"data: no such file: {path}")
     with no_traceback(f"data: {path} is not a numpy file of numbers"):
@@ -136,7 +136,7 @@ def _load(
 
 
 def _unpack(file: Any, key: str, path: str) -> np.ndarray:
-    """An array of a .npz; raises UserError if it does not fit: kilobytes can unpack to any size."""
+    """Load an array of a .npz; raises UserError if it does not fit into memory."""
     member = key if key in file.zip.namelist() else f"{key}.npy"
     advice = "a .npy file is mapped instead of loaded"
     check_memory(file.zip.getinfo(member).file_size, f"data: {key!r} of {path}", advice)
@@ -145,7 +145,7 @@ def _unpack(file: Any, key: str, path: str) -> np.ndarray:
 
 
 def _numbers(labels: np.ndarray, file: str) -> np.ndarray:
-    """(N,) int64: whole numbers as they are, texts by sorted name; raises UserError for others."""
+    """Convert labels to int64 (N,): integers are kept, texts numbered by sorted name."""
     if labels.dtype.kind in "US":
         return number_labels(labels.astype(str).tolist())
     whole = labels.astype(np.int64) if labels.dtype.kind in "biuf" else None

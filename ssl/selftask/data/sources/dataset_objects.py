@@ -1,4 +1,4 @@
-"""Data sets that other code defines: torchvision's, or any map-style class of the user's."""
+"""Map-style data sets of torchvision or of the user."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DatasetSource(Source):
         return self._picture(image, index), _as_label(label)
 
     def extra(self, index: int, name: str) -> Any:
-        """A member of the dict at the end of the item."""
+        """Return an entry of the dict at the end of the item."""
         item = self._item(index)
         if not (isinstance(item, tuple | list) and len(item) > 2 and name in item[2]):
             raise UserError(
@@ -65,17 +65,17 @@ class DatasetSource(Source):
         return self._picture(value, index) if self.extras[name] == "image" else value
 
     def _item(self, index: int) -> Any:
-        """An item of the data set, the last one again without reading it; raises BadImage."""
+        """Return an item of the data set; the last one is cached. Raises BadImage."""
         if self.extras and self._last[0] == index:
             return self._last[1]
         now_reading(self.path(index))
         try:
             item = self.dataset[index]
-        except OSError as error:  # what image libraries raise for a damaged file
+        except OSError as error:  # raised by image libraries for damaged files
             raise BadImage(self.path(index), str(error) or type(error).__name__) from error
         except (MemoryError, UserError):
             raise
-        except Exception as error:  # decoders raise anything on damaged data
+        except Exception as error:  # decoders may raise any error on damaged data
             raise BadImage(self.path(index), explain_failure(error)) from error
         if self.extras:
             self._last = index, item
@@ -98,13 +98,13 @@ class DatasetSource(Source):
 
 @register_source("torchvision")
 class Torchvision(DatasetSource):
-    """A torchvision data set that is already on disk; nothing is ever downloaded."""
+    """A torchvision data set on disk; nothing is downloaded."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         dataset: str  # the name of the class, such as CIFAR10
-        root: str = "data"  # the folder that its own download made
-        split: str = "train"  # or val, test: whatever the class knows
+        root: str = "data"  # the folder made by its download
+        split: str = "train"  # or val, test, if the class has them
         args: dict[str, Any] = field(default_factory=dict)  # more arguments of the class
 
     def __init__(self, config: Config) -> None:
@@ -121,8 +121,8 @@ class Custom(DatasetSource):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         dataset: str  # package.module:Dataset; the current folder is searched too
-        args: dict[str, Any] = field(default_factory=dict)  # its keyword arguments
-        channels: int = setting(3, min=1)  # other than 3: of every image
+        args: dict[str, Any] = field(default_factory=dict)  # keyword arguments
+        channels: int = setting(3, min=1)  # of each image
 
     def __init__(self, config: Config) -> None:
         factory = import_object(config.dataset, "data.dataset")
@@ -134,7 +134,7 @@ class Custom(DatasetSource):
             dataset = factory(**config.args)
         except UserError:
             raise
-        except Exception as error:  # what is theirs may raise anything
+        except Exception as error:  # user code may raise any error
             told = f"data.dataset: {config.dataset!r} {explain_failure(error)}"
             raise UserError(told) from error
         super().__init__(dataset, config.dataset, config.channels)
@@ -171,7 +171,7 @@ def _open_torchvision(config: Torchvision.Config, root: str) -> Any:
 
 
 def _known_labels(dataset: Any) -> np.ndarray | None:
-    """The labels that a data set keeps in ``targets`` or ``labels``, if they are plain numbers."""
+    """Return the labels in ``targets`` or ``labels`` of a data set, if they are numbers."""
     for name in ("targets", "labels"):
         found = getattr(dataset, name, None)
         if found is None or callable(found):
@@ -183,7 +183,7 @@ def _known_labels(dataset: Any) -> np.ndarray | None:
 
 
 def _as_label(label: Any) -> int:
-    """An int of whatever is one number; -1 for boxes, captions and the like."""
+    """Convert a number of any type to int; -1 for boxes, captions and others."""
     array = np.asarray(label) if not isinstance(label, str | dict | list | tuple) else None
     if array is None or array.size != 1 or not np.issubdtype(array.dtype, np.integer):
         return NO_LABEL

@@ -1,4 +1,4 @@
-"""Handwritten digits that ship inside scikit-learn: real images without a download."""
+"""The handwritten digits of scikit-learn, which need no download."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from selftask.data.source import Source
 from selftask.errors import UserError
 from selftask.registry import register_source
 
-NUM_VAL = 450  # the last ones: other writers than the rest
+NUM_VAL = 450  # the last ones, by other writers
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 WORDINGS = ("a handwritten {}", "the digit {}", "{}, written by hand", "a photo of the number {}")
 INK_LEVELS = 16  # the file holds 8x8 counts of 0..16
@@ -34,7 +34,7 @@ class Digits(Source):
     class Config:
         split: Literal["train", "val"] = "train"  # the last 450 are val, by other writers
         size: int = setting(32, min=1, max=4096)  # pixels, from 8 by bicubic scaling
-        captions: bool = False  # whether each has one, such as "a handwritten three"
+        captions: bool = False  # with captions such as "a handwritten three"
 
     def __init__(self, config: Config) -> None:
         with gzip.open(_packaged_file(), "rt") as file:

@@ -1,4 +1,4 @@
-"""Image files: a tree of folders, or a text list of paths."""
+"""Image files: a folder tree, or a text list of paths."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ EXTENSIONS = (
     *(".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".jp2", ".avif"),
 )
-MAX_HEADERS = 5_000  # of larger sets they are not checked at the start: it would take seconds
+MAX_HEADERS = 5_000  # larger sets are not checked at the start, as it takes seconds
 HIDDEN = re.compile(r"(^|/)\.")  # a file or folder whose name begins with a dot
 
 
 class FileSource(Source):
-    """Images in files below ``root``: the part that folder and list share."""
+    """Images in files below ``root``; base of folders and lists."""
 
     root: str
     paths: PathTable  # relative to root, or absolute
     num_folders: int
     _passed_over: dict[str, int] | None = None
-    _unreadable: dict[int, BadImage] | None = None  # None: nobody has looked yet
+    _unreadable: dict[int, BadImage] | None = None  # None: not checked yet
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Labels from an index file are left out: whoever gets this maps them, as the paths."""
+        """Pickle without labels of an index file, which the receiver maps."""
         state = dict(self.__dict__)
         if self.labels is not None and self.labels is getattr(self.paths, "labels", None):
             del state["labels"]
@@ -101,12 +101,12 @@ class FileSource(Source):
 
 @register_source("folder")
 class Folder(FileSource):
-    """Any tree of images; the top folders are the labels if there are several."""
+    """Any folder tree of images; top folders are labels if there are several."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
-        labels: bool = True  # False: no labels, whatever the folders are called
+        labels: bool = True  # False: folders are not labels
 
     def __init__(self, config: Config) -> None:
         self.root = os.path.expanduser(config.path)
@@ -137,7 +137,7 @@ class Folder(FileSource):
         self.labels = label_top_folders(found) if labels else None
 
     def class_names(self) -> list[str] | None:
-        """The top folders."""
+        """Return the names of the top folders."""
         return name_top_folders(self.paths, self.labels)
 
 
@@ -166,7 +166,7 @@ class ListFile(FileSource):
             raise UserError(f"data: {file}:{line}: no such image: {self.path(0)}")
 
     def class_names(self) -> list[str] | None:
-        """The labels, where they are texts."""
+        """Return the labels if they are texts."""
         return self._classes
 
 

@@ -1,4 +1,4 @@
-"""Many files by one pattern: ``**`` and ``*`` as in a shell, braces ``{a,b}``, ``{000..010}``."""
+"""File patterns: ``**`` and ``*`` as in a shell, braces ``{a,b}`` and ``{000..010}``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from selftask.errors import UserError, nearest
 from selftask.files.paths import is_folder, names_in
 from selftask.registry import register_source
 
-MAX_EXPANDED = 10_000_000  # names from one pattern of braces; more is a mistake in it
+MAX_EXPANDED = 10_000_000  # names from one pattern with braces
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MAGIC = re.compile(r"[*?\[]")
@@ -26,12 +26,12 @@ _MAGIC = re.compile(r"[*?\[]")
 
 @register_source("glob")
 class Glob(FileSource):
-    """Image files that a pattern matches; the folders at its first wildcard are the labels."""
+    """Image files that match a pattern; folders at its first wildcard are labels."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         pattern: str  # such as /data/**/*.jpg; ** is any depth of folders
-        labels: bool = True  # False: no labels, whatever the folders are called
+        labels: bool = True  # False: folders are not labels
 
     def __init__(self, config: Config) -> None:
         pattern = os.path.expanduser(config.pattern)
@@ -50,17 +50,17 @@ class Glob(FileSource):
         self.labels = label_top_folders(found) if config.labels else None
 
     def class_names(self) -> list[str] | None:
-        """The top folders."""
+        """Return the names of the top folders."""
         return name_top_folders(self.paths, self.labels)
 
 
 def is_pattern(text: str) -> bool:
-    """Whether a text has wildcards or braces to expand."""
+    """Return whether a text has wildcards or braces to expand."""
     return bool(_MAGIC.search(text)) or any(_is_choice(m[1]) for m in _BRACES.finditer(text))
 
 
 def fixed_folder(pattern: str) -> str:
-    """The deepest folder above everything that a pattern can match."""
+    """Return the deepest folder above all possible matches."""
     fixed = re.split(r"[*?\[{]", pattern, maxsplit=1)[0]
     return os.path.dirname(fixed) or "."
 
@@ -77,7 +77,7 @@ def match_files(pattern: str) -> list[str]:
 
 
 def no_match(pattern: str) -> str:
-    """The message for a pattern without a match: the nearest file or folder that is there."""
+    """Return the message for a pattern without a match, with the nearest existing path."""
     folder = Path(fixed_folder(pattern))
     while not is_folder(folder):
         folder = folder.parent
@@ -86,7 +86,7 @@ def no_match(pattern: str) -> str:
 
 
 def expand_braces(text: str) -> Iterator[str]:
-    """Each text that ``{a,b}`` and ``{000..010}`` stand for, in order; other braces stay.
+    """Expand ``{a,b}`` and ``{000..010}`` in order; other braces are kept.
 
     The numbers of a range are as wide as its first one, as in WebDataset's names of shards.
     Raises UserError for a range of more than MAX_EXPANDED numbers.
@@ -118,7 +118,7 @@ def _options(inside: str, text: str) -> list[str]:
 
 
 def _images(pattern: str, matches: list[str]) -> list[str]:
-    """The images among the matches; if the pattern names an extension, all files."""
+    """Return the images among the matches; all files if the pattern has an extension."""
     names_extension = not _MAGIC.search(os.path.splitext(pattern)[1] or "*")
     if names_extension:
         return [path for path in matches if _is_file(path)]

@@ -23,7 +23,7 @@ from selftask.errors import UserError, nearest
 from selftask.files.addresses import fetch
 from selftask.registry import register_source
 
-_LABELS = "labels"  # the default key: used if it is there
+_LABELS = "labels"  # the default key, optional
 _LEAVE_OUT = "data.labels=null leaves them out"
 
 
@@ -34,10 +34,10 @@ class Hdf5(Source):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
-        images: str = "images"  # the key of a data set; group/name for one in a group
-        labels: str | None = "labels"  # a key, used if it is there; texts are numbered, sorted
-        labels_path: str | None = None  # another file that holds the labels
-        channels: int = setting(3, min=1)  # other than 3: of every image
+        images: str = "images"  # the key of a data set, such as group/name
+        labels: str | None = "labels"  # a key, optional; texts are numbered in sorted order
+        labels_path: str | None = None  # another file with the labels
+        channels: int = setting(3, min=1)  # of each image
 
     def __init__(self, config: Config) -> None:
         require("h5py", "data", "HDF5 files")
@@ -118,11 +118,11 @@ class Hdf5(Source):
         return f"{len(self)} images{shape}, {self.describe_labels()}"
 
     def files(self) -> list[str]:
-        """What can be copied."""
+        """Return the files that can be staged."""
         return [self.file]
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read from copies."""
+        """Read from the copies."""
         self._opened = PerProcess(partial(_open_images, copy_of(self.file), self.key))
 
 
@@ -137,7 +137,7 @@ def _open(path: str) -> Any:
 
 
 def _open_images(path: str, key: str) -> Any:
-    """The data set alone: it keeps its file open, and finding it again costs more than reading."""
+    """Open a data set, which keeps its file open; opening it again costs more than reading."""
     return _open(path)[key]
 
 
@@ -165,7 +165,7 @@ def _keys(file: Any) -> Iterator[str]:
 
 
 def _is_bytes(images: Any) -> bool:
-    """Whether each item is the bytes of a file: variable-length, or of a fixed number of bytes."""
+    """Return whether items are encoded images: bytes of variable or fixed length."""
     import h5py
 
     vlen = h5py.check_vlen_dtype(images.dtype)

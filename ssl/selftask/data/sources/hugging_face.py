@@ -1,4 +1,4 @@
-"""Hugging Face data sets that were saved to disk."""
+"""Hugging Face data sets saved to disk."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from selftask.errors import UserError, nearest
 from selftask.files.paths import is_file
 from selftask.registry import register_source
 
-_LABELS = ("label", "labels")  # columns that hold the labels if nothing else is said
+_LABELS = ("label", "labels")  # default columns of labels
 
 
 @register_source("huggingface")
 class HuggingFace(Source):
-    """A data set that Hugging Face's ``save_to_disk`` wrote; nothing is downloaded."""
+    """A data set written by Hugging Face's ``save_to_disk``; nothing is downloaded."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        path: str  # the folder that save_to_disk wrote
+        path: str  # the folder written by save_to_disk
         split: str | None = None  # of a folder with several; none: train, or the only one
         images: str | None = None  # the column; none: the only one of type Image, or `image`
-        labels: str | None = None  # the column; none: `label` or `labels`, if it is there
+        labels: str | None = None  # the column; none: `label` or `labels`, if there is one
         caption: str | None = None  # the column of captions
 
     def __init__(self, config: Config) -> None:
@@ -64,7 +64,7 @@ class HuggingFace(Source):
         return self._image(self._opened()[index][self.column], name), self.label_of(index)
 
     def extra(self, index: int, name: str) -> str:
-        """The caption; a missing one is empty."""
+        """Return the caption, or an empty one."""
         return self._opened_texts()[index][self.caption] or ""
 
     def _image(self, item: Any, name: str) -> np.ndarray:
@@ -90,17 +90,17 @@ class HuggingFace(Source):
         return f"{self.size} images, {self.describe_labels()}"
 
     def files(self) -> list[str]:
-        """What can be copied: all files of the split."""
+        """Return the files of the split, which can be staged."""
         return [str(path) for path in sorted(Path(self.folder).iterdir()) if path.is_file()]
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read from copies."""
+        """Read from the copies."""
         self._opened_texts = PerProcess(partial(_open_texts, copy_of(self.folder), self.caption))
         self._opened = PerProcess(partial(_open, copy_of(self.folder), self.column))
 
 
 def _split_folder(folder: str, split: str | None) -> str:
-    """The folder of one split; raises UserError where there is none, or several to choose from."""
+    """Return the folder of one split; raises UserError if there is none, or a choice."""
     if is_file(os.path.join(folder, "state.json")):
         if split is not None:
             raise UserError(f"data.split={split}: {folder} holds one data set, without splits")
@@ -120,7 +120,7 @@ def _split_folder(folder: str, split: str | None) -> str:
 
 
 def _open(folder: str, image_column: str | None) -> Any:
-    """The data set, mapped; with the name of a column only that: not decoded, arrays as such."""
+    """Map the data set; with the name of a column only that one, not decoded."""
     import datasets
 
     try:
@@ -138,12 +138,12 @@ def _open(folder: str, image_column: str | None) -> Any:
 
 
 def _open_texts(folder: str, column: str | None) -> Any:
-    """The data set with a column of texts alone."""
+    """Map only a column of texts."""
     return _open(folder, None).select_columns([column])
 
 
 def _check_texts(dataset: Any, column: str, folder: str) -> None:
-    """Raise UserError if there is no such column, or no texts in it."""
+    """Raise UserError if the column is missing or has no texts."""
     names = list(dataset.features)
     if column not in names:
         hint = nearest(column, names)
@@ -175,7 +175,7 @@ def _image_column(dataset: Any, wanted: str | None, folder: str) -> str:
 
 
 def _labels(dataset: Any, wanted: str | None, folder: str) -> np.ndarray | None:
-    """(N,) int64 of a column of numbers, class labels or texts."""
+    """Convert a column of numbers, class labels or texts to int64 (N,)."""
     names = list(dataset.features)
     if wanted is not None and wanted not in names:
         raise UserError(f"data.labels: {folder} has no column {wanted!r}; {nearest(wanted, names)}")
@@ -185,7 +185,7 @@ def _labels(dataset: Any, wanted: str | None, folder: str) -> np.ndarray | None:
     kind = getattr(dataset.features[column], "dtype", "")
     if "int" not in kind and "string" not in kind and "bool" not in kind:
         if wanted is None:
-            return None  # boxes, masks: called so, but no class
+            return None  # boxes or masks, not classes
         raise UserError(f"data.labels: column {column!r} of {folder} holds {kind or 'no numbers'}")
     values = dataset.select_columns([column]).with_format("arrow")[:].column(column)
     return number_labels([int(v) if isinstance(v, bool) else v for v in values.to_pylist()])

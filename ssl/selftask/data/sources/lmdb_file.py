@@ -20,8 +20,8 @@ from selftask.errors import UserError, nearest_path
 from selftask.files.paths import is_file, is_folder
 from selftask.registry import register_source
 
-_LABEL = ".cls"  # how the key of a label ends, as in WebDataset's shards
-_OPEN: dict[str, Any] = {}  # path -> environment: LMDB opens a file once in a process, not twice
+_LABEL = ".cls"  # suffix of the key of a label, as in WebDataset's shards
+_OPEN: dict[str, Any] = {}  # path -> environment; a process must not open a file twice
 
 
 @register_source("lmdb")
@@ -32,7 +32,7 @@ class Lmdb(Source):
     class Config:
         path: str  # the folder with data.mdb, or the file itself
         shape: list[int] | None = setting(None, min=1)  # [H, W, C] of plain uint8 pixels
-        labels: bool = True  # KEY.cls, where there is one, holds the label of KEY.jpg
+        labels: bool = True  # KEY.cls has the label of KEY.jpg
 
     def __init__(self, config: Config) -> None:
         require("lmdb", "data", "LMDB files")
@@ -74,23 +74,23 @@ class Lmdb(Source):
         return f"{len(self)} images, {self.describe_labels()}"
 
     def files(self) -> list[str]:
-        """What can be copied."""
+        """Return the files that can be staged."""
         return [f"{self._real}/data.mdb" if os.path.isdir(self._real) else self._real]
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read from copies."""
+        """Read from the copies."""
         self._real = os.path.realpath(copy_of(self._real))
 
 
 def _open(path: str) -> Any:
-    """The environment of this process for a path without links, shared by all sources of it."""
+    """Return the environment of a resolved path, shared by all its sources in this process."""
     if path not in _OPEN:
         _OPEN[path] = _open_new(path)
     return _OPEN[path]
 
 
 def _close_inherited() -> None:
-    """A forked process may neither use nor reopen what its parent has open, before it closes it."""
+    """Close environments inherited by a fork, which can be neither used nor reopened."""
     for environment in _OPEN.values():
         environment.close()
     _OPEN.clear()
@@ -109,7 +109,7 @@ def _open_new(path: str) -> Any:
             path,
             subdir=os.path.isdir(path),
             readonly=True,
-            lock=False,  # nobody writes, and a read-only disk has no place for a lock
+            lock=False,  # read-only, maybe on a read-only disk
             readahead=False,  # reads are in random order
             meminit=False,
         )
@@ -118,7 +118,7 @@ def _open_new(path: str) -> Any:
 
 
 def _check_length(opened: Any, path: str) -> None:
-    """Raise UserError for a file that is cut off: reading behind its end would kill the process."""
+    """Raise UserError for a truncated file; reading beyond its end would kill the process."""
     file = f"{path}/data.mdb" if os.path.isdir(path) else path
     there = os.path.getsize(file)
     needed = (opened.info()["last_pgno"] + 1) * opened.stat()["psize"]
@@ -128,7 +128,7 @@ def _check_length(opened: Any, path: str) -> None:
 
 
 def _image_keys(opened: Any, path: str, labels: dict[bytes, bytes]) -> Iterator[bytes]:
-    """Keys of images in LMDB's own order, by bytes; those of labels go into ``labels``.
+    """Return the keys of images, sorted by bytes; keys of labels go into ``labels``.
 
     Keys such as ``__len__`` are notes about the data set, often pickled: they are not read.
     """

@@ -1,4 +1,4 @@
-"""Images of other kinds than photographs: any number of channels, 16 bits, floats."""
+"""Images with any number of channels, 16 bits or floats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from selftask.files.paths import is_folder
 from selftask.registry import register_source
 
 EXTENSIONS = (".npy", ".npz", ".tif", ".tiff")
-MAX_TRIED = 20  # files at the start, to find one that can be read
+MAX_TRIED = 20  # first files, to find a readable one
 
 
 @register_source("bands")
@@ -33,7 +33,8 @@ class Bands(Source):
         path: str  # a folder, at any depth, or a pattern
         bands: list[int] | None = setting(None, min=0)  # channels to take, from 0, in this order;
         # none: all
-        value_range: list[float] | None = None  # what becomes 0 and 255; none: values are 8-bit
+        # values that become 0 and 255; none: values are 8-bit
+        value_range: list[float] | None = None
         key: str | None = None  # of a .npz; none: its first array
         labels: bool = True  # top folders are the labels, if there are several
 
@@ -55,11 +56,11 @@ class Bands(Source):
         self.channels = len(self.bands)
 
     def class_names(self) -> list[str] | None:
-        """The top folders."""
+        """Return the names of the top folders."""
         return name_top_folders(self.paths, self.labels)
 
     def _check_first(self, bands: list[int] | None) -> list[int]:
-        """The channels to take, by the first file that can be read.
+        """Return the channels to take, by the first readable file.
 
         Raises UserError for what is wrong with the config, which would make every image bad.
         """
@@ -101,7 +102,7 @@ class Bands(Source):
         return np.ascontiguousarray(_to_8_bit(taken, self.value_range)), self.label_of(index)
 
     def _array(self, index: int) -> np.ndarray:
-        """All channels, (H, W, C); raises BadImage."""
+        """Read all channels, (H, W, C); raises BadImage."""
         path = self.path(index)
         try:
             data = read_bytes(path if self._copy_of is None else self._copy_of(path))
@@ -111,7 +112,7 @@ class Bands(Source):
             array = _channels_last(self._decode(data, path))
         except MemoryError:
             raise
-        except Exception as error:  # decoders raise anything at all on damaged data
+        except Exception as error:  # decoders may raise any error on damaged data
             raise BadImage(path, str(error) or type(error).__name__) from error
         if array.shape[0] * array.shape[1] > self.max_pixels:
             size = f"{array.shape[1]}x{array.shape[0]}"
@@ -143,16 +144,16 @@ class Bands(Source):
         return f"{len(self)} images, {taken}, {self.describe_labels()}"
 
     def files(self) -> list[str]:
-        """What can be copied."""
+        """Return the files that can be staged."""
         return [self.path(index) for index in range(len(self))]
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read from copies."""
+        """Read from the copies."""
         self._copy_of = copy_of
 
 
 def _find(path: str) -> tuple[str, list[str]]:
-    """A folder and the sorted paths of the arrays in it, relative to it."""
+    """Return a folder and the sorted relative paths of the arrays in it."""
     if is_folder(path) or not is_pattern(path):
         root, pattern = path, f"{glob.escape(path)}/**/*"
     else:
@@ -166,7 +167,7 @@ def _find(path: str) -> tuple[str, list[str]]:
 
 
 def _channels_last(array: np.ndarray) -> np.ndarray:
-    """(H, W, C) of (H, W), (H, W, C) or (C, H, W): channels are fewer than rows and columns."""
+    """Convert (H, W), (H, W, C) or (C, H, W) to (H, W, C); C is the smallest side."""
     if array.ndim == 2:
         return array[..., None]
     if array.ndim != 3:
@@ -175,7 +176,7 @@ def _channels_last(array: np.ndarray) -> np.ndarray:
 
 
 def _to_8_bit(array: np.ndarray, value_range: list[float] | None) -> np.ndarray:
-    """uint8 of the same shape; values beyond the range are clipped, what is no number is 0."""
+    """Scale to uint8; values beyond the range are clipped, NaN becomes 0."""
     if value_range is None:
         if array.dtype != np.uint8:
             raise ValueError(f"{array.dtype} needs data.value_range")

@@ -1,4 +1,4 @@
-"""Packages that only some sources need."""
+"""Optional packages of some sources."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from selftask.errors import UserError
 
 
 def require(package: str, extra: str, purpose: str) -> None:
-    """Raise UserError, naming what to install, if a package is not there; imports nothing."""
+    """Raise UserError with the command to install a missing package; imports nothing."""
     if importlib.util.find_spec(package) is None:
         raise UserError(
             f"data: {purpose} need the package {package}: pip install {package}, or "

@@ -1,4 +1,4 @@
-"""WebDataset's tar files, read at any position: map-style, so that a run resumes as with files."""
+"""WebDataset's tar files with random access, so that runs resume as with image files."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from selftask.registry import register_source
 
 @register_source("webdataset")
 class WebDataset(Source):
-    """Tar shards, here or behind an fsspec address; their headers are read once and remembered."""
+    """Tar shards, local or at an fsspec address; their headers are indexed once."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str | list[str]  # a tar, a folder of them, train-{000..146}.tar, s3://b/*.tar
         images: str | None = None  # extension of the image's member; none: the first image
-        labels: str | None = "cls"  # or json.FIELD; `cls` is used if it is there
+        labels: str | None = "cls"  # or json.FIELD; `cls` is optional
 
     def __init__(self, config: Config) -> None:
         patterns = [config.path] if isinstance(config.path, str) else config.path
@@ -74,11 +74,11 @@ class WebDataset(Source):
         return self.index.passed_over
 
     def files(self) -> list[str]:
-        """What can be copied."""
+        """Return the files that can be staged."""
         return self.shards
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read from copies."""
+        """Read from the copies."""
         self._read_from = [copy_of(path) for path in self.shards]
 
     def _tell_damage(self) -> str:
@@ -89,7 +89,7 @@ class WebDataset(Source):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is mapped: another process maps it again."""
+        """Pickle without mapped arrays, which the receiver maps."""
         return {k: v for k, v in self.__dict__.items() if k not in ("index", "labels")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ def _extension(images: str | None) -> str | None:
 
 
 def _label(labels: str | None) -> str | None:
-    """``cls``, another extension, or ``json.FIELD``; ``json[FIELD]`` says the same."""
+    """Parse ``cls``, another extension, or ``json.FIELD`` (also ``json[FIELD]``)."""
     if labels is None:
         return None
     wanted = labels.removeprefix(".").removesuffix("]").replace("[", ".")
