@@ -167,11 +167,16 @@ def test_two_transforms_of_one_name() -> None:
     ]  # fmt: skip
 
 
-def test_boxes_need_affine_transforms() -> None:
-    for name in ("elastic", "random_perspective", "aug_mix"):
-        views = {"main": ViewConfig(transforms=[component(CROP), component(part(name))])}
-        with pytest.raises(ConfigError, match=r"views\.main\.transforms: \w+ moves pixels"):
-            DrawRecorder(Views(views), views, ["main"], boxes=True)
+@pytest.mark.parametrize("name", ["elastic", "random_perspective", "aug_mix", "jigsaw"])
+def test_a_method_that_needs_boxes_refuses_transforms_without(name: str) -> None:
+    nested = f"{{name: random_apply, transforms: [{name}]}}"
+    given = [f"views.main.transforms=[{name},{nested},normalize]"]
+    with pytest.raises(ConfigError) as caught:
+        load_config("vicregl", given)
+    for place in ("0", "1.transforms.0"):
+        key = f"views.main.transforms.{place}"
+        assert f"{key}: '{name}' moves pixels in a way that no box describes" in str(caught.value)
+    load_config("simclr", given)
 
 
 @pytest.mark.usefixtures("forget_names")

@@ -156,12 +156,6 @@ def test_terms_are_weighted() -> None:
     assert [term.item() for term in terms.values()] == pytest.approx([e.item() for e in expected])
 
 
-def test_a_transform_without_boxes_is_refused(tmp_path: Path) -> None:
-    task = tiny.task("vicregl", tmp_path, "run", "views.main.transforms=[elastic,normalize]")
-    with pytest.raises(ConfigError, match=r"views\.main\.transforms: Elastic moves pixels"):
-        task.prepare()
-
-
 def test_one_view_is_refused() -> None:
     with pytest.raises(ConfigError, match="vicregl needs 2 views or more of an image, got 1"):
         load_config("vicregl", ["views.main.count=1"])

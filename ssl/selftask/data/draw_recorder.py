@@ -44,10 +44,9 @@ class DrawRecorder:
         views: All views of an image.
         config: Their groups.
         asked: The groups whose draws are wanted.
-        boxes: True if a transform that is not affine is an error.
 
     Raises:
-        ConfigError: A transform's draws cannot be known, or there are no boxes.
+        ConfigError: What a transform draws cannot be known.
     """
 
     name = "/draws"  # of the rows among the extras of a sample
@@ -57,8 +56,6 @@ class DrawRecorder:
         views: Views,
         config: Mapping[str, ViewConfig],
         asked: Collection[str],
-        *,
-        boxes: bool = False,
     ) -> None:
         self.made = views.made
         self.chains = [
@@ -69,20 +66,7 @@ class DrawRecorder:
             for number, view in enumerate(self.made)
             if view.shown and view.group in asked
         ]
-        if boxes:
-            self._check_affine()
         self._draws: ViewDraws | None = None
-
-    def _check_affine(self) -> None:
-        problems = [
-            f"views.{view.group}.transforms: {type(transform).__name__} moves pixels in a way that "
-            "no box describes, and the method needs the boxes of views; take it out"
-            for view, chain in zip(self.made, self.chains, strict=True)
-            for transform in chain.transforms()
-            if not getattr(transform, "affine", True)
-        ]
-        if problems:
-            raise ConfigError(list(dict.fromkeys(problems)))
 
     def row(
         self, given: Sequence[tuple[int, int]], seed: int, epoch: int, index: int

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from selftask.config.checks import grid
+from selftask.config.checks.components import inner_components
 from selftask.config.keys import Key
-from selftask.config.schema import Config
+from selftask.config.schema import Component, Config
 from selftask.errors import UserError, nearest
-from selftask.registry import BACKBONES, METHODS, REQUIREMENTS
+from selftask.registry import BACKBONES, METHODS, REQUIREMENTS, TRANSFORMS, Registry
 
 Problem = tuple[Key, str]
 
@@ -38,11 +39,32 @@ def required(method: str) -> frozenset[str]:
 
 
 def of_config(config: Config) -> Iterator[Problem]:
-    """Yield a problem if a backbone of ours, by its declaration, lacks what the method needs."""
+    """Yield problems of the backbone and of transforms, by what they declare."""
     offered = BACKBONES.declared(config.backbone.name, "offers", None)
     if offered is not None:  # None: known once it is built
         for text in of_backbone(config, offered):
             yield ("backbone",), text
+    yield from _of_transforms(config)
+
+
+def _of_transforms(config: Config) -> Iterator[Problem]:
+    """Yield a problem for each transform after which a view has no box, if the method needs it."""
+    method = config.method.name
+    lists = {name: group.transforms for name, group in config.views.items()}
+    for name, transforms in lists.items() if "boxes" in required(method) else ():
+        for index, transform in enumerate(transforms):
+            place = ("views", name, "transforms", str(index))
+            for key, kind in _not_affine(transform, TRANSFORMS, place):
+                text = f"{kind!r} moves pixels in a way that no box describes, and {method} needs"
+                yield key, f"{'.'.join(key)}: {text} {REQUIREMENTS['boxes']}; take it out"
+
+
+def _not_affine(transform: Component, registry: Registry, key: Key) -> Iterator[Problem]:
+    """Places and names of transforms that are not affine, also inside of others."""
+    for inner in inner_components(transform, registry, key):
+        yield from _not_affine(*inner)
+    if transform.name in registry and not registry.declared(transform.name, "affine", True):
+        yield key, transform.name
 
 
 def of_backbone(config: Config, offered: Collection[str]) -> Iterator[str]:

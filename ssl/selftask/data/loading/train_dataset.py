@@ -34,4 +34,4 @@ def _recorder(config: Config, views: Views) -> DrawRecorder | None:
     """For the groups whose draws the recipe or the method asks for; None without any."""
     boxes = "boxes" in required(config.method.name)
     asked = [name for name, group in config.views.items() if group.draws or boxes]
-    return DrawRecorder(views, config.views, asked, boxes=boxes) if asked else None
+    return DrawRecorder(views, config.views, asked) if asked else None
