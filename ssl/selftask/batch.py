@@ -9,6 +9,8 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from selftask.errors import UserError
+
 Loss: TypeAlias = Tensor | Mapping[str, Tensor]
 """A scalar, or named terms whose sum is the loss."""
 
@@ -58,6 +60,16 @@ class Draws:
         return corner + x * right + y * down
 
 
+class Extras(dict[str, Tensor]):
+    """What the data gives beside image and label, by name."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise UserError(
+            f"data: no {name!r} beside image and label, which the method asks for; the data gives "
+            f"{', '.join(self) or 'nothing'}"
+        )
+
+
 @dataclass(eq=False, kw_only=True)
 class Batch:
     """One batch of this rank; ``task.last_batch`` is that of the current step.
@@ -78,7 +90,7 @@ class Batch:
     """(B,) int64, numbers of the images in the data set."""
     key: Tensor
     """(B, 2) int64 on the host; names the random draws of each sample, see ``random.keyed``."""
-    extras: dict[str, Tensor] = field(default_factory=dict)
+    extras: Extras = field(default_factory=Extras)
     """What the source gives beside image and label, by name: numbers and arrays (B, ...), texts
     as token ids (B, L) int64 that end in 0."""
     draws: dict[str, list[Draws]] = field(default_factory=dict)

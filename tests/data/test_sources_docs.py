@@ -50,6 +50,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "list.txt").write_text("".join(f"photos/{name}\n" for name in names))
     rows = "".join(f"photos/{name},{name[:3]}\n" for name in names)
     (home / "list.csv").write_text("path,label\n" + rows)
+    pairs = "".join(f"photos/{name},a {name[:3]},clips/{name},0.5\n" for name in names)
+    (home / "captions.csv").write_text("path,text,next_path,hour\n" + pairs)
     np.savez(home / "train.npz", images=pixels, labels=np.arange(40) % 2)
     np.savez(home / "test.npz", images=pixels, labels=np.arange(40) % 2)
     (home / "shards").mkdir()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from selftask.batch import Batch
+from selftask.batch import Batch, Extras
 from selftask.config.schema import num_views
 from selftask.data.cache.fill import decode_once
 from selftask.data.cache.on_device import CachedBatches
@@ -230,7 +230,7 @@ def make_batch(sample: dict[str, Any], views_per_group: Mapping[str, int]) -> Ba
         labels=sample["target"],
         index=sample["index"],
         key=sample["key"],
-        extras=sample["extras"],
+        extras=Extras(sample["extras"]),
         number=sample.get("step", 0),
         epoch=sample.get("epoch", 0),
     )
