@@ -1,1 +1,1 @@
-"""Surveys of a data set for `selftask data` and `selftask bench`."""
+"""Inspection of a data set for `selftask data` and `selftask bench`."""

@@ -1,4 +1,4 @@
-"""Every image of a source read once: what cannot be read, what is there twice, how large it is."""
+"""Read every image of a source once; find unreadable images, duplicates and sizes."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from selftask.data.reading.skipped_files import describe
 from selftask.data.source import Source
 from selftask.data.sources.files import FileSource
 
-_DIGEST = 16  # bytes of a content hash: two of 10^9 images agree by chance once in 10^20 surveys
+_DIGEST = 16  # bytes of a content hash; a chance collision among 10^9 images has probability 10^-20
 _MAX_EXAMPLES = 3
 
 
 class Facts(NamedTuple):
-    """What one process has found out about one image."""
+    """The result for one image."""
 
     width: int = 0  # upright
     height: int = 0
-    num_bytes: int = 0  # of the file; of the pixels where there is none
-    format: str = ""  # JPEG, PNG, ...; "" where it is no file of its own
+    num_bytes: int = 0  # of the file, or of the pixels if there is none
+    format: str = ""  # JPEG, PNG, ...; "" if it has no file of its own
     mode: str = ""  # as stored: RGB, L, CMYK, ...
     digest: bytes = b""
     problem: str = ""  # why it cannot be read
 
 
 class Bad(NamedTuple):
-    """An image that cannot be read."""
+    """An unreadable image."""
 
     path: str
     reason: str
@@ -47,7 +47,7 @@ class Bad(NamedTuple):
 
 @dataclass
 class Report:
-    """What ``check`` found. Sizes are upright and of the readable images only."""
+    """The result of ``check``; sizes are upright and of readable images."""
 
     num_images: int
     num_workers: int
@@ -64,7 +64,7 @@ class Report:
 
     @property
     def num_copies(self) -> int:
-        """Images that could be left out without losing any content."""
+        """Number of images beyond the first of each group of duplicates."""
         return sum(len(group) - 1 for group in self.duplicates)
 
     @property
@@ -72,7 +72,7 @@ class Report:
         return self.num_images / max(self.seconds, 1e-9)
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the result for ``--json``."""
         return {
             "images": self.num_images,
             "unreadable": [bad._asdict() for bad in self.unreadable],
@@ -97,7 +97,7 @@ def check(
     silence_s: float | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Report:
-    """Read every image of ``source`` in ``num_workers`` processes, as training would.
+    """Read every image of ``source`` in ``num_workers`` processes, like training.
 
     Neither a crash nor a read that hangs ends it: the image is reported like every other that
     cannot be read. An image takes about 50 bytes of memory here.
@@ -131,7 +131,7 @@ def check(
 
 
 def examine(source: Source, index: int) -> Facts:
-    """Everything about one image; never raises, since a survey goes on whatever it meets."""
+    """Inspect one image; never raises."""
     path = source.path(index)
     now_reading(path)
     num_bytes, kind, mode, digest = 0, "", "", b""
@@ -143,7 +143,7 @@ def examine(source: Source, index: int) -> Facts:
         pixels = np.asarray(source[index][0])
     except BadImage as error:
         return Facts(num_bytes=num_bytes, digest=digest, problem=error.reason)
-    except Exception as error:  # noqa: BLE001 - what a data set of the user's raises ends a run, too
+    except Exception as error:  # noqa: BLE001 - any error of a user's data set ends a run too
         reason = " ".join(str(error).split())
         return Facts(
             num_bytes=num_bytes, digest=digest, problem=f"{type(error).__name__}: {reason}"
@@ -162,7 +162,7 @@ def examine(source: Source, index: int) -> Facts:
 
 
 def has_own_files(source: Source) -> bool:
-    """Whether ``source.path(i)`` is the file of image i, also behind a subset or local copies."""
+    """Return whether ``source.path(i)`` is the file of image i, also in a subset or copies."""
     while isinstance(inner := getattr(source, "source", None), Source):
         source = inner
     return isinstance(source, FileSource)
@@ -173,13 +173,13 @@ def _digest(content: bytes) -> bytes:
 
 
 def _header(content: bytes, path: str) -> tuple[str, str]:
-    """Format and mode as stored; the ending and no mode for what Pillow does not know."""
+    """Return format and mode as stored, or the extension if Pillow does not know the file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(content)) as image:
                 return image.format or "", image.mode
-    except Exception:  # noqa: BLE001 - whether it can be read is asked of the source, not of Pillow
+    except Exception:  # noqa: BLE001 - the source decides what is readable
         return os.path.splitext(path)[1].lstrip(".").upper(), ""
 
 
@@ -202,7 +202,7 @@ class _Table:
     def extremes(
         self, source: Source
     ) -> tuple[tuple[str, int, int] | None, tuple[str, int, int] | None]:
-        """The smallest and the largest readable image, the first of several."""
+        """Return path, width and height of the smallest and the largest readable image."""
         pixels = self.sides.astype(np.int64).prod(axis=1)
         readable = np.flatnonzero(pixels)
         if not len(readable):
@@ -215,7 +215,7 @@ class _Table:
         return source.path(index), width, height
 
     def duplicates(self, source: Source) -> list[list[str]]:
-        """Groups of paths with the same content, each and all in the order of the source."""
+        """Return groups of paths with the same content, in the order of the source."""
         known = np.flatnonzero(self.has_digest)
         pairs = self.digests[known].view(np.uint64).reshape(-1, 2)
         order = np.lexsort((known, pairs[:, 1], pairs[:, 0]))
@@ -235,7 +235,7 @@ def _named_size(image: tuple[str, int, int]) -> dict[str, Any]:
 
 
 def lines_of(report: Report) -> list[str]:
-    """The report for people, one finding a line."""
+    """Return the report as text, one result a line."""
     seconds = f"{report.seconds:.1f} s, {report.images_per_s:,.0f} images/s"
     processes = f"{report.num_workers} process" + ("es" if report.num_workers > 1 else "")
     rows = [("read", f"{report.num_images:,} images in {seconds} ({processes})")]
@@ -265,7 +265,7 @@ def lines_of(report: Report) -> list[str]:
 
 
 def verdict(report: Report, max_unreadable: float | None) -> str:
-    """The last line: whether all can be read, and whether a run would go on."""
+    """Return the last line: whether all are readable, and whether a run would continue."""
     bad, all_ = len(report.unreadable), report.num_images
     if not bad:
         return f"CHECK ok: all {all_:,} images can be read"

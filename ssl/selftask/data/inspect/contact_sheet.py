@@ -1,4 +1,4 @@
-"""An image of what the network gets: each image in its row, then its views."""
+"""Contact sheet: a row for each image with its views, as the network gets them."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
 MIN_SIDE = 96  # pixels; smaller views are enlarged by a whole number
 _LARGEST_ORIGINAL = 256
-_GAP, _LINE, _TEXT = 8, 16, 13  # pixels between images, of a line of text, of its letters
-_PAPER, _INK = (228, 228, 228), (30, 30, 30)  # no image is likely to be just as gray
+_GAP, _LINE, _TEXT = 8, 16, 13  # pixels: gap between images, height of a line and of its letters
+_PAPER, _INK = (228, 228, 228), (30, 30, 30)  # unlike most images
 
 
 @dataclass(frozen=True)
 class Row:
-    """One image on its way into the network."""
+    """One image and its views."""
 
-    name: str  # path, or what the source calls it
+    name: str  # path, or name in the source
     original: np.ndarray  # uint8 (H, W, C)
-    views: list[np.ndarray]  # V uint8 (h, w, C): what the network gets, before normalisation
+    views: list[np.ndarray]  # V uint8 (h, w, C), before normalization
 
 
 def rows_of(config: Config, sources: Sources, num_images: int) -> list[Row]:
-    """The first images of epoch 0 and their views, with the draws that training makes for them.
+    """Return the first images of epoch 0 and their views, with the parameters of training.
 
     They go the whole way into a batch of floats and are un-normalised from there. Images that
     cannot be read are replaced as in training, but stop nothing.
     """
     num_images = min(num_images, len(sources.train))
-    with tempfile.TemporaryDirectory() as out:  # so that a run's list of bad files stays as it is
+    with tempfile.TemporaryDirectory() as out:  # keeps a run's list of bad files unchanged
         feed = DataModule(
             _for_one_batch(config, num_images, out), sources, World(), torch.device("cpu")
         )
@@ -61,7 +61,7 @@ def rows_of(config: Config, sources: Sources, num_images: int) -> list[Row]:
 
 
 def view_names(views: Mapping[str, ViewConfig]) -> list[str]:
-    """``global 1``, ``global 2``, ``local 1``, ... in the order in which the method gets them."""
+    """Return ``global 1``, ``global 2``, ``local 1``, ... in the order of the views."""
     return [
         f"{name} {number}" if count > 1 else name
         for name, count in num_views(views).items()
@@ -79,7 +79,7 @@ def _for_one_batch(config: Config, num_images: int, out: str) -> Config:
 
 
 def _to_pixels(view: Tensor, group: ViewConfig) -> np.ndarray:
-    """uint8 (B, H, W, C) of float32 (B, C, H, W): the inverse of the group's normalisation."""
+    """Undo normalization: float32 (B, C, H, W) to uint8 (B, H, W, C)."""
     last = group.transforms[-1] if group.transforms else None
     normalize = last is not None and last.name == "normalize"
     scale, shift = (
@@ -92,7 +92,7 @@ def _to_pixels(view: Tensor, group: ViewConfig) -> np.ndarray:
 
 
 def draw(rows: list[Row], names: list[str]) -> Image.Image:
-    """The sheet: a heading over each column, a row for each image, its name below."""
+    """Draw the sheet: a heading for each column, a row for each image, its name below."""
     cells = [[_fit(row.original), *map(_enlarge, row.views)] for row in rows]
     widths = [max(cell.width for cell in column) for column in zip(*cells, strict=True)]
     heights = [max(cell.height for cell in row) for row in cells]
@@ -118,7 +118,7 @@ def draw(rows: list[Row], names: list[str]) -> Image.Image:
 
 
 def as_seen(image: np.ndarray) -> np.ndarray:
-    """What can be drawn of (H, W, C): the first three channels, or the first one in gray."""
+    """Return the first three channels of (H, W, C), or the first one if there are fewer."""
     return image[..., :3] if image.shape[2] >= 3 else image[..., 0]
 
 
@@ -130,13 +130,13 @@ def _starts(widths: list[int]) -> Iterator[int]:
 
 
 def _enlarge(view: np.ndarray) -> Image.Image:
-    """A view in its own pixels, each a square of several where the view is small."""
+    """Draw a view; small ones are enlarged by a whole number."""
     times = -(-MIN_SIDE // max(1, min(view.shape[:2])))
     return Image.fromarray(as_seen(view).repeat(times, axis=0).repeat(times, axis=1))
 
 
 def _fit(original: np.ndarray) -> Image.Image:
-    """An image as a whole, shrunk to the sheet; small ones are enlarged like views."""
+    """Draw an image, shrunk to fit; small ones are enlarged like views."""
     if max(original.shape[:2]) <= MIN_SIDE:
         return _enlarge(original)
     image = Image.fromarray(np.ascontiguousarray(as_seen(original)))
@@ -149,7 +149,7 @@ def _printable(name: str) -> str:
 
 
 def _shortened(name: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
-    """The end of a name that is too long for a line."""
+    """Shorten a name to its end if it is too long for a line."""
     shown = name
     while font.getlength(shown) > width and len(shown) > 1:
         name = name[1:]

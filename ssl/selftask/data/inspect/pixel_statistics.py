@@ -1,4 +1,4 @@
-"""Mean and standard deviation of the pixels, and how large the images are.
+"""Mean and standard deviation of pixels, and image sizes.
 
 All sums are sums of integers, so they are exact, and the same in any order and with any number of
 processes; rounding begins with the last division.
@@ -19,12 +19,12 @@ from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.source import Source
 from selftask.errors import UserError
 
-_FULL = 255  # of an 8-bit pixel: mean and std are given on the scale [0, 1], as `normalize` takes
+_FULL = 255  # of 8 bits; mean and std are on the scale [0, 1], as `normalize` takes
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 class Sums(NamedTuple):
-    """Of one image, or of all images with as many pixels."""
+    """Sums over one image, or over all images with the same number of pixels."""
 
     width: int
     height: int
@@ -33,7 +33,7 @@ class Sums(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """On the scale [0, 1], one number for each channel."""
+    """Mean and standard deviation of each channel, on the scale [0, 1]."""
 
     mean: list[float]
     std: list[float]
@@ -41,18 +41,18 @@ class Moments(NamedTuple):
 
 @dataclass
 class Statistics:
-    """What ``measure`` found."""
+    """The result of ``measure``."""
 
-    num_images: int  # that were read
+    num_images: int  # images read
     num_unreadable: int
-    by_image: Moments  # each image weighs the same, as its crops do in training
-    by_pixel: Moments  # each pixel weighs the same, so that large images weigh more
-    sides: np.ndarray  # (num_images, 2) int32: width and height, in no order
+    by_image: Moments  # images have equal weight, like their crops in training
+    by_pixel: Moments  # pixels have equal weight
+    sides: np.ndarray  # (num_images, 2) int32: width and height, unordered
     seconds: float
     num_workers: int
 
     def quantiles(self) -> dict[str, list[float]]:
-        """QUANTILES of width, height, short side, long side and width / height."""
+        """Return QUANTILES of width, height, short side, long side and width / height."""
         width, height = self.sides[:, 0], self.sides[:, 1]
         measures = {
             "width": width,
@@ -67,7 +67,7 @@ class Statistics:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the result for ``--json``."""
         return {
             "images": self.num_images,
             "unreadable": self.num_unreadable,
@@ -82,7 +82,7 @@ class Statistics:
 
 
 def choose(num_images: int, most: int | None, seed: int) -> np.ndarray:
-    """Indices to look at, ascending: all, or ``most`` drawn without replacement by ``seed``."""
+    """Return ascending indices: all, or ``most`` of them, drawn without replacement."""
     if most is None or most >= num_images:
         return np.arange(num_images)
     drawn = np.random.default_rng(seed).choice(num_images, most, replace=False, shuffle=False)
@@ -131,7 +131,7 @@ def measure(
 
 
 def sums_of(source: Source, index: int) -> Sums | None:
-    """Size and exact sums of one image; None if it cannot be read."""
+    """Return size and exact sums of one image, or None if it is unreadable."""
     now_reading(source.path(index))
     try:
         pixels = np.asarray(source[index][0])
@@ -141,7 +141,7 @@ def sums_of(source: Source, index: int) -> Sums | None:
 
 
 def sums_of_pixels(pixels: np.ndarray) -> Sums:
-    """Of a uint8 array (H, W, C). Float64 holds each of these integers: they are below 2**53."""
+    """Return the sums of uint8 (H, W, C); float64 is exact, as they are below 2**53."""
     if pixels.dtype != np.uint8 or pixels.ndim != 3:
         raise UserError(f"an image is {pixels.dtype} {pixels.shape}; uint8 (H, W, C) is expected")
     values = pixels.reshape(-1, pixels.shape[2]).astype(np.float64)
@@ -152,7 +152,7 @@ def sums_of_pixels(pixels: np.ndarray) -> Sums:
 
 
 class _Totals:
-    """Sums of images by their number of pixels: then each image can weigh the same."""
+    """Sums by number of pixels, so that images can have equal weight."""
 
     def __init__(self) -> None:
         self.num_images = 0
@@ -184,13 +184,13 @@ class _Totals:
         return _moments(self._mean_of_means(self.sums), self._mean_of_means(self.squares))
 
     def _mean_of_means(self, table: dict[int, list[int]]) -> list[float]:
-        """For each channel; fsum rounds once, whatever the order."""
+        """Return the mean of each channel, images weighed equally; fsum ignores their order."""
         means = [[total / pixels for total in totals] for pixels, totals in table.items()]
         return [fsum(channel) / self.num_images for channel in zip(*means, strict=True)]
 
 
 def _moments(firsts: list[float], seconds: list[float]) -> Moments:
-    """From the means of the values and of their squares."""
+    """Return mean and standard deviation from the means of values and of squares."""
     variances = [second - first * first for first, second in zip(firsts, seconds, strict=True)]
     return Moments(
         [first / _FULL for first in firsts],

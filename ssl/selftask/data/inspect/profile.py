@@ -1,4 +1,4 @@
-"""Where the time of making a batch goes, stage by stage; ``stage_report`` tells of it."""
+"""Measure the time of each stage of making a batch; ``profile_report`` prints it."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from selftask.registry import TRANSFORMS
 if TYPE_CHECKING:
     from selftask.config.schema import Config
 
-MAX_PER_BATCH = 64  # images; larger batches take as long per image, and longer to measure
-MAX_IMAGES = 256  # measured in each stage
-MAX_BYTES = 256 << 20  # of decoded images that are kept for the next stage
+MAX_PER_BATCH = 64  # images; larger batches take the same time per image
+MAX_IMAGES = 256  # images measured in each stage
+MAX_BYTES = 256 << 20  # of decoded images kept for the next stage
 T = TypeVar("T")
 
 
 @dataclass
 class StageTimes:
-    """What ``measure`` found; seconds are those of one image in one process."""
+    """The result of ``measure``; seconds are per image in one process."""
 
-    read_s: float | None  # None: an image has no file of its own, and reading is in decode_s
+    read_s: float | None  # None: images have no files of their own; reading is part of decode_s
     decode_s: float
-    augment_s: float  # with data.augment_on=device: to shrink the image and to draw for its views
+    augment_s: float  # with data.augment_on=device: shrinking, and drawing parameters
     collate_s: float
-    to_device_s: float  # with data.augment_on=device: and to make the views on it
-    loader_images_per_s: float  # with the configured workers
+    to_device_s: float  # with data.augment_on=device: also making the views
+    loader_images_per_s: float  # with the workers of the config
     decodes_per_sample: float
-    num_images: int  # that the stages were measured on
+    num_images: int  # images measured
     batch_size: int
     num_workers: int
     processes: int  # of a node, which share its cores
@@ -56,12 +56,12 @@ class StageTimes:
     augment_on: str = "cpu"  # data.augment_on
     cache: str = "none"  # data.cache
     views: list[tuple[int, int]] = field(default_factory=list)  # (width, height) of each
-    image_pixels: float = 0.0  # of an image, in the median
+    image_pixels: float = 0.0  # median of the images
     transforms: dict[str, float] = field(default_factory=dict)  # name -> share of their time
 
     @property
     def stages(self) -> dict[str, float]:
-        """Name -> seconds for each stage that was measured on its own."""
+        """Seconds by stage, for stages measured separately."""
         named = {
             "read": self.read_s,
             "decode" if self.read_s is not None else "read+decode": self.decode_s,
@@ -73,14 +73,14 @@ class StageTimes:
 
     @property
     def worker_s(self) -> float:
-        """Of one image in a worker: all but the way to the device."""
+        """Seconds for one image in a worker: all stages but the copy to the device."""
         return sum(self.stages.values()) - self.to_device_s
 
 
 def measure(
     config: Config, sources: Sources, device: torch.device, seconds: float, threads: int = 1
 ) -> StageTimes:
-    """Measure each stage for about ``seconds``, in this process, then the loader as configured.
+    """Measure each stage for about ``seconds`` in this process, then the configured loader.
 
     ``threads`` are those of torch in training; workers have one. A run's folder is not touched.
     Raises UserError if hardly an image can be read.
@@ -116,7 +116,7 @@ def _one_process(
         read_s, _ = _each(lambda index: len(read_bytes(source.path(index))), indices, seconds)
     dataset = train_dataset(config, source)
     decode_s, samples_read = _each(dataset.read, indices, seconds, most)
-    if read_s is not None:  # what was read once is in memory, and has now been read from there
+    if read_s is not None:  # files were read before, so these reads came from memory
         in_memory_s, _ = _each(lambda index: len(read_bytes(source.path(index))), indices, 0.2)
         decode_s = max(decode_s - in_memory_s, 0.0)
 
@@ -162,7 +162,7 @@ def _one_process(
 
 
 def transform_shares(config: Config, images: Sequence[np.ndarray]) -> dict[str, float]:
-    """Share of each transform, by name, in the time that all of them take one after the other.
+    """Return the share of each transform in the time of all, by name.
 
     A pipeline may do several of them at once, and so faster; which one costs most stays the same.
     """
@@ -172,7 +172,7 @@ def transform_shares(config: Config, images: Sequence[np.ndarray]) -> dict[str, 
         steps = [
             (component.name, TRANSFORMS[component.name](**component.args))
             for component in group.transforms
-            if component.name != "normalize"  # is done on the device
+            if component.name != "normalize"  # runs on the device
         ]
         for place, original in enumerate([images[0], *images]):
             rng, image = draw_rng(config.train.seed, 0, place, 0), original
@@ -186,14 +186,14 @@ def transform_shares(config: Config, images: Sequence[np.ndarray]) -> dict[str, 
 
 
 def _spread(num_images: int) -> Sequence[int]:
-    """All indices in an order that jumps through the whole set."""
+    """Yield all indices in an order that spreads over the whole set."""
     order: list[int] = np.random.default_rng(0).permutation(min(num_images, 10_000)).tolist()
     step = max(1, num_images // 10_000)
     return [step * place for place in order]
 
 
 def _readable(source: Source, indices: Sequence[int]) -> Iterator[np.ndarray]:
-    """Images, without those that cannot be read; raises UserError if all are of that kind."""
+    """Return readable images; raises UserError if there is none."""
     for index in indices:
         with suppress(BadImage):
             yield source[index][0]
@@ -203,12 +203,12 @@ def _readable(source: Source, indices: Sequence[int]) -> Iterator[np.ndarray]:
 def _each(
     work: Callable[[int], T], indices: Sequence[int], seconds: float, most: int = MAX_IMAGES
 ) -> tuple[float, list[T]]:
-    """Mean seconds of ``work`` and its results, for ``most`` indices or what ``seconds`` allow."""
+    """Return mean seconds and results of ``work``, for at most ``most`` indices or ``seconds``."""
     done: list[T] = []
     spent = 0.0
     for index in indices:
         started = time.perf_counter()
-        with suppress(BadImage):  # `selftask data check` is about these
+        with suppress(BadImage):  # `selftask data check` reports these
             done.append(work(index))
             spent += time.perf_counter() - started
         if len(done) >= most or (done and spent > seconds):
@@ -217,7 +217,7 @@ def _each(
 
 
 def _repeat(work: Callable[[], T], seconds: float) -> tuple[float, T]:
-    """Mean seconds of ``work``, called at least three times after a first one, and its result."""
+    """Return mean seconds of at least three calls of ``work`` after a first, and its result."""
     result = work()
     started, times = time.perf_counter(), 0
     while times < 3 or time.perf_counter() - started < seconds:
@@ -233,7 +233,7 @@ def _finish(index: torch.Tensor) -> None:
 
 
 def loader_rate(config: Config, sources: Sources, device: torch.device, seconds: float) -> float:
-    """Images a second that the loader hands over when nobody else uses the machine.
+    """Return the images per second of the loader when nothing else runs.
 
     From the first batch on: starting the workers does not count, nor what they had made ahead.
     """
@@ -253,7 +253,7 @@ def loader_rate(config: Config, sources: Sources, device: torch.device, seconds:
 
 
 class _Counted(Wrapped):
-    """A source that counts how often an image is asked for."""
+    """A source that counts how often images are read."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source)
@@ -265,7 +265,7 @@ class _Counted(Wrapped):
 
 
 def decodes_per_sample(config: Config, source: Source) -> float:
-    """How often an image is decoded to make all its views; more than 1 also for unreadable ones."""
+    """Return how often an image is decoded for its views; above 1 also if some are unreadable."""
     counted = _Counted(source)
     here = replace(config, data=replace(config.data, num_workers=0, cache="none"))
     feed = DataModule(here, Sources(counted, None), World(), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What ``selftask bench data`` tells of the times it measured: a table, and what to change."""
+"""The report of ``selftask bench data``: a table of times, and advice."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from selftask.data.inspect.profile import StageTimes
 from selftask.data.loading.data_stall import Cores, workers_advice
 from selftask.errors import plural
 
-FILLS_CACHE = ("read", "decode", "read+decode")  # stages met once with data.cache=ram or disk
-DOMINANT = 0.5  # share of one stage that is worth a sentence
+FILLS_CACHE = ("read", "decode", "read+decode")  # stages that run once with data.cache=ram or disk
+DOMINANT = 0.5  # share of a stage for which advice is given
 
 
 def as_json(found: StageTimes) -> dict[str, Any]:
-    """For ``--json``."""
+    """Return the result for ``--json``."""
     return {
         "ms_per_image": {name: 1e3 * seconds for name, seconds in found.stages.items()},
         "one_process_images_per_s": 1 / found.worker_s,
@@ -35,13 +35,13 @@ def as_json(found: StageTimes) -> dict[str, Any]:
 
 
 def advice(found: StageTimes) -> list[str]:
-    """At most two sentences: what to change first."""
+    """Yield at most two sentences of advice."""
     return list(_advice(found))[:2]
 
 
 def _advice(found: StageTimes) -> Iterator[str]:
     if found.cache == "device":
-        return  # no worker is met after the start
+        return  # no workers after the start
     if found.augment_on == "device" and found.to_device_s > found.worker_s / max(
         found.num_workers, 1
     ):
@@ -59,7 +59,7 @@ def _advice(found: StageTimes) -> Iterator[str]:
 
 
 def _on_longest_stage(found: StageTimes) -> Iterator[str]:
-    """What would shorten it, if it takes most of a worker's time."""
+    """Return advice for a stage that takes most of a worker's time."""
     *in_worker, _ = found.stages
     again = [name for name in in_worker if found.cache == "none" or name not in FILLS_CACHE]
     seconds = sum(found.stages[name] for name in again)
@@ -93,7 +93,7 @@ def _on_longest_stage(found: StageTimes) -> Iterator[str]:
 
 
 def table(found: StageTimes) -> Iterator[str]:
-    """The report for people, without advice."""
+    """Return the report as text, without advice."""
     views = ", ".join(f"{w}x{h}" for w, h in dict.fromkeys(found.views))
     yield (
         f"{len(found.views)} views of {views}, from images of {found.image_pixels / 1e3:,.0f} "

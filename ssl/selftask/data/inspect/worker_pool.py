@@ -1,4 +1,4 @@
-"""Something done to every image by processes that may die of one, or hang on it.
+"""Apply a function to every image in processes that may crash or hang on one.
 
 A damaged file can crash a decoder or keep it busy for ever. Here that costs one process, which is
 replaced, and the image is named; multiprocessing's own pools would wait, or give up altogether.
@@ -24,10 +24,10 @@ import numpy as np
 from selftask.data.reading.files import POLICY
 from selftask.errors import RunError, describe_exit
 
-MAX_PER_CHUNK = 32  # images that a process is given at once
-NEWS_EVERY_S = 0.5  # at least so often a process says what it has done
-DECODING_S = 60.0  # that one image may take beyond the time that its reading may
-MAX_IDLE_DEATHS = 3  # processes that may die before they have looked at anything
+MAX_PER_CHUNK = 32  # images sent to a process at once
+NEWS_EVERY_S = 0.5  # interval of reports from a process
+DECODING_S = 60.0  # time limit of one image, beyond that of reading it
+MAX_IDLE_DEATHS = 3  # processes that may die before they report anything
 
 T = TypeVar("T")
 _Look = Callable[[int], T]
@@ -36,13 +36,13 @@ _fork = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Lost:
-    """Instead of a result: why the process that looked at the image did not come back."""
+    """In place of a result: why the process of the image was lost."""
 
     reason: str
 
 
 def patience_s() -> float:
-    """How long one image may take before its process is taken for stuck."""
+    """Return the time limit of one image, after which its process is stuck."""
     if POLICY.timeout_s <= 0:
         return float("inf")
     return POLICY.timeout_s * (POLICY.retries + 1) + DECODING_S
@@ -54,7 +54,7 @@ def map_images(
     num_workers: int,
     silence_s: float | None = None,
 ) -> Iterator[tuple[int, T | Lost]]:
-    """``(index, look(index))`` for each index, in no order, from ``num_workers`` processes.
+    """Yield ``(index, look(index))`` for each index, unordered, from ``num_workers`` processes.
 
     ``look`` runs in a forked process and its result must be picklable; what it raises ends the
     survey. An image on which a process dies, or is silent for ``silence_s``, gives Lost.
@@ -68,11 +68,11 @@ def map_images(
 
 @dataclass(eq=False)
 class _Worker(Generic[T]):
-    number: int  # of its place in the shared table
+    number: int  # index in the shared table
     process: Any
     connection: Connection
-    chunk: list[int] = field(default_factory=list)  # given to it and not yet reported
-    heard: float = 0.0  # when it last gave news
+    chunk: list[int] = field(default_factory=list)  # sent and not yet reported
+    heard: float = 0.0  # time of its last report
 
 
 class _Crew(Generic[T]):
@@ -87,10 +87,10 @@ class _Crew(Generic[T]):
         self.silence_s = silence_s
         num_workers = max(1, min(num_workers, len(indices)))
         size = max(1, min(MAX_PER_CHUNK, len(indices) // (8 * num_workers)))
-        self.starts = iter(range(0, len(indices), size))  # of the chunks that nobody has yet
+        self.starts = iter(range(0, len(indices), size))  # starts of unassigned chunks
         self.indices, self.size = indices, size
-        self.again: deque[list[int]] = deque()  # what a lost process had not yet looked at
-        self.current = _fork.RawArray("q", [-1] * num_workers)  # index that each looks at
+        self.again: deque[list[int]] = deque()  # remaining images of lost processes
+        self.current = _fork.RawArray("q", [-1] * num_workers)  # current index of each process
         self.idle_deaths = 0
         self.workers = [self._start(number) for number in range(num_workers)]
 
@@ -107,7 +107,7 @@ class _Crew(Generic[T]):
                     yield from self._replace(worker, f"took longer than {self.silence_s:g} s")
 
     def close(self) -> None:
-        """End all processes, whatever they are doing."""
+        """Kill all processes."""
         for worker in self.workers:
             worker.process.kill()
         for worker in self.workers:
@@ -120,7 +120,7 @@ class _Crew(Generic[T]):
             target=_work, args=(self.look, theirs, self.current, number, os.getpid()), daemon=True
         )
         process.start()
-        theirs.close()  # so that the death of the process is the end of what we read
+        theirs.close()  # so that we read an end of file when the process dies
         return _Worker(number, process, ours)
 
     def _give(self, worker: _Worker[T]) -> None:
@@ -132,7 +132,7 @@ class _Crew(Generic[T]):
             return
         worker.heard = time.monotonic()
         self.current[worker.number] = -1
-        with suppress(OSError):  # dead already: the end of its connection is read next
+        with suppress(OSError):  # already dead; the end of file is read next
             worker.connection.send(worker.chunk)
 
     def _news_of(self, worker: _Worker[T]) -> Iterator[tuple[int, T | Lost]]:
@@ -154,7 +154,7 @@ class _Crew(Generic[T]):
             self._give(worker)
 
     def _replace(self, worker: _Worker[T], reason: str) -> Iterator[tuple[int, T | Lost]]:
-        """Put a new process in the place of a lost one; its image is not tried again."""
+        """Replace a lost process; its image is not tried again."""
         index = self.current[worker.number]
         rest = [other for other in worker.chunk if other != index]
         if index in worker.chunk:
@@ -172,13 +172,13 @@ class _Crew(Generic[T]):
 
 
 def _work(look: _Look[T], connection: Connection, current: Any, number: int, parent: int) -> None:
-    """What a process does: chunk after chunk, until nobody sends one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process hears it and ends us
-    warnings.simplefilter("ignore")  # decoders warn of files that they can read all the same
+    """Main function of a process: chunk after chunk, until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it
+    warnings.simplefilter("ignore")  # decoders warn about files that they can read
     while True:
         while not connection.poll(1.0):
             if os.getppid() != parent:
-                return  # killed, and its other children keep our pipe open
+                return  # the parent was killed; its other children keep our pipe open
         try:
             chunk = connection.recv()
             _look_at_chunk(look, chunk, connection, current, number)
