@@ -131,7 +131,7 @@ def test_a_stopped_run_goes_on_as_if_never_stopped(method: str, tmp_path: Path) 
     folders = [Path(config.out, "checkpoints") for config in (whole, parts)]
     paths = [rotation.checkpoints(folder)[0] for folder in folders]
     states = [torch.load(path, weights_only=True) for path in paths]
-    assert states[0]["clock"]["iteration"] == STEPS
+    assert states[0]["clock"]["steps_done"] == STEPS
     for state in states:
         del state["config"], state["metrics_bytes"]
     assert tiny.differences(*states) == []

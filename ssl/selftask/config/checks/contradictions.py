@@ -108,13 +108,14 @@ def _views(config: Config) -> Iterator[Problem]:
             continue
         if key[0] == "views" and not config.views[key[1]].count:
             continue  # never reaches a network
-        if not names or names[-1] != "normalize":
+        if not names or not grid.normalizes(names[-1]):
             last = f"its last is {names[-1]!r}" if names else "it is empty"
-            yield key, f"{'.'.join(key)} must end with 'normalize' ({last})"
+            known = " or ".join(repr(name) for name in TRANSFORMS if grid.normalizes(name))
+            yield key, f"{'.'.join(key)} must end with {known} ({last})"
         for index, name in enumerate(names[:-1]):
-            if name == "normalize":
+            if grid.normalizes(name):
                 where = (*key, str(index))
-                yield where, f"{'.'.join(where)}: 'normalize' must come last, once"
+                yield where, f"{'.'.join(where)}: {name!r} must come last, once"
 
 
 def _derived_views(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
@@ -194,7 +195,7 @@ def _unbatched(transform: Component, registry: Registry, key: Key) -> Iterator[P
     for inner in inner_components(transform, registry, key):
         yield from _unbatched(*inner)
     name = transform.name
-    if name in BATCHED_TRANSFORMS or name == "normalize" or name not in TRANSFORMS:
+    if name in BATCHED_TRANSFORMS or name not in TRANSFORMS or grid.normalizes(name):
         return
     own = TRANSFORMS.imported(name)
     if not (hasattr(own, "on_batch") and hasattr(own, "draw")):

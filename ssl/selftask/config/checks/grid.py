@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from selftask.config.checks.components import inner_components
 from selftask.config.keys import Key
 from selftask.config.schema import Component, Config
-from selftask.registry import TRANSFORMS
+from selftask.registry import BACKBONES, TRANSFORMS
 
 Problem = tuple[Key, str]
-
-SQUARES = ("center_crop", "random_crop", "random_resized_crop", "tile")  # of args["size"] pixels
-RESIZING = (*SQUARES, "resize", "jigsaw")  # all of ours that change an image's size
 
 
 def problems(config: Config) -> Iterator[Problem]:
@@ -22,13 +19,8 @@ def problems(config: Config) -> Iterator[Problem]:
     Models of timm and torchvision that have to be built to know are checked by
     ``selftask.models.build.check_sizes``.
     """
-    key: Key = ("backbone",)
-    args = config.backbone.args
-    name = args.get("model", "")
-    if config.backbone.name == "timm" and name.startswith("vit_"):
-        key = ("backbone", "args")
-        args = {"dynamic_img_size": False, **args["args"]}
-    patch = patch_size(config.backbone)
+    key, args = _grid(config.backbone)
+    patch = args.get("patch_size")
     if not args.get("dynamic_img_size", True):  # absent: no ViT, or no fixed grid
         yield from other_sizes(config, key, args.get("img_size"))
     elif patch and args.get("dynamic_img_size") and not args.get("dynamic_img_pad"):
@@ -98,13 +90,21 @@ def title(backbone: Component) -> str:
     return f"backbone {backbone.name!r}" if model is None else f"backbone '{backbone.name}:{model}'"
 
 
+def _grid(backbone: Component) -> tuple[Key, Mapping[str, Any]]:
+    """Return the section and the values of img_size, patch_size and dynamic_img_size.
+
+    A backbone that keeps them in another field, ``sizes_in``, answers by a method ``grid``.
+    """
+    section = BACKBONES.declared(backbone.name, "sizes_in", None)  # imports nothing
+    if section is None:
+        return ("backbone",), backbone.args
+    return ("backbone", section), BACKBONES[backbone.name](**backbone.args).grid()
+
+
 def patch_size(backbone: Component) -> int | None:
-    """Return the patch size in pixels from a config or a model's name, or None."""
-    patch = backbone.args.get("patch_size", {})
-    if isinstance(patch, int):
-        return patch
-    named = re.search(r"patch(\d+)", backbone.args.get("model", ""))
-    return int(named[1]) if named else None
+    """Return the patch size in pixels, or None for a backbone without patches of one size."""
+    patch = _grid(backbone)[1].get("patch_size")
+    return patch if isinstance(patch, int) else None
 
 
 def multiples(size: int, patch: int) -> str:
@@ -116,7 +116,7 @@ def multiples(size: int, patch: int) -> str:
 def output_side(transforms: list[Component]) -> int | None:
     """Return the side of a pipeline's square output in pixels, or None if it is not known."""
     for transform in reversed(transforms):
-        if transform.name in SQUARES:
+        if resizes(transform.name) == "square":
             side: int | None = transform.args["size"]
             return side
         if not keeps_size(transform):
@@ -124,12 +124,25 @@ def output_side(transforms: list[Component]) -> int | None:
     return None
 
 
+def resizes(name: str) -> str | None:
+    """Return what a transform makes of an image's size: ``"square"``, of ``size`` pixels, or else.
+
+    By its class attribute ``resizes``; None if it has none.
+    """
+    return TRANSFORMS.declared(name, "resizes", None) if name in TRANSFORMS else None
+
+
+def normalizes(name: str) -> bool:
+    """Return whether a transform makes the numbers that a network takes, the end of a pipeline."""
+    return name in TRANSFORMS and bool(TRANSFORMS.declared(name, "normalizes", False))
+
+
 def keeps_size(transform: Component) -> bool:
     """Whether a transform, with those inside of it, never changes an image's size."""
     name = transform.name
     ours = name in TRANSFORMS and TRANSFORMS.address(name).module.startswith("selftask.")
     inner = inner_components(transform, TRANSFORMS, ())
-    return ours and name not in RESIZING and all(keeps_size(part) for part, *_ in inner)
+    return ours and not resizes(name) and all(keeps_size(part) for part, *_ in inner)
 
 
 def _view_sides(config: Config) -> Mapping[str, int | None]:

@@ -9,15 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from selftask.config.checks.grid import RESIZING, keeps_size, multiples, patch_size, title
+from selftask.config.checks.grid import keeps_size, multiples, patch_size, resizes, title
 from selftask.config.compose.provenance import Layers
 from selftask.config.keys import Key
 from selftask.config.schema import Component, Config, DataConfig, ViewConfig
 from selftask.config.schema_reader import Reader
-from selftask.registry import SOURCES
+from selftask.registry import BACKBONES, SOURCES
 
 KEY: Key = ("image_size",)
-_SIZED = ("vit_", "deit", "beit", "eva", "swin", "cait")  # timm's models that take img_size
 
 
 def with_image_size(config: Config, size: int, reader: Reader) -> Config:
@@ -125,14 +124,14 @@ def undivided(backbone: Component, size: int) -> str | None:
 
 def resized_backbone(backbone: Component, size: int) -> Component:
     """Return the backbone for images of ``size`` pixels; one that takes any size is unchanged."""
-    args, model = backbone.args, backbone.args.get("model", "")
+    args = backbone.args
     if "img_size" in args and "patch_size" in args:
         return replace(backbone, args={**args, "img_size": size})
-    if backbone.name == "timm" and model.startswith(_SIZED):
-        return replace(backbone, args={**args, "args": {**args["args"], "img_size": size}})
-    if backbone.name == "torchvision" and model.startswith("vit_"):
-        return replace(backbone, args={**args, "args": {**args["args"], "image_size": size}})
-    return backbone
+    section = BACKBONES.declared(backbone.name, "sizes_in", None)  # imports nothing
+    name = None if section is None else BACKBONES[backbone.name](**args).size_argument
+    if name is None:
+        return backbone
+    return replace(backbone, args={**args, section: {**args[section], name: size}})
 
 
 def resized_pipeline(transforms: list[Component], size: int) -> list[Component]:
@@ -156,7 +155,7 @@ def resized_pipeline(transforms: list[Component], size: int) -> list[Component]:
 def nominal_size(transforms: list[Component]) -> int | None:
     """Size argument of the last transform that changes the size of images; None without one."""
     for transform in reversed(transforms):
-        if transform.name in RESIZING and isinstance(transform.args.get("size"), int):
+        if resizes(transform.name) and isinstance(transform.args.get("size"), int):
             return int(transform.args["size"])
     return None
 
@@ -168,7 +167,7 @@ def _scaled(value: Any, factor: float) -> Any:
     if not isinstance(value, dict):
         return value
     args = {key: _scaled(item, factor) for key, item in value.items()}
-    if args.get("name") in RESIZING and isinstance(args.get("size"), int):
+    if "name" in args and resizes(args["name"]) and isinstance(args.get("size"), int):
         args["size"] = max(1, round(args["size"] * factor))
     return args
 

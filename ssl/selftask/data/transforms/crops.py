@@ -35,6 +35,8 @@ _FILTERS = {"bilinear": Filter.BILINEAR, "bicubic": Filter.BICUBIC}
 class RandomResizedCrop(Transform):
     """A crop of random area and aspect ratio, resized to a square."""
 
+    resizes = "square"
+
     size: int = setting(min=1)  # pixels
     scale: tuple[float, float] = (0.08, 1.0)  # of the image's area
     ratio: tuple[float, float] = (0.75, 1.3333333333333333)  # width / height, log-uniform
@@ -96,6 +98,8 @@ class RandomResizedCrop(Transform):
 class Resize(Transform):
     """Resize the shorter side to ``size``, keeping the aspect ratio."""
 
+    resizes = "shorter side"
+
     size: int = setting(min=1)  # pixels
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
 
@@ -128,6 +132,8 @@ class Resize(Transform):
 class CenterCrop(Deterministic):
     """The square in the middle; a smaller image is padded with black first."""
 
+    resizes = "square"
+
     size: int = setting(min=1)  # pixels
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
@@ -150,6 +156,8 @@ class RandomCrop(UniformTransform):
     """A square at a random place, after padding with black on all sides."""
 
     num_uniforms: ClassVar[int] = 2
+
+    resizes = "square"
 
     size: int = setting(min=1)  # pixels
     padding: int = setting(0, min=0)  # pixels on each side; 4 for CIFAR

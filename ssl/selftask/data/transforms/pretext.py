@@ -102,6 +102,8 @@ class Jigsaw(Transform):
     number k, counted row by row, is the tile of number ``permutations(...)[drawn][k]``.
     """
 
+    resizes = "tiles"
+
     affine: ClassVar[bool] = False
 
     grid: int = setting(3, min=2, max=15)  # tiles in a row and in a column
@@ -178,6 +180,8 @@ class Tile(Transform):
     Cells are counted row by row, again from 0 after the last one. The tile lies at a random place
     in its cell. Use it in a group that is made from another one, so that all tiles are of one crop.
     """
+
+    resizes = "square"
 
     view_number: ClassVar[int] = 0  # of its group; set with the view
 

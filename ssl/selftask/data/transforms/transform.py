@@ -48,6 +48,9 @@ class Transform(ABC):
     any callable ``(image, rng) -> image``.
     """
 
+    resizes: ClassVar[str | None] = None
+    """What it makes of an image's size: ``"square"``, of ``size`` pixels, or another word; None for
+    a transform that keeps it."""
     channels: ClassVar[int] = 3  # of the images; set by the pipeline
     affine: ClassVar[bool] = True  # False: no affine map says where pixels of the result come from
 

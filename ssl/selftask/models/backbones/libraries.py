@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 _CLASSIFIERS = ("fc", "classifier", "head", "heads")
 """What torchvision's image classifiers call the layers behind their features."""
+_SIZED = ("vit_", "deit", "beit", "eva", "swin", "cait")
+"""What the names of timm's models start with that take ``img_size``."""
 
 
 def _tiny(model: str, **kept: Any) -> dict[str, Any]:
@@ -35,11 +38,22 @@ class Timm:
     args: dict[str, Any] = field(default_factory=dict)  # of timm.create_model: img_size, ...
 
     library = "timm"
+    sizes_in = "args"
 
     def tiny(self) -> dict[str, Any]:
         names = {"drop_path_rate": "drop_path", "dynamic_img_size": "dynamic_img_size"}
         kept = {ours: self.args[name] for name, ours in names.items() if name in self.args}
         return _tiny(self.model, **kept)
+
+    def grid(self) -> dict[str, Any]:
+        patch = re.search(r"patch(\d+)", self.model)
+        named = {"patch_size": int(patch[1])} if patch else {}
+        fixed = {"dynamic_img_size": False} if self.model.startswith("vit_") else {}
+        return {**named, **fixed, **(self.args if fixed else {})}
+
+    @property
+    def size_argument(self) -> str | None:
+        return "img_size" if self.model.startswith(_SIZED) else None
 
     def build(self, channels: int = 3) -> nn.Module:
         """The model with its own parameter names; random weights.
@@ -72,9 +86,17 @@ class Torchvision:
     args: dict[str, Any] = field(default_factory=dict)  # of torchvision.models.get_model
 
     library = "torchvision"
+    sizes_in = "args"
 
     def tiny(self) -> dict[str, Any]:
         return _tiny(self.model)
+
+    def grid(self) -> dict[str, Any]:
+        return {}  # known once it is built
+
+    @property
+    def size_argument(self) -> str | None:
+        return "image_size" if self.model.startswith("vit_") else None
 
     def build(self, channels: int = 3) -> nn.Module:
         """The model with its own parameter names; random weights.
