@@ -1,4 +1,4 @@
-"""What is the user's to mend: these end a command with a message, never with a traceback."""
+"""Errors that end a command with a message instead of a traceback, and parts of messages."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Something only the user can put right; the message says what was wrong and what is right."""
+    """An error that the user must fix; the message says what was wrong and what would be right."""
 
     exit_code = 2
 
 
 class RunError(Exception):
-    """A run that went wrong in a way we understand: its message is enough, no traceback."""
+    """A failed run whose cause is known, so that the message says enough."""
 
 
 class ConfigError(UserError):
-    """Everything that is wrong with a config, together: one problem a line."""
+    """All problems of a config, one a line."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = list(problems)
@@ -28,26 +28,26 @@ class ConfigError(UserError):
 
 
 def describe_exit(code: int | None) -> str:
-    """How a process went: ``was killed by SIGKILL``, ``ended with code 3``."""
+    """Return how a process ended: ``was killed by SIGKILL``, ``ended with code 3``."""
     if code is not None and code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with code {code}"
 
 
 def plural(noun: str, number: int) -> str:
-    """The noun as it stands after this number: ``1 image``, ``0 images``."""
+    """Return the noun for this number: ``image`` for 1, ``images`` for 0."""
     return noun if number == 1 else f"{noun}s"
 
 
 def shorten(text: str, most: int = 200) -> str:
-    """A text that is quoted in a message, without its middle if it is long."""
+    """Return a text without its middle if it is longer than ``most`` characters."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]}...{text[-most // 4 :]} ({len(text)} characters)"
 
 
 def nearest(name: str, known: Iterable[str], *, show: int = 12) -> str:
-    """The hint that follows a wrong name: ``did you mean 'moco'?`` or the known names."""
+    """Return a hint for a wrong name: ``did you mean 'moco'?`` or the known names."""
     known = sorted(known)
     close = get_close_matches(name, known, n=1, cutoff=0.6)
     if close:
@@ -57,7 +57,7 @@ def nearest(name: str, known: Iterable[str], *, show: int = 12) -> str:
 
 
 def nearest_path(path: str | Path) -> str:
-    """The same for a path that is not there, from the deepest of its folders that is."""
+    """Return a hint for a missing path, from the content of its deepest existing folder."""
     missing = Path(path)
     while not os.path.isdir(missing.parent):
         missing = missing.parent

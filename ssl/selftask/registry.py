@@ -1,9 +1,8 @@
-"""A name in a config is the address of a piece of code.
+"""Registries: a name in a config is the address of a piece of code.
 
 ``METHODS["moco"]`` finds the file of the package that says ``@register_method("moco")``, imports
-it and returns what it registered. Nobody lists names anywhere: the folder is the list. A name's
-summary and config fields are read from its source, so that listing names and checking a config
-needs neither torch nor the import of anything.
+it and returns what it registered. There is no list of names besides the folder itself. Summaries
+and declarations are read from source, so listing names and checking a config imports nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ T = TypeVar("T")
 
 
 class UnknownName(UserError, KeyError):
-    """A name that no registered piece of code has."""
+    """Raised for a name that is not registered."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -33,7 +32,7 @@ class UnknownName(UserError, KeyError):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a name is registered: module, file and line."""
+    """Module, file and line in which a name is registered."""
 
     module: str
     path: Path
@@ -44,9 +43,12 @@ class Address:
 
 
 class Registry:
-    """The names of one ``kind`` of thing (method, hook, ...), kept in one ``package``.
+    """The registered things of one kind.
 
-    ``declares`` names a class attribute that every such thing must set to one of some words.
+    Args:
+        kind: What they are: method, hook, ...
+        package: Package whose files register them.
+        declares: A class attribute that each must set, and its possible values with their meaning.
     """
 
     def __init__(
@@ -60,10 +62,10 @@ class Registry:
         self._addresses: dict[str, Address] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: make ``name`` the address of a class or function.
+        """Decorate a class or function to register it as ``name``.
 
-        Raises UserError if the name is taken, showing both places, or if the thing does not
-        declare what this kind has to.
+        Raises UserError if the name is taken, with both places, or if the thing lacks the
+        declaration that its kind needs.
         """
         caller = sys._getframe(1)  # the line of the decorator, as in the index
         here = Address(
@@ -84,7 +86,7 @@ class Registry:
         return add
 
     def _taken(self, name: str, thing: Any, here: Address) -> Address | None:
-        """Where something else has this name; the same thing again (a reload) is fine."""
+        """Return the address of something else with this name; a reload of the same is allowed."""
         if name in self._registered:
             other = self._registered[name]
             same = (other.__module__, other.__qualname__) == (thing.__module__, thing.__qualname__)
@@ -108,13 +110,13 @@ class Registry:
             )
 
     def __getitem__(self, name: str) -> Any:
-        """What is registered as ``name``, importing its module on first use."""
+        """Return what is registered as ``name``; its module is imported on first use."""
         if name not in self._registered:
             importlib.import_module(self.address(name).module)
         return self._registered[name]
 
     def imported(self, name: str) -> Any | None:
-        """What is registered as ``name`` if its module has been imported: a user's has."""
+        """Return what is registered as ``name``, or None if its module is not imported yet."""
         return self._registered.get(name)
 
     def __contains__(self, name: str) -> bool:
@@ -124,24 +126,24 @@ class Registry:
         return iter(self.names())
 
     def names(self) -> list[str]:
-        """All known names, sorted; nothing is imported."""
+        """Return all names, sorted, without importing anything."""
         return sorted({*self._index(), *self._registered})
 
     def address(self, name: str) -> Address:
-        """File and line of ``name``; raises UnknownName with the nearest known name."""
+        """Return where ``name`` is registered; raise UnknownName with the nearest known name."""
         found = self._addresses.get(name) or self._index().get(name)
         if found is None:
             raise UnknownName(f"no {self.kind} named {name!r}; {nearest(name, self.names())}")
         return found
 
     def summary(self, name: str) -> str:
-        """The first line of the docstring of ``name``, read from its source."""
+        """Return the first line of the docstring of ``name``, read from source."""
         module = parse(self.address(name).path)
         doc = ast.get_docstring(self.definition(name)) or ast.get_docstring(module) or ""
         return doc.partition("\n")[0]
 
     def declared(self, name: str, attribute: str, default: Any) -> Any:
-        """A class attribute of ``name`` that is a literal, such as ``views = 2``.
+        """Return a class attribute of ``name`` that is a literal, such as ``views = 2``.
 
         Read from the source alone if its module is not imported; ``default`` if the class itself
         does not set it.
@@ -158,7 +160,7 @@ class Registry:
         return default
 
     def definition(self, name: str) -> ast.ClassDef | ast.FunctionDef:
-        """The syntax tree of the class or function ``name``; nothing is imported.
+        """Return the syntax tree of a class or function, without importing it.
 
         Raises UserError if nothing in its file is decorated with this name.
         """
@@ -172,7 +174,7 @@ class Registry:
 
     @cache  # noqa: B019 - registries live as long as the process
     def _index(self) -> dict[str, Address]:
-        """name -> address for every ``@register_<kind>("name")`` in the package's files."""
+        """Return name -> address for every ``@register_<kind>("name")`` in the package's files."""
         spec = importlib.util.find_spec(self.package)
         pattern = re.compile(rf'^@{self.decorator}\(\s*"([\w.]+)"', re.MULTILINE)
         index: dict[str, Address] = {}
@@ -187,12 +189,12 @@ class Registry:
 
 @cache
 def parse(path: Path) -> ast.Module:
-    """The syntax tree of a file, which must not be changed."""
+    """Return the syntax tree of a file; it is cached, hence read-only."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _statements(node: ast.ClassDef | ast.FunctionDef, file: ast.Module) -> Iterator[ast.stmt]:
-    """The body of a class after those of its bases in the same file."""
+    """Yield the body of a class, after those of its bases in the same file."""
     bases = {ast.unparse(base) for base in node.bases} if isinstance(node, ast.ClassDef) else ()
     for other in file.body:
         if isinstance(other, ast.ClassDef) and other.name in bases:

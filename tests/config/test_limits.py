@@ -12,11 +12,11 @@ import pytest
 
 from selftask.config.checks.components import iter_problems
 from selftask.config.config_class import config_class
-from selftask.config.fields import check_limits, default_of, has_default, setting
+from selftask.config.fields import default_of, has_default, setting
 from selftask.config.load import load_config
 from selftask.config.schema import Component
 from selftask.config.schema_reader import Schema
-from selftask.config.values.coerce import Mismatch, convert
+from selftask.config.values.coerce import Mismatch, check_limits, convert
 from selftask.errors import ConfigError
 from selftask.registry import REGISTRIES
 

@@ -1,4 +1,4 @@
-"""``selftask bench``: how fast the parts of a run are on this machine, and what to change."""
+"""``selftask bench``: speed of the parts of a run on this machine, and what to change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BENCHMARKS = ("data",)
 
 
 def main(argv: list[str]) -> int:
-    """Measure and print."""
+    """Measure and print; return the exit code."""
     if not argv:
         print(USAGE)
         return 0

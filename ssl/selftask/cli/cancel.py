@@ -17,7 +17,7 @@ checkpoint where it is; `selftask submit` with the same words goes on from there
 
 
 def main(argv: list[str]) -> int:
-    """Cancel, and say what."""
+    """Cancel the runs and print their jobs."""
     if not argv:
         print(USAGE)
         return 2

@@ -1,4 +1,4 @@
-"""``selftask check``: does a method do the same on any number of ranks?"""
+"""``selftask check``: compare a method on 1, 2 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPTIONS = {"--ranks": str, "--steps": int, "--all": bool}
 
 
 def main(argv: list[str]) -> int:
-    """Check one method or all; 1 if one of them depends on the number of ranks."""
+    """Check one method or all; return 1 if one depends on the number of ranks."""
     if not argv:
         print(USAGE)
         return 0
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check_all(settings: list[str], ranks: list[int], steps: int) -> int:
-    """Every method that is registered once the user's own modules are imported."""
+    """Check every registered method, also those of the user's modules."""
     from selftask.config.extensions import import_entry_points
 
     import_entry_points()
@@ -97,7 +97,7 @@ def _check(name: str, settings: list[str], ranks: list[int], steps: int) -> int:
 
 
 def load(name: str, settings: list[str]) -> Config:
-    """The config of a recipe, or of a method that has none, on data that is never read."""
+    """Return the config of a recipe, or of a method without one, on data that is never read."""
     from selftask.config.compose import recipes
     from selftask.config.load import load_config
 
@@ -122,7 +122,7 @@ def _heading(small: Config, steps: int) -> str:
 
 
 def _table(report: Report) -> str:
-    """The rows of a report under their headings."""
+    """Format the rows of a report under their headings."""
     cells = [("quantity", "ranks", "difference", "", "where it is largest")]
     for row in report.rows:
         verdict = "ok" if row.ok else "DIFFERENT"
@@ -163,7 +163,7 @@ def _verdict(small: Config, report: Report, ranks: list[int]) -> str:
 
 
 def _hint(quantity: str, difference: float, reduction: str) -> str:
-    """What most often makes this the first quantity that differs."""
+    """Return the most frequent cause if this quantity is the first that differs."""
     if difference < 1e-5:
         return "(so small: something computes in float32; models.precision.to_float32 helps)"
     if quantity in ("samples", "inputs"):

@@ -26,7 +26,7 @@ SOURCE is what data= takes: a folder, list.txt, x.npz, torchvision:CIFAR10, pack
 
 
 def main(argv: list[str]) -> int:
-    """Run one of the commands on data."""
+    """Run ``data check``, ``stats`` or ``show``."""
     if not argv or argv[0] in HELP:
         print(USAGE)
         return 0

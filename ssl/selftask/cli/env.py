@@ -1,4 +1,4 @@
-"""``selftask env``: what is installed, what this machine has, what can be used on it."""
+"""``selftask env``: installed versions, devices, supported features."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 
 def report() -> Iterator[tuple[str, str]]:
-    """Topic and finding, line by line; what is missing is said, never raised."""
+    """Return pairs of topic and finding; missing parts are reported, not raised."""
     yield "selftask", f"{__version__} ({Path(__file__).resolve().parents[1]})"
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
@@ -85,7 +85,7 @@ def _devices(torch: Any) -> Iterator[tuple[str, str]]:
 
 
 def _precisions(torch: Any, cuda: bool) -> Iterator[str]:
-    """The values of ``train.precision`` that the device ``auto`` picks can run."""
+    """Return the values of ``train.precision`` that the device of ``auto`` supports."""
     yield "float32"
     if not cuda:
         from selftask.distributed.device import bfloat16_instructions

@@ -1,4 +1,4 @@
-"""``selftask jobs``: how submitted runs stand."""
+"""``selftask jobs``: state of submitted runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ lie in runs/."""
 
 
 def main(argv: list[str]) -> int:
-    """Print a table, one run a line."""
+    """Print a table with one line per run."""
     runs = stand(find([Path(word) for word in argv]))
     if not runs:
         print("no submitted runs in runs/; selftask jobs OUT looks elsewhere")

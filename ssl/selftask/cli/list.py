@@ -1,4 +1,4 @@
-"""``selftask list``: every name a config may use, read from the sources, nothing imported."""
+"""``selftask list``: all names that a config may use, read from source without imports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _names(registry: Registry) -> Iterable[tuple[str, str, str]]:
 
 
 def _recipes() -> Iterable[tuple[str, str, str]]:
-    """Each recipe with its promise: the second line of its header, the first being its title."""
+    """Return each recipe with its accuracy: the second line of its header, after the title."""
     from selftask.config.compose.recipes import shipped
 
     for name, recipe in shipped().items():

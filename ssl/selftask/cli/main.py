@@ -1,6 +1,6 @@
-"""``selftask COMMAND ...``: find the command, run it, turn the user's mistakes into messages.
+"""``selftask COMMAND ...``: find the command, run it, turn errors of the user into messages.
 
-Nothing heavy is imported here: ``selftask --help`` answers at once.
+Nothing expensive is imported here, so that ``selftask --help`` answers at once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ key=value sets anything in it: train.epochs=10, optimizer=sgd, data=FOLDER_OF_IM
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit code, 2 for what the user has to put right."""
+    """Run one command; return its exit code, 2 for an error that the user must fix."""
     _open_missing_streams()
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in (*HELP, "help"):
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
-    """The exit code of ``command(argv)``; what the user has to put right is told, not raised."""
+    """Return the exit code of ``command(argv)``; print errors of the user instead of raising."""
     try:
         return command(argv)
     except UserError as error:
@@ -101,9 +101,9 @@ def _interrupted() -> int:
 
 
 def _open_missing_streams() -> None:
-    """Open /dev/null in place of closed standard streams; else the next file takes their number.
+    """Open /dev/null in place of closed standard streams.
 
-    A file that is opened takes the lowest free number, and gets what is printed.
+    Otherwise the next opened file gets their number, and all that is printed.
     """
     if None not in (sys.stdin, sys.stdout, sys.stderr):
         return
@@ -116,7 +116,7 @@ def _open_missing_streams() -> None:
 
 
 def usage() -> str:
-    """The text of ``selftask --help``."""
+    """Return the text of ``selftask --help``."""
     lines = ["usage: selftask COMMAND ...", ""]
     for name, (_, arguments, about) in COMMANDS.items():
         lines.append(f"  selftask {name:<9}{arguments:<34} {about}")

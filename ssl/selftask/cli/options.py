@@ -1,4 +1,4 @@
-"""The ``--options`` of commands whose other words are names and ``key=value``."""
+"""``--options`` of commands whose other words are names and ``key=value``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ HELP = ("-h", "--help")
 
 
 def asks_for_help(argv: list[str]) -> bool:
-    """Whether one of the words is an option for the USAGE of the command."""
+    """Return whether one of the words asks for help."""
     return any(word in HELP for word in argv)
 
 
 def take_options(argv: list[str], known: Mapping[str, type]) -> tuple[list[str], dict[str, Any]]:
-    """The other words, and the options with their values: ``--workers 4`` or ``--workers=4``.
+    """Split words into others and options: ``--workers 4`` or ``--workers=4``.
 
-    ``known`` says what each option is: a bool takes no value, an int is one of 0 or more. Raises
-    UserError for an unknown option, and for a value that is missing or of another kind.
+    Args:
+        words: The words of the command line.
+        known: Type of each option; a bool takes no value, an int is 0 or more.
+
+    Raises:
+        UserError: For an unknown option, and for a missing or wrong value.
     """
     words: list[str] = []
     options: dict[str, Any] = {}

@@ -19,7 +19,7 @@ OPTIONS = {"--dry-run": bool}
 
 
 def main(argv: list[str]) -> int:
-    """Check, show, submit."""
+    """Check the config, print the plan, submit."""
     words, options = take_options(argv, OPTIONS)
     if not words or "=" in words[0]:
         raise UserError(f"submit needs a RECIPE before any key=value\n{USAGE}")

@@ -1,4 +1,4 @@
-"""``selftask train``: train, or go on with the run in ``out``."""
+"""``selftask train``: train, or resume the run in ``out``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ The run's folder is out=DIR; `selftask config RECIPE` shows every key and its va
 
 
 def main(argv: list[str]) -> int:
-    """Check all that can be checked without torch, then train."""
+    """Check the config and the data before torch is imported, then train."""
     if not argv or "=" in argv[0]:
         raise UserError(f"train needs a RECIPE before any key=value\n{USAGE}")
     from selftask.config.load import load_config

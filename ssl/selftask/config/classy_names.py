@@ -8,10 +8,10 @@ CLASSY_KINDS = {"hook": "hooks", "meter": "meters", "optimizer": "optim", "sched
 
 
 def classy_has(kind: str, name: str) -> bool:
-    """Whether Classy Vision has ``name``, asked only where a typo does not import all of Classy.
+    """Return whether Classy Vision has ``name``, without importing it for every typo.
 
-    That is: for ``classy:NAME``, and for any name once a user's module has imported the part of
-    Classy in which it registers.
+    It is asked for ``classy:NAME``, and for any name if a user's module has already imported the
+    part of Classy Vision that holds such names.
     """
     loaded = kind in CLASSY_KINDS and f"classy_vision.{CLASSY_KINDS[kind]}" in sys.modules
     if not loaded and not name.startswith("classy:"):

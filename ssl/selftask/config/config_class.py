@@ -93,7 +93,7 @@ class _Source:
         return cls
 
     def _family(self, node: ast.ClassDef) -> Iterator[tuple[_Source, ast.ClassDef]]:
-        """The class and all its bases in the package, with their modules."""
+        """Yield the class and all its bases in the package, with their modules."""
         yield self, node
         for source, base in self._bases(node):
             yield from source._family(base)
@@ -102,7 +102,7 @@ class _Source:
         return [found for base in node.bases if (found := self._find_class(base)) is not None]
 
     def _find_class(self, expression: ast.expr) -> tuple[_Source, ast.ClassDef] | None:
-        """Where a class of the package is defined; None for a class from elsewhere."""
+        """Return the definition of a class of the package; None for a class from elsewhere."""
         if isinstance(expression, ast.Attribute):  # Base.Config
             outer = self._find_class(expression.value)
             nested = outer and _nested_class(outer[1], expression.attr)
@@ -119,7 +119,7 @@ class _Source:
         return (statement.module or "").partition(".")[0] == self.package
 
     def _execute(self, statement: ast.stmt) -> None:
-        """Execute a statement, and before it what defines the names in it."""
+        """Execute a statement, after those that define the names in it."""
         statement = ast.fix_missing_locations(_Unannotated().visit(copy.deepcopy(statement)))
         for node in ast.walk(statement):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
@@ -148,7 +148,7 @@ def _source(module: str) -> _Source:
 
 
 class _Unannotated(ast.NodeTransformer):
-    """Functions lose their annotations, which may name what is imported for type checkers only."""
+    """Removes annotations of functions; their names may be imported for type checkers only."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         node.returns = None
@@ -160,7 +160,7 @@ class _Unannotated(ast.NodeTransformer):
 
 
 def _reached_members(classes: list[ast.ClassDef]) -> set[str]:
-    """``problems`` and the names of all members that it uses, directly or through others."""
+    """Return ``problems`` and the names of all members that it uses, directly or indirectly."""
     members = [member for node in classes for member in node.body]
     reached: set[str] = set()
     new = {"problems"}
@@ -173,7 +173,7 @@ def _reached_members(classes: list[ast.ClassDef]) -> set[str]:
 
 
 def _kept(node: ast.ClassDef, members: set[str]) -> Iterator[ast.stmt]:
-    """The fields of a class, if it is a dataclass, and these members."""
+    """Yield the fields of a class, if it is a dataclass, and these members."""
     for member in node.body:
         if (_is_dataclass(node) and _is_field(member)) or members & set(_bound(member)):
             yield member
@@ -184,7 +184,7 @@ def _is_field(member: ast.stmt) -> bool:
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
-    """The names that a statement of a module or class binds."""
+    """Yield the names that a statement of a module or class binds."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         yield statement.name
     elif isinstance(statement, ast.Import | ast.ImportFrom):
@@ -196,7 +196,7 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
 
 
 def _imported_name(statement: ast.ImportFrom, name: str) -> str:
-    """What ``name`` is called in the module that it is imported from."""
+    """Return the original of an imported name (``import x as name``)."""
     return next(a.name for a in statement.names if name == (a.asname or a.name))
 
 

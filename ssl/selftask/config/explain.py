@@ -1,4 +1,4 @@
-"""The resolved config with, beside each value, where it comes from."""
+"""The resolved config as text, each value with its origin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMN = 48  # where the comments begin, unless a value is longer
 
 
 def explain(config: Config) -> str:
-    """``config.yaml`` with a comment at each value: file and line, command line or default."""
+    """Return ``config.yaml`` with the origin of each value: file:line, command line or default."""
     lines = []
     for text, key in _lines(config.to_dict(), (), indent=0):
         origin = _origin(config, key)
@@ -23,7 +23,7 @@ def explain(config: Config) -> str:
 
 
 def _lines(value: dict[str, Any], key: Key, *, indent: int) -> Iterator[tuple[str, Key | None]]:
-    """Each line of the yaml and the key whose value stands on it (None: a section's title)."""
+    """Yield each line of yaml with the key of its value; None for the title of a section."""
     pad = " " * indent
     for name, item in value.items():
         inner = (*key, str(name))
@@ -48,7 +48,7 @@ def _origin(config: Config, key: Key | None) -> str | None:
 
 
 def _text(value: Any) -> str:
-    """A value on one line of yaml."""
+    """Format a value as one line of yaml."""
     text: str = yaml.safe_dump(
         value, default_flow_style=True, width=float("inf"), allow_unicode=True
     )

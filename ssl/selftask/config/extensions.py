@@ -20,7 +20,7 @@ _LOOKED = "the current folder, the recipe's folder and the installed packages"
 
 
 def import_extensions(modules: Iterable[str], folders: Iterable[Path], place: str) -> None:
-    """Import the user's ``modules``, found in ``folders`` or wherever python finds modules.
+    """Import the user's modules, from ``folders`` or Python's search path.
 
     Raises ConfigError with the line that failed; ``place`` is where ``import:`` stands.
     """
@@ -34,7 +34,7 @@ def import_extensions(modules: Iterable[str], folders: Iterable[Path], place: st
 
 @cache
 def import_entry_points() -> None:
-    """Import what installed packages registered under ``selftask``; ConfigError where one fails."""
+    """Import the entry points of installed packages; raise ConfigError if one fails."""
     found = importlib.metadata.entry_points(group=GROUP)
     problems = [p for e in found if (p := _import(e.module, f"entry point {e.name!r}"))]
     if problems:
@@ -42,7 +42,7 @@ def import_entry_points() -> None:
 
 
 def import_object(address: str, key: str) -> Any:
-    """What is at ``package.module:name``, for the config's ``key``; the current folder counts.
+    """Import ``package.module:name``, also from the current folder, for the config's ``key``.
 
     Raises UserError with the line that failed.
     """
@@ -61,7 +61,7 @@ def import_object(address: str, key: str) -> Any:
 
 
 def _import(name: str, place: str, looked: str = _LOOKED) -> str | None:
-    """What went wrong importing ``name``, in one line."""
+    """Import a module; return None, or one line about what went wrong."""
     if not all(word.isidentifier() for word in name.split(".")) or name.endswith(".py"):
         meant = Path(name).name.removesuffix(".py")
         return f"{place}: {name!r} is not the name of a module; did you mean {meant!r}?"
@@ -77,7 +77,7 @@ def _import(name: str, place: str, looked: str = _LOOKED) -> str | None:
 
 
 def explain_failure(error: Exception) -> str:
-    """``failed at mine.py:7: KeyError: 'x'``: the line of the user's, or a library's, that did."""
+    """Return ``failed at mine.py:7: KeyError: 'x'``, with the last line of user or library code."""
     reason = " ".join(str(error).split())
     if isinstance(error, SyntaxError):
         where = f" at {show_path(Path(error.filename))}:{error.lineno}" if error.filename else ""
@@ -88,6 +88,6 @@ def explain_failure(error: Exception) -> str:
 
 
 def _is_theirs(filename: str) -> bool:
-    """Whether a line of a traceback is neither python's, nor importlib's, nor ours."""
+    """Return whether a line of a traceback is in user or library code."""
     ours = str(Path(__file__).resolve().parents[1])
     return not filename.startswith(("<frozen", ours, str(Path(traceback.__file__).parent)))

@@ -1,4 +1,4 @@
-"""Fields of config classes: their limits, and how values are checked against them.
+"""Declaration of the fields of config classes: defaults, limits, kinds.
 
 Every key of a config is a field of a dataclass: a section of ``schema.py`` or the ``Config`` of a
 method, hook, transform, ... ``setting`` declares what a plain default cannot say. Does not import
@@ -8,10 +8,8 @@ torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from selftask.config.values.duration import parse_duration
 
 
 def setting(
@@ -73,24 +71,3 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
-
-
-def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
-    """Raise ValueError if the metadata of a field forbids ``value``."""
-    if metadata.get("duration") and value is not None:
-        if parse_duration(value).value < metadata.get("min", 0):
-            raise ValueError("must be longer than nothing")
-        return
-    if isinstance(value, list | tuple):
-        for item in value:
-            check_limits(item, metadata)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return
-    if "min" in metadata and value < metadata["min"]:
-        raise ValueError(f"must be at least {metadata['min']}")
-    if "above" in metadata and value <= metadata["above"]:
-        raise ValueError(f"must be more than {metadata['above']}")
-    if "below" in metadata and value >= metadata["below"]:
-        raise ValueError(f"must be less than {metadata['below']}")
-    if "max" in metadata and value > metadata["max"]:
-        raise ValueError(f"must be at most {metadata['max']}")

@@ -27,7 +27,7 @@ def dotted(key: Key) -> str:
 
 
 def is_pipeline(path: Key) -> bool:
-    """Whether a list of transforms stands there: ``views.NAME.transforms``, ``eval.transforms``."""
+    """Return whether a key holds a list of transforms (``views.NAME.``, ``eval.transforms``)."""
     return path == ("eval", "transforms") or (
         len(path) == 3 and path[0] == "views" and path[2] == "transforms"
     )
@@ -39,7 +39,7 @@ def is_path(key: Key) -> bool:
 
 
 def named_places(config: dict[str, Any]) -> list[Key]:
-    """The paths of all sections that have a ``name``, also in lists of transforms."""
+    """Return the keys of all sections that have a ``name``, also in lists of transforms."""
     entries = [(*place, key) for place in sorted(NAMED_ENTRIES) for key in _mapping(config, place)]
     lists: list[Key] = [("eval", "transforms")]
     lists += [("views", group, "transforms") for group in _mapping(config, ("views",))]
@@ -48,7 +48,7 @@ def named_places(config: dict[str, Any]) -> list[Key]:
 
 
 def _named_items(value: Any, path: Key) -> Iterator[Key]:
-    """The items of a list, and of the lists in their fields, that are sections with a ``name``."""
+    """Yield the keys of sections with a ``name`` in a list and in lists within its items."""
     for index, item in enumerate(value if isinstance(value, list) else ()):
         place = (*path, str(index))
         if isinstance(item, dict) and "name" in item:
@@ -58,7 +58,7 @@ def _named_items(value: Any, path: Key) -> Iterator[Key]:
 
 
 def default_name(path: Key) -> str | None:
-    """What the thing there is called without a ``name``: a hook by its key, a method not at all."""
+    """Return the name of a thing that gives none: its key for hooks, meters, evaluations."""
     return path[-1] if path[:-1] in NAMED_ENTRIES else None
 
 

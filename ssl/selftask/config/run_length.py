@@ -26,7 +26,7 @@ class RunLength:
 
     @classmethod
     def of(cls, train: TrainConfig, num_samples: int) -> RunLength:
-        """Of a run with this ``train:`` section over so many samples an epoch."""
+        """Return the length of a run with this ``train:`` section and samples per epoch."""
         return cls(num_samples, train.batch_size, train.accumulate, train.epochs, train.max_steps)
 
     @cached_property
@@ -50,7 +50,7 @@ class RunLength:
 
     @property
     def num_epochs(self) -> int:
-        """Train phases, the last one perhaps cut short."""
+        """Number of train phases; the last one may be shorter."""
         return -(-self.total_steps // self.steps_per_epoch)
 
 

@@ -1,4 +1,4 @@
-"""What a config may say: the sections of ours, with units.
+"""The sections of a config, with types, defaults, limits and units.
 
 The fields of a *named* thing (method, backbone, hook, ...) are not here: its ``Config``, beside
 its code, is their schema, and in the yaml they stand flat beside ``name``.
@@ -37,13 +37,13 @@ class Component:
     args: dict[str, Any] = field(default_factory=dict)  # of its Config, complete with defaults
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the yaml: ``{name: ..., **args}``."""
+        """Return ``{name: ..., **args}``, as in the yaml."""
         return {"name": self.name, **plain(self.args)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which images, and how they are read."""
+    """Data set, and how it is read."""
 
     source: Component = setting(of="sources", flat=True)  # yaml: data.name and its own fields
     # labelled images for evaluations; none: no k-NN while training
@@ -71,7 +71,7 @@ class DataConfig:
     read_retries: int = setting(2, min=0, max=10)  # after a time-out or an error that passes
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the yaml: the source's fields flat beside ours."""
+        """Return the section as in the yaml, the source's fields beside ours."""
         named = {
             "val": self.val.to_dict() if self.val else None,
             "sampler": self.sampler.to_dict(),
@@ -93,7 +93,7 @@ class ViewConfig:
     transforms: list[Component] = setting([], of="transforms")
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the yaml."""
+        """Return the section as in the yaml."""
         transforms = [t.to_dict() for t in self.transforms]
         return {**_own(self, without=["transforms"]), "transforms": transforms}
 
@@ -108,7 +108,7 @@ def num_views(views: Mapping[str, ViewConfig]) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long, how big, how exact."""
+    """Length, batch size, precision and checkpoints of the training."""
 
     epochs: int | None = setting(None, min=1, also=["num_epochs", "max_epochs", "n_epochs"])
     max_steps: int | None = setting(None, min=1, also=["steps", "num_steps", "iterations"])
@@ -138,13 +138,13 @@ class TrainConfig:
     stop_at: int | None = setting(None, min=1)  # stop after this step as if interrupted
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the yaml."""
+        """Return the section as in the yaml."""
         return _own(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer and what drives it over the training."""
+    """Optimizer, learning rate and weight decay over the training."""
 
     name: str = setting(of="optimizers", flat=True)
     args: dict[str, Any] = field(default_factory=dict)  # the named optimizer's own fields
@@ -161,20 +161,20 @@ class OptimizerConfig:
     decay_tokens: bool = False  # whether a transformer's tokens and learned positions do
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the yaml: the optimizer's fields flat beside ours."""
+        """Return the section as in the yaml, the optimizer's fields beside ours."""
         return {"name": self.name, **plain(self.args), **_own(self, without=("name", "args"))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """What is measured on the frozen backbone while training."""
+    """Evaluations of the frozen backbone during training."""
 
     transforms: list[Component] = setting([], of="transforms")
     evaluations: dict[str, Component] = setting({}, of="evaluations")  # {"knn": ...}
     every: int | str | None = setting(None, duration=True, min=1)  # none: step 0 and the end only
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the yaml."""
+        """Return the section as in the yaml."""
         return {
             "transforms": [t.to_dict() for t in self.transforms],
             "evaluations": _entries(self.evaluations),
@@ -190,7 +190,7 @@ class InitConfig:
     min_matched: float = setting(1.0, min=0, max=1)  # least share of the backbone's tensors loaded
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the yaml."""
+        """Return the section as in the yaml."""
         return _own(self)
 
 
@@ -202,13 +202,13 @@ class ResumeConfig:
     data: Literal["refuse", "allow"] = "refuse"  # if images, names or classes are not as they were
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the yaml."""
+        """Return the section as in the yaml."""
         return _own(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """How many machines and processes; what SLURM is told."""
+    """Number of machines and processes, restarts, options of SLURM."""
 
     nodes: int = setting(1, min=1, also=["num_nodes"])
     processes: int = setting(1, min=1, also=["gpus", "num_gpus", "nproc_per_node"])  # per node
@@ -221,17 +221,17 @@ class LaunchConfig:
 
     @property
     def world_size(self) -> int:
-        """Processes in all."""
+        """Total number of processes."""
         return self.nodes * self.processes
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the yaml."""
+        """Return the section as in the yaml."""
         return _own(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How processes share the work; on one process nothing of it costs anything."""
+    """How processes share the work; without cost on one process."""
 
     reduce: Literal["manual", "ddp", "fsdp"] = setting("manual", also=["strategy", "backend"])
     bucket_mb: float = setting(25.0, min=0.001)  # MiB of gradients that travel together
@@ -246,13 +246,13 @@ class ParallelConfig:
     )  # statistics over all processes, those of a node, or groups of so many
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the yaml."""
+        """Return the section as in the yaml."""
         return _own(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything one training is; equal configs are equal trainings."""
+    """Complete config of a training; equal configs give equal trainings."""
 
     recipe: str  # as given on the command line
     data: DataConfig = setting(missing="data=FOLDER takes any tree of images")
@@ -275,13 +275,13 @@ class Config:
 
     @property
     def out_folder(self) -> Path:
-        """The local folder in which the run works: ``out``, or a copy of what is at its address."""
+        """Local folder of the run: ``out``, or the local copy of its address."""
         return work_folder(self.out)
 
     def place(self, key: str) -> str:
-        """Where ``train.epochs`` was set: ``file.yaml:14``, ``command line: ...`` or a default.
+        """Return where a key was set: ``file.yaml:14``, ``command line: ...`` or a default.
 
-        For a key without a place of its own, that of the section around it.
+        A key without a place of its own has that of the section around it.
         """
         while key not in self.places and "." in key:
             key = key.rpartition(".")[0]
@@ -296,7 +296,7 @@ class Config:
         return {**lists, ("eval", "transforms"): self.eval.transforms}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain and nested, exactly what ``config.yaml`` holds; loads back to an equal Config."""
+        """Return the content of ``config.yaml``, which loads back to an equal Config."""
         return {
             "recipe": self.recipe,
             "import": list(self.imports),
@@ -328,7 +328,7 @@ SHARED: dict[Key, frozenset[str]] = {
 
 
 def plain(value: Any) -> Any:
-    """The same with lists for tuples and fresh containers, fit for yaml."""
+    """Return a copy for yaml, with lists for tuples."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -342,7 +342,7 @@ def _own(section: Any, *, without: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _entries(named: dict[str, Component]) -> dict[str, Any]:
-    """``key: {args}``, with ``name`` only where it is not the key."""
+    """Return ``key: {args}`` entries, with ``name`` only if it differs from the key."""
     entries = {}
     for key, component in named.items():
         entry = component.to_dict()

@@ -1,4 +1,4 @@
-"""Plain values into the typed sections of the schema, collecting every problem on the way."""
+"""Reads plain values by the types of dataclasses, and collects all problems."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 from selftask.config.classy_names import CLASSY_KINDS, classy_has, classy_refusal
 from selftask.config.compose.provenance import Layers, show_path
 from selftask.config.config_class import config_class
-from selftask.config.fields import check_limits, default_of, has_default
+from selftask.config.fields import default_of, has_default
 from selftask.config.keys import Key, dotted
 from selftask.config.renamed_keys import present_name
 from selftask.config.schema import Component
-from selftask.config.values.coerce import Mismatch, convert, describe
+from selftask.config.values.coerce import Mismatch, check_limits, convert, describe
 from selftask.errors import UserError, nearest, shorten
 from selftask.registry import REGISTRIES, Registry
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Schema:
-    """The fields a section may have, and who says so."""
+    """The fields of a section, their types, and their owner for messages."""
 
     fields: dict[str, dataclasses.Field[Any]]
     types: dict[str, Any]
@@ -37,7 +37,7 @@ class Schema:
 
     @classmethod
     def of(cls, config: type | None, owner: str = "", without: Iterable[str] = ()) -> Schema:
-        """The schema that a dataclass is; none allows nothing."""
+        """Return the schema of a dataclass; None has no fields."""
         if config is None:
             return cls({}, {}, owner)
         if not dataclasses.is_dataclass(config):
@@ -55,7 +55,7 @@ class Schema:
 
 
 class Reader:
-    """Reads sections; then ``problems`` is all that is wrong, ``places`` where values are from."""
+    """Reads sections; collects ``problems``, and in ``places`` where values come from."""
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
@@ -63,19 +63,19 @@ class Reader:
         self.places: dict[str, str] = {}
 
     def problem(self, key: Key, text: str) -> None:
-        """Note what is wrong with the value at ``key``."""
+        """Add a problem of the value at ``key``."""
         place = self.layers.place_or_around(key)
         self.problems.append(shorten(f"{place}: {text}" if place else text, MAX_MESSAGE))
 
     def mapping(self, value: Any, key: Key) -> dict[str, Any]:
-        """``value`` if it is a section, an empty one for null; otherwise a problem."""
+        """Return ``value`` if it is a section; empty for null, and with a problem for all else."""
         if value is None or isinstance(value, dict):
             return value or {}
         self.problem(key, f"{dotted(key)}={value!r}: expected a section of key: value pairs")
         return {}
 
     def section(self, kind: type[T], value: Any, key: Key) -> T | None:
-        """Read a section of ours; None if a part of it is wrong."""
+        """Return a section as its dataclass; None if a part of it is wrong."""
         schema = Schema.of(kind)
         flat = next((f for f in schema.fields.values() if f.metadata.get("flat")), None)
         if flat is None:
@@ -162,7 +162,7 @@ class Reader:
         return dataclasses.replace(component, args={**component.args, **given})
 
     def unknown_keys(self, values: dict[str, Any], key: Key, *schemas: Schema) -> None:
-        """A problem for each key that no schema has."""
+        """Add a problem for each key that is in no schema."""
         known = {name: field for schema in schemas for name, field in schema.fields.items()}
         owner = next((f" of {schema.owner}" for schema in reversed(schemas) if schema.owner), "")
         for name in values:
@@ -174,9 +174,9 @@ class Reader:
     def component(
         self, value: Any, registry: Registry, key: Key, *, ours: Schema | None = None
     ) -> tuple[Component | None, dict[str, Any]]:
-        """A named thing, and the values of ``ours``: the section's fields that it does not own.
+        """Return a named thing, and the values of ``ours``: fields of the section itself.
 
-        None for the thing where its name is unknown or missing.
+        The thing is None if its name is unknown or missing.
         """
         if not isinstance(value, dict):
             wanted = f"expected the name of a {registry.kind} or a section with `name`"
@@ -208,7 +208,7 @@ class Reader:
         return Component(name=name, args=self.fields(own, schema, key)), fixed
 
     def components(self, value: Any, registry: Registry, key: Key) -> dict[str, Component]:
-        """``key: {args}`` entries, with an optional ``name``; null ones are left out."""
+        """Return the things of ``key: {args}`` entries with optional ``name``; null removes one."""
         found = {}
         for name, entry in self.mapping(value, key).items():
             inner = (*key, str(name))
@@ -222,7 +222,7 @@ class Reader:
         return found
 
     def pipeline(self, value: Any, registry: Registry, key: Key) -> list[Component]:
-        """A list of named things."""
+        """Return a list of named things."""
         if value is None:
             return []
         if not isinstance(value, list):
@@ -238,7 +238,7 @@ class Reader:
         return [component for component in read if component is not None]
 
     def _nested(self, value: Any, registry: Registry, annotation: Any, key: Key) -> list[Any]:
-        """A list of named things, or of such lists, within a named thing; as in the yaml."""
+        """Return a list of named things, or of such lists, as plain values."""
         (inner,) = typing.get_args(annotation)
         if typing.get_origin(inner) is not list:
             return [component.to_dict() for component in self.pipeline(value, registry, key)]
@@ -252,13 +252,13 @@ class Reader:
         ]
 
     def note_place(self, key: Key) -> None:
-        """Remember where the value at ``key`` comes from."""
+        """Note where the value at ``key`` comes from."""
         place = self.layers.place(key)
         self.places[dotted(key)] = place or "default"
 
 
 def schema_of(registry: Registry, name: str) -> Schema:
-    """The schema of a named thing."""
+    """Return the schema of a named thing."""
     address = registry.address(name)
     owner = f"{name} ({show_path(address.path)}:{address.line})"
     return Schema.of(config_class(registry, name), owner)

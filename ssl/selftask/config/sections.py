@@ -7,10 +7,9 @@ from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
 from selftask.config.checks.image_size import with_image_size
-from selftask.config.fields import check_limits
 from selftask.config.schema import Config
 from selftask.config.schema_reader import Reader, Schema, hint_for
-from selftask.config.values.coerce import Mismatch, convert
+from selftask.config.values.coerce import Mismatch, check_limits, convert
 
 SCHEMA = Schema.of(Config, without=["imports", "places"])
 

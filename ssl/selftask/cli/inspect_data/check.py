@@ -32,7 +32,7 @@ OPTIONS = {"--workers": int, "--out": str, "--json": bool}
 
 
 def main(argv: list[str]) -> int:
-    """Read everything; 1 if something cannot be read."""
+    """Read all images; return 1 if one cannot be read."""
     words, options = take_options(argv, OPTIONS)
     out = Path(options["--out"]) if "--out" in options else None
     if out is not None and not is_folder(out.absolute().parent):
@@ -56,5 +56,5 @@ def main(argv: list[str]) -> int:
 
 
 def _write(path: Path, unreadable: list[Bad]) -> None:
-    """As in the ``bad_files.txt`` of a run."""
+    """Write the unreadable files, in the format of a run's ``bad_files.txt``."""
     path.write_bytes(b"".join(os.fsencode(f"{bad.path}\t{bad.reason}\n") for bad in unreadable))

@@ -1,4 +1,4 @@
-"""What commands that look at a whole data set share: opening it, and counting on a terminal."""
+"""Shared by commands that read a whole data set: opening it, and showing progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLANK = "base/evaluate.yaml"  # a recipe in which only the data is looked at
 
 
 class Survey(NamedTuple):
-    """An opened source and how many processes are to look at it."""
+    """An opened source and the number of processes that read it."""
 
     name: str
     source: Source
@@ -49,15 +49,12 @@ def open_for_survey(command: str, words: list[str], num_workers: int | None, usa
 
 
 def is_source(word: str) -> bool:
-    """Whether a word is no ``key=value``: a path may hold a =, but not before its first slash."""
+    """Return whether a word is a source, not ``key=value``; a path may hold = after a slash."""
     return "=" not in word.split("/")[0] or word.startswith(("/", ".", "{"))
 
 
 class CountDone:
-    """Context: shows how many images are done; on a terminal in place, else once in 30 seconds.
-
-    On stderr, so that stdout holds the report alone.
-    """
+    """Context manager that shows progress on stderr: in place on a terminal, else every 30 s."""
 
     def __init__(self, doing: str, total: int) -> None:
         self.doing, self.total = doing, total

@@ -1,4 +1,4 @@
-"""``selftask data show``: see what the network sees."""
+"""``selftask data show``: draw the views that the network gets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS = {"--images": int, "--out": str}
 
 
 def main(argv: list[str]) -> int:
-    """Check the config as train does, then make the views and draw them."""
+    """Check the config, make the views and write the contact sheet."""
     words, options = take_options(argv, OPTIONS)
     named = [word.removeprefix("out=") for word in words if word.startswith("out=")]
     words = [word for word in words if not word.startswith("out=")]
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
 
 
 def _drawn(channels: int) -> str:
-    """What is drawn of other than RGB pictures."""
+    """Return a note on how images of other than three channels are drawn."""
     if channels == 3:
         return ""
     drawn = "channels 0 to 2 as red, green and blue" if channels > 3 else "channel 0 in gray"

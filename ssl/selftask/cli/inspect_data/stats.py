@@ -28,7 +28,7 @@ _SAME = 5e-5  # moments that differ by less print the same four digits
 
 
 def main(argv: list[str]) -> int:
-    """Measure and print."""
+    """Measure and print; return the exit code."""
     words, options = take_options(argv, OPTIONS)
     most = options.get("--max")
     if most == 0:
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
 
 
 def lines_of(found: Statistics, num_images: int) -> Iterator[str]:
-    """The report for people; the line to paste last."""
+    """Return the lines of the report; the last one can be pasted into a recipe."""
     rate = found.num_images / max(found.seconds, 1e-9)
     unreadable = f", {found.num_unreadable:,} unreadable" if found.num_unreadable else ""
     yield (
@@ -82,7 +82,7 @@ def lines_of(found: Statistics, num_images: int) -> Iterator[str]:
 
 
 def normalize_line(found: Statistics) -> str:
-    """``- {name: normalize, mean: [...], std: [...]}``."""
+    """Return ``- {name: normalize, mean: [...], std: [...]}``."""
     mean, std = _numbers(found.by_image.mean), _numbers(found.by_image.std)
     return f"- {{name: normalize, mean: {mean}, std: {std}}}"
 

@@ -1,4 +1,4 @@
-"""``selftask eval``: judge the features of a run, a file, or a model of timm or torchvision."""
+"""``selftask eval``: evaluate features of a run, a file, or a model of timm or torchvision."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SECTIONS = ("data", "eval", "image_size", "import", "train")  # train: device, 
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate; the numbers are printed, and kept in the folder of a run."""
+    """Evaluate, print the figures, and append them to the run's ``evaluations.jsonl``."""
     if not argv:
         print(USAGE)
         return 0
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 
 def _keep(run: str, row: dict[str, Any]) -> None:
-    """Append to the run's ``evaluations.jsonl``; that of somebody else may be read-only."""
+    """Append to the run's ``evaluations.jsonl``, if it can be written."""
     folder = Path(local_run(run))
     try:
         with (folder / NAME).open("a", encoding="utf-8") as file:
@@ -70,13 +70,13 @@ def _keep(run: str, row: dict[str, Any]) -> None:
 
 
 def _only(config: Config, name: str) -> Config:
-    """The config with no other evaluation than the one called for."""
+    """Return the config with this evaluation only."""
     chosen = {name: config.eval.evaluations[name]}
     return replace(config, eval=replace(config.eval, evaluations=chosen))
 
 
 def _spelt_out(name: str, overrides: list[str]) -> list[str]:
-    """``k=[5]`` means ``eval.evaluations.knn.k=[5]``; raises UserError for a misspelt field."""
+    """Turn ``k=[5]`` into ``eval.evaluations.knn.k=[5]``; raise UserError for unknown fields."""
     config = config_class(EVALUATIONS, name)
     own = {field.name for field in fields(config)} if config is not None else set()
     prefix = f"eval.evaluations.{name}."

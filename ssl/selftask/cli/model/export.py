@@ -1,4 +1,4 @@
-"""``selftask export``: the backbone of a run, or its whole state, from its newest checkpoint."""
+"""``selftask export``: write the backbone, or the whole state, of a run's newest checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FORMATS = (*LIBRARIES, "safetensors", "checkpoint")
 
 
 def main(argv: list[str]) -> int:
-    """Export; prints the folder."""
+    """Export and print the folder."""
     if not argv:
         print(USAGE)
         return 0
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
 def export_model(
     address: str, out: str | None, *, weights: str | None, to: str, trust: bool = False
 ) -> str:
-    """Write the backbone of a file or library; returns the path of the file.
+    """Write the backbone of a file or library; return the path of the file.
 
     Raises UserError as ``export_run`` does, and without a folder to write to.
     """
@@ -88,7 +88,7 @@ def export_model(
 
 
 def export_run(run: Path, out: Path, *, to: str = "safetensors", trust: bool = False) -> Path:
-    """Write what the newest checkpoint of ``run`` holds; returns the path of the file.
+    """Write the model of the newest checkpoint of ``run``; return the path of the file.
 
     ``trust`` allows a backbone, or modules, of the user's own code that the run names.
     Raises UserError without a checkpoint, and if the library named by ``to`` is another one.

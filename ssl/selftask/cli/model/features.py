@@ -1,4 +1,4 @@
-"""``selftask features``: what a frozen backbone makes of images, for tools of one's own."""
+"""``selftask features``: write the features of a frozen backbone for other tools."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FEATURES, IMAGES, FACTS = "features.npy", "images.csv", "features.json"
 
 
 def main(argv: list[str]) -> int:
-    """Compute and write; prints the folder."""
+    """Compute and write features; print the folder."""
     if not argv:
         print(USAGE)
         return 0
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
 
 
 def write(out: Path, found: Features, source: Source, facts: dict[str, Any]) -> None:
-    """The three files; the features come last, so that with them everything is there."""
+    """Write the three files, the features last: if they exist, the others do."""
     import numpy as np
 
     out.mkdir(parents=True, exist_ok=True)

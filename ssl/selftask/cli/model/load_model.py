@@ -1,4 +1,4 @@
-"""A model whose weights stay as they are, and the images it is shown: `eval` and `features`."""
+"""Frozen models and their images, for `eval` and `features`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ eval.transforms=[...]  how images are shown; default: as in the run, or as the l
 
 @dataclass(frozen=True)
 class Frozen:
-    """What there is to run: the model on the CPU, its facts, the images and where to compute."""
+    """A model on the CPU, its facts, the images and the device to compute on."""
 
     backbone: nn.Module
     facts: dict[str, Any]
@@ -40,7 +40,7 @@ class Frozen:
 
 
 def open_frozen(address: str, overrides: list[str]) -> Frozen:
-    """The model at ``address`` and the images of its run, or of ``overrides``.
+    """Return the model at ``address`` and the images of its run, or of ``overrides``.
 
     Images are shown as the run's config says; without a run, as the model's own facts say. Settings
     in ``overrides`` count more than both. ``trust=true`` among them allows code that the run or

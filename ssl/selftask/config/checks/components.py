@@ -1,4 +1,4 @@
-"""Problems that named things have with their own arguments or the rest of the config."""
+"""Problems reported by named things (methods, hooks, transforms, ...) themselves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from selftask.registry import (
 
 
 def component_problems(config: Config) -> Iterator[tuple[Key, str]]:
-    """What each named thing has against its arguments or the rest of the config."""
+    """Yield the problems of all named things with their arguments and the rest of the config."""
     whole = config.to_dict()
     named: list[tuple[Component, Registry, Key]] = [
         (config.data.source, SOURCES, ("data",)),
@@ -58,7 +58,14 @@ def component_problems(config: Config) -> Iterator[tuple[Key, str]]:
 def iter_problems(
     component: Component, registry: Registry, key: Key, whole: dict[str, Any]
 ) -> Iterator[tuple[Key, str]]:
-    """What a named thing itself has against its own and the whole config, with the keys meant."""
+    """Yield key and text of each problem of one named thing and those in its arguments.
+
+    Args:
+        component: The thing, with complete arguments.
+        registry: The registry of its name.
+        key: Where it stands in the config.
+        whole: The whole config, plain.
+    """
     for nested, its_registry, place in inner_components(component, registry, key):
         yield from iter_problems(nested, its_registry, place, whole)
     config = _config_class(component, registry)
@@ -76,7 +83,7 @@ def iter_problems(
 def inner_components(
     component: Component, registry: Registry, key: Key
 ) -> Iterator[tuple[Component, Registry, Key]]:
-    """The named things in the arguments of a named thing, one level deep."""
+    """Yield the named things in the arguments of a named thing, one level deep."""
     config = _config_class(component, registry)
     for field in dataclasses.fields(config) if config else ():
         if "of" in field.metadata:
@@ -85,12 +92,12 @@ def inner_components(
 
 
 def _config_class(component: Component, registry: Registry) -> Any:
-    """None where there is nothing to configure, as for what is Classy's."""
+    """Return the config class; None if there is none, as for Classy Vision's."""
     return config_class(registry, component.name) if component.name in registry else None
 
 
 def _named_in(value: Any, key: Key) -> Iterator[tuple[Component, Key]]:
-    """The named things in a list, or in the lists in it, with their keys."""
+    """Yield the named things in a list, or in lists of lists, with their keys."""
     if isinstance(value, dict):
         args = {name: item for name, item in value.items() if name != "name"}
         yield Component(name=value["name"], args=args), key

@@ -28,7 +28,7 @@ Problem = tuple[Key, str]
 
 
 def contradictions(config: Config) -> Iterator[Problem]:
-    """The key meant and what is wrong, for each contradiction in a config whose types are right."""
+    """Yield key and text of each contradiction in a config whose types are right."""
     yield from _names(config)
     yield from _length(config)
     yield from _batch(config)
@@ -169,7 +169,7 @@ def _range(least: int, most: int | None) -> str:
 
 
 def _engine(config: Config) -> Iterator[Problem]:
-    """What only one of the two engines can do."""
+    """Yield problems of options that ``data.augment_on`` does not support."""
     data = config.data
     if data.augment_on == "device":
         yield from unbatched(config.views)
@@ -185,7 +185,7 @@ def _engine(config: Config) -> Iterator[Problem]:
 
 
 def unbatched(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
-    """Transforms, nested ones too, without the batched form that data.augment_on=device needs."""
+    """Yield transforms, also nested ones, without the batched form of data.augment_on=device."""
     for key, transforms in _of_views(views).items():
         for index, transform in enumerate(transforms):
             yield from _unbatched(transform, TRANSFORMS, (*key, str(index)))
@@ -227,7 +227,7 @@ def _can_be_read(path: str) -> bool:
 
 
 def _parallel(config: Config) -> Iterator[Problem]:
-    """Options of one way of reducing gradients that another one knows nothing of."""
+    """Yield problems of options that ``parallel.reduce`` does not support."""
     parallel, train = config.parallel, config.train
     if parallel.grad_compression != "none" and parallel.reduce != "manual":
         text = (

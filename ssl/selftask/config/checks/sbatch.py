@@ -1,4 +1,4 @@
-"""What ``launch.slurm`` may hold: sbatch's long options, and a few words of submitit's."""
+"""Checks of ``launch.slurm``: sbatch's long options, and a few of submitit's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 def problems(slurm: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The key and what is wrong with it, for each mistake in a ``launch.slurm`` section."""
+    """Yield key and text of each mistake in a ``launch.slurm`` section."""
     names: dict[str, str] = {}
     for key, value in slurm.items():
         name = option(key)
@@ -91,12 +91,12 @@ def _time_problems(slurm: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def option(key: str) -> str:
-    """``cpus_per_task`` of ``cpus-per-task`` or ``--cpus-per-task``."""
+    """Return ``cpus_per_task`` for ``cpus-per-task`` or ``--cpus-per-task``."""
     return key.lstrip("-").replace("-", "_")
 
 
 def minutes(time: Any) -> int | None:
-    """sbatch's time in whole minutes, rounded up; None if it is none.
+    """Return a time of sbatch in whole minutes, rounded up; None if it is invalid.
 
     Minutes, ``minutes:seconds``, ``hours:minutes:seconds``, ``days-hours[:minutes[:seconds]]``.
     """
@@ -115,7 +115,7 @@ def minutes(time: Any) -> int | None:
 
 
 def show_minutes(limit: int) -> str:
-    """``2 d 12 h``: a slip between minutes and hours is seen at once."""
+    """Format minutes as ``2 d 12 h``, so that mistaking hours for minutes is seen at once."""
     days, rest = divmod(limit, 1440)
     parts = [(days, "d"), (rest // 60, "h"), (rest % 60, "min")]
     return " ".join(f"{count} {unit}" for count, unit in parts if count)

@@ -24,10 +24,9 @@ _PLACES = ("path", "pattern", "root")  # fields that say where the data is, by k
 
 
 def look_up(name: str) -> dict[str, Any] | str | None:
-    """What a name stands for: a ``data:`` section, another short form, or None for no entry.
+    """Return the entry of a name, a ``data:`` section or another short form; None without one.
 
-    Raises UserError for a catalog that is none, and for a name that is nearly one of an entry
-    while there is no file of this name.
+    Raises UserError for an invalid catalog, and for a misspelt entry if no file has this name.
     """
     if not _NAME.fullmatch(name):
         return None
@@ -49,12 +48,12 @@ def look_up(name: str) -> dict[str, Any] | str | None:
 
 
 def variable(name: str) -> str:
-    """``SELFTASK_DATA_CUB_200`` for ``cub-200``."""
+    """Return ``SELFTASK_DATA_CUB_200`` for ``cub-200``."""
     return "SELFTASK_DATA_" + re.sub(r"\W", "_", name).upper()
 
 
 def read_catalog() -> dict[str, tuple[dict[str, Any] | str, str]]:
-    """name -> (entry, its file), of all catalogs."""
+    """Return name -> (entry, its file) of all catalogs."""
     entries: dict[str, tuple[dict[str, Any] | str, str]] = {}
     for path in _files():
         for name, entry in _read(path).items():

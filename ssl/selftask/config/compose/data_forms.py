@@ -29,7 +29,7 @@ _BY_CONTENT = {
 
 
 def expand_source(text: str) -> dict[str, Any]:
-    """The ``data:`` section that a short form stands for, as a plain dict with its ``name``.
+    """Return the ``data:`` section of a short form, as a plain dict with its ``name``.
 
     ``digits`` (or any registered name that needs no arguments), a name in the catalog (which is
     read by ``selftask.config.compose.catalog``), ``torchvision:CIFAR10``,
@@ -62,7 +62,7 @@ def expand_source(text: str) -> dict[str, Any]:
 def _expand_entry(
     name: str, entry: dict[str, Any] | str, seen: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """The section that an entry of the catalog is, with short forms within it written out."""
+    """Return the section of a catalog's entry, with short forms in it written out."""
     if isinstance(entry, str):
         return _expand_from(name, entry, seen)
     section = dict(entry)
@@ -77,7 +77,7 @@ def _expand_entry(
 
 
 def _expand_from(name: str, text: str, seen: tuple[str, ...]) -> dict[str, Any]:
-    """A short form within the entry ``name``, which may be another entry's name, in no circle."""
+    """Write out a short form within the entry ``name``; it may be the name of another entry."""
     if text in (*seen, name):
         raise UserError(f"the catalog's {name}: entries that stand for each other")
     inner = None if text in SOURCES else look_up(text)

@@ -32,12 +32,12 @@ class Override:
 
     @property
     def place(self) -> str:
-        """How messages refer to it."""
+        """Its place for messages."""
         return f"command line: {shorten(self.text)}"
 
 
 def parse_overrides(texts: list[str]) -> tuple[list[Override], list[str]]:
-    """The overrides, short forms written out, and what is wrong with those that are none."""
+    """Return the overrides with short forms written out, and a problem for each invalid one."""
     parsed, problems = [], []
     for text in texts:
         try:
@@ -48,7 +48,7 @@ def parse_overrides(texts: list[str]) -> tuple[list[Override], list[str]]:
 
 
 def split_override(text: str) -> tuple[Key, str | None]:
-    """``a.b[0]=value`` as the key ``(a, b, 0)`` and the text of the value, None without one."""
+    """Split ``a.b[0]=value`` into the key ``(a, b, 0)`` and the text of the value, or None."""
     name, equals, value = text.lstrip("+").partition("=")
     key = tuple(name.strip().replace("[", ".").replace("]", "").split("."))
     return key, value if equals else None
@@ -72,7 +72,7 @@ def parse_value(text: str, key: Key) -> hydra_types.Override | None:
 
 
 def _parse(text: str) -> Override:
-    """Raises UserError for text that is no override."""
+    """Parse one override; raise UserError if it is invalid."""
     if text.startswith("-"):
         raise UserError("there are no options; settings are written key=value")
     key, value = split_override(text.removeprefix("~"))
@@ -95,7 +95,7 @@ def _parse(text: str) -> Override:
 
 
 def _is_structured(text: str) -> bool:
-    """Whether the value of a path is written as a section, a list or a quoted text."""
+    """Return whether the value of a path is written as a section, a list or a quoted text."""
     ends = text[:1] + text[-1:]
     return len(text) > 1 and ends in ("{}", "[]", "''", '""')
 
@@ -106,7 +106,7 @@ def _parser() -> OverridesParser:
 
 
 def apply_overrides(config: DictConfig, layers: Layers, overrides: list[Override]) -> list[str]:
-    """Merge them into ``config`` and add them to ``layers`` as the last one; returns problems."""
+    """Merge overrides into ``config``, append them to ``layers`` as one layer; return problems."""
     problems = []
     layer = Layer({})
     for override in overrides:
@@ -142,7 +142,7 @@ def _delete(config: DictConfig, override: Override) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Hydra's quoted texts as texts."""
+    """Turn Hydra's quoted strings into plain ones."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):

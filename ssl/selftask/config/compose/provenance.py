@@ -1,6 +1,6 @@
-"""What each file and the command line contributed, and at which line.
+"""The values of each file and of the command line, with their lines.
 
-Merging forgets where a value came from; layers remember. ``Layers.place(path)`` answers with
+Merging forgets where a value came from; layers keep it. ``Layers.place(path)`` answers with
 ``configs/simclr/digits.yaml:7`` or ``command line: train.epochs=3``.
 """
 
@@ -24,11 +24,11 @@ class Layer:
     marks: dict[Key, str] = field(default_factory=dict)
 
     def holds(self, key: Key) -> bool:
-        """Whether this layer sets ``key``."""
+        """Return whether this layer sets ``key``."""
         return _walk(self.values, key)[0]
 
     def replaces(self, key: Key) -> bool:
-        """Whether this layer holds a list or a plain value at or above ``key``.
+        """Return whether this layer holds a list or a plain value at or above ``key``.
 
         Merging then took nothing from the layers below.
         """
@@ -38,7 +38,7 @@ class Layer:
         )
 
     def place(self, key: Key) -> str | None:
-        """The mark of ``key``, else of what is around it."""
+        """Return the place of ``key``, else that of the section around it."""
         for length in range(len(key), 0, -1):
             if key[:length] in self.marks:
                 return self.marks[key[:length]]
@@ -58,17 +58,17 @@ class Layer:
         section[key[-1]] = value
 
     def drop(self, key: Key) -> None:
-        """Forget that this layer sets ``key``."""
+        """Remove ``key`` from this layer."""
         found, parent = _walk(self.values, key[:-1])
         if found and isinstance(parent, dict):
             parent.pop(key[-1], None)
 
 
 class Layers(list[Layer]):
-    """All layers, those that win last."""
+    """All layers; later ones override earlier ones."""
 
     def place(self, key: Key) -> str | None:
-        """Where ``key`` got its value; None for one that no layer sets."""
+        """Return where ``key`` got its value, or None if no layer sets it."""
         for layer in reversed(self):
             if layer.holds(key):
                 return layer.place(key)
@@ -77,15 +77,15 @@ class Layers(list[Layer]):
         return None
 
     def place_or_around(self, key: Key) -> str | None:
-        """Where ``key``, or else the section around it, was set."""
+        """Return where ``key``, or else the section around it, was set."""
         places = (self.place(key[:length]) for length in range(len(key), 0, -1))
         return next((place for place in places if place is not None), None)
 
     def forget_renamed(self, values: dict[str, Any], fixed: dict[Key, frozenset[str]]) -> None:
-        """Drop from ``values`` what was said for a name that a later layer replaced by another.
+        """Drop from ``values`` the arguments of named things that a later layer replaced.
 
         ``backbone=resnet18`` over ``{name: small_resnet, width: 32}`` must not keep the width.
-        ``fixed`` are, by section, the fields of ours: they stay (the ``lr``, whatever optimizer).
+        Fields in ``fixed``, by section, belong to any such thing and stay (the ``lr``).
         """
         for place in sorted(named_places(values), key=len, reverse=True):  # data.val before data
             renamed = self._last_renaming(place)
@@ -100,7 +100,7 @@ class Layers(list[Layer]):
                     del section[name]
 
     def _last_renaming(self, place: Key) -> int:
-        """Index of the last layer that gives the section there another name; 0 without one."""
+        """Return the index of the last layer that renames the section there, or 0."""
         name, renamed = None, 0
         for index, layer in enumerate(self):
             found, section = _walk(layer.values, place)
@@ -114,7 +114,7 @@ class Layers(list[Layer]):
 
 
 def read_marks(node: yaml.Node | None, path: Path) -> dict[Key, str]:
-    """``file:line`` of every key of a yaml document."""
+    """Return ``file:line`` of every key of a yaml document."""
     marks: dict[Key, str] = {}
     shown = show_path(path)
 
@@ -136,7 +136,7 @@ def read_marks(node: yaml.Node | None, path: Path) -> dict[Key, str]:
 
 
 def take_path_texts(values: Any, node: yaml.Node | None, key: Key = ()) -> Any:
-    """The values of a document, those of paths as they are written: a folder ``1e3`` is no 1000."""
+    """Return the values with those of paths as written: the folder ``1e3`` is not 1000."""
     if isinstance(values, dict) and isinstance(node, yaml.MappingNode):
         inner = {str(name.value): value for name, value in node.value}
         return {
@@ -149,13 +149,13 @@ def take_path_texts(values: Any, node: yaml.Node | None, key: Key = ()) -> Any:
 
 
 def show_path(path: Path) -> str:
-    """A path as short as it can be written from here."""
+    """Return a path as short as it can be written from the current folder."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
 def _walk(value: Any, key: Key) -> tuple[bool, Any]:
-    """Whether there is something at ``key``, and what."""
+    """Return whether there is a value at ``key``, and the value."""
     for name in key:
         if isinstance(value, list) and name.isdigit() and int(name) < len(value):
             value = value[int(name)]

@@ -1,4 +1,4 @@
-"""Hydra's compose API over recipe files, with every file's own contribution kept beside.
+"""Hydra's compose API over recipe files; the values of each file are kept as a layer.
 
 Recipes are ordinary Hydra configs (``defaults:`` lists, interpolations). Two things are ours: each
 file speaks about the whole config, so no ``# @package _global_`` line is needed, and short forms
@@ -38,10 +38,10 @@ MAX_LEVELS = 50
 
 
 def compose_recipe(path: Path, shipped: Path) -> tuple[DictConfig, Layers]:
-    """The merged config of a recipe file and the layers it is made of.
+    """Return the merged config of a recipe file and the layers it is made of.
 
     ``defaults:`` entries are looked up beside the file, then among the ``shipped`` recipes.
-    Raises ConfigError for what is wrong with a file as yaml or with its defaults list.
+    Raises ConfigError if a file is not valid yaml or a defaults list is wrong.
     """
     _read_file.cache_clear()  # files may have changed since the last call
     name, root = _address(path, shipped)
@@ -62,10 +62,10 @@ def compose_recipe(path: Path, shipped: Path) -> tuple[DictConfig, Layers]:
 
 
 class _Recipes(ConfigSource):
-    """A folder of recipes: files are global, short forms are written out, folders are no groups.
+    """A folder of recipes: files are global, short forms are written out.
 
-    (Were they groups, a folder ``data/`` beside a recipe would turn ``data=DIR`` into Hydra's
-    choice of a group.)
+    Folders are no groups of Hydra: else a folder ``data/`` beside a recipe would make ``data=DIR``
+    the choice of a group.
     """
 
     @staticmethod
@@ -98,10 +98,9 @@ class _Recipes(ConfigSource):
 
 @contextmanager
 def _hydra(recipe: str, folders: list[Path]) -> Iterator[str]:
-    """Hydra for the length of one composition; yields the name of the config to compose.
+    """Initialize Hydra for one composition; yield the name of the config to compose.
 
-    That config only points at the recipe and at where recipes are. Whatever else uses Hydra in
-    this process finds it as it was.
+    That config only points at the recipe and its folders. Hydra's global state is restored after.
     """
     search = [f"{_Recipes.scheme()}://{folder}" for folder in folders]
     pointer = {"defaults": [f"/{recipe}", "_self_"], "hydra": {"searchpath": search}}
@@ -117,7 +116,7 @@ def _hydra(recipe: str, folders: list[Path]) -> Iterator[str]:
 
 
 def _address(path: Path, shipped: Path) -> tuple[str, Path]:
-    """A recipe's name for Hydra and the folder the name starts from."""
+    """Return a recipe's name for Hydra and the folder that the name is relative to."""
     path = path.resolve()
     if "@" in path.name:  # Hydra's sign for a package
         raise ConfigError([f"{show_path(path)}: the name of a recipe file may not hold an @"])
@@ -139,7 +138,7 @@ def _find(config_path: str | None, roots: Sequence[Path]) -> Path | None:
 
 @cache
 def _read_file(path: Path) -> tuple[dict[str, Any], Layer]:
-    """A file's ``defaults:`` and everything else in it; raises ConfigError for bad yaml."""
+    """Return a file's ``defaults:`` and its other values; raise ConfigError for invalid yaml."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -196,12 +195,12 @@ def _check_size(document: yaml.Node | None, path: Path) -> None:
 
 
 def _is_recipe_name(entry: Any) -> bool:
-    """Of Hydra's entries only names: files here have no groups and no packages."""
+    """Return whether an entry is a plain name, without Hydra's groups and packages."""
     return isinstance(entry, str) and not re.search(r"[@\s$]", entry)
 
 
 def _texts(value: Any) -> Any:
-    """The same with text for keys (yaml's ``5:`` is a number), as command lines have them."""
+    """Turn keys into strings (yaml's ``5:`` is a number), as on the command line."""
     if isinstance(value, dict):
         return {str(key): _texts(item) for key, item in value.items()}
     return [_texts(item) for item in value] if isinstance(value, list) else value
@@ -218,7 +217,7 @@ def _explain_yaml(error: yaml.YAMLError, path: Path) -> str:
 
 
 def _explain(error: Exception, path: Path, roots: Sequence[Path]) -> str:
-    """One line for Hydra's and OmegaConf's errors of composing ``path``."""
+    """Return one line for an error of Hydra or OmegaConf."""
     text = " ".join((str(error) or str(error.__cause__)).split())
     missing = re.search(r"Could not (?:load|find) '/?([^']+)'", text)
     if not missing:

@@ -23,7 +23,7 @@ class Recipe:
 
     @property
     def header(self) -> list[str]:
-        """The comment lines it opens with: paper, promise, hardware, command."""
+        """Its leading comment lines: paper, accuracy, hardware, command."""
         lines = self.path.read_text(encoding="utf-8").splitlines()
         length = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
         return [line.lstrip("#").strip() for line in lines[:length]]
@@ -31,7 +31,7 @@ class Recipe:
 
 @cache
 def folder() -> Path:
-    """The shipped recipes: ``configs/`` of the checkout, or the copy in an installed package."""
+    """Return the folder of shipped recipes: ``configs/`` of a checkout or of the package."""
     package = Path(selftask.__file__).resolve().parent
     for candidate in (package.parents[1] / "configs", package / "configs"):
         if candidate.is_dir():
@@ -40,7 +40,7 @@ def folder() -> Path:
 
 
 def shipped() -> dict[str, Recipe]:
-    """All recipes by name; ``base/`` holds what they share and is none."""
+    """Return all shipped recipes by name, without the shared parts in ``base/``."""
     paths = sorted(folder().rglob("*.yaml"))
     names = [path.relative_to(folder()).with_suffix("").as_posix() for path in paths]
     found = {name: Recipe(name, path) for name, path in zip(names, paths, strict=True)}
@@ -48,7 +48,7 @@ def shipped() -> dict[str, Recipe]:
 
 
 def locate(recipe: str, source: str | None) -> Path:
-    """The file of ``recipe``; ``source`` is the name of the data set chosen on the command line.
+    """Return the file of a recipe.
 
     A bare method means its ``digits`` recipe, and its ``images`` recipe when ``data=`` names
     something else. Raises ConfigError with the nearest names.

@@ -14,7 +14,7 @@ from selftask.config.keys import NAMED, NAMED_ENTRIES, SOURCES, Key, is_pipeline
 
 
 def expand(value: Any, path: Key = ()) -> Any:
-    """``value``, which stands at ``path`` of a config, with every short form in it written out."""
+    """Write out every short form in ``value``, which stands at ``path`` of a config."""
     if isinstance(value, str):
         return _expand_text(value, path)
     if isinstance(value, dict):
@@ -25,7 +25,7 @@ def expand(value: Any, path: Key = ()) -> Any:
 
 
 def expand_backbone(text: str) -> dict[str, Any]:
-    """``resnet18``, ``timm:NAME``, ``torchvision:NAME`` or ``package.module:function``."""
+    """Expand ``resnet18``, ``timm:NAME``, ``torchvision:NAME`` or ``package.module:function``."""
     before, colon, after = text.partition(":")
     if not colon:
         return {"name": text}

@@ -21,9 +21,9 @@ class Point:
 
 
 def expand_sweep(overrides: list[str]) -> list[Point]:
-    """The product of all comma lists, in the order of writing; one point without any.
+    """Return the product of all comma lists, in the order of writing; one point without any.
 
-    What does not parse is passed on: the config's reader tells what is wrong with it.
+    Invalid overrides are passed on; reading the config reports them.
     Raises ConfigError for a list that cannot be swept over.
     """
     choices = [_choices(text) for text in overrides]
@@ -53,7 +53,7 @@ def expand_sweep(overrides: list[str]) -> list[Point]:
 
 
 def _choices(text: str) -> tuple[str, list[str]]:
-    """The key of an override and the overrides it stands for."""
+    """Return the key of an override and the overrides that its comma list stands for."""
     key, value = split_override(text)
     name = ".".join(key)
     if value is None or text.startswith("~"):
@@ -74,5 +74,5 @@ def _choices(text: str) -> tuple[str, list[str]]:
 
 
 def _plain(override: str) -> str:
-    """The value of an override as a part of a file name."""
+    """Return the value of an override as a part of a file name."""
     return re.sub(r"[^\w.+-]+", "-", override.partition("=")[2]).strip("-")

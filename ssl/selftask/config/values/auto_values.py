@@ -15,13 +15,13 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def cores() -> int:
-    """CPU cores this process may use, which in a job or container are fewer than there are."""
+    """Return the number of CPU cores that this process may use, also in a job or container."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(usable or 1, _quota()))
 
 
 def _quota() -> int:
-    """Cores that a container's share of CPU time amounts to (version 2 and 1 of control groups)."""
+    """Return the cores of a container's share of CPU time (control groups, version 2 and 1)."""
     with suppress(OSError, ValueError):
         share, period = (_CGROUP / "cpu.max").read_text(encoding="ascii").split()
         return _MANY if share == "max" else math.ceil(int(share) / int(period))
@@ -35,9 +35,9 @@ def _quota() -> int:
 
 
 def num_workers(processes: int) -> tuple[int, str]:
-    """Loader processes for each of ``processes`` on this machine, and how that came about.
+    """Return the number of loader workers for each of ``processes``, and its origin as text.
 
-    Ranks that somebody else has started (torchrun) are known from LOCAL_WORLD_SIZE only.
+    Ranks started by other launchers (torchrun) are counted by LOCAL_WORLD_SIZE.
     """
     started = os.environ.get("LOCAL_WORLD_SIZE", "")
     processes = max(processes, int(started) if started.isdecimal() else 1)

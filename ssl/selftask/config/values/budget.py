@@ -1,4 +1,4 @@
-"""Amounts of memory as people say them: ``8 GB``, or the share of activations that may stay."""
+"""Amounts of memory: ``8 GB``, or a share of all activations."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Budget:
     unit: Literal["byte", "share"]
 
     def limit(self, total: int) -> int:
-        """In bytes, where ``total`` would be kept."""
+        """Return the budget in bytes; without one, ``total`` bytes would be kept."""
         return int(self.value if self.unit == "byte" else self.value * total)
 
 
 def show_bytes(size: float) -> str:
-    """``1.5 GB``, ``20.0 MB``: as ``parse_budget`` reads it."""
+    """Format bytes as ``1.5 GB`` or ``20.0 MB``, which ``parse_budget`` reads."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 

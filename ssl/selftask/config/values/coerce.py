@@ -1,4 +1,4 @@
-"""Values checked and converted by the type a field is annotated with.
+"""Values checked and converted by the type and the limits of a field.
 
 Scalars follow OmegaConf's typed nodes (``3`` is a float, ``"3"`` an int, ``3.5`` no int); Literal,
 unions, tuples and nested containers, which OmegaConf has no nodes for, are added here.
@@ -7,11 +7,13 @@ unions, tuples and nested containers, which OmegaConf has no nodes for, are adde
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
 from omegaconf.errors import ValidationError
 
+from selftask.config.values.duration import parse_duration
 from selftask.errors import UserError, nearest
 
 _NODES: dict[type, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
@@ -22,11 +24,11 @@ _LARGEST: dict[type, float] = {int: 10**15, float: 1e30}
 
 
 class Mismatch(Exception):
-    """The message says what was expected."""
+    """A value of the wrong type; the message says what was expected."""
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """``value`` as an instance of ``annotation``; raises Mismatch where it is none."""
+    """Return ``value`` as an instance of ``annotation``; raise Mismatch if it is not one."""
     if annotation is Any:
         return value
     if annotation in _NODES:
@@ -50,7 +52,7 @@ def convert(value: Any, annotation: Any) -> Any:
 
 
 def describe(annotation: Any) -> str:
-    """An annotation in words: ``a whole number``, ``'sum' or 'mean'``, ``a list of numbers``."""
+    """Return an annotation in words: ``a whole number``, ``'sum' or 'mean'``."""
     if annotation in _WORDS:
         return _WORDS[annotation]
     if annotation is None or annotation is type(None):
@@ -69,8 +71,29 @@ def describe(annotation: Any) -> str:
     return "key: value pairs" if origin is dict else "anything"
 
 
+def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError if the metadata of a field forbids ``value``."""
+    if metadata.get("duration") and value is not None:
+        if parse_duration(value).value < metadata.get("min", 0):
+            raise ValueError("must be longer than nothing")
+        return
+    if isinstance(value, list | tuple):
+        for item in value:
+            check_limits(item, metadata)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if "min" in metadata and value < metadata["min"]:
+        raise ValueError(f"must be at least {metadata['min']}")
+    if "above" in metadata and value <= metadata["above"]:
+        raise ValueError(f"must be more than {metadata['above']}")
+    if "below" in metadata and value >= metadata["below"]:
+        raise ValueError(f"must be less than {metadata['below']}")
+    if "max" in metadata and value > metadata["max"]:
+        raise ValueError(f"must be at most {metadata['max']}")
+
+
 def _scalar(value: Any, kind: type) -> Any:
-    """By OmegaConf's node, but without its readings of bools as numbers and numbers as bools."""
+    """Convert by OmegaConf's node, but never between bools and numbers."""
     odd = isinstance(value, bool) != (kind is bool) and not isinstance(value, str)
     if value is None or odd or isinstance(value, list | dict | tuple):
         raise Mismatch(f"expected {_WORDS[kind]}")
@@ -94,7 +117,7 @@ def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
 
 
 def _first_of(value: Any, annotation: Any) -> Any:
-    """The option the value already is (3 stays an int in int | float), else the first that fits."""
+    """Convert to the value's own type (3 stays an int in int | float), else the first that fits."""
     options = get_args(annotation)
     exact = [option for option in options if option is type(value)]
     hint = None

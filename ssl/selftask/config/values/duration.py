@@ -1,4 +1,4 @@
-"""Lengths of training as people say them: ``10 epochs``, ``500 steps``, ``5%``, or plain steps."""
+"""Lengths of training: ``10 epochs``, ``500 steps``, ``5%``, or a number of steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Duration:
     unit: Literal["epoch", "step", "%"]
 
     def steps(self, steps_per_epoch: int, total_steps: int) -> int:
-        """This length in optimizer steps, rounded to the nearest."""
+        """Return the length in optimizer steps, rounded to the nearest."""
         whole = {"epoch": steps_per_epoch, "step": 1, "%": total_steps / 100}[self.unit]
         return round(self.value * whole)
 
@@ -47,5 +47,5 @@ def parse_duration(text: str | int) -> Duration:
 
 
 def updates_in(text: str | int, length: RunLength) -> int:
-    """What a key such as ``warmup: 10 epochs`` comes to in a run of this length, in steps."""
+    """Return a length such as ``10 epochs`` in steps of a run of this length."""
     return parse_duration(text).steps(length.steps_per_epoch, length.total_steps)
