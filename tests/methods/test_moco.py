@@ -14,7 +14,8 @@ from minitask import MiniTask, largest_difference
 from ranks import run_ranks
 from selftask.config.config_class import config_class
 from selftask.distributed.collectives import world_size
-from selftask.methods.moco import MoCo, info_nce, shuffle_bn, unshuffle_bn
+from selftask.methods.moco import MoCo
+from selftask.models.contrast import info_nce, shuffle_bn, unshuffle_bn
 from selftask.registry import METHODS
 
 SMALL: dict[str, Any] = {"out_dim": 5, "queue_size": 20, "momentum": 0.9}
@@ -142,15 +143,16 @@ def test_world_size_is_invisible() -> None:
     ranks = run_ranks(_four_updates, 2)
     for one in ranks:
         assert largest_difference(one["state"], alone["state"]) < 1e-9
-        assert one["collected"] == list(range(8))
-    assert [one["dealt"] for one in ranks] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert [one["shuffled"] for one in ranks] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert [one["own"] for one in ranks] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def _four_updates(rank: int) -> dict[str, Any]:
-    """A task after four updates; how eight numbers are dealt out to teachers and collected."""
+    """A task after four updates; eight numbers shuffled for the teachers, and back."""
     task = MiniTask("moco", {**SMALL, "symmetric": True}).run(4)
     mine = shuffle_bn(torch.arange(8).chunk(world_size())[rank])
-    return {"state": task.state(), "dealt": mine.tolist(), "collected": unshuffle_bn(mine).tolist()}
+    own = unshuffle_bn(mine)
+    return {"state": task.state(), "shuffled": mine.tolist(), "own": own.tolist()}
 
 
 def test_impossible_configs_are_told() -> None:

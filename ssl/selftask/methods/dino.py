@@ -86,10 +86,7 @@ class DINO(Method):
 
     def setup(self, task: Task) -> None:
         config, length = self.config, task.length
-        self.teacher = Teacher(task.base_model)
-        for module in self.teacher.modules():
-            if hasattr(module, "drop_prob"):  # stochastic depth: the student's alone
-                module.drop_prob = 0.0  # type: ignore[assignment]
+        self.teacher = Teacher(task.base_model, drop_path=False)
         self.momentum_at = build_schedule("cosine", config.momentum, config.end_momentum)
         warmup, self.frozen_updates = (
             updates_in(text, length)

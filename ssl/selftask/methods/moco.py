@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.distributed.collectives import all_gather_cat, rank, world_size
 from selftask.methods.base import Method
+from selftask.models.contrast import info_nce, shuffle_bn, unshuffle_bn
 from selftask.models.feature_queue import FeatureQueue
 from selftask.models.heads import mlp
-from selftask.models.precision import in_full_precision, to_float32
+from selftask.models.precision import to_float32
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
 from selftask.random.keyed import LAYER_DRAWS
@@ -91,10 +91,9 @@ class MoCo(Method):
         others = [shuffle_bn(view) for view in batch.all_views[::-1][: self.num_queries]]
         with LAYER_DRAWS.exchanged(shuffle_bn):
             keys = F.normalize(to_float32(self.teacher(others)), dim=2)  # (V, B, D)
-        keys = torch.stack([unshuffle_bn(key) for key in keys])  # (V, B * W, D)
-        num_images = len(batch.index)
-        batch["keys"] = keys.narrow(1, rank() * num_images, num_images)  # (V, B, D)
-        self.pending.append(batch["keys"])
+        batch["keys"] = torch.stack([unshuffle_bn(key) for key in keys])  # (V, B, D)
+        if task.train:
+            self.pending.append(batch["keys"])
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Eq. 1 averaged over the queries; ``output`` (V, B, D)."""
@@ -113,33 +112,3 @@ class MoCo(Method):
         for keys in self.pending:
             self.queue.update(keys.transpose(0, 1))
         self.pending.clear()
-
-
-@in_full_precision
-def info_nce(query: Tensor, key: Tensor, queue: Tensor, *, temperature: float) -> Tensor:
-    """-log of the share of exp(q.k / tau) in that of key and queue; queries of any length.
-
-    ``query`` and ``key`` (V, B, D), ``queue`` (V, K, D). The queue does not yet hold ``key``: were
-    a positive among its own negatives, the loss could not fall below log 2.
-    """
-    query = F.normalize(query, dim=2)
-    positive = (query * key).sum(dim=2, keepdim=True)  # (V, B, 1)
-    negative = query @ queue.transpose(1, 2)  # (V, B, K)
-    logits = (torch.cat([positive, negative], dim=2) / temperature).flatten(0, 1)  # (VB, 1 + K)
-    return F.cross_entropy(logits, logits.new_zeros(len(logits), dtype=torch.long))
-
-
-def shuffle_bn(images: Tensor) -> Tensor:
-    """Every W-th image of the global batch, for this rank: shuffled BatchNorm (section 3.3).
-
-    A query and its key are then normalised with statistics of different images, by which the one
-    could otherwise be told from the other. The global batch is in random order, so dealing it out
-    like cards does what the paper's random permutation does, and needs no random numbers.
-    """
-    return all_gather_cat(images)[rank() :: world_size()]
-
-
-def unshuffle_bn(rows: Tensor) -> Tensor:
-    """Rows (B, ...) of images that were dealt out -> those of the whole batch in its own order."""
-    everyone = all_gather_cat(rows).view(world_size(), *rows.shape)  # (W, B, ...)
-    return everyone.transpose(0, 1).flatten(0, 1)  # (B * W, ...)

@@ -73,6 +73,8 @@ class BlockMask:
             block, fits = self._rectangle(one, room.clamp(max=self.max_patches))
             added = (block & ~mask).sum(dim=1)
             open_ = (room > 0) & (failures < _TRIES)
+            if mask.device.type == "cpu" and not open_.any():  # elsewhere one would have to wait
+                break
             taken = fits & (added > 0) & (added <= room.clamp(max=self.max_patches)) & open_
             mask |= block & taken[:, None]
             failures = torch.where(taken, 0, failures + 1)

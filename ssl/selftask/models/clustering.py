@@ -35,17 +35,30 @@ def sinkhorn_knopp(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor
     return logits.exp()
 
 
-@in_full_precision
 def swapped_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
     """-sum_k p log q, averaged over images and over all pairs of *different* views.
 
-    ``probs`` p (A, B, K) are the assignments of the first A views, which all V views predict:
-    ``log_probs`` log q (V, B, K). Eq. 3 of DINO (arXiv:2104.14294), eq. 6 of SwAV. One matrix
-    product instead of A * (V - 1) passes over (B, K).
+    Eq. 3 of DINO (arXiv:2104.14294), eq. 6 of SwAV; arguments as of ``view_cross_entropy``.
     """
-    pairs = -torch.einsum("abk,vbk->av", probs, log_probs) / probs.shape[1]  # (A, V)
+    pairs = view_cross_entropy(probs, log_probs)  # (A, V)
     others = pairs.sum() - pairs.diagonal().sum()
     return others / (pairs.numel() - len(pairs))
+
+
+@in_full_precision
+def view_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
+    """-sum_k p log q of each pair of views, averaged over images.
+
+    One matrix product instead of A * V passes over (B, K).
+
+    Args:
+        probs: p, assignments of the first A views, (A, B, K).
+        log_probs: log q, predictions of all V views, (V, B, K).
+
+    Returns:
+        (A, V).
+    """
+    return -torch.einsum("abk,vbk->av", probs, log_probs) / probs.shape[1]
 
 
 @torch.no_grad()

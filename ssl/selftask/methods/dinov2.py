@@ -1,0 +1,282 @@
+"""DINOv2: DINO for whole images, iBOT for masked patches, and KoLeo.
+
+Oquab et al., DINOv2: Learning Robust Visual Features without Supervision, TMLR 2024,
+arXiv:2304.07193; iBOT is Zhou et al., ICLR 2022, arXiv:2111.07832.
+
+V: views, of which the first two are the global ones and L are local; B: images per rank; N: patches
+of a global view; M: masked patches of all global views on this rank; E: width of the backbone; K:
+outputs of the heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.config.values.duration import updates_in
+from selftask.distributed.collectives import all_reduce_sum
+from selftask.methods.base import Method
+from selftask.models.block_mask import BlockMask
+from selftask.models.build import embed_dim
+from selftask.models.clustering import sinkhorn_knopp, view_cross_entropy
+from selftask.models.features.extract import adapter_of, extract
+from selftask.models.heads import DINOHead
+from selftask.models.koleo import koleo
+from selftask.models.network import Network
+from selftask.models.precision import in_full_precision, to_float32
+from selftask.models.teacher import Teacher
+from selftask.optim.schedules import build_schedule, linear_then_constant
+from selftask.random.keyed import LAYER_DRAWS, uniform
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+NUM_GLOBAL = 2  # views that the teacher sees
+SINKHORN_ITERATIONS = 3
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Masked patches of the global views."""
+
+    mask: Tensor
+    """(2 * B, N) bool, view by view."""
+    places: Tensor
+    """(M,) int64, the masked patches among all 2 * B * N."""
+    weights: Tensor
+    """(M,) float32, 1 / number of masked patches in the same view."""
+
+
+class Inputs(NamedTuple):
+    """Argument of the network."""
+
+    global_views: list[Tensor]
+    local_views: list[Tensor]
+    masks: Masks
+    is_student: bool
+    """True if masked patches are hidden; the teacher sees them."""
+
+
+class Output(NamedTuple):
+    """Output of the network."""
+
+    pooled: Tensor
+    """(2, B, E), features of the global views."""
+    scores: Tensor
+    """(V, B, K), of the head for images."""
+    patches: Tensor
+    """(M, K), of the head for masked patches."""
+
+
+@register_method("dinov2")
+class DINOv2(Method):
+    """Self-distillation of images and of masked patches, with features spread over the sphere."""
+
+    loss_reduction = "gathered"  # KoLeo's neighbours
+    views = (2, None)
+    requires = ("tokens",)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        out_dim: int = setting(65_536, min=1, tiny=16)  # K
+        hidden_dim: int = setting(2048, min=1, tiny=32)  # width of the heads' hidden layers
+        bottleneck: int = setting(256, min=1, tiny=16)  # width before the last layers
+        num_layers: int = setting(3, min=1, max=100)  # of a head, without the last
+        tied_heads: bool = False  # one head for images and patches
+        temperature: float = setting(0.1, above=0)  # of the student
+        teacher_temperature: float = setting(0.07, above=0)  # once it is warm
+        start_teacher_temperature: float = setting(0.04, above=0)
+        teacher_temperature_warmup: int | str = setting("30 epochs", duration=True)
+        targets: Literal["sinkhorn", "centering"] = "sinkhorn"
+        center_momentum: float = setting(0.9, min=0, max=1)  # of targets: centering
+        momentum: float = setting(0.992, min=0, max=1)  # of the teacher at first
+        end_momentum: float = setting(1.0, min=0, max=1)  # at the end, along half a cosine
+        freeze_last_layer: int | str = setting("1 epoch", duration=True)
+        mask_probability: float = setting(0.5, min=0, max=1)  # of a global view to be masked
+        mask_ratio: list[float] = setting([0.1, 0.5], min=0, max=1)  # smallest and largest share
+        dino_weight: float = setting(1.0, min=0)
+        ibot_weight: float = setting(1.0, min=0)
+        koleo_weight: float = setting(0.1, min=0)
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            if len(self.mask_ratio) != 2 or self.mask_ratio[0] > self.mask_ratio[1]:
+                yield (
+                    f"mask_ratio: {self.mask_ratio}; the smallest and the largest share of masked "
+                    "patches are expected, such as [0.1, 0.5]"
+                )
+            if config["train"]["batch_size"] < 2:
+                yield "koleo_weight: a batch of one image has no neighbours; raise train.batch_size"
+
+    centers: Tensor
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.register_buffer("centers", torch.zeros(2, config.out_dim))  # of images and patches
+        self.pending: list[Tensor] = []  # (2, K + 1): sums of scores and their number, by batch
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        head = self.build_head(embed_dim(backbone))
+        patch_head = head if self.config.tied_heads else self.build_head(embed_dim(backbone))
+        return DINOv2Network(backbone, head, patch_head)
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        config = self.config
+        return DINOHead(
+            embed_dim,
+            config.out_dim,
+            hidden=config.hidden_dim,
+            bottleneck=config.bottleneck,
+            num_layers=config.num_layers,
+        )
+
+    def setup(self, task: Task) -> None:
+        config, length = self.config, task.length
+        self.grid_of = adapter_of(task.base_model.backbone).grid  # type: ignore[arg-type]
+        self.teacher = Teacher(task.base_model, drop_path=False)
+        self.momentum_at = build_schedule("cosine", config.momentum, config.end_momentum)
+        warmup, self.frozen_updates = (
+            updates_in(text, length)
+            for text in (config.teacher_temperature_warmup, config.freeze_last_layer)
+        )
+        self.teacher_temperature_at = linear_then_constant(
+            config.start_teacher_temperature,
+            config.teacher_temperature,
+            warmup / length.total_updates,
+        )
+
+    def prepare_batch(self, batch: Batch, task: Task) -> None:
+        views = batch.all_views
+        grid = self.grid_of(*views[0].shape[-2:])
+        batch["masks"] = self.draw_masks(task.config.train.seed, batch.key, grid, views[0].device)
+        batch.input = Inputs(views[:NUM_GLOBAL], views[NUM_GLOBAL:], batch["masks"], True)
+
+    def draw_masks(
+        self, seed: int, key: Tensor, grid: tuple[int, int], device: torch.device
+    ) -> Masks:
+        """Blocks in a part of the views, of a size that is drawn for each.
+
+        On the host, as the number of masked patches must be known. (The published code masks
+        exactly half of the views of a batch; here each is masked with that probability.)
+        """
+        config, sampler = self.config, BlockMask(grid)
+        draws = uniform(seed, key, NUM_GLOBAL * (2 + sampler.num_draws))
+        draws = draws.unflatten(1, (NUM_GLOBAL, -1)).transpose(0, 1).flatten(0, 1)  # (2 * B, ...)
+        least, most = config.mask_ratio
+        counts = (sampler.num_patches * (least + (most - least) * draws[:, 1])).long()
+        counts = torch.where(draws[:, 0] < config.mask_probability, counts, 0)
+        mask = sampler.from_draws(draws[:, 2:], counts)  # (2 * B, N)
+        places = mask.flatten().nonzero().squeeze(1)
+        weights = (1 / mask.sum(dim=1)).repeat_interleave(mask.sum(dim=1))
+        return Masks(*(x.to(device, non_blocking=True) for x in (mask, places, weights)))
+
+    @torch.no_grad()
+    def on_forward(self, task: Task) -> None:
+        """The teacher sees the whole global views; its scores become targets."""
+        batch = task.last_batch
+        output = self.teacher(batch.input._replace(local_views=[], is_student=False))
+        scores = [to_float32(output.scores.flatten(0, 1)), to_float32(output.patches)]
+        temperature = self.teacher_temperature_at(task.where)
+        images, patches = (
+            self.targets(one, center, temperature)
+            for one, center in zip(scores, self.centers, strict=True)
+        )
+        batch["image_targets"] = images.unflatten(0, (NUM_GLOBAL, -1))  # (2, B, K)
+        batch["patch_targets"] = patches  # (M, K)
+        if task.train and self.config.targets == "centering":
+            sums = [F.pad(one.sum(dim=0), (0, 1), value=len(one)) for one in scores]
+            self.pending.append(torch.stack(sums))
+
+    def targets(self, scores: Tensor, center: Tensor, temperature: float) -> Tensor:
+        """Assignments (n, K) of the teacher's scores (n, K); n may differ between ranks."""
+        if self.config.targets == "centering":
+            return F.softmax((scores - center) / temperature, dim=1)
+        return sinkhorn_knopp(scores, epsilon=temperature, iterations=SINKHORN_ITERATIONS)
+
+    def forward(self, output: Output, batch: Batch) -> dict[str, Tensor]:
+        """The four weighted terms of section 4; those of DINO are a mean over pairs of views."""
+        config, masks = self.config, batch["masks"]
+        log_probs = F.log_softmax(to_float32(output.scores) / config.temperature, dim=2)
+        pairs = view_cross_entropy(batch["image_targets"], log_probs)  # (2, V)
+        pairs = config.dino_weight * pairs / (pairs.numel() - NUM_GLOBAL)
+        patches = patch_cross_entropy(
+            output.patches, batch["patch_targets"], masks.weights, temperature=config.temperature
+        )
+        return {
+            "dino_local": pairs[:, NUM_GLOBAL:].sum(),
+            "dino_global": pairs[0, 1] + pairs[1, 0],
+            "ibot": config.ibot_weight * patches / len(masks.mask),
+            "koleo": config.koleo_weight * sum(koleo(view) for view in output.pooled),
+        }
+
+    def on_backward(self, task: Task) -> None:
+        """The last layers wait, as DINO's."""
+        if task.iteration < self.frozen_updates:
+            for head in (task.base_model.head, task.base_model.patch_head):
+                head.last_layer.weight.grad = None
+
+    @torch.no_grad()
+    def on_update(self, task: Task) -> None:
+        """The teacher follows the student; centres follow the mean scores of all ranks."""
+        self.teacher.update(task.base_model, momentum=self.momentum_at(task.where))
+        if self.pending:
+            sums = all_reduce_sum(torch.stack(self.pending).sum(dim=0))  # (2, K + 1)
+            number = sums[:, -1:]
+            means = torch.where(number > 0, sums[:, :-1] / number.clamp(min=1), self.centers)
+            self.centers.lerp_(means, 1.0 - self.config.center_momentum)
+        self.pending.clear()
+
+    def export_backbone(self, network: nn.Module) -> nn.Module:
+        """The teacher's."""
+        return super().export_backbone(self.teacher.network)
+
+
+class DINOv2Network(Network):
+    """The backbone, a head for images and one for masked patches."""
+
+    def __init__(self, backbone: nn.Module, head: nn.Module, patch_head: nn.Module) -> None:
+        super().__init__(backbone, head)
+        self.patch_head = patch_head
+        self.mask_token = nn.Parameter(torch.zeros(adapter_of(backbone).mask_dim))
+
+    def forward(self, inputs: Inputs) -> Output:  # type: ignore[override]
+        masks, num_local = inputs.masks, len(inputs.local_views)
+        LAYER_DRAWS.enter(range(NUM_GLOBAL))
+        features = extract(
+            self.backbone,
+            torch.cat(inputs.global_views),
+            mask=masks.mask if inputs.is_student else None,
+            mask_token=self.mask_token if inputs.is_student else None,
+        )
+        pooled = features.pooled  # (2 * B, E)
+        patches = features.tokens.patches.flatten(0, 1)[masks.places]  # (M, E)
+        every = pooled
+        if num_local:
+            LAYER_DRAWS.enter(range(NUM_GLOBAL, NUM_GLOBAL + num_local))
+            local = extract(self.backbone, torch.cat(inputs.local_views)).pooled  # (L * B, E)
+            every = torch.cat([pooled, local])
+        self.embedding = every.detach()
+        return Output(
+            pooled.unflatten(0, (NUM_GLOBAL, -1)),
+            self.head(every).unflatten(0, (NUM_GLOBAL + num_local, -1)),
+            self.patch_head(patches),
+        )
+
+
+@in_full_precision
+def patch_cross_entropy(
+    scores: Tensor, targets: Tensor, weights: Tensor, *, temperature: float
+) -> Tensor:
+    """Weighted sum of -sum_k p log q over masked patches; eq. 2 of iBOT.
+
+    ``scores`` and ``targets`` (M, K), ``weights`` (M,).
+    """
+    log_probs = F.log_softmax(scores / temperature, dim=1)
+    return -((targets * log_probs).sum(dim=1) * weights).sum()

@@ -1,0 +1,50 @@
+"""Contrast with a queue of negatives, and shuffled BatchNorm: what MoCo and its successors share.
+
+B: images per rank, W: ranks, V: sets of queries with a queue each, D: width, K: length of a queue.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selftask.distributed.collectives import all_gather_cat, rank, world_size
+from selftask.models.precision import in_full_precision
+
+
+@in_full_precision
+def info_nce(query: Tensor, key: Tensor, queue: Tensor, *, temperature: float) -> Tensor:
+    """Mean of -log(exp(q.k / tau) / sum of exp(q.x / tau) for x in key and queue).
+
+    MoCo (arXiv:1911.05722), eq. 1.
+
+    Args:
+        query: (V, B, D), of any length.
+        key: (V, B, D), unit vectors.
+        queue: (V, K, D), unit vectors. Must not yet hold ``key``: if a positive is among its own
+            negatives, the loss cannot fall below log 2.
+        temperature: tau.
+    """
+    query = F.normalize(query, dim=2)
+    positive = (query * key).sum(dim=2, keepdim=True)  # (V, B, 1)
+    negative = query @ queue.transpose(1, 2)  # (V, B, K)
+    logits = (torch.cat([positive, negative], dim=2) / temperature).flatten(0, 1)  # (VB, 1 + K)
+    return F.cross_entropy(logits, logits.new_zeros(len(logits), dtype=torch.long))
+
+
+def shuffle_bn(images: Tensor) -> Tensor:
+    """Every W-th image of the global batch, for this rank: shuffled BatchNorm (MoCo, section 3.3).
+
+    A query and its key are then normalised with statistics of different images, by which the one
+    could otherwise be told from the other. The global batch is in random order, so taking every
+    W-th image does what the paper's random permutation does, without random numbers.
+    """
+    return all_gather_cat(images)[rank() :: world_size()]
+
+
+def unshuffle_bn(rows: Tensor) -> Tensor:
+    """Rows (B, ...) of this rank's own images, from the ranks that had their shuffled images."""
+    everyone = all_gather_cat(rows).view(world_size(), *rows.shape)  # (W, B, ...)
+    in_order = everyone.transpose(0, 1).flatten(0, 1)  # (B * W, ...)
+    return in_order.narrow(0, rank() * len(rows), len(rows))

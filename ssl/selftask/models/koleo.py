@@ -1,0 +1,37 @@
+"""KoLeo regularizer: features spread evenly over the unit sphere.
+
+Sablayrolles et al., Spreading Vectors for Similarity Search, ICLR 2019, arXiv:1806.03198, eq. 2;
+DINOv2 (arXiv:2304.07193) normalises the features first.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selftask.distributed.collectives import gather_cat_with_grad, rank
+from selftask.models.precision import in_full_precision
+
+_EPS = 1e-8  # added as in DINOv2's published code
+
+
+@in_full_precision
+def koleo(features: Tensor) -> Tensor:
+    """Mean of -log of the distance to the nearest neighbour on the unit sphere.
+
+    Neighbours are looked for in the global batch. (The code of DINOv2 looks on each GPU alone, so
+    that its loss depends on the number of GPUs.)
+
+    Args:
+        features: (B, D) of this rank, of any length; at least two rows over all ranks.
+    """
+    features = F.normalize(features, dim=1, eps=_EPS)
+    everyone = gather_cat_with_grad(features)  # (W * B, D)
+    with torch.no_grad():
+        similarity = features @ everyone.T  # (B, W * B)
+        own = torch.arange(len(features), device=features.device)
+        similarity[own, own + rank() * len(features)] = -1.0
+        nearest = similarity.argmax(dim=1)
+    distance = F.pairwise_distance(features, everyone[nearest], eps=_EPS)
+    return -torch.log(distance + _EPS).mean()
