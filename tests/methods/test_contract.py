@@ -80,6 +80,8 @@ def test_another_number_of_views_than_declared_is_refused(method: str) -> None:
     views = METHODS[method].views
     assert METHODS.declared(method, "views", None) == views
     named = views if isinstance(views, dict) else {None: views}
+    others = [name for name in load_config(method, []).views if name not in (*named, "main")]
+    without = [f"views.{name}=null" for name in others]
     for group, number in named.items():
         least, most = number if isinstance(number, tuple) else (number, number)
         wrong = [number for number in (least - 1, most and most + 1) if number]
@@ -90,7 +92,7 @@ def test_another_number_of_views_than_declared_is_refused(method: str) -> None:
             place = "of an image" if group is None else f"in group '{group}'"
             wanted = f"views: {method} needs {least} view.* {place}, got {number}"
             with pytest.raises(ConfigError, match=wanted):
-                load_config(method, [groups])
+                load_config(method, [groups, *without])
 
 
 # -- runs ------------------------------------------------------------------------------------------

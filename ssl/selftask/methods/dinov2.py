@@ -149,7 +149,7 @@ class DINOv2(Method):
         self.teacher_temperature_at = linear_then_constant(
             config.start_teacher_temperature,
             config.teacher_temperature,
-            warmup / length.total_updates,
+            warmup / length.total_steps,
         )
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
@@ -218,7 +218,7 @@ class DINOv2(Method):
 
     def on_backward(self, task: Task) -> None:
         """The last layers wait, as DINO's."""
-        if task.iteration < self.frozen_updates:
+        if task.steps_done < self.frozen_updates:
             for head in (task.base_model.head, task.base_model.patch_head):
                 head.last_layer.weight.grad = None
 
