@@ -5,9 +5,11 @@ With all patches and the size that it was built for, each operation is that of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from selftask.models.features.adapter import Adapter
@@ -20,6 +22,7 @@ from selftask.models.features.tokens import (
     gather_tokens,
     mean_token,
 )
+from selftask.models.precision import to_float32
 
 if TYPE_CHECKING:
     from timm.models import VisionTransformer
@@ -107,14 +110,21 @@ class TimmViT(Adapter):
         built = self.built_grid
         num_prefix = 0 if vit.no_embed_class else vit.num_prefix_tokens
         if grid != built:
-            from timm.layers import resample_abs_pos_embed
-
-            positions = resample_abs_pos_embed(
-                positions, list(grid or ()), list(built), num_prefix_tokens=num_prefix
-            )
+            of_patches = resample(positions[:, num_prefix:], built, grid or ())
+            positions = torch.cat([positions[:, :num_prefix], of_patches], dim=1)
         if num_prefix:
             prefix = prefix + positions[:, :num_prefix]
         return prefix, positions[:, num_prefix:]
+
+
+def resample(positions: Tensor, built: Sequence[int], grid: Sequence[int]) -> Tensor:
+    """Interpolate positions (1, N, E) from one grid to another, as ``resample_abs_pos_embed``.
+
+    timm's rounds doubles to float32, by which several ranks would differ from one.
+    """
+    as_map = to_float32(positions).unflatten(1, tuple(built)).permute(0, 3, 1, 2)  # (1, E, h, w)
+    resized = F.interpolate(as_map, size=tuple(grid), mode="bicubic", antialias=True)
+    return resized.flatten(2).transpose(1, 2).to(positions.dtype)
 
 
 def _fill(x: Tensor, padding: Tensor) -> Tensor:
