@@ -15,7 +15,7 @@ from ranks import run_ranks
 from selftask.config.config_class import config_class
 from selftask.distributed.collectives import world_size
 from selftask.methods.moco import MoCo
-from selftask.models.contrast import info_nce, shuffle_bn, unshuffle_bn
+from selftask.models.losses.contrast import info_nce, shuffle_bn, unshuffle_bn
 from selftask.registry import METHODS
 
 SMALL: dict[str, Any] = {"out_dim": 5, "queue_size": 20, "momentum": 0.9}

@@ -12,7 +12,7 @@ from torch import Tensor
 from ranks import run_ranks
 from selftask.distributed.collectives import rank, world_size
 from selftask.methods.vicreg import VICReg
-from selftask.models.variance_covariance import variance_covariance
+from selftask.models.losses.variance_covariance import variance_covariance
 
 FIGURES = {"invariance": 1.3618974208411672, "variance": 0.061058607288, "covariance": 3.6015274}
 LOSS, GRAD_X, GRAD_Y = 39.17542822642538, 2.9117545031574354, 3.1963644702479863

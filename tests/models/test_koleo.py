@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ranks import run_ranks
 from selftask.distributed.collectives import all_reduce_mean, world_size
-from selftask.models.koleo import koleo
+from selftask.models.losses.koleo import koleo
 
 
 def draw(seed: int, *shape: int) -> Tensor:

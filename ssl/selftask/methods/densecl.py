@@ -22,10 +22,10 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.methods.base import Method
 from selftask.models.build import embed_dim
-from selftask.models.contrast import info_nce, shuffle_bn, unshuffle_bn
 from selftask.models.feature_queue import FeatureQueue
 from selftask.models.features.extract import extract
 from selftask.models.heads import mlp
+from selftask.models.losses.contrast import info_nce, shuffle_bn, unshuffle_bn
 from selftask.models.network import Network
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.models.teacher import Teacher

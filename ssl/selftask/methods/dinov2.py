@@ -28,7 +28,7 @@ from selftask.models.build import embed_dim
 from selftask.models.clustering import sinkhorn_knopp, view_cross_entropy
 from selftask.models.features.extract import adapter_of, extract
 from selftask.models.heads import DINOHead
-from selftask.models.koleo import koleo
+from selftask.models.losses.koleo import koleo
 from selftask.models.network import Network
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.models.teacher import Teacher

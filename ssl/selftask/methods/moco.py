@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.methods.base import Method
-from selftask.models.contrast import info_nce, shuffle_bn, unshuffle_bn
 from selftask.models.feature_queue import FeatureQueue
 from selftask.models.heads import mlp
+from selftask.models.losses.contrast import info_nce, shuffle_bn, unshuffle_bn
 from selftask.models.precision import to_float32
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule

@@ -19,8 +19,8 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.methods.base import Method
 from selftask.models.heads import mlp
+from selftask.models.losses.variance_covariance import variance_covariance
 from selftask.models.precision import to_float32
-from selftask.models.variance_covariance import variance_covariance
 from selftask.registry import register_method
 
 

@@ -26,9 +26,9 @@ from selftask.models.build import embed_dim
 from selftask.models.features.extract import extract
 from selftask.models.features.tokens import gather_tokens
 from selftask.models.heads import mlp
+from selftask.models.losses.variance_covariance import variance_covariance
 from selftask.models.network import Network
 from selftask.models.precision import in_full_precision, to_float32
-from selftask.models.variance_covariance import variance_covariance
 from selftask.random.keyed import LAYER_DRAWS
 from selftask.registry import register_method
 

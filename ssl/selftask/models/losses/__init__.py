@@ -1,0 +1,1 @@
+"""Parts of losses that several methods share, as pure functions."""
