@@ -74,7 +74,16 @@ class Method(nn.Module, Hook):
         return nn.Identity()
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """The trained network around ``backbone``, (B, C, H, W) -> (B, E); it keeps that name."""
+        """Return the network that is trained: ``head(backbone(views))`` by default.
+
+        A method that needs patches or hidden layers returns a ``Network`` with a forward pass of
+        its own, which calls ``models.features.extract``. It takes ``batch.input`` and may return
+        tensors in any tuple or dict, ``batch.output``.
+
+        Args:
+            backbone: Images (B, C, H, W) -> features (B, E); the network keeps it under this name.
+            task: Its config, data and length are known.
+        """
         head = self.build_head(embed_dim(backbone))
         return Network(backbone, head, per_view=self.per_view)
 

@@ -17,6 +17,9 @@ from selftask.random.keyed import LAYER_DRAWS
 class Network(nn.Module):
     """``head(backbone(views))``, in one pass for all views of one size or in one for each view.
 
+    Methods that need patches or hidden layers subclass it, with a forward pass that takes their
+    ``batch.input`` and may return tensors in any tuple or dict; it sets ``embedding``.
+
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
         head: Features -> outputs (B, D).
@@ -25,7 +28,7 @@ class Network(nn.Module):
     """
 
     embedding: Tensor | None
-    """The backbone's last features, (V*B, E), detached: a reference for the log, never state."""
+    """Last pooled features of the backbone, (V*B, E), detached; for the log, not in the state."""
 
     def __init__(self, backbone: nn.Module, head: nn.Module, *, per_view: bool = False) -> None:
         super().__init__()
