@@ -261,3 +261,20 @@ def test_the_extractor_is_extract_as_a_module() -> None:
         extractor(images, layers=(1,)).hidden[1].patches,
         extract(vit, images, layers=(1,)).hidden[1].patches,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit_registers", "swin"])
+@torch.no_grad()
+def test_compiled_features_are_the_same(name: str) -> None:
+    backbone, images = _build(name), torch.randn(2, 3, 32, 32)
+    adapter = adapter_of(backbone)
+    rows, columns = adapter.grid(32, 32)
+    mask, token = torch.rand(2, rows * columns) < 0.5, torch.randn(adapter.mask_dim)
+    options: dict[str, Any] = {"layers": (0,), "mask": mask, "mask_token": token}
+    extractor = FeatureExtractor(backbone)
+    compiled = torch.compile(extractor, backend="eager")
+    found, expected = compiled(images, **options), extractor(images, **options)
+    assert torch.allclose(found.pooled, expected.pooled, atol=1e-6)
+    assert torch.allclose(found.tokens.map, expected.tokens.map, atol=1e-6)
+    assert torch.allclose(found.hidden[0].patches, expected.hidden[0].patches, atol=1e-6)
