@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 from numbered import Numbers, assert_same, dataset, read
 
+from selftask.config.load import load_config
 from selftask.config.schema import Component, DataConfig, ViewConfig
 from selftask.data.cache.on_device import CachedBatches
 from selftask.data.device.batches import DeviceDataset
@@ -116,10 +116,9 @@ def test_evaluation_reads_everything_once_in_order(workers: int) -> None:
 
 def test_check_data() -> None:
     def config(batch_size: int, accumulate: int = 1) -> Any:
-        train = SimpleNamespace(batch_size=batch_size, accumulate=accumulate, seed=0)
-        data = SimpleNamespace(sampler=Component(name="shuffled"))
-        evaluation = SimpleNamespace(transforms=[])
-        return SimpleNamespace(train=train, data=data, views={}, eval=evaluation)
+        step = "accumulate" if accumulate > 1 else "standard"
+        sizes = [f"train.batch_size={batch_size}", f"train.accumulate={accumulate}"]
+        return load_config("simclr/digits", [*sizes, f"train.step={step}"])
 
     source: Any = Numbers(100)
     check_data(config(100), source)

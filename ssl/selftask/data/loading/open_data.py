@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from selftask.config.checks.requirements import of_extras, of_labels
+from selftask.config.checks.requirements import of_extras, of_labels, required
 from selftask.data.labels import align_classes, check_labels, count_unlabelled
 from selftask.data.reading.files import Policy, set_policy
 from selftask.data.sampling.sampler import Sampler, build_sampler, steps_per_epoch
@@ -86,7 +86,8 @@ def check_data(config: Config, source: Source) -> Sampler:
     found: list[Iterable[str]] = [
         list_problems(ts, ".".join(key), channels) for key, ts in config.pipelines.items()
     ]
-    found.append(of_labels(config, count_unlabelled(source), len(source)))
+    if "labels" in required(config.method.name):  # counting may read an image
+        found.append(of_labels(config, count_unlabelled(source), len(source)))
     found.append(of_extras(config, extras_of(source)))
     if problems := list(chain.from_iterable(found)):
         raise ConfigError(problems)
