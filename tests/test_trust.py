@@ -281,7 +281,7 @@ def sharded_checkpoint(
         name: {"bytes": path.stat().st_size, "crc32": manifest.crc32(path)}
         for name, path in files.items()
     }
-    (folder / manifest.MANIFEST).write_text(json.dumps({"step": 1, "files": seals}))
+    (folder / rotation.MANIFEST).write_text(json.dumps({"step": 1, "files": seals}))
 
 
 def test_the_metadata_of_sharded_checkpoints(
