@@ -225,6 +225,14 @@ def test_arrays_of_different_shapes_make_no_batch() -> None:
         batches(config(Path(), "data.num_workers=1"), Ragged())
 
 
+def test_a_test_phase_has_extras_and_an_evaluation_none() -> None:
+    module = DataModule(config(Path()), Sources(Clips(), Clips(4)), World(), torch.device("cpu"))
+    (batch,) = module.test_batches()
+    assert batch.extras["time"].tolist() == [0, 0.5, 1, 1.5]
+    assert next(module.test_samples())["extras"] == {}
+    module.close()
+
+
 def test_a_bad_extra_image_counts_as_unreadable(tmp_path: Path) -> None:
     class Torn(Clips):
         def extra(self, index: int, name: str) -> Any:
@@ -335,11 +343,15 @@ def test_staged_copies_of_further_images_are_read(
     pairs: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     component = Component(name="table", args={"path": _write(tmp_path, "csv", pairs), **PAIRS})
+    with open(tmp_path / "pairs.csv", "a") as table:
+        table.write("a/0.png,,nothing beside it,1\n")
     copies = copied(open_source(component), str(tmp_path / "stage"))
     for file in (tmp_path / "b").iterdir():
         file.unlink()
     assert [copies.extra(row, "after")[0, 0, 0] for row in range(4)] == [100, 101, 102, 103]
     assert copies.extra(0, "caption") == "a red barn"
+    with pytest.raises(BadImage, match=r"a/0\.png: its after is empty"):
+        copies.extra(4, "after")
 
 
 def test_the_next_frame_of_a_clip(tmp_path: Path) -> None:

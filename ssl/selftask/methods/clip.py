@@ -85,14 +85,14 @@ class CLIP(Method):
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         batch.input = (batch.all_views, batch.extras["caption"])
 
-    def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Figure 3; ``output`` (2, B, D): images, captions."""
-        return match_pairs(output[0], output[1], self.log_scale)
-
     def on_forward(self, task: Task) -> None:
         """Log the temperature."""
         if task.should_log:
             task.log("temperature", (-self.log_scale.detach()).exp())
+
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
+        """Figure 3; ``output`` (2, B, D): images, captions."""
+        return match_pairs(output[0], output[1], self.log_scale)
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:

@@ -188,11 +188,15 @@ class DataModule:
         return BadFiles.of(self.val_source, self.config.data, self._bad_val_list)
 
     def test_batches(self) -> Iterator[Batch]:
-        """The same as batches of one view, group ``eval``."""
-        return (make_batch(sample, {"eval": 1}) for sample in self.test_samples())
+        """The same with extras, as batches of one view, group ``eval``."""
+        source = self.val_source
+        assert source is not None
+        samples = self._eval_batches(source, self._val_bad_files(), self._extras_of(source))
+        return (make_batch(sample, {"eval": 1}) for sample in samples)
 
-    def _eval_batches(self, source: Source, bad_files: BadFiles) -> EvalBatches:
-        extras = self._extras_of(source)
+    def _eval_batches(
+        self, source: Source, bad_files: BadFiles, extras: ExtrasReader | None = None
+    ) -> EvalBatches:
         dataset = EvalDataset(source, self.eval_pipeline, self.config.train.seed, extras)
         return self._pass(dataset, bad_files)
 

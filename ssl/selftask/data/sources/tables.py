@@ -82,16 +82,15 @@ class TableSource(FileSource):
 
     def extra(self, index: int, name: str) -> Any:
         """An image of another column, a caption, or a number as float32."""
-        if self.extras[name] == "image":
-            return read_image(self.extra_path(index, name), self.max_pixels)
-        return self._extras[name][index]
+        cell = self._extras[name][index]
+        if self.extras[name] != "image":
+            return cell
+        if not cell:
+            raise BadImage(self.path(index), f"its {name} is empty")
+        return read_image(self.extra_path(index, name), self.max_pixels)
 
     def extra_path(self, index: int, name: str) -> str:
-        """Path of an image of another column; raises BadImage for an empty cell."""
-        path = self._extras[name][index]
-        if not path:
-            raise BadImage(self.path(index), f"its {name} is empty")
-        return os.path.join(self.root, path)
+        return os.path.join(self.root, self._extras[name][index])
 
     def class_names(self) -> list[str] | None:
         """The labels, where they are texts."""

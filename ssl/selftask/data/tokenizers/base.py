@@ -10,10 +10,10 @@ PADDING = 0  # id after the last token
 
 
 class Tokenizer(ABC):
-    """Turns a text into ``length`` token ids; the same in every process.
+    """Turns a text into ``length`` token ids, the same in every process.
 
-    Registered tokenizers are dataclasses' owners like sources: ``Config`` has the fields of
-    ``data.tokenizer``, and ``__init__(config)`` raises UserError for what the user can fix.
+    The fields of a ``Config`` dataclass are the keys of ``data.tokenizer``; ``__init__(config)``
+    raises UserError for what the user can fix.
     """
 
     length: int
