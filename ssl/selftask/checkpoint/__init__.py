@@ -1,1 +1,1 @@
-"""Checkpoints: files that survive a crash, and how they are written and found again."""
+"""Writing, finding and reading checkpoints that survive a crash."""

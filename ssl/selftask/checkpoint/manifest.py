@@ -1,4 +1,4 @@
-"""Files with a manifest of length and checksum, written so that a crash cannot damage them."""
+"""Checkpoint files with a manifest of length and checksum, written atomically."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint that cannot be trusted."""
+    """A checkpoint is incomplete or its content has changed."""
 
 
 class NoCheckpoint(DamagedCheckpoint):
@@ -25,13 +25,13 @@ class NoCheckpoint(DamagedCheckpoint):
 
 
 def write_checked(state: dict[str, Any], path: Path) -> dict[str, int]:
-    """Write the file and bring it to the disk; its length in bytes and its CRC-32."""
+    """Write a state to a file and fsync it; return its length in bytes and CRC-32."""
     with path.open("wb") as file:
         writer = _Checked(file)
         try:
-            torch.save(state, writer)  # type: ignore[arg-type]  # writing is all that it needs
+            torch.save(state, writer)  # type: ignore[arg-type]  # torch.save only writes
         except RuntimeError:
-            if writer.error is not None:  # torch tells of its own trouble that came of it
+            if writer.error is not None:  # torch hides it behind an error of its own
                 raise writer.error from None
             raise
         file.flush()
@@ -40,7 +40,7 @@ def write_checked(state: dict[str, Any], path: Path) -> dict[str, int]:
 
 
 def _verify_zip(path: Path) -> None:
-    """Compare the records of a file with their own checksums, which torch.load does not."""
+    """Check the CRCs of a zip file, which torch.load does not. Raises DamagedCheckpoint."""
     try:
         with zipfile.ZipFile(path) as file:
             damaged = file.testzip()
@@ -51,7 +51,7 @@ def _verify_zip(path: Path) -> None:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The state that a file holds. Raises DamagedCheckpoint."""
+    """Read the state in a file. Raises DamagedCheckpoint."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises five kinds for a damaged zip
@@ -64,7 +64,7 @@ def read_file(path: Path) -> dict[str, Any]:
 def check_plain(value: Any, key: str = "state") -> None:
     """Raise TypeError naming the first key whose value only pickle could store.
 
-    Subclasses do not count: numpy's float64 is a float, and yet ``weights_only`` refuses it.
+    Subclasses are refused: numpy's float64 is a float, but ``weights_only`` does not load it.
     """
     if type(value) in (dict, OrderedDict):
         for name, item in value.items():
@@ -78,7 +78,7 @@ def check_plain(value: Any, key: str = "state") -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What is in a manifest. Raises DamagedCheckpoint."""
+    """Read a manifest. Raises DamagedCheckpoint."""
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -89,9 +89,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path, manifest: Any, *, content: bool = True) -> None:
-    """Compare a file with what its manifest says of it; without ``content``, its length only.
+    """Compare a file with its manifest.
 
-    Raises DamagedCheckpoint.
+    Args:
+        content: Compare the checksum too, not only the length.
+
+    Raises:
+        DamagedCheckpoint: They differ.
     """
     try:
         length, expected_crc = manifest["bytes"], manifest["crc32"]
@@ -105,7 +109,7 @@ def verify(path: Path, manifest: Any, *, content: bool = True) -> None:
 
 
 def crc32(path: Path) -> int:
-    """The CRC-32 of a file."""
+    """Compute the CRC-32 of a file."""
     crc = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -114,7 +118,7 @@ def crc32(path: Path) -> int:
 
 
 class _Checked(io.RawIOBase):
-    """A file that adds up length and CRC-32 of what passes through, in order."""
+    """Writable file that counts bytes and computes their CRC-32."""
 
     def __init__(self, file: io.BufferedWriter) -> None:
         self.file, self.length, self.crc = file, 0, 0
@@ -134,7 +138,7 @@ class _Checked(io.RawIOBase):
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a small file that is on the disk before it has its name."""
+    """Write a small text file atomically: temporary file, fsync, rename."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -144,7 +148,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Fsync a file or folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

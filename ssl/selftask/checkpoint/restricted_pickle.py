@@ -12,10 +12,10 @@ class RestrictedUnpickler(pickle.Unpickler):
 
     Args:
         file: The pickle, opened for reading.
-        allowed: (module, name) -> what stands for it. All of it must be harmless to call with any
+        allowed: (module, name) -> object to use for it. Each must be harmless to call with any
             arguments.
 
-    ``load`` raises pickle.UnpicklingError, naming it, for anything else.
+    ``load`` raises pickle.UnpicklingError for any other name.
     """
 
     def __init__(self, file: BinaryIO, allowed: Mapping[tuple[str, str], Any]) -> None:

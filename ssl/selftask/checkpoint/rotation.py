@@ -1,4 +1,4 @@
-"""The checkpoints of a folder: their names, their order, and which are removed."""
+"""Names, order and rotation of the checkpoints in a folder."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MANIFEST = "manifest.json"  # in the folder of a sharded checkpoint
 
 
 def clear(folder: Path) -> None:
-    """Make the folder, and remove what a run that was killed while it saved has left in it."""
+    """Create the folder and remove temporary files of a run that was killed while saving."""
     folder.mkdir(parents=True, exist_ok=True)
     for left_over in folder.glob(".step_*.tmp"):
         discard(left_over)
 
 
 def rotate(newest: Path, keep: int) -> None:
-    """Remove all but the newest ``keep``, and one of the other kind of the same step."""
+    """Remove all but the ``keep`` newest, and a checkpoint of the other kind of the same step."""
     for path in checkpoints(newest.parent):
         if path != newest and step_of(path) == step_of(newest):
             discard(path)
@@ -32,7 +32,7 @@ def rotate(newest: Path, keep: int) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint, its manifest first: without that, what is left of a folder is none."""
+    """Remove a checkpoint, its manifest first: a folder without one is not a checkpoint."""
     if path.is_dir():
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
@@ -42,20 +42,20 @@ def discard(path: Path) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, newest first: files, and the folders of sharded ones."""
+    """Return the checkpoints of a folder, newest first: files, and folders of sharded ones."""
     found = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name)]
     return sorted(found, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
-    """The step after which a checkpoint was saved."""
+    """Return the step after which a checkpoint was saved."""
     return int(path.stem.removeprefix("step_"))
 
 
 def archive(folder: Path, step: int) -> None:
-    """Move checkpoints after ``step`` to ``folder/replaced_N``: another course of the run begins.
+    """Move checkpoints after ``step`` to ``folder/replaced_N``, since the run restarts there.
 
-    Left in place, they would be taken for its newest ones by ``keep`` and by the next resume.
+    Otherwise rotation and the next resume would take them for the newest ones.
     """
     newer = [path for path in checkpoints(folder) if step_of(path) > step]
     if not newer:

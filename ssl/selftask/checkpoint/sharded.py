@@ -1,4 +1,4 @@
-"""Checkpoints of which every rank writes its own shards: nothing is gathered, a folder for a file.
+"""Sharded checkpoints: a folder to which every rank writes its own shards.
 
 ``step_N/`` holds the sharded tensors, as torch.distributed.checkpoint (DCP) writes them; in
 ``rest.pt`` everything else, plain, with None where a sharded tensor goes; in ``manifest.json``
@@ -43,13 +43,13 @@ _METADATA = {
     **{("torch", n): t for n, t in vars(torch).items() if isinstance(t, torch.dtype)},
     ("pathlib", "PosixPath"): lambda *parts: "/".join(parts),
 }
-"""All that the pickle ``.metadata`` of DCP may name."""
+"""Names that DCP's pickle ``.metadata`` may contain."""
 
 
 def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor]]:
-    """What goes into ``rest.pt``, and the sharded tensors by a name; every rank calls.
+    """Return the content of ``rest.pt``, and the sharded tensors by name; every rank calls.
 
-    Sharded are those of which each rank has some rows; what is distributed otherwise is made whole.
+    Tensors that are split by rows stay sharded; those distributed otherwise are gathered.
     """
     shards: dict[str, DTensor] = {}
     places: dict[str, list[Any]] = {}
@@ -83,8 +83,11 @@ def load(
 ) -> dict[str, Any]:
     """Read and verify a sharded checkpoint. Raises DamagedCheckpoint.
 
-    ``empty(shape, dtype=...)`` makes what a sharded tensor is read into: the whole on the CPU, or
-    this rank's part. Of several that read, each may compare the checksums of a part of the files.
+    Args:
+        empty: ``empty(shape, dtype=...)`` allocates what a sharded tensor is read into: the whole
+            tensor on the CPU, or this rank's part.
+        checker: This reader's number; it verifies the checksums of its share of the files.
+        num_checkers: How many readers there are.
     """
     try:
         _verify(path, checker, num_checkers)
@@ -114,7 +117,7 @@ def _verify(path: Path, checker: int, num_checkers: int) -> None:
 
 
 def _read_shards(path: Path, empty: Callable[..., Tensor]) -> dict[str, Tensor]:
-    """DCP's own steps of a load, without its talk between ranks: each knows what it wants."""
+    """Read the shards by DCP's steps, without its communication between ranks."""
     reader = FileSystemReader(path)
     with (path / ".metadata").open("rb") as file:  # read_metadata() would run any pickle
         table: Any = RestrictedUnpickler(file, _METADATA).load()
@@ -131,7 +134,7 @@ def _read_shards(path: Path, empty: Callable[..., Tensor]) -> dict[str, Tensor]:
 
 
 def _put(state: Any, place: list[Any], tensor: Tensor) -> None:
-    """Set the item at the end of a chain of keys; the containers around tensors are dicts."""
+    """Set the item at the end of a chain of keys of nested dicts."""
     for key in place[:-1]:
         state = state[key]
     state[place[-1]] = tensor

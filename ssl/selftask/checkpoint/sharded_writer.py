@@ -1,4 +1,4 @@
-"""Writing sharded checkpoints: every rank its own shards, a folder in place of a file."""
+"""Writing sharded checkpoints, every rank its own shards."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from selftask.errors import RunError
 
 
 class ShardedWriter(CheckpointWriter):
-    """The same for shards: every rank calls, copies its own, and a thread of each writes them.
+    """CheckpointWriter for sharded states; every rank calls, and writes from a thread of its own.
 
-    The threads talk over a group of their own. What fails on one rank is raised on all.
+    The threads communicate over their own process group. An error on one rank is raised on all.
     """
 
     _group: dist.ProcessGroup | None = None
 
     def save(self, state: dict[str, Any], step: int, *, last: bool = False) -> None:
-        """As with one file; on one process, where nothing is sharded, it is one."""
+        """Save as CheckpointWriter does; a single file if nothing is sharded."""
         self._wait_for_the_one_before()
         rest, shards = split(state)
         if not shards:
@@ -84,7 +84,7 @@ class ShardedWriter(CheckpointWriter):
     def _finish(
         self, rest: dict[str, Any], aside: Path, step: int, files: dict[str, dict[str, int]]
     ) -> None:
-        """All that the first rank writes, once the shards are on disk; then the name."""
+        """On the first rank, once the shards are on disk: write the rest and rename the folder."""
         files[REST] = manifest.write_checked(rest, aside / REST)
         files |= _entries([aside / ".metadata"])
         for file in self.durable:
@@ -101,7 +101,7 @@ class ShardedWriter(CheckpointWriter):
         self._on_all(work if is_primary() else lambda: None)
 
     def _on_all(self, work: Callable[[], T]) -> list[T]:
-        """What each rank's work gives, once all are done; an error of one is raised on all."""
+        """Return the results of all ranks' work; raise an error of one rank on all."""
         result, error = None, None
         try:
             result = work()
@@ -116,14 +116,14 @@ class ShardedWriter(CheckpointWriter):
 
 
 def _entries(files: Any) -> dict[str, dict[str, int]]:
-    """Length and CRC-32 of files, by name."""
+    """Return length and CRC-32 of files, by name."""
     return {
         file.name: {"bytes": file.stat().st_size, "crc32": manifest.crc32(file)} for file in files
     }
 
 
 def _of_rank(where: int, error: BaseException) -> Exception:
-    """The error of a rank, to be raised on all; one of the disk stays one."""
+    """Return the error of a rank in a form to raise on all ranks; an OSError stays one."""
     if isinstance(error, OSError):
         return OSError(error.errno, f"{error.strerror or error}, on rank {where}")
     return RunError(f"rank {where}: {type(error).__name__}: {error}")

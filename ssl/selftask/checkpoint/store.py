@@ -1,8 +1,7 @@
-"""How a state reaches the disk and comes back: atomic, checked, the last few kept.
+"""Saving and loading states: atomic, verified, the last few kept.
 
-What is in a state is the task's business; when to save is a hook's. A file holds tensors and plain
-python only, so ``torch.load(path, weights_only=True)`` reads it where selftask is not installed.
-A folder in the place of a file is a sharded checkpoint (``sharded``), under the same rules.
+A file holds tensors and plain python only, so ``torch.load(path, weights_only=True)`` reads it
+without selftask. A folder instead of a file is a sharded checkpoint (``sharded``).
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def save(
 
 
 def write(state: dict[str, Any], folder: Path, step: int, *, durable: Sequence[Path] = ()) -> Path:
-    """The same, of a plain state, and without removing any other."""
+    """Write a plain state as ``save`` does, without removing other checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:09d}.pt"
     temporary = folder / f".{path.name}.tmp"
@@ -87,7 +86,7 @@ Read = Callable[[Path], dict[str, Any]]
 
 
 def find(resume: str, folder: Path, read: Read | None = None) -> tuple[dict[str, Any], Path] | None:
-    """The state that ``resume`` asks for, and its path; None to start anew.
+    """Return the state that ``resume`` asks for, and its path; None to start anew.
 
     ``auto``: the newest good one of ``folder``. ``never``: none. A file of ``folder``: that one. A
     file from elsewhere is where a run starts; once ``folder`` has a checkpoint, the run goes on
@@ -136,18 +135,18 @@ def load_with(entries: Mapping[str, type], path: Path, read: Read | None = None)
 
 
 def _instead_of_folder(path: Path) -> str:
-    """What was meant by a folder that is no sharded checkpoint: of a run, one that lies in it."""
+    """Return the hint for a folder that is no sharded checkpoint."""
     there = checkpoints(path) or checkpoints(path / "checkpoints")
     hint = f"name one of its checkpoints, such as {there[0]}" if there else "there is none in it"
     return f"is a folder and not a checkpoint; {hint}"
 
 
 def load_newest(folder: Path, read: Read | None = None) -> tuple[dict[str, Any], Path] | None:
-    """The newest good checkpoint and its path; None where there is none at all.
+    """Return the newest good checkpoint and its path; None if there are no checkpoints.
 
-    A damaged file is named in the log and the one before it is taken. One that is removed while it
-    is read has been replaced by a run that trains there: the newest one is read then. Raises
-    UserError when all are damaged: starting anew silently would throw a run away.
+    Damaged files are logged and skipped. If a file is removed while it is read, a run that trains
+    there has replaced it; the newest one is read then. Raises UserError if all are damaged, since
+    starting anew would discard a run.
     """
     damaged: set[Path] = set()
     while left := [path for path in checkpoints(folder) if path not in damaged]:

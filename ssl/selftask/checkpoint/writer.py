@@ -1,8 +1,8 @@
-"""Checkpoints off the critical path: the state is copied at once, and written during training.
+"""Checkpoints in the background: the state is copied at once and written during training.
 
-A thread does the writing. torch.save, zlib.crc32, write and fsync let go of the interpreter's lock
-while they work on bytes, so that a process of its own would disturb the training no less (measured:
-docs/benchmarks.md) and would cost memory, a start-up, and a second way to be left behind.
+A thread writes. torch.save, zlib.crc32, write and fsync release the GIL while they work on bytes:
+a separate process would disturb training just as much (docs/benchmarks.md), and would cost memory
+and start-up time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from selftask.logs import get_logger
 
 log = get_logger(__name__)
 
-WORTH_TELLING_S = 0.1  # a wait that a user would want to know of
+LONG_WAIT_S = 0.1  # waits longer than this are logged, once
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one run into ``folder``, never more than one at a time.
+    """Writes the checkpoints of one run into ``folder``, one at a time.
 
-    A write that fails is told in the log at once, and raised where the training asks next: at the
-    next ``save`` or ``wait``. The thread is no daemon: python ends only after it.
+    A failed write is logged at once and raised by the next ``save`` or ``wait``. The thread is no
+    daemon: python ends only after it.
     """
 
     def __init__(
@@ -46,10 +46,14 @@ class CheckpointWriter:
         self._told_of_wait = False
 
     def save(self, state: dict[str, Any], step: int, *, last: bool = False) -> None:
-        """Copy ``state`` and return, the file follows; the ``last`` one is on disk on return.
+        """Copy ``state`` and return while a thread writes it.
 
-        Raises TypeError for a state that is not plain, RunError if this write or the one before it
-        failed.
+        Args:
+            last: Write in this thread; the file is on disk on return.
+
+        Raises:
+            TypeError: The state is not plain.
+            RunError: This write or the one before it failed.
         """
         manifest.check_plain(state)
         self._wait_for_the_one_before()
@@ -63,7 +67,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until what was saved is on disk. Raises RunError, once, if it could not be written."""
+        """Wait until the checkpoint is on disk. Raises RunError, once, if that failed."""
         if self._thread is not None:
             with activity("waiting for the checkpoint to be written"):
                 self._thread.join()
@@ -78,7 +82,7 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def finalize(self) -> None:
-        """Let the write under way end when something else went wrong, which is what counts."""
+        """Wait for the current write after another error; log a failure instead of raising it."""
         try:
             self.wait()
         except Exception:  # noqa: BLE001 - the log has it already
@@ -88,7 +92,7 @@ class CheckpointWriter:
         start = time.perf_counter()
         self.wait()
         waited = time.perf_counter() - start
-        if waited > WORTH_TELLING_S and not self._told_of_wait:
+        if waited > LONG_WAIT_S and not self._told_of_wait:
             self._told_of_wait = True
             log.warning(
                 "waited %.1f s until the checkpoint before was written: "
@@ -97,7 +101,7 @@ class CheckpointWriter:
             )
 
     def _run(self, state: dict[str, Any], copying: list[torch.cuda.Event], step: int) -> None:
-        """What the thread does; what goes wrong is told, and kept for ``wait``."""
+        """Run in the thread; log an error and keep it for ``wait``."""
         try:
             for event in copying:
                 event.synchronize()
@@ -126,20 +130,20 @@ class CheckpointWriter:
 
 
 class HostBuffers:
-    """Host memory for the copy of a state, kept from one save to the next; pinned for a GPU's.
+    """Host memory for the copy of a state, reused by the next save; pinned for GPU tensors.
 
-    Fresh memory costs more than the copy itself, page by page; so only the first save pays for it.
+    Page faults in fresh memory cost more than the copy itself, so only the first save pays them.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, tuple[Any, Tensor]] = {}  # place in the state -> what it fits
 
     def copy(self, state: dict[str, Any]) -> tuple[dict[str, Any], list[torch.cuda.Event]]:
-        """The state as it is now, in buffers that the next call overwrites; may change at once.
+        """Copy a state into buffers that the next call overwrites.
 
-        Tensors on a GPU are still on their way: wait for the events, which need no training step
-        to wait for them. Copies are queued behind the kernels that made the tensors, and whatever
-        changes them later is queued behind the copies.
+        Returns:
+            The copy, and events to wait for before reading copies of GPU tensors. The copies are
+            queued on the current stream, so training may go on and change the state.
         """
         before, self._buffers = self._buffers, {}
         copies: dict[Any, Tensor] = {}  # tied tensors are copied, and stored, once
@@ -167,13 +171,13 @@ class HostBuffers:
 
 
 def on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """The state with every tensor on the CPU, so that a machine without the GPU loads the file."""
+    """Return the state with every tensor on the CPU, so that it loads without a GPU."""
     host: dict[str, Any] = _map_tensors(lambda tensor, place: tensor.detach().cpu(), state)
     return host
 
 
 def _map_tensors(change: Callable[[Tensor, str], Tensor], value: Any, place: str = "") -> Any:
-    """The same nested containers, fresh, with ``change(tensor, place)`` for each tensor."""
+    """Return new nested containers with ``change(tensor, place)`` for each tensor."""
     if isinstance(value, Tensor):
         return change(value, place)
     if isinstance(value, dict):
@@ -188,7 +192,7 @@ def _map_tensors(change: Callable[[Tensor, str], Tensor], value: Any, place: str
 
 
 def _event_after_queue(device: torch.device) -> torch.cuda.Event:
-    """Happens once all that is now queued on the device's current stream is done."""
+    """Record an event on the device's current stream."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event

@@ -1,4 +1,4 @@
-"""What a hook is, and the loop it hooks into::
+"""The base class of hooks, and the training loop that calls them::
 
 on_start
 for each phase:                 # an epoch of training, or a pass over the test set
@@ -12,7 +12,7 @@ for each phase:                 # an epoch of training, or a pass over the test 
     on_phase_end
 on_end
 before_save / after_load        # around checkpoints
-on_exception                    # whatever went wrong, before the process ends
+on_exception                    # after any error, before the process ends
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ POINTS = (
 
 
 class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
-    """Defines the points it needs and nothing else; a misspelt point is a TypeError at once.
+    """Base class; a subclass defines the points it needs. A misspelt point is a TypeError.
 
-    Hooks run in the order of ``priority``, lowest first, the method before all of them. A hook
-    with something to remember returns it from ``state_dict`` as tensors and plain python.
+    Hooks run in the order of ``priority``, lowest first, after the method. A hook with state
+    returns it from ``state_dict`` as tensors and plain python.
     """
 
     priority: ClassVar[int] = 50
@@ -82,7 +82,7 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
 
 
 def defines(hook: Any, point: str) -> bool:
-    """Whether a hook does something at ``point``; Classy's own hooks know five of the points."""
+    """Return whether a hook defines ``point``; Classy's own hooks know five of the points."""
     method = getattr(type(hook), point, None)
     idle = (getattr(Hook, point), getattr(ClassyHook, point, None), ClassyHook._noop)
     return method is not None and method not in idle

@@ -1,4 +1,4 @@
-"""When to save: every so many steps or epochs, and at the end."""
+"""Save checkpoints at regular intervals and at the end."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class SaveCheckpoints(Hook):
     """Saves a checkpoint every ``train.checkpoint_every``.
 
-    At the end of a phase it waits for the phase's own end, so that what other hooks do there
-    (evaluations, k-means) is never done twice nor forgotten by a resume.
+    A save due at the end of a phase comes after the phase's other hooks (evaluations, k-means), so
+    that a resume neither repeats nor skips them.
     """
 
     priority: ClassVar[int] = 90

@@ -1,4 +1,4 @@
-"""Keep the norm of the gradient below a bound."""
+"""Gradient clipping by norm."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class ClipGradients(Hook):
     """Scales the reduced, unscaled gradient down to a norm of at most ``max_norm``.
 
-    The norm is that of all parameters together, or with ``per_parameter`` of each by itself, as in
-    DINO's published code. Logged is the norm of all together before clipping.
+    The norm is that of all parameters together, or of each one with ``per_parameter``, as in DINO's
+    published code. The log shows the global norm before clipping.
     """
 
     priority: ClassVar[int] = 20

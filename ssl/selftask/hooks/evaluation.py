@@ -1,4 +1,4 @@
-"""What has been learned so far: evaluations of the frozen backbone during the run."""
+"""Evaluations of the frozen backbone during the run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ log = get_logger(__name__)
 class EvaluateBackbone(Hook):
     """Runs ``eval.evaluations`` at step 0, every ``eval.every``, at the end; if there are labels.
 
-    The numbers go to ``metrics.jsonl``. How to evaluate is the launcher's to say
-    (``task.evaluate``); nothing it does touches the state of the run.
+    The results go to ``metrics.jsonl``. The launcher sets how to evaluate (``task.evaluate``); the
+    state of the run does not change.
     """
 
     priority: ClassVar[int] = 65
@@ -32,12 +32,12 @@ class EvaluateBackbone(Hook):
         self.every = 0  # steps; 0: at the start and the end only
         if every is not None:
             self.every = max(1, updates_in(every, task.length))
-        self._say_what_is_missing(task)
+        self._warn_of_missing_labels(task)
         if task.steps_done == 0:
             self._run(task)
 
-    def _say_what_is_missing(self, task: Task) -> None:
-        """Somebody who gives ``data.val`` waits for numbers that need labels on both sides."""
+    def _warn_of_missing_labels(self, task: Task) -> None:
+        """Warn if ``data.val`` is given, but labels are missing on one side."""
         feed, names = task.data_module, ", ".join(task.config.eval.evaluations)
         if feed.val_source is not None and names and not (feed.has_test and feed.num_classes):
             which = "data" if feed.has_test else "data.val"

@@ -1,4 +1,4 @@
-"""The weights to keep: ``export/backbone.pt``, as the library of the backbone would save them."""
+"""Export of the backbone at the end of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ExportBackbone(Hook):
 
 
 def facts(config: Config, step: int, channels: int) -> dict[str, Any]:
-    """What one must know to use the exported weights: architecture, input, where they come from."""
+    """Return the metadata of exported weights: architecture, input, origin."""
     transforms = [transform.to_dict() for transform in config.eval.transforms]
     normalize = next((t for t in config.eval.transforms if t.name == "normalize"), None)
     mean, std = Normalize(**normalize.args).moments(channels) if normalize else (None, None)

@@ -1,4 +1,4 @@
-"""Trouble on purpose: to see what a cluster, and selftask, do about it."""
+"""Fault injection, to test the reaction of a cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.
 
 
 class InjectedFault(Exception):
-    """What ``hooks.fault_injection`` was asked to raise."""
+    """Raised by ``hooks.fault_injection`` with ``kind: raise``."""
 
 
 @register_hook("fault_injection")
@@ -32,7 +32,7 @@ class InjectedFault(Exception):
 class Fault(Hook):
     """``hooks.fault_injection={at: 5, rank: 1, kind: kill}``: in step 5 that rank is killed.
 
-    A run that was resumed is spared, so that one can see it go on.
+    Nothing happens in a resumed run.
     """
 
     priority: ClassVar[int] = 5

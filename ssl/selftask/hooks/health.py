@@ -1,4 +1,4 @@
-"""Is it learning? Spread and rank of the embeddings, and the loss against chance."""
+"""Spread and rank of the embeddings, and the loss relative to chance."""
 
 from __future__ import annotations
 

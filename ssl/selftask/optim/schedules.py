@@ -1,12 +1,15 @@
-"""Values over a run, as pure functions of progress ``where`` in [0, 1): nothing to step or save."""
+"""Schedules: pure functions of progress ``where`` in [0, 1), without state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from fvcore.common.param_scheduler import ExponentialParamScheduler
+
 from selftask import classy
 from selftask.classy import schedulers
+from selftask.errors import UserError
 from selftask.registry import SCHEDULES, register_schedule
 
 Schedule = Callable[[float], float]
@@ -30,12 +33,24 @@ def cosine(start: float, end: float) -> Schedule:
     return schedulers.CosineParamScheduler(start, end)
 
 
+@register_schedule("exponential")
+def exponential(start: float, end: float) -> Schedule:
+    """Exponential decay from start to end, fvcore's; Classy Vision has none."""
+    if not (start > 0 and end > 0):
+        text = f"schedule exponential: from {start:g} it cannot end at {end:g}"
+        raise UserError(f"{text}; optimizer.end_lr=VALUE above 0 is the last learning rate")
+    schedule: Schedule = ExponentialParamScheduler(start, end / start)
+    return schedule
+
+
 def build_schedule(
     kind: str, start: float, end: float, *, warmup: float = 0.0, warmup_start: float = 0.0
 ) -> Schedule:
-    """``kind`` from ``start`` to ``end``, after a linear ``warmup`` over that fraction of the run.
+    """Build a schedule of a ``kind`` from ``start`` to ``end``.
 
-    With warm-up the main schedule is squeezed into the remaining 1 - ``warmup``.
+    Args:
+        warmup: The fraction of the run with a linear warm-up from ``warmup_start`` to ``start``;
+            the schedule spans the remaining fraction.
     """
     main: Schedule = SCHEDULES[kind](start, end)
     if warmup <= 0.0:
@@ -49,9 +64,9 @@ def build_schedule(
 
 
 def linear_then_constant(start: float, end: float, duration: float) -> Schedule:
-    """From ``start`` to ``end`` over the fraction ``duration`` of the run, then ``end``.
+    """Build a schedule that is linear over the fraction ``duration`` of the run, then constant.
 
-    Teacher temperatures of DINO, momenta of data2vec.
+    For the teacher temperature of DINO and the momentum of data2vec.
     """
     return build_schedule("constant", end, end, warmup=duration, warmup_start=start)
 
