@@ -120,9 +120,20 @@ CODE = {
     ),
     "deepcluster/resnet50_imagenet": Published(larc, everything, 4.8, 0.0048, 0.3, decay=1e-6),
     "moco/resnet50_imagenet": Published(sgd, everything, 0.03, warmup=0, decay=1e-4, by_epoch=True),
+    "densecl/resnet50_imagenet": Published(
+        sgd, everything, 0.03, warmup=0, decay=1e-4, by_epoch=True
+    ),
     "supervised/resnet50_imagenet": Published(sgd, everything, 0.1 * SHARE, warmup=0, decay=1e-4),
     "dino/vit_small_imagenet": Published(
         adamw(0.999), weights, 0.0005 * SHARE, 5e-7 * SHARE, decay=0.04, end_decay=0.4
+    ),
+    "dinov2/vit_large_imagenet": Published(  # but one lr for all layers
+        adamw(0.999),
+        weights,
+        0.004 * math.sqrt(BATCH / 1024),
+        1e-6 * math.sqrt(BATCH / 2048),
+        decay=0.04,
+        end_decay=0.4,
     ),
     "mae/vit_base_imagenet": Published(adamw(0.95), weights, 1.5e-4 * SHARE, decay=0.05),
     "ijepa/vit_base_imagenet": Published(
