@@ -69,7 +69,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--parallel", type=int, default=max(1, os.cpu_count() or 1))
     options = parser.parse_args()
-    end = time.monotonic() + 60 * (options.budget or float("inf"))
+    budget = float("inf") if options.budget is None else options.budget
+    end = time.monotonic() + 60 * budget
     pairs = list(all_pairs(options.methods or METHODS.names(), options.proof or ledger.PROOFS))
     if options.list:
         print("\n".join(f"{p.method:<13}{p.proof:<12}{ledger.state(*p)}" for p in pairs))
