@@ -44,8 +44,8 @@ def uniform(seed: int, key: Tensor, n: int) -> Tensor:
 class LayerDraws:
     """Random words for dropout layers, a function of (seed, epoch, sample, view, layer).
 
-    One for a process. A layer reads its row of ``words``; whoever passes several views through a
-    network calls ``enter`` before each pass. Without such layers nothing is computed.
+    There is one per process. A layer reads its row of ``words``; code that passes several views
+    through a network calls ``enter`` before each pass. Nothing is computed without such layers.
 
     Shape:
         words: int64 (L, N), for L layers and the N rows of the batch that is passed; None outside
