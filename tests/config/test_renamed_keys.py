@@ -44,5 +44,12 @@ def test_a_former_name_is_refused_with_the_present_one(former: str) -> None:
     assert told[0].startswith("command line: ")
 
 
+def test_a_thing_of_which_only_a_field_is_given_has_the_place_of_that_field() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^command line: hooks.fault.at=3: no hook named 'fault'"
+    ):
+        load_config("simclr", ["hooks.fault.at=3"])
+
+
 def test_a_name_that_is_still_right_elsewhere_is_kept() -> None:
     assert load_config("swav", ["method.num_prototypes=64"]).method.args["num_prototypes"] == 64

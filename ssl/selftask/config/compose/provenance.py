@@ -77,9 +77,16 @@ class Layers(list[Layer]):
         return None
 
     def place_or_around(self, key: Key) -> str | None:
-        """Return where ``key``, or else the section around it, was set."""
-        places = (self.place(key[:length]) for length in range(len(key), 0, -1))
-        return next((place for place in places if place is not None), None)
+        """Return where ``key``, or else the section around it or a key in that, was set."""
+        for length in range(len(key), 0, -1):
+            place = self.place(key[:length]) or self._place_inside(key[:length])
+            if place is not None:
+                return place
+        return None
+
+    def _place_inside(self, key: Key) -> str | None:
+        marks = [m for layer in reversed(self) for m in layer.marks.items()]
+        return next((place for inner, place in marks if inner[: len(key)] == key), None)
 
     def forget_renamed(self, values: dict[str, Any], fixed: dict[Key, frozenset[str]]) -> None:
         """Drop from ``values`` the arguments of named things that a later layer replaced.
