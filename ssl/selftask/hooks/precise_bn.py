@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class PreciseBatchNorm(Hook):
     """Recomputes BatchNorm's statistics before the backbone is evaluated or exported.
 
-    Running averages lag behind the weights and the mean over batches of their momentum. Here mean
-    and variance are those of ``batches`` x ``batch_size`` training images, as the evaluation shows
-    them (arXiv:2105.07576, section 3). Only the evaluated and exported copy changes: training and
+    The running averages of training lag behind the weights. Here mean and variance are those of
+    ``batches`` x ``batch_size`` training images, as the evaluation shows them (arXiv:2105.07576,
+    section 3). Only the evaluated and exported copy changes: training and
     checkpoints keep the running averages. The batches are the same on any number of ranks.
     """
 
