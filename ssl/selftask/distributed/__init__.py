@@ -1,1 +1,1 @@
-"""Ranks of a run: who they are, how they talk, and whether they are alive."""
+"""Process group, collectives, device and heartbeat of each rank."""

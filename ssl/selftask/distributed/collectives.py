@@ -1,7 +1,7 @@
-"""Collectives that are the identity on one process, so that nobody else asks how many there are.
+"""Collectives that are the identity on one process.
 
-One differentiable gather and one set of reductions serve every method. gloo has no AVG: means are
-sums divided by the number of ranks.
+Callers therefore need no special case for a single process. gloo has no AVG, so means are sums
+divided by the number of ranks.
 """
 
 from __future__ import annotations
@@ -18,24 +18,31 @@ _AVAILABLE = dist.is_available()
 
 
 def world_size() -> int:
-    """Number of ranks; 1 without a process group."""
+    """Return the number of ranks, or 1 without a process group."""
     return dist.get_world_size() if _AVAILABLE and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """This process's rank; 0 without a process group."""
+    """Return the rank of this process, or 0 without a process group."""
     return dist.get_rank() if _AVAILABLE and dist.is_initialized() else 0
 
 
 def is_primary() -> bool:
-    """Whether this process is the one that writes files and lines."""
+    """Return True on rank 0, which writes files and console output."""
     return rank() == 0
 
 
 def new_group(ranks: list[int] | None = None, *, backend: str | None = None) -> dist.ProcessGroup:
-    """A group of its own for some ranks, or all: what is sent there waits for nothing else's turn.
+    """Create a process group whose collectives do not queue behind those of the default group.
 
-    Every rank calls, also those outside. Collectives there may take as long as everywhere.
+    Every rank must call this function, including ranks outside the group.
+
+    Args:
+        ranks: Members of the group; None means all ranks.
+        backend: Backend of the group; None means that of the default group.
+
+    Returns:
+        The group, with the timeout of the default group.
     """
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     world: Any = dist.group.WORLD
@@ -53,7 +60,15 @@ def barrier() -> None:
 
 
 def all_reduce_sum(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The sum of ``x`` over ranks, as a new tensor without gradient; ``x`` itself on one rank."""
+    """Return the sum of ``x`` over ranks, detached.
+
+    Args:
+        x: Tensor of the same shape on every rank; it is not modified.
+        group: Group to reduce over; None means all ranks.
+
+    Returns:
+        A new tensor, or a view of ``x`` on one rank.
+    """
     if world_size() == 1:
         return x.detach()
     x = x.detach().clone()
@@ -63,12 +78,16 @@ def all_reduce_sum(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
 
 def all_reduce_mean(x: Tensor) -> Tensor:
-    """The mean of ``x`` over ranks, as a new tensor without gradient; ``x`` itself on one rank."""
+    """Return the mean of ``x`` over ranks as a new detached tensor, or ``x`` itself on one rank."""
     return x if world_size() == 1 else all_reduce_sum(x) / world_size()
 
 
 def all_gather_cat(x: Tensor) -> Tensor:
-    """``x`` (B, ...) of all ranks, concatenated in rank order to (B * W, ...); no gradient."""
+    """Concatenate ``x`` of all ranks in rank order, without gradient.
+
+    Shape:
+        (B, ...) on each of W ranks -> (B * W, ...).
+    """
     if world_size() == 1:
         return x.detach()
     parts = [torch.empty_like(x, requires_grad=False) for _ in range(world_size())]
@@ -78,17 +97,20 @@ def all_gather_cat(x: Tensor) -> Tensor:
 
 
 def gather_cat_with_grad(x: Tensor) -> Tensor:
-    """``x`` (B, ...) of all ranks as (B * W, ...), through which gradients flow to every rank.
+    """Concatenate ``x`` of all ranks in rank order; gradients flow to every rank.
 
-    The backward sums over ranks: the gradient of the *sum* of all ranks' losses. Losses that are
-    means over the global batch on each rank therefore keep their gradients right when gradients
-    become their mean over ranks.
+    The backward pass sums gradients over ranks, which gives the gradient of the *sum* of all
+    ranks' losses. If each rank's loss is a mean over the global batch, averaging the gradients
+    over ranks afterwards gives the correct result.
+
+    Shape:
+        (B, ...) on each of W ranks -> (B * W, ...).
     """
     return x if world_size() == 1 else _Gather.apply(x)
 
 
 def sum_with_grad(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The sum of ``x`` over ranks, through which gradients flow to every rank (and are summed)."""
+    """Return the sum of ``x`` over ranks; the backward pass sums gradients over ranks, too."""
     return x if world_size() == 1 else _Sum.apply(x, group)
 
 
@@ -117,7 +139,7 @@ class _Sum(torch.autograd.Function):
 
 @torch.no_grad()
 def broadcast_module(module: nn.Module) -> None:
-    """Make parameters and buffers those of rank 0."""
+    """Copy parameters and buffers from rank 0 to every rank."""
     if world_size() > 1:
         with collective_activity("broadcast"):
             for tensor in (*module.parameters(), *module.buffers()):
@@ -126,7 +148,10 @@ def broadcast_module(module: nn.Module) -> None:
 
 @torch.no_grad()
 def broadcast_buffers(module: nn.Module) -> None:
-    """Make buffers those of rank 0: without DDP, BatchNorm statistics drift apart between ranks."""
+    """Copy buffers from rank 0 to every rank.
+
+    Without DDP, BatchNorm statistics differ between ranks.
+    """
     if world_size() > 1:
         with collective_activity("broadcast of buffers"):
             for buffer in module.buffers():
@@ -134,7 +159,7 @@ def broadcast_buffers(module: nn.Module) -> None:
 
 
 def gather_objects(thing: Any) -> list[Any]:
-    """``thing`` of every rank, in rank order, on every rank."""
+    """Return ``thing`` of every rank in rank order, on every rank."""
     if world_size() == 1:
         return [thing]
     things: list[Any] = [None] * world_size()
@@ -146,8 +171,8 @@ def gather_objects(thing: Any) -> list[Any]:
 class AnyFlag:
     """Non-blocking any-rank flag: set at one step, read at the next.
 
-    The reduction uses gloo even if gradients use NCCL, so that the flag stays on the host. On one
-    process the answer is immediate.
+    The reduction uses gloo even if gradients use NCCL, so that the flag stays on the host. With
+    one process the result is immediate.
     """
 
     def __init__(self) -> None:
@@ -157,7 +182,7 @@ class AnyFlag:
         self._group: Any = dist.new_group(backend="gloo") if needs_own else None
 
     def poll(self, here: bool) -> bool:
-        """Start a reduction of ``here``; return the result of the one before."""
+        """Start a reduction of ``here`` and return the result of the previous one."""
         if self._alone:
             return here
         before = self.drain()
@@ -166,7 +191,7 @@ class AnyFlag:
         return before
 
     def drain(self) -> bool:
-        """Return the result of the pending reduction, or False; start none."""
+        """Return the result of the pending reduction, or False if there is none."""
         if self._pending is None:
             return False
         work, flag = self._pending

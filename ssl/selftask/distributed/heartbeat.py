@@ -1,4 +1,4 @@
-"""Signs of life: what this process is doing, for whoever watches whether it still moves."""
+"""Heartbeat of this process: its current activity and progress, read by the watchdog."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ T = TypeVar("T")
 
 
 class Heartbeat:
-    """What the main thread does just now, and a count that grows whenever it moves on.
+    """Current activity of the main thread, with a counter that increases on progress.
 
-    Written by the main thread only; a watching thread reads it without a lock.
+    Only the main thread writes it. The watchdog thread reads it without a lock.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.doing = "training"
-        self.collectives = 0  # begun so far: who has begun fewer than the others is missing
-        self.waits = False  # in one of them
+        self.collectives = 0  # started so far; a rank with fewer than the others is missing
+        self.waits = False  # True inside a collective
         self.step = 0
 
 
@@ -26,7 +26,7 @@ HEARTBEAT = Heartbeat()
 
 
 class activity:
-    """Context: the main thread does this; beginning and end both count as moving on."""
+    """Context that names the activity of the main thread; entry and exit count as progress."""
 
     def __init__(self, doing: str) -> None:
         self.doing = doing
@@ -42,9 +42,13 @@ class activity:
 
 
 def track(doing: str, items: Iterable[T]) -> Iterator[T]:
-    """The items of a long loop; the main thread is ``doing`` something, and each is a sign of life.
+    """Yield the items of a long loop, with one heartbeat per item.
 
-    Whoever watches takes a process that gives none for ``launch.hang_timeout_s`` for stuck.
+    The watchdog ends a run that makes no progress for ``launch.hang_timeout_s``.
+
+    Args:
+        doing: Name of the activity, for the watchdog's report.
+        items: What to iterate over.
     """
     for item in items:
         with activity(doing):
@@ -52,7 +56,7 @@ def track(doing: str, items: Iterable[T]) -> Iterator[T]:
 
 
 class collective_activity(activity):
-    """The same for what all ranks must do together; numbered, so that they can be compared."""
+    """``activity`` for a collective; the watchdog compares the number of them between ranks."""
 
     def __enter__(self) -> None:
         super().__enter__()

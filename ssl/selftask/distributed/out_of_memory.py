@@ -1,4 +1,4 @@
-"""Memory as the kernel tells of it: how much is free, and whether processes were killed for it."""
+"""Available memory and out-of-memory kills, as reported by the kernel."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 ADVICE = "try fewer data.num_workers or a smaller train.batch_size"
 _GROUPS = Path("/sys/fs/cgroup")
-_MINE = Path("/proc/self/cgroup")  # lines of id:controllers:path, as seen from outside a container
+_MINE = Path("/proc/self/cgroup")  # lines of id:controllers:path; the path is that of the host
 _MACHINE = Path("/proc/vmstat")
 _FREE = Path("/proc/meminfo")
 
 
 def available_bytes() -> int | None:
-    """What can be had on this machine without swapping; None where nobody says."""
+    """Return the memory available without swapping, in bytes, or None if it is unknown."""
     with suppress(OSError):
         for line in _FREE.read_text(encoding="ascii").splitlines():
             name, _, value = line.partition(":")
@@ -24,19 +24,18 @@ def available_bytes() -> int | None:
 
 
 class OutOfMemoryKills:
-    """Processes killed since this was made, in this one's control group and on the machine.
+    """Detects out-of-memory kills since its construction.
 
-    Nobody else says so afterwards.
-
-    A container, a job of SLURM or a session is such a group; the ranks of a machine and their
-    workers are in one, as a rule. The machine's count holds those of all groups, and strangers'.
+    Kills are counted in the control group of this process and on the machine. A container, a SLURM
+    job or a login session is a control group, which usually holds all ranks of a machine and their
+    workers. The machine's count includes unrelated processes.
     """
 
     def __init__(self) -> None:
         self._before = _of_group(), _of_machine()
 
     def explain(self) -> str:
-        """What to add to the news that a process of the run was killed; empty: it was not that."""
+        """Return the explanation of a killed process, or an empty string if memory sufficed."""
         group, machine = self._before
         if _of_group() > group:
             return "out of memory, the kernel has killed it"
@@ -46,7 +45,7 @@ class OutOfMemoryKills:
 
 
 def _of_group() -> int:
-    """0 where no group counts."""
+    """Return the kills in the control group, or 0 if they are not counted."""
     return next((count for path in _files_of_group() if (count := _count(path)) is not None), 0)
 
 
@@ -55,7 +54,7 @@ def _of_machine() -> int:
 
 
 def _files_of_group() -> Iterator[Path]:
-    """Where cgroups of version 2 and 1 count; in a container this group may stand at the top."""
+    """Yield the counter files of cgroups v2 and v1; in a container the group may be the root."""
     with suppress(OSError):
         for line in _MINE.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)

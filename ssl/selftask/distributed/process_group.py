@@ -13,10 +13,15 @@ from selftask.errors import UserError
 
 
 def join_world(world: World, device: torch.device, *, timeout_s: float = 600.0) -> None:
-    """Initialise the process group, for more than one process only.
+    """Initialize the process group if there is more than one process.
 
-    A collective that takes longer than ``timeout_s`` fails on the ranks that wait in it. Raises
-    UserError where the ranks cannot find each other.
+    Args:
+        world: Rank and size of this process.
+        device: Selects the backend: NCCL for CUDA, else gloo.
+        timeout_s: Time limit of a collective, in seconds; it fails on the ranks waiting in it.
+
+    Raises:
+        UserError: If the ranks cannot connect to each other.
     """
     if world.size == 1 or dist.is_initialized():
         return
@@ -40,7 +45,7 @@ def join_world(world: World, device: torch.device, *, timeout_s: float = 600.0) 
 
 
 def meeting_point(world: World) -> tuple[str, int]:
-    """Host and port of rank 0."""
+    """Return the host and port of rank 0."""
     return world.master or (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 

@@ -1,6 +1,6 @@
-"""Which process this is among how many, as torchrun, SLURM or selftask has set it.
+"""Rank and world size of this process, as set by torchrun, SLURM or selftask.
 
-Free of torch: whoever starts processes asks here, too.
+Does not import torch, since launchers use it, too.
 """
 
 from __future__ import annotations
@@ -12,29 +12,30 @@ from dataclasses import dataclass
 
 from selftask.errors import UserError
 
-# By which a run is asked to stop; SIGHUP is a closed terminal.
+# Signals that request a stop. A closed terminal sends SIGHUP.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_FIRST_PORT, _NUM_PORTS = 20_000, 12_000  # below the ports that Linux gives away by itself
+_FIRST_PORT, _NUM_PORTS = 20_000, 12_000  # below Linux's ephemeral ports
 
 
 @dataclass(frozen=True)
 class World:
-    """The process: ``rank`` of ``size``, ``local_rank`` of ``local_size`` on its machine."""
+    """Rank of this process among ``size``, and local rank among ``local_size`` on its machine."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    launcher: str = "python"  # or torchrun, slurm, selftask
-    master: tuple[str, int] | None = None  # host and port of rank 0; None: the environment says it
-    attempt: str = ""  # the same on all ranks, another one when they are started again
+    launcher: str = "python"  # python | torchrun | slurm | selftask
+    master: tuple[str, int] | None = None  # host and port of rank 0; None: MASTER_ADDR, MASTER_PORT
+    attempt: str = ""  # equal on all ranks; differs after a restart
 
 
 def read_world() -> World:
-    """The world as the launcher describes it; alone where there is none.
+    """Return the world as described by the launcher; a single process if there is none.
 
-    Raises UserError naming the variables that are missing or contradict one another.
+    Raises:
+        UserError: If environment variables are missing or contradict each other.
     """
     if any(name in os.environ for name in _NAMES):
         return _from_variables()
@@ -75,12 +76,12 @@ def _from_variables() -> World:
 
 
 def _from_slurm() -> World:
-    """A task of srun or submitit: one rank. Rank 0's host is the first of the step's."""
+    """Return the world of a task of srun or submitit; rank 0 is on the first host of the step."""
     rank, size = _number("SLURM_PROCID"), _number("SLURM_STEP_NUM_TASKS")
     tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or str(size)
     local_sizes = expand_counts(tasks)
     host = os.environ.get("MASTER_ADDR") or first_host(os.environ["SLURM_STEP_NODELIST"])
-    # A new port for each attempt and step: the last one's may still be held by a dying process.
+    # Each attempt uses a new port: a dying process may still hold the previous one.
     attempt = [_number(f"SLURM_{name}", 0) for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")]
     drawn = (attempt[0] * 31 + attempt[1] * 7 + attempt[2]) % _NUM_PORTS
     port = _number("MASTER_PORT", _FIRST_PORT + drawn)
@@ -96,12 +97,12 @@ def _from_slurm() -> World:
 
 
 def slurm_attempt() -> str:
-    """Identify the attempt of a SLURM job, in its batch script and tasks alike."""
+    """Return an identifier of this attempt of the SLURM job, equal in batch script and tasks."""
     return f"slurm:{os.environ['SLURM_JOB_ID']}:{_number('SLURM_RESTART_COUNT', 0)}"
 
 
 def is_ignored(number: int) -> bool:
-    """Return whether this process ignores a signal since its start, as under nohup."""
+    """Return True if this process ignores the signal, as under nohup."""
     return signal.getsignal(number) is signal.SIG_IGN
 
 
@@ -116,7 +117,7 @@ def _number(name: str, default: int | None = None) -> int:
 
 
 def first_host(hosts: str) -> str:
-    """The first of SLURM's node list: ``gpu07`` of ``gpu[07-09,12],cpu1``."""
+    """Return the first host of a SLURM node list: ``gpu07`` of ``gpu[07-09,12],cpu1``."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", hosts)
     if match is None:
         raise UserError(f"SLURM_STEP_NODELIST={hosts!r} names no host")
@@ -125,7 +126,7 @@ def first_host(hosts: str) -> str:
 
 
 def expand_counts(tasks: str) -> list[int]:
-    """Tasks of each node: ``[2, 2, 1]`` of SLURM's ``2(x2),1``."""
+    """Return the tasks per node: ``[2, 2, 1]`` for SLURM's ``2(x2),1``."""
     counts: list[int] = []
     for part in tasks.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())

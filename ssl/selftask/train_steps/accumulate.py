@@ -1,4 +1,4 @@
-"""Several batches, one parameter update: a larger batch for the optimizer than memory allows."""
+"""Gradient accumulation: several batches per optimizer step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from selftask.task import Task
 def accumulate_train_step(task: Task) -> None:
     """Forward and backward ``train.accumulate`` times, then one reduction and one optimizer step.
 
-    Only the last batch makes ranks talk about gradients, which then are those of all batches.
+    Ranks exchange gradients at the last batch only. The gradient is the mean over the batches of
+    the step; the last step of an epoch may have fewer than ``train.accumulate``.
 
-    The gradient is the mean over the batches; at the end of an epoch that leaves fewer, it is the
-    mean over those. Each loss still sees one batch: accumulation does *not* enlarge the set of
-    negatives of a contrastive method, nor the batch that BatchNorm or Barlow Twins look at.
+    Each loss still sees one batch: accumulation does *not* enlarge the set of negatives of a
+    contrastive method, nor the batch over which BatchNorm or Barlow Twins compute statistics.
     """
     if not task.train:
         _forward(task, share=1.0)
@@ -43,7 +43,7 @@ def accumulate_train_step(task: Task) -> None:
 
 
 def _forward(task: Task, *, share: float) -> Tensor:
-    """One batch through network and loss; the loss's ``share`` of the step, with its graph."""
+    """Run one batch through network and loss; return the loss times ``share``, with its graph."""
     batch = task.last_batch = next(task.batches)
     with task.autocast():
         batch.output = task.model(batch.input)

@@ -1,4 +1,4 @@
-"""The standard train step: one batch in, at most one parameter update out."""
+"""The standard train step: one batch, one optimizer step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from selftask.task import Task
 def standard_train_step(task: Task) -> None:
     """Read, forward, loss, backward, update; in a test phase, stop after the loss.
 
-    ``StopIteration`` from ``task.batches`` passes through: the phase is over.
+    ``StopIteration`` from ``task.batches`` is not caught: it ends the phase.
     """
     batch = task.last_batch = next(task.batches)
 
     with task.autocast():
         batch.output = task.model(batch.input)
-        task.run_hooks("on_forward")  # the teacher sees the batch here
+        task.run_hooks("on_forward")  # teacher forward
         batch.local_loss = task.loss(batch.output, batch)
 
     batch.loss = all_reduce_mean(batch.local_loss.detach())
@@ -29,11 +29,11 @@ def standard_train_step(task: Task) -> None:
 
     task.optimizer.zero_grad()
     task.grad_scaler.scale(batch.local_loss).backward()
-    task.reduce_gradients()  # before unscale_: its search for infs is local
+    task.reduce_gradients()  # before unscale_, which looks for infs on this rank only
     task.grad_scaler.unscale_(task.optimizer)
-    task.run_hooks("on_backward")  # clipping, freezing: gradients are final and unscaled
+    task.run_hooks("on_backward")  # clipping, freezing: gradients are reduced and unscaled
 
     task.grad_scaler.step(task.optimizer, where=task.where)  # lr, weight decay at `where`
     task.grad_scaler.update()
-    task.run_hooks("on_update")  # the teacher follows the student
+    task.run_hooks("on_update")  # teacher EMA update
     task.advance()
