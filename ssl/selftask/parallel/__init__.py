@@ -1,1 +1,1 @@
-"""How the ranks of a run share its work: gradients, activations, batch statistics."""
+"""Work shared between ranks: gradients, activations, batch statistics."""

@@ -1,8 +1,9 @@
-"""Recompute no more blocks than a budget of memory asks for: measured in the first step.
+"""Activation checkpointing within a memory budget, measured in the first step.
 
-In the first step every block is recomputed, so that it fits whenever anything does. Before its own
-forward pass each is run once more, to see what it would keep: real images, real sizes, every pass
-(multi-crop); that is forgotten at once. From then on the choice stands, the same on all ranks.
+In the first step every block is recomputed, so that the step fits into memory if any choice does.
+Before its forward pass each block is run once more, to measure what it would keep for the backward
+pass: with real images of real size, for every pass (multi-crop). The result of that run is freed at
+once. The blocks to recompute are then chosen, the same on all ranks, and the choice stays.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ log = get_logger(__name__)
 
 
 class ActivationBudget:
-    """The blocks of one network under a budget; with none of them, there is nothing to decide."""
+    """The blocks of one network under a budget. Without blocks it does nothing."""
 
     def __init__(self, blocks: Sequence[nn.Module], budget: Budget) -> None:
         self._blocks, self._budget = blocks, budget
-        self._whole = [0] * len(blocks)  # bytes that each keeps if it is not recomputed,
-        self._recomputed = [0] * len(blocks)  # and if it is
+        self._whole = [0] * len(blocks)  # bytes kept by each block if it is not recomputed
+        self._recomputed = [0] * len(blocks)  # bytes kept by each block if it is recomputed
         self._is_open = bool(blocks)
         checkpoint_blocks(blocks)
         for number, block in enumerate(blocks):
             meter_with(block, _Meter(self, number))
 
     def finalize(self) -> None:
-        """After the first backward pass: choose. Every rank calls, at each step."""
+        """Choose the blocks after the first backward pass. Every rank must call it at each step."""
         if not self._is_open:
             return
         self._is_open = False
@@ -72,15 +73,25 @@ class ActivationBudget:
         self._recomputed[number] += recomputed
 
     def close(self) -> None:
-        """The backward pass has begun: what comes is the next batch, after these are forgotten."""
+        """Stop measuring when the backward pass begins. The next batch reuses the same memory."""
         for block in self._blocks:
             meter_with(block, None)
 
 
 def choose(whole: Sequence[int], recomputed: Sequence[int], limit: int) -> set[int]:
-    """The fewest blocks so that all together keep at most ``limit`` bytes; all, if that fails.
+    """Return the fewest blocks to recompute so that all blocks keep at most ``limit`` bytes.
 
-    Of equal ones the first: when they are computed again, those behind them are forgotten already.
+    Of blocks of equal size the first are chosen: when these are recomputed in the backward pass,
+    the activations of later blocks are already freed. If the limit cannot be met, all blocks are
+    returned that save memory.
+
+    Args:
+        whole: Bytes kept by each block if it is not recomputed.
+        recomputed: Bytes kept by each block if it is recomputed.
+        limit: Bytes that all blocks together may keep.
+
+    Returns:
+        The indices of the blocks to recompute.
     """
     chosen: set[int] = set()
     kept = sum(whole)
@@ -94,13 +105,13 @@ def choose(whole: Sequence[int], recomputed: Sequence[int], limit: int) -> set[i
 
 
 class _Meter:
-    """Sees what one block keeps for its backward pass."""
+    """Measures the memory that one block keeps for its backward pass."""
 
     def __init__(self, budget: ActivationBudget, number: int) -> None:
         self._budget, self._number = budget, number
 
     def measure(self, block: nn.Module, run: Callable[[], Any], given: Iterable[Any]) -> None:
-        """Run once, leaving nothing behind: no activations, no draws, no moved statistics."""
+        """Run once and measure. Random states and running statistics are restored."""
         own = {_place(tensor) for tensor in (*block.parameters(), *block.buffers())}
         saved: dict[int, int] = {}
 
@@ -115,7 +126,7 @@ class _Meter:
             keeping_statistics(block),
             torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor),
         ):
-            output = run()  # while it lives no memory is given away twice
+            output = run()  # keeps memory addresses unique while it is alive
         del output
         entering = {_place(tensor): tensor.untyped_storage().nbytes() for tensor in inputs}
         self._budget.add(
@@ -129,5 +140,5 @@ class _Meter:
 
 
 def _place(tensor: Tensor) -> int:
-    """Where the memory behind a tensor lies: views of one are one."""
+    """Return the address of a tensor's storage, which its views share."""
     return tensor.untyped_storage().data_ptr()

@@ -1,7 +1,7 @@
-"""Forget what is inside a block after its forward pass; compute it again in the backward pass.
+"""Activation checkpointing: recompute the activations of a block in the backward pass.
 
-Non-reentrant, which works with DDP, FSDP and several passes through one block (multi-crop).
-Memory for activations falls to about one tensor a block; the price is a second forward pass.
+The non-reentrant variant is used, which works with DDP, FSDP and several passes through one block
+(multi-crop). A block keeps about one tensor of activations, at the cost of a second forward pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from selftask.random.keyed import LAYER_DRAWS
 
 
 def checkpoint_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Make each block recompute itself. Only its class changes: neither names nor state do."""
+    """Make each block recompute its activations. Only its class changes, not its names or state."""
     for block in blocks:
         kind: Any = type(block)
         block.__class__ = _checkpointed(kind)
@@ -29,7 +29,7 @@ def checkpoint_blocks(blocks: Iterable[nn.Module]) -> None:
 
 @functools.cache
 def _checkpointed(kind: Any) -> Any:
-    """``kind`` with a forward pass that keeps its inputs only, and as ever without gradients."""
+    """Return a subclass of ``kind`` whose forward pass is checkpointed if gradients are enabled."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self._is_recomputed:
@@ -37,7 +37,7 @@ def _checkpointed(kind: Any) -> Any:
         more: dict[str, Any] = {}
         inner, meter = partial(kind.forward, self), cast(Any, self._meter)
         draws = LAYER_DRAWS.words is not None and not torch.compiler.is_compiling()
-        if _statistics(self) or meter is not None or draws:  # a compiled pass has the draws in it
+        if _statistics(self) or meter is not None or draws:  # a compiled graph contains its draws
             more["context_fn"] = partial(_contexts, self)
         if meter is not None:
             meter.measure(self, partial(inner, *args, **kwargs), (*args, *kwargs.values()))
@@ -49,17 +49,17 @@ def _checkpointed(kind: Any) -> Any:
 
 
 def meter_with(block: nn.Module, meter: Any) -> None:
-    """Have a block of ``checkpoint_blocks`` measured at each pass; None: no longer."""
+    """Set the meter that measures each pass of a block of ``checkpoint_blocks``, or None."""
     block._meter = meter
 
 
 def recompute(block: nn.Module, wanted: bool) -> None:
-    """Whether a block of ``checkpoint_blocks`` recomputes itself from now on."""
+    """Turn recomputation of a block of ``checkpoint_blocks`` on or off."""
     cast(Any, block)._is_recomputed = wanted
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Around the first computation, and around the second."""
+    """Return the contexts of the first forward pass and of the recomputation."""
     return nullcontext(), _recomputing(block, LAYER_DRAWS.words)
 
 
@@ -73,7 +73,7 @@ def _recomputing(block: nn.Module, words: Tensor | None) -> Iterator[None]:
 
 
 def _statistics(block: nn.Module) -> list[nn.Module]:
-    """The modules whose running statistics a forward pass moves."""
+    """Return the modules whose running statistics a forward pass updates."""
     return [
         module
         for module in block.modules()
@@ -83,7 +83,7 @@ def _statistics(block: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def keeping_statistics(block: nn.Module) -> Iterator[None]:
-    """Running statistics move once a step: the second computation moves copies of them."""
+    """Context: restore running statistics on exit; a recomputation must not update them."""
     moved = _statistics(block)
     kept = [dict(module._buffers) for module in moved]
     for module, buffers in zip(moved, kept, strict=True):

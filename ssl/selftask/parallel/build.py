@@ -1,4 +1,4 @@
-"""From the ``parallel:`` section to what it asks for; on one process, to nothing."""
+"""Build what the ``parallel:`` section configures. Nothing is built for a single process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ NO_BUDGET = Budget(1.0, "share")
 
 
 def build_reduction(config: ParallelConfig, low_precision: torch.dtype | None) -> Reduction:
-    """The way of reducing gradients that is asked for; the one that does nothing for one process.
+    """Build the configured gradient reduction, or one that does nothing for a single process.
 
-    ``low_precision`` is the number format of the forward pass, None for float32.
+    Args:
+        config: The ``parallel`` section.
+        low_precision: Dtype of the forward pass; None for float32.
     """
     if world_size() == 1:
         return Reduction()
@@ -39,7 +41,7 @@ def build_reduction(config: ParallelConfig, low_precision: torch.dtype | None) -
 
 
 def synchronize(config: ParallelConfig, modules: list[nn.Module]) -> None:
-    """Make BatchNorms look at the images of several ranks, where that is asked for."""
+    """Make BatchNorm layers use the statistics of several ranks, if configured."""
     if config.sync_batch_norm != "none" and world_size() > 1:
         ranks = form_groups(config.sync_batch_norm)
         for module in modules:
@@ -47,9 +49,17 @@ def synchronize(config: ParallelConfig, modules: list[nn.Module]) -> None:
 
 
 def save_activations(config: ParallelConfig, network: nn.Module) -> ActivationBudget:
-    """Make blocks forget their insides, where that is asked for; what may have to choose some.
+    """Set up activation checkpointing of a network, if configured.
 
-    Raises UserError for a network without blocks.
+    Args:
+        config: The ``parallel`` section.
+        network: The trained network, modified in place.
+
+    Returns:
+        The budget, to be finalized after the first backward pass.
+
+    Raises:
+        UserError: If the network has no blocks.
     """
     asked = config.activation_checkpointing
     if asked == "none":

@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel around the network; the method's own parameters by hand."""
+"""DistributedDataParallel for the network; the method's own parameters are reduced manually."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ _ADVICE = (
 
 
 class DDPReduction(Reduction):
-    """DDP from the second step on; the first is reduced by hand, to see who takes part.
+    """DDP from the second step on; the first step is reduced manually to find unused parameters.
 
-    What goes without a gradient is named there on every rank, where torch would hang, or fail in
-    the step after with numbers. Buffers stay each rank's own, as with the other reductions.
+    Parameters without a gradient are reported by name on every rank. torch would hang, or fail one
+    step later with parameter indices only. Buffers are not synchronised, as in the other
+    reductions.
     """
 
     def __init__(self, *, bucket_mb: float = 25.0, static_graph: bool = False) -> None:
         self._bucket_mb, self._static_graph = bucket_mb, static_graph
         self._is_first = True
-        self._method: Reduction = Reduction()  # of parameters that are not the network's
+        self._method: Reduction = Reduction()  # for parameters outside the network
 
     def wrap(self, network: nn.Module) -> nn.Module:
         self._module = _Replaceable(network)
@@ -73,13 +74,13 @@ class DDPReduction(Reduction):
         network = self._module.network
         device = next(network.parameters()).device
         with warnings.catch_warnings():
-            # the new name of broadcast_buffers would make buffers those of rank 0 once
+            # the replacement of broadcast_buffers would broadcast the buffers of rank 0 once
             warnings.simplefilter("ignore", FutureWarning)
             self._module.network = DistributedDataParallel(
                 network,
                 device_ids=[device] if device.type == "cuda" else None,
                 broadcast_buffers=False,
-                init_sync=False,  # weights are the same already
+                init_sync=False,  # weights are already equal
                 bucket_cap_mb=self._bucket_mb,
                 gradient_as_bucket_view=True,
                 static_graph=self._static_graph,
@@ -87,7 +88,7 @@ class DDPReduction(Reduction):
 
 
 class _Strict(ManualReduction):
-    """Of the first step only, in which nothing is sent before the backward pass is over."""
+    """Reduction for the first step only. It communicates after the backward pass."""
 
     def register(self, named: Named) -> None:
         self._named = named
@@ -98,7 +99,7 @@ class _Strict(ManualReduction):
 
 
 class _Replaceable(nn.Module):
-    """What the step calls: the network alone at first, then DDP around it."""
+    """The module that the step calls: the bare network in the first step, then its DDP wrapper."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""FSDP2: each rank keeps its part of parameters, gradients and optimizer state.
+"""FSDP2: each rank keeps a shard of parameters, gradients and optimizer state.
 
-The network is sharded block by block, and so are teachers, so that an average of parameters stays
-one of local parts. The method's own parameters (a predictor, prototypes) stay whole and are
-reduced by hand. State leaves as whole tensors, or stays in parts (``sharded``); it enters as
-either. A checkpoint does not tell how many ranks wrote it.
+The network is sharded block by block. Teachers are sharded in the same way, so that the moving
+average of parameters is computed on local shards. The method's own parameters (a predictor,
+prototypes) are not sharded and are reduced manually. Checkpoints hold full tensors, or shards with
+``sharded``; either kind can be loaded. Full checkpoints do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _FILLS_IN = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 class FSDPReduction(Reduction):
-    """``fully_shard`` for each block, then for what is left of a network."""
+    """``fully_shard`` for each block, then for the rest of a network."""
 
     def __init__(self, *, bucket_mb: float = 25.0, low_precision: torch.dtype | None) -> None:
         self._low = low_precision
         self._bucket_mb = bucket_mb
-        self._method: Reduction = Reduction()  # of parameters that are not sharded
+        self._method: Reduction = Reduction()  # for parameters that are not sharded
         self._idle: Named | None = None  # no rank had a gradient for them in the first step
 
     def shard(self, networks: Iterable[nn.Module]) -> None:
@@ -55,7 +55,7 @@ class FSDPReduction(Reduction):
         networks[0].register_forward_hook(_own_memory)
         for network in networks:
             for part in (*find_blocks(network), network):
-                # also the outermost: between steps every parameter is a part, for teachers
+                # also reshard the root: between steps teachers need every parameter as a shard
                 fully_shard(
                     part, mesh=mesh, reshard_after_forward=True, mp_policy=self._policy(part)
                 )
@@ -67,7 +67,7 @@ class FSDPReduction(Reduction):
     def register(self, named: Named) -> None:
         names = {p: name for name, p in self._network.named_parameters()}
         self._sharded = [(name, p) for name, p in named if isinstance(p, DTensor)]
-        self._inner_names = [names[p] for _, p in self._sharded]  # without ``network.``
+        self._inner_names = [names[p] for _, p in self._sharded]  # without the prefix ``network.``
         rest = [(name, p) for name, p in named if not isinstance(p, DTensor)]
         if rest:
             self._method = ManualReduction(bucket_mb=self._bucket_mb)
@@ -90,13 +90,13 @@ class FSDPReduction(Reduction):
             counts = count_ranks([name in self._arrivals.names for name, _ in self._idle])
             for (_, parameter), count in zip(self._idle, counts, strict=True):
                 if count == 0:
-                    parameter.grad = None  # as on one process; FSDP makes it zero
+                    parameter.grad = None  # as on one process; FSDP sets it to zero
             self._arrivals.names.clear()
 
     def _find_idle(self) -> list[tuple[str, nn.Parameter]]:
-        """Name what has no gradient in the first step; what has none on any rank is idle.
+        """Return the parameters without a gradient on any rank in the first step, and log them.
 
-        Raises RunError where some ranks lack one and this torch cannot fill in a zero.
+        Raises RunError if only some ranks lack a gradient and this torch cannot fill in a zero.
         """
         counts = count_ranks([name in self._arrivals.names for name in self._inner_names])
         if min(counts, default=world_size()) < world_size():
@@ -110,10 +110,10 @@ class FSDPReduction(Reduction):
         return idle
 
     def _policy(self, part: nn.Module) -> MixedPrecisionPolicy:
-        """Blocks are gathered and run in the low precision, gradients summed in float32.
+        """Return a policy that runs a block in low precision and reduces gradients in float32.
 
-        What has a BatchNorm stays in float32, as its statistics do; autocast serves its matrix
-        products all the same.
+        Parts with a BatchNorm stay in float32, as its statistics must. Autocast still runs their
+        matrix products in low precision.
         """
         if self._low is None or any(isinstance(m, _BatchNorm) for m in part.modules()):
             return MixedPrecisionPolicy()
@@ -137,9 +137,9 @@ class FSDPReduction(Reduction):
         return {key: _share(value, mine.get(key)) for key, value in state.items()}
 
     def regroup(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Sharded and whole parameters apart: one fused operation cannot take both."""
+        """Split groups into sharded and unsharded parameters: a fused step cannot take both."""
         self._parameters = [p for group in groups for p in group["params"]]
-        self._layout: list[tuple[int, list[int]]] = []  # of each new group: the old one, places
+        self._layout: list[tuple[int, list[int]]] = []  # per new group: old group, places
         arranged, first = [], 0
         for number, group in enumerate(groups):
             places = range(first, first + len(group["params"]))
@@ -195,14 +195,14 @@ class FSDPReduction(Reduction):
 
 
 def _own_memory(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """An output that is no view: in-place operations on one would undo FSDP's hook on it."""
+    """Forward hook: clone a view, as in-place operations on it would remove FSDP's hook."""
     return output.clone() if isinstance(output, Tensor) and output._is_view() else output
 
 
 class Arrivals:
-    """The names of parameters that got a gradient, which FSDP itself does not tell.
+    """Records the names of parameters that got a gradient, which FSDP does not report.
 
-    Gradients arrive at the gathered parameters, which live during the pass only.
+    Gradients arrive at the unsharded parameters, which exist during the pass only.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -217,7 +217,7 @@ class Arrivals:
         ]
 
     def _look(self, part: nn.Module, inputs: Any) -> None:
-        """The parameters of this part have just been gathered."""
+        """Forward pre-hook: the parameters of this part have just been gathered."""
         for name, p in self._network.named_parameters():
             if name in self._wanted and not isinstance(p, DTensor):
                 self._wanted.remove(name)
@@ -228,7 +228,7 @@ class Arrivals:
         self.names.add(name)
 
     def listen_to(self, names: set[str]) -> None:
-        """From now on to these only; some of them may not have been gathered yet."""
+        """Record these names only from now on. Some may not have been gathered yet."""
         for name in self._gradients.keys() - names:
             self._gradients.pop(name).remove()
         self._wanted &= names
@@ -238,9 +238,9 @@ class Arrivals:
 
 
 def _share(value: Any, like: Any) -> Any:
-    """This rank's part of a whole tensor, cut out of its own copy without talking to others.
+    """Return this rank's shard of a full tensor, cut from its own copy without communication.
 
-    What was read in parts is one already.
+    A value that is already a shard is returned unchanged.
     """
     if not isinstance(like, DTensor) or isinstance(value, DTensor):
         return value

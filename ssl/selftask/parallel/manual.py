@@ -1,8 +1,9 @@
-"""Gradients summed by hand: flat buckets, sent while the backward pass still runs.
+"""Manual gradient reduction: flat buckets, sent during the backward pass.
 
-Buckets are launched in one fixed order, on process groups of their own, so that every rank calls
-the same collectives in the same order whichever parameter goes without a gradient somewhere, and
-whatever collectives the backward pass of the loss holds. gloo has no mean: what is sent is divided.
+Buckets are launched in a fixed order on process groups of their own. Every rank therefore calls
+the same collectives in the same order, even if some parameters have no gradient on some ranks, and
+whatever collectives the backward pass of the loss calls. gloo has no mean, so gradients are divided
+before they are sent.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ _WIRE = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Bucket:
-    """Some parameters of one dtype, and one flat tensor through which their gradients go.
+    """Parameters of one dtype, and the flat tensor through which their gradients are reduced.
 
-    The tensor stays from step to step, and gradients become views of it: their own memory is free
-    at once, and nothing is copied back. They are divided as they are copied in, in one pass, by
-    which a sum of scaled gradients stays in float16's range, too.
+    The tensor is allocated once, and gradients become views of it: their own memory is freed at
+    once, and nothing is copied back. Gradients are divided while they are copied in, which also
+    keeps a sum of scaled gradients within the range of float16.
     """
 
     def __init__(self, parameters: list[nn.Parameter], wire: torch.dtype | None) -> None:
         first = parameters[0]
         self.parameters = parameters
-        self.missing = set(parameters)  # not taken in so far in this step
+        self.missing = set(parameters)  # not copied in yet in this step
         size = sum(p.numel() for p in parameters)
         self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
         kept = sent = _split_like(self.flat, parameters)
@@ -51,7 +52,7 @@ class Bucket:
         self.work: Any = None
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Take in a gradient, best while it is new and in the processor's cache; none is zero."""
+        """Copy in a gradient, as soon as possible while it is in the cache. None counts as zero."""
         sent, kept = self._places[parameter]
         gradient = parameter.grad
         if gradient is None:
@@ -59,17 +60,17 @@ class Bucket:
         else:
             torch.mul(gradient.detach(), self._share, out=sent)
         if parameter.requires_grad:
-            parameter.grad = kept  # which holds the mean at last
+            parameter.grad = kept  # a view that will hold the mean
         self.missing.discard(parameter)
 
     def launch(self, group: dist.ProcessGroup | None) -> None:
-        """Begin to average, with what there is by now."""
+        """Start to average. Gradients that are not copied in yet are copied now."""
         for parameter in list(self.missing):
             self.take(parameter)
         self.work = dist.all_reduce(self.sent, group=group, async_op=True)
 
     def finish(self) -> None:
-        """Wait: now gradients are means."""
+        """Wait until gradients are means over ranks."""
         self.work.wait()
         self.work = None
         if self.sent is not self.flat:
@@ -80,21 +81,24 @@ class Bucket:
 class ManualReduction(Reduction):
     """Bucketed all-reduce of all parameters, overlapping with the backward pass.
 
-    ``compression`` sums in half the bytes: each gradient is rounded to 11 bits (fp16) or 8 (bf16),
-    relative errors of up to 5e-4 and 4e-3 for each addition, and fp16 loses what is below 6e-8.
-    Methods with small gradients (LARS, late training) should not be trained so without a look. It
-    pays where the network is slow: on one machine gloo takes half as long again with it.
+    A parameter without a gradient on any rank keeps none, as on one process. If only some ranks
+    have no gradient for a parameter, it counts as zero there.
 
-    A parameter that no rank has a gradient for keeps none, as on one process. A parameter that
-    some ranks have no gradient for counts as zero there.
+    Args:
+        bucket_mb: Size of a bucket in MiB.
+        compression: ``none``, or ``fp16`` or ``bf16`` to sum in half the bytes. Each gradient is
+            rounded to 11 bits (fp16) or 8 (bf16), a relative error of up to 5e-4 or 4e-3 for each
+            addition; fp16 loses values below 6e-8. Check the results of methods with small
+            gradients (LARS, late training). Compression helps on slow networks only: on one
+            machine gloo takes half as long again with it.
     """
 
     def __init__(self, *, bucket_mb: float = 25.0, compression: str = "none") -> None:
         self._bytes = bucket_mb * 2**20
         self._wire = _WIRE[compression]
-        self._listens = False  # to arriving gradients; not in the first step, nor under no_sync
+        self._listens = False  # hooks launch buckets; not in the first step, nor under no_sync
         self._idle: Named = []  # no rank had a gradient for them in the first step
-        self._next = 0  # the first bucket that is not launched yet
+        self._next = 0  # index of the first bucket that is not launched yet
         self._buckets: list[Bucket] = []
 
     def register(self, named: Named) -> None:
@@ -123,18 +127,18 @@ class ManualReduction(Reduction):
         self._next = 0
 
     def on_unused(self, message: str) -> None:
-        """Some parameters got no gradient in the first step."""
+        """Handle parameters without a gradient in the first step."""
         log.warning("%s\n  what no rank has a gradient for keeps its value", message)
 
     def _begin(self) -> None:
-        """See who takes part in the first step, then make the buckets: the idle come last."""
+        """Find unused parameters in the first step, then make the buckets; idle ones come last."""
         names = [name for name, _ in self._named]
         counts = count_ranks([p.grad is not None for _, p in self._named])
         if min(counts) < world_size():
             self.on_unused(describe(names, counts))
         self._idle = [pair for pair, n in zip(self._named, counts, strict=True) if n == 0]
         used = [p for (_, p), n in zip(self._named, counts, strict=True) if n > 0]
-        # gradients arrive in about the opposite order of the forward pass
+        # gradients arrive roughly in reverse order of the forward pass
         order = [*reversed(used), *(p for _, p in self._idle)]
         self._buckets = [Bucket(group, self._wire) for group in _split(order, self._bytes)]
         self._place = {p: bucket for bucket in self._buckets for p in bucket.parameters}
@@ -142,12 +146,12 @@ class ManualReduction(Reduction):
         self._listens = True
 
     def stop(self) -> None:
-        """From here on somebody else reduces these parameters."""
+        """Remove the hooks: another reduction takes over these parameters."""
         for hook in self._hooks:
             hook.remove()
 
     def _arrived(self, parameter: Tensor) -> None:
-        """A gradient is final: launch the buckets whose turn has come."""
+        """Hook on a final gradient: launch the buckets that are complete, in order."""
         if not self._listens:
             return
         assert isinstance(parameter, nn.Parameter)
@@ -167,7 +171,7 @@ class ManualReduction(Reduction):
         self._next += 1
 
     def _without_gradient_anywhere(self) -> list[nn.Parameter]:
-        """Of the idle parameters, those still idle on all ranks. Asks only where there are any."""
+        """Return the idle parameters that are idle on all ranks. A collective if there are any."""
         if not self._idle:
             return []
         counts = count_ranks([p.grad is not None for _, p in self._idle])
@@ -175,20 +179,20 @@ class ManualReduction(Reduction):
 
 
 def bucket_groups() -> list[dist.ProcessGroup]:
-    """The groups on which buckets take turns; every rank calls.
+    """Create the process groups used by buckets in turn. Every rank must call it.
 
-    Two on gloo, which is faster than one (docs/benchmarks.md). One on NCCL: two would share the
-    GPU, and collectives of two groups at a time may wait for each other.
+    gloo gets two, which is faster than one (docs/benchmarks.md). NCCL gets one: two would share the
+    GPU, and concurrent collectives of two groups may wait for each other.
     """
     return [new_group() for _ in range(2 if dist.get_backend() == "gloo" else 1)]
 
 
 def _split_like(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
-    """Views of a flat tensor in the shapes of parameters, and in the memory format of each."""
+    """Return views of a flat tensor with the shape and memory format of each parameter."""
     chunks = flat.split([p.numel() for p in parameters])
     parts = []
     for chunk, parameter in zip(chunks, parameters, strict=True):
-        like = torch.empty_like(parameter, device="meta")  # keeps the strides of what has no gaps
+        like = torch.empty_like(parameter, device="meta")  # keeps the strides of dense tensors
         strided = like.stride() == parameter.stride()
         shape, strides = parameter.shape, parameter.stride()
         parts.append(chunk.as_strided(shape, strides) if strided else chunk.view(shape))
@@ -196,7 +200,7 @@ def _split_like(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
 
 
 def _split(parameters: list[nn.Parameter], most_bytes: float) -> list[list[nn.Parameter]]:
-    """Lists of one dtype and device, each of at most so many bytes or of one parameter."""
+    """Split parameters by dtype and device into lists of at most ``most_bytes``."""
     groups: list[list[nn.Parameter]] = []
     is_open: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""What a task asks of the way its gradients are reduced; on one process there is nothing to do."""
+"""The interface of gradient reductions, and the one for a single process."""
 
 from __future__ import annotations
 
@@ -13,57 +13,62 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 class Reduction:
-    """One process: gradients are what they should be, and every tensor is whole.
+    """Gradient reduction of a single process: nothing to do.
 
-    The others override what they need. Calls come in this order: ``shard``, ``wrap``,
-    ``regroup``, ``register`` once; then at each step ``no_sync`` and ``reduce``; the rest is for
+    Subclasses override what they need. Calls come in this order: ``shard``, ``wrap``, ``regroup``
+    and ``register`` once, then ``no_sync`` and ``reduce`` at each step. The other functions are for
     checkpoints, evaluations and exports.
     """
 
     def shard(self, networks: Iterable[nn.Module]) -> None:
-        """Leave each rank its part of the networks: the trained one, and teachers."""
+        """Shard the networks: the trained one, and teachers."""
 
     def wrap(self, network: nn.Module) -> nn.Module:
-        """What the step calls in place of the network."""
+        """Return the module that the step calls in place of the network."""
         return network
 
     def regroup(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The optimizer's groups so that each holds one kind of tensor."""
+        """Return the optimizer's groups, split so that each holds one kind of tensor."""
         return groups
 
     def register(self, named: Named) -> None:
-        """All trained parameters, the method's too, with names; the same list on every rank."""
+        """Register all trained parameters with names, the same list on every rank."""
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Around forward and backward of all batches of a step but the last."""
+        """Context of forward and backward of all batches of a step except the last."""
         return nullcontext()
 
     def reduce(self) -> None:
-        """After the backward pass: every gradient is its mean over ranks."""
+        """Average gradients over ranks, after the backward pass."""
 
     def full_state(self, state: Any) -> Any:
-        """A nested state for a file; every rank calls, what was sharded is on the first one."""
+        """Return a nested state with full tensors on rank 0. Every rank must call it."""
         return state
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """Where this rank's part of a tensor is read into that was sharded when it was written."""
+        """Return an empty tensor to read this rank's shard into."""
         return torch.empty(shape, dtype=dtype)
 
     def shard_state(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """Of the state dict of a whole ``module``, this rank's part."""
+        """Return this rank's shard of the state dict of a full ``module``."""
         return state
 
     def rearrange(self, state: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's state as that of one with the groups that ``regroup`` was given."""
+        """Convert an optimizer's state to the groups it had before ``regroup``."""
         return state
 
     def shard_state_of_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Of such a state, made whole, this rank's part."""
+        """Return this rank's shard of a full state in the groups before ``regroup``."""
         return state
 
     def unsharded(self, module: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
-        """``module`` as one rank alone can use it; every rank calls.
+        """Return ``module`` in a form that one rank can use alone. Every rank must call it.
 
-        ``build`` makes a new one like it.
+        Args:
+            module: A possibly sharded module.
+            build: Builds a new module of the same architecture.
+
+        Returns:
+            ``module`` itself if it is not sharded, else a copy with full tensors.
         """
         return module

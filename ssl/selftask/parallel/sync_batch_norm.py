@@ -1,7 +1,7 @@
-"""BatchNorm over the images of several ranks, on CPU and GPU alike.
+"""Synchronised BatchNorm over several ranks, on CPU and GPU.
 
-torch's own SyncBatchNorm refuses CPU tensors, so that nothing built on it can be tested without a
-GPU. This one is two small all-reduces forward and two backward, through autograd.
+torch's own SyncBatchNorm refuses CPU tensors, so nothing built on it can be tested without a GPU.
+This one uses two small all-reduces forward and two backward, through autograd.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class Ranks:
-    """The ranks whose images are normalised together; copies of a module share it."""
+    """The ranks whose samples are normalised together. Copies of a module share it."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -39,8 +39,8 @@ class Ranks:
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm of (N, C, ...) with the statistics of all rows of its ``ranks``.
 
-    Equal to ``nn.BatchNorm`` on the concatenated batch; each rank's number of rows counts. State
-    and parameters are those of ``nn.BatchNorm``. In eval mode it is one.
+    Equal to ``nn.BatchNorm`` on the concatenated batch; ranks may have different numbers of rows.
+    State and parameters are those of ``nn.BatchNorm``, and so is its behaviour in eval mode.
     """
 
     ranks: Ranks
@@ -72,7 +72,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, unbiased_variance: Tensor) -> None:
-        """Move the running statistics, by 1/n of the way without a momentum."""
+        """Update the running statistics. Without a momentum they are cumulative averages."""
         assert self.num_batches_tracked is not None
         assert self.running_mean is not None
         assert self.running_var is not None
@@ -87,9 +87,9 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def synchronize_batch_norm(module: nn.Module, ranks: Ranks) -> None:
-    """Make every BatchNorm inside ``module`` a synchronised one; names and state stay.
+    """Replace every BatchNorm inside ``module`` by a synchronised one; names and state stay.
 
-    Raises UserError for a kind of BatchNorm whose forward pass is its own.
+    Raises UserError for a subclass of BatchNorm with a forward pass of its own.
     """
     for name, part in module.named_modules():
         if not isinstance(part, _BatchNorm):
@@ -104,15 +104,21 @@ def synchronize_batch_norm(module: nn.Module, ranks: Ranks) -> None:
 
 
 def form_groups(which: str | int) -> Ranks:
-    """This rank's group: ``all`` ranks, those of its ``node``, or a number of neighbours.
+    """Create the process groups of synchronised BatchNorm and return this rank's.
 
-    Every rank must call. Raises UserError if the ranks are no whole number of groups.
+    Every rank must call it.
+
+    Args:
+        which: ``all`` ranks, those of one ``node``, or a number of consecutive ranks.
+
+    Raises:
+        UserError: If the ranks cannot be divided into groups of that size.
     """
     if which == "all":
         return Ranks(None)
     mine = None
     for members in _members(which):
-        group = new_group(members)  # every rank makes every group
+        group = new_group(members)  # every rank must create every group
         if rank() in members:
             mine = group
     return Ranks(mine)

@@ -1,4 +1,4 @@
-"""Parameters without a gradient, by name: on which ranks, and what to do about them."""
+"""Parameters without a gradient: count and describe them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_NAMES = 12
 
 
 def count_ranks(present: Sequence[bool]) -> list[int]:
-    """For each entry, the number of ranks on which it is true. Waits for the device."""
+    """Return for each entry the number of ranks on which it is true. Waits for the device."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     counts = torch.tensor(present, dtype=torch.int32, device=device)
     with collective_activity("all_reduce of which parameters have gradients"):
@@ -23,7 +23,7 @@ def count_ranks(present: Sequence[bool]) -> list[int]:
 
 
 def describe(names: Sequence[str], counts: Sequence[int]) -> str:
-    """The parameters that some rank has no gradient for: which, and on how many ranks."""
+    """Describe the parameters that lack a gradient on some rank, one line each."""
     size = world_size()
     missing = [(n, c) for n, c in zip(names, counts, strict=True) if c < size]
     lines = [
