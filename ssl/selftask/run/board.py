@@ -1,4 +1,4 @@
-"""The key-value store through which ranks watch each other; rank 0 keeps it."""
+"""Key-value store, hosted by rank 0, through which ranks monitor each other."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from torch._C._distributed_c10d import TCPStore
 
 
 class BoardLost(Exception):
-    """The board cannot be reached: rank 0 has ended, or does not answer in time."""
+    """Raised if the board is unreachable: rank 0 has exited or does not answer in time."""
 
     def __init__(self, silent_s: float | None = None) -> None:
         super().__init__("rank 0 has ended" if silent_s is None else "rank 0 does not answer")
-        self.silent_s = silent_s  # None: the connection is closed
+        self.silent_s = silent_s  # None if the connection was closed
 
 
 class Board:
-    """Key-value store, separate from the process group's, with a time limit per operation.
+    """Key-value store with a time limit per operation, separate from the process group's store.
 
-    torch's has none for most of them: a client waits forever for a rank 0 that is stopped. A
-    thread of its own asks; whoever waits for the answer gives up after ``limit_s``. Rank 0, which
-    has the store in its own process and the most to ask, does so without that thread.
+    Most operations of torch's store have no time limit: a client waits forever if rank 0 is
+    stopped. Operations therefore run in a thread, and the caller gives up after ``limit_s``
+    seconds. Rank 0 hosts the store and calls it directly.
     """
 
     def __init__(self, rank: int) -> None:
@@ -55,7 +55,7 @@ class Board:
 
     @property
     def is_here(self) -> bool:
-        """Whether rank 0 is on this machine."""
+        """True if rank 0 is on this machine."""
         return bool(self.host == socket.gethostname())
 
     def set(self, key: str, value: str) -> None:
@@ -69,18 +69,21 @@ class Board:
         return bool(self._ask(self._store.check, [key]))
 
     def set_once(self, key: str, value: str) -> str:
-        """Set a key unless it exists; return its value."""
+        """Set a key unless it exists, and return the stored value."""
         return str(self._ask(self._store.compare_set, key, "", value).decode())
 
     def _ask(self, operation: Callable[..., Any], *args: Any) -> Any:
-        """Return the answer. Raises BoardLost on a timeout, and immediately from then on."""
+        """Return the result of a store operation.
+
+        Raises BoardLost after a timeout, and immediately in every later call.
+        """
         if self._is_ours:
             return operation(*args)
         if self._lost is not None:
             raise self._lost
         answer: Future[Any] = Future()
         self._asked.put((answer, operation, args))
-        # By seconds in which this process ran: it may have been suspended along with rank 0.
+        # Count seconds in which this process ran: it may have been suspended along with rank 0.
         if not any(wait([answer], timeout=1.0).done for _ in range(max(1, round(self.limit_s)))):
             self._lost = BoardLost(self.limit_s)
             raise self._lost
@@ -95,5 +98,5 @@ class Board:
             answer, operation, args = self._asked.get()
             try:
                 answer.set_result(operation(*args))
-            except BaseException as error:  # noqa: BLE001 - raised where it was asked
+            except BaseException as error:  # noqa: BLE001 - raised in the caller
                 answer.set_exception(error)

@@ -1,4 +1,4 @@
-"""Whether a run folder holds the run that is asked for, or another one."""
+"""Check that an existing run folder belongs to the requested run."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _MAY_CHANGE = {
 
 
 def check_same_run(config: Config, out: Path) -> None:
-    """Raise UserError if ``out`` has checkpoints of a run that another config describes.
+    """Raise UserError if ``out`` has checkpoints of a run with another config.
 
-    The length may change (train.epochs, train.max_steps), and whatever does not touch the result:
-    logging, checkpoints, hooks, evaluations, device, workers.
+    The length of the run may change (train.epochs, train.max_steps). So may settings that do not
+    affect the result: logging, checkpoints, hooks, evaluations, device, workers.
     """
     saved = out / "config.yaml"
     folder = out / "checkpoints"
@@ -66,7 +66,7 @@ def _read(saved: Path) -> dict[str, Any]:
 
 
 def _fixed(config: dict[str, Any]) -> dict[str, Any]:
-    """What of a config decides the result of a run."""
+    """Return the part of a config that determines the result of a run."""
     fixed = {
         section: {
             key: value
@@ -75,16 +75,16 @@ def _fixed(config: dict[str, Any]) -> dict[str, Any]:
         }
         for section in _SECTIONS
     }
-    fixed["data"].setdefault("sampler", {"name": "shuffled"})  # runs of old had this one only
-    fixed["data"].setdefault("augment_on", "cpu")  # so too
+    fixed["data"].setdefault("sampler", {"name": "shuffled"})  # the only one in older runs
+    fixed["data"].setdefault("augment_on", "cpu")  # likewise
     fixed["train"] = {key: (config.get("train") or {}).get(key) for key in _TRAIN}
-    parallel = config.get("parallel") or {}  # no such section in runs of old
+    parallel = config.get("parallel") or {}  # missing in older runs
     fixed["parallel"] = {key: parallel.get(key, "none") for key in _PARALLEL}
     return fixed
 
 
 def _changes(before: Any, now: Any, key: str) -> Iterator[str]:
-    """``method.temperature: 0.1 there, 0.2 now`` for each value that differs."""
+    """Yield ``method.temperature: 0.1 there, 0.2 now`` for each value that differs."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in {**before, **now}:
             yield from _changes(before.get(name), now.get(name), f"{key}.{name}".lstrip("."))

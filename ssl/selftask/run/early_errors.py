@@ -19,9 +19,10 @@ _EVERY_S = 1.0
 
 @contextmanager
 def report_early_errors(out: str | Path) -> Iterator[None]:
-    """Write an error of a rank other than 0 to ``out/errors``, where rank 0 looks for it.
+    """Context that writes an error of a rank other than 0 to ``out/errors``, for rank 0.
 
-    Else rank 0 waits for this rank until the launcher kills it, and is taken for the cause.
+    Otherwise rank 0 would wait for this rank until the launcher kills it, and would be reported as
+    the cause.
     """
     world = read_world()
     path = _path(Path(out), world.rank)
@@ -35,14 +36,14 @@ def report_early_errors(out: str | Path) -> Iterator[None]:
             known = isinstance(error, UserError | RunError)
             message = str(error) if known else f"{type(error).__name__}: {error}"
             message += f" (on {socket.gethostname()})"
-            with suppress(OSError):  # it is raised in any case
+            with suppress(OSError):  # the error itself is raised in any case
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(path, {"attempt": world.attempt, "message": message})
         raise
 
 
 def find_early_error(out: Path, attempt: str) -> Failure | None:
-    """Return the error that a rank wrote in this attempt, or None."""
+    """Return the first error that a rank wrote in this attempt, or None."""
     for path in sorted((out / "errors").glob("early_rank*.json")):
         content = read_json(path)
         if content.get("attempt") == attempt:
@@ -53,9 +54,15 @@ def find_early_error(out: Path, attempt: str) -> Failure | None:
 
 @contextmanager
 def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> Iterator[None]:
-    """On rank 0, look for such errors from a thread; report one and end the process.
+    """Context in which a thread of rank 0 reports an early error and ends the process.
 
-    The main thread waits for the others in torch's C++ code, which nothing interrupts.
+    A thread is needed because the main thread waits for the other ranks in torch's C++ code, which
+    cannot be interrupted.
+
+    Args:
+        out: The run folder.
+        world: This process; the thread is started on rank 0 only.
+        report: Called with the failure before the process exits with code 1.
     """
     over = threading.Event()
 

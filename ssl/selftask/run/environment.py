@@ -1,4 +1,4 @@
-"""What this process works with: its process group, device, seeds and random states."""
+"""Versions, machine and command of a run, for ``environment.json``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import selftask
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that selftask runs from, or that pip installed; None if unknown.
+    """Return the git commit of the checkout or the pip installation, or None if unknown.
 
-    ``-dirty`` follows if files of a checkout have been changed since.
+    The suffix ``-dirty`` marks a checkout with uncommitted changes.
     """
     try:
         direct = importlib.metadata.distribution("selftask").read_text("direct_url.json")
@@ -49,7 +49,7 @@ def _commit() -> str | None:
 
 
 def describe() -> dict[str, Any]:
-    """What ``environment.json`` records: versions, machine, command."""
+    """Return the content of ``environment.json``: versions, machine, command."""
     packages = ("torch", "torchvision", "classy-vision", "fvcore", "iopath", "timm", "numpy")
     versions = {}
     for package in packages:

@@ -1,4 +1,4 @@
-"""The end of a run, told once: its last line, ``status.json`` and exit code say the same."""
+"""Report the end of a run consistently in its last log line, ``status.json`` and exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from selftask.task import Task
 
 
 class Ending:
-    """How the run of ``task`` ended, in the words of this rank; rank 0 speaks for all."""
+    """Reports how the run of ``task`` ended; rank 0 writes ``status.json``."""
 
     def __init__(self, task: Task, status: Status) -> None:
         self.task, self.status = task, status
@@ -34,7 +34,7 @@ class Ending:
         return self.task.steps_done if hasattr(self.task, "clock") else 0
 
     def finished(self) -> int:
-        """All steps are done; 0."""
+        """Report success; return 0."""
         if self.first:
             self.status.write("finished", step=self.step)
         seconds = time.monotonic() - self.status.started_clock
@@ -44,16 +44,23 @@ class Ending:
         return 0
 
     def interrupted(self, by: str) -> int:
-        """Asked to stop, and saved; 0 with a requeue, else the signal's code, or 75."""
+        """Report a stop after a saved checkpoint.
+
+        Args:
+            by: Name of the signal or cause.
+
+        Returns:
+            0 if the job was requeued, else 128 + the signal's number, or 75 without a signal.
+        """
         return self._interrupted(by, f"checkpoint saved in {self.task.config.out}/checkpoints")
 
     def left_at_once(self, by: str) -> int:
-        """Asked twice, or before the first step: there was no time to save."""
+        """Report a stop without a checkpoint: after a second signal or before the first step."""
         return self._interrupted(by, "left at once; nothing was saved after the last checkpoint")
 
     def _interrupted(self, by: str, how: str) -> int:
         if self.status.failed_by_another():
-            return 1  # the signal ends what is left of the job
+            return 1  # another rank failed; the signal only ends the remaining ranks
         leaving = slurm_job.depart(by, self.task.config.launch, first=self.first)
         if self.first:
             self.status.write(leaving.state, step=self.step, by=leaving.by)
@@ -62,12 +69,20 @@ class Ending:
         return leaving.code
 
     def failed(self, error: BaseException, watch: Watch | None) -> int:
-        """Tell what went wrong, here or where it began; 2 for what the user has to put right."""
+        """Report a failure, by its original cause if another rank failed first.
+
+        Args:
+            error: The exception raised on this rank.
+            watch: The watchdog, or None if the process group does not exist yet.
+
+        Returns:
+            2 for an error the user must fix, else 1.
+        """
         trace = "".join(traceback.format_exception(error))
         self._write_error(self.task.world.rank, trace)
         known = isinstance(error, UserError | RunError)
         failure = Failure(self.task.world.rank, explain(error), "" if known else trace.rstrip())
-        if watch is None:  # the ranks have not met
+        if watch is None:  # no process group yet
             failure.rank0_hears = self.first
         else:
             failure = watch.cause(failure, of_connection=_is_of_connection(error))
@@ -75,11 +90,11 @@ class Ending:
         return error.exit_code if isinstance(error, UserError) else 1
 
     def tell(self, failure: Failure) -> None:
-        """The last lines of a failed run; whoever is left speaks when rank 0 is gone."""
+        """Log the failure and write the status; another rank does so if rank 0 is gone."""
         first, *rest = failure.message.splitlines() or [""]
         line = f"RUN FAILED at step {self.step} on rank {failure.rank}: {first}"
         told = self.status.failed_by_another()
-        if self.first and told:  # it was stopped, the others gave up, and it wakes
+        if self.first and told:  # rank 0 was suspended, and the others gave up
             return
         for_rank0 = not failure.rank0_hears and not told
         if self.first or for_rank0:
@@ -97,9 +112,9 @@ class Ending:
             print(line, file=sys.stderr, flush=True)
 
     def _write_error_for(self, failure: Failure) -> None:
-        """A rank that was killed, or hangs, has not written why."""
+        """Write the error file of a rank that was killed or hangs, unless it wrote its own."""
         path = self._errors_of(failure.rank)
-        if not path.exists() or path.stat().st_mtime < self.status.started:  # of an attempt before
+        if not path.exists() or path.stat().st_mtime < self.status.started:  # of an earlier one
             self._write_error(failure.rank, f"{failure.message}\n{failure.details}")
 
     def _write_error(self, rank: int, text: str) -> None:
@@ -114,7 +129,7 @@ class Ending:
 
 @contextmanager
 def _written_or_said() -> Iterator[None]:
-    """Context in which a file is written to tell of an end, which a full disk must not replace."""
+    """Context that logs an OSError, so that a full disk does not hide the failure itself."""
     try:
         yield
     except OSError as error:
@@ -122,7 +137,7 @@ def _written_or_said() -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """The message of an error whose cause we know; else its type and message."""
+    """Return an error's message, with its type and a hint unless it is a UserError or RunError."""
     if isinstance(error, UserError | RunError):
         return str(error)
     message = f"{type(error).__name__}: {error}"
@@ -135,11 +150,11 @@ def explain(error: BaseException) -> str:
         return f"{message}; make room and start the same command again: it goes on"
     if isinstance(error, MemoryError):
         return f"the machine's memory is full; try fewer data.num_workers\n{message}"
-    if "DefaultCPUAllocator" in message:  # a RuntimeError of torch's
+    if "DefaultCPUAllocator" in message:  # torch raises a RuntimeError
         return f"the machine's memory is full; try a smaller model or train.batch_size\n{message}"
     return message
 
 
 def _is_of_connection(error: BaseException) -> bool:
-    """Whether that is what the failure of another rank looks like from here."""
+    """Return True for a broken connection, which usually means that another rank failed."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)

@@ -1,4 +1,4 @@
-"""The cause of a run's end, in the form that ranks exchange."""
+"""Failure record that ranks exchange."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import json
 
 
 class Failure(Exception):
-    """Cause of the run's end, as reported by the rank on which it happened.
+    """Cause of a failed run.
 
-    ``lost``: the rank was killed from outside, or its machine is gone; the run is not to blame.
+    Args:
+        rank: Rank on which the failure happened.
+        message: What went wrong.
+        details: Traceback or stacks, if any.
+        lost: True if the rank was killed from outside or its machine is gone.
     """
 
     def __init__(self, rank: int, message: str, details: str = "", *, lost: bool = False) -> None:
         super().__init__(message)
         self.rank, self.message, self.details, self.lost = rank, message, details, lost
-        self.rank0_hears = True  # else this rank has to write the end of the run
+        self.rank0_hears = True  # if False, this rank writes the end of the run
 
     def to_json(self) -> str:
         names = ("rank", "message", "details", "lost")

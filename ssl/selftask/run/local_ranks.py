@@ -1,7 +1,7 @@
-"""Several ranks on this machine: the same command once per rank, watched until all have left.
+"""Launch several ranks on this machine and wait for them.
 
-The parent never imports torch. It hands signals on, waits for the ranks, and says how the run ended
-where they no longer could.
+Each rank runs the same command. The parent never imports torch. It forwards signals, waits for the
+ranks, and reports how the run ended if they could not.
 """
 
 from __future__ import annotations
@@ -27,36 +27,41 @@ from selftask.logs import add_line
 from selftask.run.run_folder import check_free
 from selftask.run.status import Status
 
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
-GRACE_S = 20.0  # after the first failure: the ranks tell each other and leave within seconds
+_PR_SET_PDEATHSIG = 1  # see prctl(2)
+GRACE_S = 20.0  # after the first failure; the other ranks usually exit within seconds
 
 
 def start(config: Config, command: list[str]) -> int:
-    """Run ``command`` as ``launch.processes`` ranks; again after a failure, as the config allows.
+    """Run ``launch.processes`` ranks, with up to ``launch.max_restarts`` restarts after failures.
 
-    Returns the exit code of the first rank that failed, or of rank 0.
+    Args:
+        config: The config of the run.
+        command: Command line of a rank.
+
+    Returns:
+        The exit code of the first rank that failed, or of rank 0.
     """
     check_free(config.out)
     status = Status(config)
     attempts = config.launch.max_restarts + 1
     earlier = _saved(config)
     for attempt in range(1, attempts + 1):
-        before = status.read()  # may be of an earlier run
+        before = status.read()  # possibly from an earlier run
         ranks = Ranks(command, config.launch.processes)
         code = ranks.wait()
         after = status.read()
         state = after.get("state") if after != before else None
         if code == 0 or ranks.asked_to_stop or state in _ENDED_WELL:
             return code
-        mistake = state is None and code == 2  # of the user, who has been told
+        mistake = state is None and code == 2  # a UserError, already reported
         if state in (None, "running") and not mistake:
             _tell_what_ranks_could_not(status, ranks)
         upload_files(config.out, config.out_folder, "*.txt", "errors/*", "status.json")
-        if code == 2 or attempt == attempts:  # what the user has to put right stays wrong
+        if code == 2 or attempt == attempts:  # a restart cannot fix a UserError
             break
         print(f"starting again from the newest checkpoint: restart {attempt} of {attempts - 1}")
         if config.resume.checkpoint != "auto" and _saved(config) - earlier:
-            command = [*command, "resume=auto"]  # another one was for the first attempt
+            command = [*command, "resume=auto"]  # the given one was for the first attempt
     return code
 
 
@@ -83,7 +88,7 @@ class Ranks:
             "MASTER_PORT": str(_free_port()),
             "SELFTASK_LAUNCHER": "selftask",
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-            # else torch shows the C++ stack of each connection that a dying rank breaks
+            # by default torch prints a C++ stack for each connection that a dying rank breaks
         }
         heeded = [n for n in STOP_SIGNALS if n != signal.SIGHUP or not is_ignored(n)]
         self.previous = {number: signal.signal(number, self._hand_on) for number in heeded}
@@ -91,7 +96,7 @@ class Ranks:
             subprocess.Popen(
                 command,
                 env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                preexec_fn=_stopped_with(os.getpid()),  # there is no thread here that it could meet
+                preexec_fn=_stopped_with(os.getpid()),  # safe: this process has no threads
             )
             for rank in range(count)
         ]
@@ -99,13 +104,17 @@ class Ranks:
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
         self.asked_to_stop = True
         if number == signal.SIGINT and os.isatty(0):
-            return  # the terminal has sent it to the ranks itself
+            return  # the terminal has sent it to the ranks, too
         for process in getattr(self, "processes", []):
             with suppress(ProcessLookupError):
                 process.send_signal(number)
 
     def wait(self) -> int:
-        """Until all have left; those that do not leave after a failure are killed."""
+        """Wait for all ranks; kill those that are still running ``GRACE_S`` after a failure.
+
+        Returns:
+            The exit code of the first rank that failed, or 0.
+        """
         deadline: float | None = None
         try:
             while any(process.poll() is None for process in self.processes):
@@ -133,7 +142,7 @@ class Ranks:
                 process.wait()
 
     def describe_failure(self) -> str:
-        """What the first rank that failed died of."""
+        """Return how the first failed rank ended, with advice if memory ran out."""
         rank = self.first_failed or 0
         process = self.processes[rank]
         code = process.returncode
@@ -143,7 +152,7 @@ class Ranks:
 
 
 def _tell_what_ranks_could_not(status: Status, ranks: Ranks) -> None:
-    """The last line and the status of a run whose first rank died before it could write them."""
+    """Write the last log line and the status of a run if no rank could write them."""
     message = ranks.describe_failure()
     status.path.parent.mkdir(parents=True, exist_ok=True)
     status.write("failed", rank=ranks.first_failed, error=message)
@@ -153,10 +162,11 @@ def _tell_what_ranks_could_not(status: Status, ranks: Ranks) -> None:
 
 
 def starts_ranks(config: Config) -> bool:
-    """Return whether this process starts the ranks instead of being one.
+    """Return True if this process has to start the ranks, False if it is one.
 
-    Raises UserError if the launcher around this process has started another number of ranks than
-    the config asks for.
+    Raises:
+        UserError: If the launcher of this process started a different number of ranks than the
+            config requests, or if the config requests several nodes.
     """
     world, asked = read_world(), config.launch.world_size
     alone = asked == 1 and not config.launch.max_restarts
@@ -178,8 +188,8 @@ def starts_ranks(config: Config) -> bool:
 def own_command(argv: list[str]) -> list[str]:
     """Return the command line of a rank: this command, started in the same way.
 
-    ``-m`` would look for every module in the current folder first, which the installed script
-    does not.
+    The installed script is not replaced by ``-m``, which would put the current folder first on the
+    module search path.
     """
     if sys.argv[1:] == ["train", *argv]:
         return [sys.executable, *sys.orig_argv[1:]]
@@ -187,9 +197,9 @@ def own_command(argv: list[str]) -> list[str]:
 
 
 def _stopped_with(parent: int) -> Callable[[], None] | None:
-    """What a rank does before anything else: have the kernel send it SIGTERM when its parent dies.
+    """Return a ``preexec_fn`` that makes the kernel send SIGTERM when the parent dies.
 
-    A parent that is killed can hand nothing on, and its ranks would train on, seen by nobody.
+    Otherwise the ranks of a killed parent would keep running unnoticed.
     """
     if not sys.platform.startswith("linux"):
         return None

@@ -1,4 +1,4 @@
-"""A copy of the user's own modules in the run folder, so that a result keeps its code."""
+"""Copy the user's own modules to the run folder, for reproducibility."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from selftask.logs import get_logger
 log = get_logger(__name__)
 
 _OURS = Path(__file__).resolve().parents[1]
-_INSTALLED = ("site-packages", "dist-packages")  # environment.json has their versions
+_INSTALLED = ("site-packages", "dist-packages")  # not copied; environment.json has some versions
 
 
 def copy_plugins(config: Config, out: Path) -> None:
-    """Copy the modules that a config names, and those beside them that they import, to ``code/``.
+    """Copy the modules named in a config, and imported modules next to them, to ``code/``.
 
-    Raises UserError for an address that cannot be imported.
+    Args:
+        config: The config of the run.
+        out: The run folder.
+
+    Raises:
+        UserError: If an address in the config cannot be imported.
     """
     named = set(config.imports)
     for key, address in code_in(config.to_dict()):
@@ -39,7 +44,7 @@ def copy_plugins(config: Config, out: Path) -> None:
 
 
 def _files_of(tops: set[str]) -> Iterator[tuple[Path, Path]]:
-    """Each loaded source file beside or below a top-level module, and its place in ``code/``."""
+    """Yield source files next to or below top-level modules, with their path in ``code/``."""
     roots = {folder for name in tops if (folder := _folder_of(name)) is not None}
     for module in list(sys.modules.values()):
         place = Path(getattr(module, "__file__", None) or "")
@@ -51,7 +56,7 @@ def _files_of(tops: set[str]) -> Iterator[tuple[Path, Path]]:
 
 
 def _folder_of(name: str) -> Path | None:
-    """The folder that holds a top-level module or package; None for one built in."""
+    """Return the folder that contains a top-level module or package, or None for a built-in."""
     module = sys.modules.get(name)
     places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
     found = next((Path(place).resolve() for place in places if place), None)

@@ -1,4 +1,4 @@
-"""One process of a run, from config to exit code: its folder, log, watch and last line."""
+"""One process of a run, from config to exit code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from selftask.task.loop import Interrupted, train_loop
 
 
 def run(config: Config, sources: Sources) -> int:
-    """Train what ``config`` says on ``sources``, or go on with it; the exit code."""
+    """Train or resume the run of ``config`` on ``sources``; return the exit code."""
     fetch_out(config, read_world())
     check_same_run(config, config.out_folder)
     if Status(config).says_finished():
@@ -59,11 +59,15 @@ def run(config: Config, sources: Sources) -> int:
 def run_task(task: Task, *, raises: bool = False) -> int:
     """Train a task in its folder and return the exit code.
 
-    The last line is ``RUN finished``, ``RUN interrupted by`` or ``RUN FAILED``, and
-    ``status.json`` says the same.
+    The last log line is ``RUN finished``, ``RUN interrupted by`` or ``RUN FAILED``, in agreement
+    with ``status.json``.
 
     Args:
-        raises: Whether what ends the run early, Interrupted or an error, is raised, too.
+        task: The task, not yet prepared.
+        raises: If True, raise Interrupted or the error that ended the run early.
+
+    Returns:
+        The exit code of the process.
     """
     config, world = task.config, task.world
     fetched = fetch_out(config, world)
@@ -117,13 +121,13 @@ def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
                 write_json(task.out / "environment.json", environment.describe())
                 copy_plugins(config, task.out)
                 status.write("running", world_size=world.size)
-            # The watch explains what hangs; the collectives' own limit is for when it cannot.
+            # The watchdog reports a hang first; the collectives' longer timeout is a fallback.
             tell = partial(_tell, ending, upload)
             with watch_others(task.out, world, tell):
                 process_group.join_world(world, task.device, timeout_s=2 * timeout_s + 60)
             watch = Watch(world.rank, world.size, timeout_s=timeout_s, report=tell)
             stopped_by = _train(task)
-            barrier()  # a run has ended well when it has on every rank
+            barrier()  # success means success on every rank
             watch.stop()
             upload()
             code = ending.interrupted(stopped_by) if stopped_by else ending.finished()
@@ -151,9 +155,10 @@ def _tell(ending: Ending, upload: Callable[[], None], failure: Failure) -> None:
 
 @contextmanager
 def _signals_told() -> Iterator[None]:
-    """Context in which a signal that would end the process in silence is a KeyboardInterrupt.
+    """Context in which a stop signal without a handler raises KeyboardInterrupt.
 
-    One may come before the hook ``preemption`` is there. A second one ends the process as ever.
+    A signal may arrive before the ``preemption`` hook is installed. A second signal ends the
+    process as usual.
     """
     main = threading.current_thread() is threading.main_thread()
     silent = [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
@@ -167,13 +172,13 @@ def _signals_told() -> Iterator[None]:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    # A closed terminal sends more than one SIGHUP.
+    # A closing terminal may send several SIGHUPs.
     signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _train(task: Task) -> str | None:
-    """Train to the end, or until something asks to stop: what it was."""
+    """Train; return the stop reason, or None if all steps are done."""
     try:
         train_loop(task)
     except Interrupted as stop:
@@ -182,7 +187,7 @@ def _train(task: Task) -> str | None:
 
 
 def _precision_advice(config: Config, device: torch.device) -> str | None:
-    """One line if a CPU would train faster in bfloat16."""
+    """Return a log message if this CPU would train faster in bfloat16, or None."""
     if device.type != "cpu" or config.train.precision != "float32":
         return None
     instructions = bfloat16_instructions()
@@ -193,13 +198,19 @@ def _precision_advice(config: Config, device: torch.device) -> str | None:
 
 
 def num_threads(config: Config, local_size: int = 1) -> int:
-    """Return the threads of torch on the CPU, per process.
+    """Return the number of torch's CPU threads per process.
 
-    ``auto`` on a CPU leaves a quarter of the process's cores, at least one: making views takes
-    0.5 to 5 % of a training's CPU time there (``tools/bench/threads.py``). The number of workers
-    does not matter, since results depend on threads bit for bit. More threads than free cores cost
-    a factor: threads wait for each other at every operation, and one that has lost its core to a
-    worker makes all of them wait. With a GPU it is the cores that the workers leave.
+    On a CPU, ``auto`` leaves a quarter of the process's cores free, at least one, for the loader:
+    making views takes 0.5 to 5 % of the CPU time of training (``tools/bench/threads.py``). The
+    value does not depend on the number of workers, since results depend on it bit for bit. More
+    threads than free cores are several times slower: threads synchronize at every operation, so
+    all of them wait for one that has lost its core to a worker.
+
+    On a GPU, ``auto`` uses the cores that the workers leave free.
+
+    Args:
+        config: The config of the run.
+        local_size: Number of ranks on this machine.
     """
     threads = config.train.threads
     if threads != "auto":

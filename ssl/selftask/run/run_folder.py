@@ -1,4 +1,4 @@
-"""The folder of a run: there, writable, and of no other run while this one lasts."""
+"""The run folder: created, checked for write access, and locked against other runs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,26 @@ from selftask.distributed.world import World
 from selftask.errors import UserError
 from selftask.files.addresses import is_remote, work_folder
 
-LOCK = ".lock"  # in the folder; the lock is the kernel's and ends with the process, however it ends
-_HELD = (errno.EACCES, errno.EAGAIN)  # by another process
-TOUCH_S = 5.0  # how often a run touches its lock
-TAKE_OVER_S = 180.0  # a lock without a touch for so long is of a dead node; NFS caches for 60 s
+LOCK = ".lock"  # file in the run folder; the kernel releases the lock when the process ends
+_HELD = (errno.EACCES, errno.EAGAIN)  # locked by another process
+TOUCH_S = 5.0  # interval at which a run touches its lock file
+TAKE_OVER_S = 180.0  # age at which a lock file belongs to a dead node; NFS caches for 60 s
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file systems
 
 
 @contextmanager
 def locked(out: str, *, first: bool) -> Iterator[Path]:
-    """Context in which ``out`` is there, and no other run writes to it; ``first``: on rank 0.
+    """Context that creates and locks the run folder.
 
-    Two runs would cut each other's metrics and remove each other's half-written checkpoints.
-    Raises UserError if another one has it, or if it cannot be written to.
+    Without the lock, two runs would truncate each other's metrics and remove each other's
+    incomplete checkpoints.
+
+    Args:
+        out: The run folder or its address.
+        first: True on rank 0, which takes the lock.
+
+    Raises:
+        UserError: If another run has locked the folder, or it is not writable.
     """
     if not out.strip():
         raise UserError("out is empty; give the folder of the run, such as out=runs/mine")
@@ -53,23 +60,28 @@ def locked(out: str, *, first: bool) -> Iterator[Path]:
 
 
 def check_free(out: str) -> None:
-    """Raise UserError if a run of another process has the folder."""
+    """Raise UserError if another process has locked the run folder."""
     lock = work_folder(out) / LOCK
     if out.strip() and is_held(lock.parent):
         raise _refusal(out, _holder(lock)[0])
 
 
 def fetch_out(config: Config, world: World) -> dict[str, Stamp] | None:
-    """Fetch what is at an address ``out`` into the local folder, before a run starts.
+    """Download a remote ``out`` to the local run folder before the run starts.
 
-    The first rank of the machine does so, the others wait for it.
+    The first rank of the machine downloads; the others wait for it.
+
+    Args:
+        config: The config of the run.
+        world: This process.
 
     Returns:
-        What ``mirrored`` needs to know, on the first rank of an address; else None.
+        The stamps of the downloaded files, for ``mirrored``; None if ``out`` is local, and on all
+        ranks but the first of the machine.
 
     Raises:
-        UserError: A run of this machine has the folder, the address cannot be read, or ranks are
-            on several machines, which would need a folder that they share.
+        UserError: If another run on this machine uses the folder, if the address cannot be read,
+            or if the ranks are on several machines.
     """
     out, folder = config.out, config.out_folder
     if not is_remote(out):
@@ -80,7 +92,7 @@ def fetch_out(config: Config, world: World) -> dict[str, Stamp] | None:
             "that they share"
         )
     marker = folder.with_name(f"{folder.name}.fetched")
-    launch = f"{world.attempt} by {os.getppid()}"  # the same for all ranks of the machine
+    launch = f"{world.attempt} by {os.getppid()}"  # equal on all ranks of the machine
     if world.local_rank:
         while not (marker.exists() and marker.read_text(encoding="utf-8") == launch):
             time.sleep(0.1)
@@ -94,7 +106,7 @@ def fetch_out(config: Config, world: World) -> dict[str, Stamp] | None:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a run of another process has the folder just now; False where there are no locks."""
+    """Return True if another process has locked the run folder; False without lock support."""
     try:
         with (folder / LOCK).open("r+", encoding="utf-8") as lock:
             _lock(lock)
@@ -104,26 +116,26 @@ def is_held(folder: Path) -> bool:
 
 
 def _lock(file: IO[str]) -> None:
-    """Of the process, not of the file: a worker that outlives a killed run does not keep it."""
+    """Take a per-process lock, which a worker that outlives a killed run does not inherit."""
     import fcntl
 
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _take(lock: IO[str], path: Path, out: str) -> None:
-    """Lock the folder; wait for an earlier attempt of this job, which SLURM has started again."""
+    """Lock the folder; if SLURM has restarted this job, wait for its previous attempt to end."""
     touched, since = path.stat().st_mtime_ns, time.monotonic()
     while not _try(lock, out):
         holder, job = _holder(path)
         restarted = int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
         if not restarted or job != os.environ.get("SLURM_JOB_ID"):
             raise _refusal(out, holder)
-        if path.stat().st_mtime_ns != touched:  # it lives: perhaps it saves
+        if path.stat().st_mtime_ns != touched:  # the previous attempt is alive, perhaps saving
             touched, since = path.stat().st_mtime_ns, time.monotonic()
         elif time.monotonic() - since > TAKE_OVER_S:
-            if holder.endswith(f" on {socket.gethostname()}"):  # of this kernel: no mistake
+            if holder.endswith(f" on {socket.gethostname()}"):  # same kernel: the lock is valid
                 raise _refusal(out, holder)
-            # A node that died may leave its lock with the file server.
+            # The file server may keep the lock of a dead node.
             print(f"out={out}: taken over; silent for {TAKE_OVER_S:.0f} s: {holder}", flush=True)
             break
         time.sleep(min(1.0, TAKE_OVER_S / 4))

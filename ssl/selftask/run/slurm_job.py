@@ -1,7 +1,7 @@
-"""Inside a SLURM job: what the scheduler means to do with it, and how it gets back to the queue.
+"""State and requeue of the SLURM job around this process.
 
-Free of torch. Two callers: rank 0, when a signal has stopped the run; and the job's batch script
-(``slurm.batch_epilogue``) when ranks have died, rank 0 perhaps among them.
+Used by rank 0 after a stop signal, and by the batch script (``slurm.batch_epilogue``) after ranks
+have died. Does not import torch.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ from dataclasses import dataclass
 from selftask.config.schema import LaunchConfig
 
 TRY_AGAIN = 75  # EX_TEMPFAIL
-_ASKING = ("SIGTERM", "SIGUSR2", "a signal on another rank")  # what a scheduler stops a run by
+_ASKING = ("SIGTERM", "SIGUSR2", "a signal on another rank")  # possibly sent by the scheduler
 
 
 @dataclass(frozen=True)
 class ExitDecision:
-    """How an interrupted run leaves: the truth for ``status.json``, last line and exit code."""
+    """State, log message and exit code of an interrupted run."""
 
     state: str  # requeued | interrupted
     by: str
-    outlook: str  # how the run goes on
+    outlook: str  # how the run will continue
     code: int
 
 
 @dataclass(frozen=True)
 class Job:
-    """The job around this process, as the controller sees it now."""
+    """The SLURM job of this process, as reported by the controller."""
 
     id: str
     state: str  # RUNNING, COMPLETING, PENDING, ...
     reason: str
-    restarts: int  # so far, by the controller
-    attempt: int  # restarts before this process was started
-    batch: bool  # an interactive job has no queue to go back to
+    restarts: int  # restarts by now
+    attempt: int  # restarts at the start of this process
+    batch: bool  # False for an interactive job, which cannot be requeued
 
     @property
     def requeued(self) -> bool:
-        """Whether it is to start again already: preempted, its node gone, or by ``scontrol``."""
+        """True if SLURM has already requeued it: by preemption, node failure or ``scontrol``."""
         return self.restarts > self.attempt
 
     @property
     def cancelled(self) -> bool:
-        """Whether it is being ended for good, and not by its time limit."""
+        """True if the job is ending without a requeue, and not because of its time limit."""
         return not self.requeued and self.state != "RUNNING" and self.reason != "TimeLimit"
 
 
 def current_job() -> Job | None:
-    """The job of this process, asked of the controller; None outside, or if nobody answers."""
+    """Return the job of this process; None outside SLURM or if the controller does not answer."""
     job_id = job_name()
     if job_id is None:
         return None
@@ -70,17 +70,22 @@ def current_job() -> Job | None:
 
 
 def job_name() -> str | None:
-    """The id by which commands know this job (``12``, or ``12_3`` of an array); None outside."""
+    """Return the job id for SLURM's commands (``12``, or ``12_3`` in an array), or None."""
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         return "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**os.environ)
     return os.environ.get("SLURM_JOB_ID")
 
 
 def depart(by: str, launch: LaunchConfig, *, first: bool) -> ExitDecision:
-    """Leave a run that was stopped ``by`` a signal and saved: back to the queue where there is one.
+    """Requeue the job of an interrupted run if possible, and return how the run exits.
 
-    Every rank calls; rank 0 (``first``) asks SLURM, and requeues the job unless it has done so or
-    someone has cancelled it. From here on SLURM's own signals are ignored: they follow at once.
+    Every rank must call this function. From then on SIGTERM and SIGUSR2 are ignored, since SLURM
+    sends them right after a requeue.
+
+    Args:
+        by: Stop reason, such as the name of a signal.
+        launch: Limits the number of requeues.
+        first: True on rank 0, which requeues the job unless it is already requeued or cancelled.
     """
     code = _exit_code(by)
     alone = ExitDecision("interrupted", by, "the same command goes on", code)
@@ -117,7 +122,7 @@ def _requeued(job: Job, by: str, launch: LaunchConfig, alone: ExitDecision) -> E
 
 
 def requeue(job: Job) -> str:
-    """Ask for the job to start again, under the same id; what went wrong, or nothing."""
+    """Requeue the job under the same id; return an error message, or an empty string."""
     done = command("scontrol", "requeue", job.id)
     return (done.stderr or done.stdout).strip() if done.returncode != 0 else ""
 
@@ -128,7 +133,7 @@ def _exit_code(by: str) -> int:
 
 
 def command(*words: str, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:
-    """One of SLURM's commands; a missing one or a silent controller is a failure, too."""
+    """Run a SLURM command; return code 127 if it is missing or exceeds ``timeout_s``."""
     try:
         return subprocess.run(words, capture_output=True, text=True, check=False, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired) as error:

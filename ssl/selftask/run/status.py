@@ -1,4 +1,4 @@
-"""``status.json``: what became of a run, for people, schedulers and the same command again."""
+"""``status.json``: the run state, for users, schedulers and a resume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from selftask.logs import read_json, write_json
 
 
 def _is_alive(status: dict[str, Any]) -> bool:
-    """Return whether the process named in a status is running on this machine."""
+    """Return True if the process named in a status runs on this machine and is not this one."""
     pid = status.get("pid")
     if status.get("host") != socket.gethostname() or not isinstance(pid, int):
         return False
@@ -27,7 +27,7 @@ def _is_alive(status: dict[str, Any]) -> bool:
 
 
 class Status:
-    """State, step and process of the run in ``out``."""
+    """Reads and writes the ``status.json`` of a run."""
 
     def __init__(self, config: Config) -> None:
         self.path = config.out_folder / "status.json"
@@ -35,16 +35,16 @@ class Status:
         self.started, self.started_clock = time.time(), time.monotonic()
 
     def read(self) -> dict[str, Any]:
-        """What it says; nothing where there is none."""
+        """Return the content, or an empty dict if there is no file."""
         return read_json(self.path)
 
     def failed_by_another(self) -> bool:
-        """Return whether another rank has already recorded the end of this attempt."""
+        """Return True if a rank has already recorded the failure of this attempt."""
         status, attempt = self.read(), read_world().attempt
         return bool(attempt and status.get("attempt") == attempt and status["state"] == "failed")
 
     def close_lost(self) -> str | None:
-        """Correct the status of a killed attempt; return the message for the log."""
+        """Set the state of a killed attempt to failed; return a message for the log, or None."""
         before = self.read()
         if before.get("state") != "running" or _is_alive(before):
             return None
@@ -56,7 +56,7 @@ class Status:
         return error
 
     def says_finished(self) -> bool:
-        """Whether this very run is complete: asking for more steps than it had goes on with it."""
+        """Return True if the run is complete at the requested length."""
         if self.config.resume.checkpoint == "never":
             return False
         status = self.read()
@@ -67,7 +67,12 @@ class Status:
         return [self.config.train.epochs, self.config.train.max_steps]
 
     def write(self, state: str, **more: Any) -> None:
-        """``running``, ``finished``, ``interrupted``, ``requeued`` or ``failed``."""
+        """Write the status.
+
+        Args:
+            state: ``running``, ``finished``, ``interrupted``, ``requeued`` or ``failed``.
+            **more: Further entries of the file.
+        """
         content = {
             "state": state,
             "length": self._length,

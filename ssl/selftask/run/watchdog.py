@@ -1,11 +1,12 @@
-"""Watches a run from a thread of its own: who failed, who is gone, and what hangs.
+"""Watchdog thread that detects failed, dead and hanging ranks.
 
-Every rank writes a sign of life a second to a board (a key-value store that rank 0 keeps) and reads
-whether another has failed. Rank 0 also reads all signs: it knows who has died and, when none has
-moved for ``launch.hang_timeout_s``, asks every rank for its stack and tells who was missing where.
+Every rank writes a heartbeat once a second to a board, a key-value store hosted by rank 0, and
+reads whether another rank has failed. Rank 0 also reads all heartbeats to detect dead ranks. If no
+rank makes progress for ``launch.hang_timeout_s``, rank 0 collects the stack of every rank and
+reports which rank is missing.
 
-The main thread may be deep in a collective that never ends, so whoever finds the cause here reports
-it and ends the process from here.
+The main thread may be blocked in a collective. The watchdog therefore reports the failure and ends
+the process itself.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ from selftask.run.board import Board, BoardLost
 from selftask.run.failure import Failure
 
 EVERY_S = 1.0
-SILENT_S = 60.0  # a rank on another machine without a sign for so long is gone
-LEAVE_S = 5.0  # how long the others get to hear of a failure
+SILENT_S = 60.0  # a rank on another machine without a heartbeat for this long is dead
+LEAVE_S = 5.0  # time for the other ranks to read a failure
 
-Sign = dict[str, Any]  # what a rank writes: host, pid, count, doing, collectives, waits, step
+Sign = dict[str, Any]  # heartbeat of a rank: host, pid, count, doing, collectives, waits, step
 
 
 class AwakeClock:
-    """Clock that stands still while this process is stopped or suspended.
+    """Clock that pauses while this process is stopped or suspended.
 
-    Of a time longer than ``max_gap_s`` between two questions no more than that counts.
+    Args:
+        max_gap_s: The most that is counted between two calls, in seconds.
     """
 
     def __init__(self, max_gap_s: float) -> None:
@@ -50,7 +52,14 @@ class AwakeClock:
 
 
 class Watch:
-    """One thread of each rank; ``report`` is called once at most, with what ended the run."""
+    """Watchdog of one rank.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        timeout_s: Time without progress on any rank after which the run fails, in seconds.
+        report: Called at most once, with the failure that ended the run.
+    """
 
     def __init__(
         self, rank: int, size: int, *, timeout_s: float, report: Callable[[Failure], None]
@@ -59,19 +68,19 @@ class Watch:
         self.board = Board(rank) if size > 1 else None
         if self.board is not None:
             self.board.limit_s = timeout_s if self.board.is_here else min(timeout_s, SILENT_S)
-        self._every_s = max(EVERY_S, size / 256)  # rank 0 reads all signs
+        self._every_s = max(EVERY_S, size / 256)  # rank 0 reads every rank's heartbeat
         self._now = AwakeClock(2 * self._every_s)
         self._main = threading.main_thread().ident
         self._over = threading.Event()
         self._kills = OutOfMemoryKills()
         self._reporting = threading.Lock()
-        self._moved: dict[int, tuple[int, float]] = {}  # rank -> its count, when it last changed
-        self._heard: dict[int, tuple[Sign, float]] = {}  # rank -> its sign, when it last changed
+        self._moved: dict[int, tuple[int, float]] = {}  # rank -> count, time of last change
+        self._heard: dict[int, tuple[Sign, float]] = {}  # rank -> heartbeat, time of last change
         self._thread = threading.Thread(target=self._run, name="selftask watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """The run is over on this rank: nobody is to miss it. Rank 0, with the board, goes last."""
+        """Stop watching at the end of the run; rank 0, which hosts the board, leaves last."""
         board = self._leave_watch()
         if board is None:
             return
@@ -80,7 +89,7 @@ class Watch:
             self._await(lambda rank: board.has(f"left/{rank}"), range(1, self.size))
 
     def _leave_watch(self) -> Board | None:
-        """End the thread; the board, which from now on has to answer quickly."""
+        """End the thread and return the board, with its time limit reduced to ``LEAVE_S``."""
         self._over.set()
         if self.board is not None:
             self.board.limit_s = LEAVE_S
@@ -88,7 +97,7 @@ class Watch:
         return self.board
 
     def _await(self, done: Callable[[int], Any], ranks: Iterable[int]) -> None:
-        """Until that is so of all ranks, a few seconds at most."""
+        """Wait until ``done`` is true of all ranks, for at most ``LEAVE_S``."""
         deadline = time.monotonic() + LEAVE_S
         for rank in ranks:
             while time.monotonic() < deadline and not _quietly(lambda: done(rank), default=True):  # noqa: B023
@@ -97,13 +106,17 @@ class Watch:
     # -- the main thread failed ---------------------------------------------------------------
 
     def cause(self, error: Failure, *, of_connection: bool) -> Failure:
-        """Why the run really ends, now that the main thread of this rank has raised ``error``.
+        """Announce a failure of the main thread; return the original failure of the run.
 
-        Tells the others. A broken connection is what a failure elsewhere looks like from here: it
-        waits for the word of that rank, or for the news that it is gone.
+        A broken connection usually means that another rank failed. In that case, wait for its
+        report or its death.
+
+        Args:
+            error: Failure of this rank.
+            of_connection: True if ``error`` is a broken connection.
         """
         if not self._reporting.acquire(blocking=False):
-            time.sleep(4 * LEAVE_S)  # the watch is at it, and ends the process
+            time.sleep(4 * LEAVE_S)  # the watchdog thread is ending the process
         if self._leave_watch() is None:
             return error
         if of_connection:
@@ -126,7 +139,7 @@ class Watch:
         return None
 
     def _announce(self, failure: Failure) -> Failure:
-        """Put it on the board unless one is there; the one that is there."""
+        """Write the failure to the board unless there is one; return the one on the board."""
         assert self.board is not None
         try:
             return Failure.from_json(self.board.set_once("failed", failure.to_json()))
@@ -139,7 +152,7 @@ class Watch:
         return Failure.from_json(self.board.get("failed")) if self.board.has("failed") else None
 
     def _let_others_leave(self) -> None:
-        """Rank 0 keeps the board, so it goes last; the others wait until rank 0 has read."""
+        """Wait until the failure is known: rank 0 waits for all ranks, the others for rank 0."""
         board = self.board
         assert board is not None
         _quietly(lambda: board.set(f"knows/{self.rank}", "1"))
@@ -157,7 +170,7 @@ class Watch:
                 failure = self._look()
             except BoardLost as lost:
                 failure = self._rank0_is_gone(lost)
-            except Exception:  # noqa: BLE001 - a bug of the watch must not cost the run
+            except Exception:  # noqa: BLE001 - a watchdog bug must not end the run
                 LOGGER.exception("the watch over the run has ended; the run goes on without it")
                 return
             if failure is None or self._over.is_set():
@@ -166,7 +179,7 @@ class Watch:
                 self._end(failure)
 
     def _end(self, failure: Failure) -> None:
-        """Report, let the others know, leave: the main thread may never come back."""
+        """Report and announce a failure, then end the process; the main thread may be blocked."""
         try:
             if self.board is not None:
                 failure = self._announce(failure)
@@ -206,7 +219,7 @@ class Watch:
             self._moved[rank] = (count, now)
 
     def _gone(self, *, silent_s: float) -> Failure | None:
-        """A rank that has died without a word: its process is not here, or nobody hears of it."""
+        """Return the failure of a rank that is dead or whose heartbeat stopped, or None."""
         for rank, (sign, heard) in self._heard.items():
             silent = self._now() - heard
             if rank == self.rank or self._has_left(rank):
@@ -231,12 +244,15 @@ class Watch:
         return Failure(0, f"rank 0 is gone: {why}; the others cannot go on", lost=lost)
 
     def _why(self) -> tuple[str, bool]:
-        """Return why a local process died, and whether the cause was not a lack of memory."""
+        """Return why a local process died, and False if the cause was a lack of memory."""
         memory = self._kills.explain()
         return (f"{memory}; {ADVICE}", False) if memory else ("killed from outside", True)
 
     def _stuck(self) -> Failure | None:
-        """No rank has moved for too long. Who does not wait for the others keeps them waiting."""
+        """Return a failure if no rank has made progress for ``timeout_s``, or None.
+
+        Ranks that are not waiting in a collective are reported as the cause.
+        """
         present = {r: s for r, (s, _) in self._heard.items() if not self._has_left(r)}
         if not present:
             return None
@@ -259,7 +275,7 @@ class Watch:
         return bool(self.board is not None and self.board.has(f"left/{rank}"))
 
     def _table(self, signs: dict[int, Sign]) -> str:
-        """One line and the stack of each rank."""
+        """Return a table of all ranks, followed by their stacks."""
         stacks = self._stacks()
         lines = [f"{'rank':<6}{'host':<20}{'pid':<9}{'step':>8}{'collectives':>13}  doing"]
         for rank, sign in sorted(signs.items()):
@@ -285,7 +301,7 @@ class Watch:
         return stacks
 
     def _stack(self) -> str:
-        """Where the main thread is."""
+        """Return the stack of the main thread."""
         frame = sys._current_frames().get(self._main or 0)
         return "".join(traceback.format_stack(frame)[-8:]).rstrip() if frame else "  (gone)"
 
@@ -299,7 +315,7 @@ def _sign() -> Sign:
         "collectives": HEARTBEAT.collectives,
         "waits": HEARTBEAT.waits,
         "step": HEARTBEAT.step,
-        "time": time.time(),  # makes two signs differ as long as somebody writes them
+        "time": time.time(),  # makes successive heartbeats differ
     }
 
 
@@ -312,18 +328,18 @@ def _is_here(sign: Sign) -> bool:
 
 
 def _dead_here(sign: Sign) -> bool:
-    """Whether that rank was a process of this machine, and is no more."""
+    """Return True if the rank was a process of this machine and has ended."""
     if not _is_here(sign):
         return False
     try:
         with open(f"/proc/{sign['pid']}/stat", encoding="ascii") as file:
             return file.read().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):  # the latter: it went while it was read
+    except (FileNotFoundError, ProcessLookupError):  # the latter: it ended during the read
         return os.path.isdir("/proc/self")
 
 
 def _quietly(ask: Callable[[], Any], default: Any = None) -> Any:
-    """What the board answers, ``default`` where it is gone with rank 0: the run ends anyway."""
+    """Return the result of ``ask``, or ``default`` if the board is lost; the run ends anyway."""
     try:
         return ask()
     except BoardLost:
