@@ -44,7 +44,7 @@ def copy_plugins(config: Config, out: Path) -> None:
 
 
 def _files_of(tops: set[str]) -> Iterator[tuple[Path, Path]]:
-    """Yield source files next to or below top-level modules, with their path in ``code/``."""
+    """Yield loaded files next to or below top-level modules, with their path in ``code/``."""
     roots = {folder for name in tops if (folder := _folder_of(name)) is not None}
     for module in list(sys.modules.values()):
         place = Path(getattr(module, "__file__", None) or "")

@@ -1,1 +1,1 @@
-"""Runs as SLURM jobs: plan, job, queue, end of the batch script."""
+"""Runs as SLURM jobs: plan, job, queue, epilogue of the batch script."""

@@ -1,9 +1,9 @@
-"""``python -m selftask.slurm.batch_epilogue CODE FOLDER``: after srun.
+"""Epilogue of the batch script: ``python -m selftask.slurm.batch_epilogue CODE FOLDER``.
 
-Ranks that were killed cannot tell, rank 0 perhaps among them; the batch script outlives them all.
-It makes ``status.json`` and the last line true, and puts the job back into the queue: after the
-loss of a rank (killed from outside, or its node gone) ``launch.max_requeues`` times, after another
-failure ``launch.max_restarts`` times. Free of torch.
+Runs after srun, since killed ranks cannot report their end. It corrects ``status.json`` and the
+last log line, and requeues the job. After the loss of a rank (killed from outside, or node
+failure) it does so up to ``launch.max_requeues`` times, after other failures up to
+``launch.max_restarts`` times. Does not import torch.
 """
 
 from __future__ import annotations
@@ -29,20 +29,29 @@ from selftask.run.slurm_job import Job, current_job, job_name, requeue
 MARK = "selftask: attempt "  # the batch script writes it to the log before each srun
 _ENDED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 _NODE = re.compile(r"srun: error: (Node failure on \S+)")
-_UNTOLD = ("running", "failed", None)  # states that may not be the whole truth
-ENDED = "the run ended with code "  # what the error of a rank says, and then the code
+_UNTOLD = ("running", "failed", None)  # states that may need a correction
+ENDED = "the run ended with code "  # in a rank's error message, followed by the code
 USER_ERROR, USR2 = 2, 128 + 12
 
 
 def after(code: int, folder: Path, job: Job | None) -> int:
-    """Judge the attempt that ended with srun's ``code``; the exit code of the job."""
+    """Record the end of an attempt and requeue the job if allowed.
+
+    Args:
+        code: Exit code of srun.
+        folder: submitit's folder of the job.
+        job: The job as reported by the controller, or None if unknown.
+
+    Returns:
+        The exit code of the job; 0 after a requeue.
+    """
     name = job_name() or "unknown"
     paths = submitit_files.JobPaths(folder, job_id=name)
     delayed = submitit_files.DelayedSubmission.load(paths.submitted_pickle)
     submission = cast(Submitted, delayed.function)
     record = Record(Path(submission.out))
     if code == 0 or record.state not in _UNTOLD or is_held(record.out):
-        return code  # of a folder that another run has, this one was told so
+        return code  # if another run holds the folder, the ranks have reported it
     launch = LaunchConfig(**submission.config["launch"])
     if job is not None and job.requeued:
         record.write("requeued", f"RUN interrupted; SLURM has put job {name} back into the queue")
@@ -78,7 +87,7 @@ def _next_attempt(
     """Count the failure; return how many attempts remain after the next, or an empty string."""
     if job is None:
         return ""
-    early = code == USR2  # the warning came before python could heed it
+    early = code == USR2  # the warning came before Python had installed its handler
     if not early and _is_the_users_to_mend(paths):
         return ""
     if lost or early:
@@ -92,30 +101,36 @@ def _next_attempt(
 
 
 def _is_the_users_to_mend(paths: submitit_files.JobPaths) -> bool:
-    """Whether a rank has said so: another attempt would only say it again."""
+    """Return True if a rank ended with a UserError, which a restart cannot fix."""
     texts = [submitit_files.pickle_load(path) for path in _results(paths)]
     return any(f"{USER_ERROR}: " in str(text).partition(ENDED)[2][:4] for _, text in texts)
 
 
 class Submitted(Protocol):
-    """What is known here of a ``launch.submission.Submission``."""
+    """The part of ``slurm.job.Submission`` that is used here."""
 
     out: str
     config: dict[str, Any]
 
 
 class Record:
-    """What a run's folder says about it, read and amended from outside."""
+    """Status, log and failure count of a run, edited from outside the run."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
         self.content: dict[str, Any] = _read(out / "status.json")
         self.attempt = slurm_attempt()
         fresh = self.content.get("attempt") == self.attempt
-        self.state = self.content.get("state") if fresh else None  # else of an attempt before
+        self.state = self.content.get("state") if fresh else None  # None: an earlier attempt's
 
     def write(self, state: str, line: str, **more: Any) -> None:
-        """Another state, and the line of the log that goes with it."""
+        """Write a new state and its log line.
+
+        Args:
+            state: The new state.
+            line: Appended to the log and printed.
+            **more: Further entries of ``status.json``.
+        """
         self.out.mkdir(parents=True, exist_ok=True)
         kept = {key: self.content[key] for key in self.content.keys() - {"error", "lost"}}
         self.content = {**kept, "state": state, "updated": time.time(), **more}
@@ -124,14 +139,14 @@ class Record:
         print(line, flush=True)
 
     def tells_of_failure(self) -> bool:
-        """Whether status and log say so: a killed rank 0 could not."""
+        """Return True if both status and log report the failure."""
         log = self.out / "log.txt"
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         last = text.rstrip().rpartition("\n")[2]
         return self.state == "failed" and "RUN FAILED" in last
 
     def failures(self, job: str) -> int:
-        """Attempts of that job that have failed and were made again."""
+        """Return the number of restarts of a job after failures."""
         return int(_read(self._failures).get(job, 0))
 
     def count_failure(self, job: str) -> None:
@@ -146,7 +161,7 @@ class Record:
 def _cause(code: int, log: Path, record: Record) -> tuple[str, bool]:
     """Return the cause of the last attempt's end, and whether a rank was killed from outside.
 
-    By the run's own words if it had any; else by srun's, of what ended first.
+    Uses the run's own report if there is one, else srun's message about the first task that ended.
     """
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     text = text.rpartition(MARK)[2]
@@ -169,7 +184,7 @@ def _cause(code: int, log: Path, record: Record) -> tuple[str, bool]:
 
 
 def _forget_results(paths: submitit_files.JobPaths) -> None:
-    """Else ``job.result()`` would answer with those of an attempt that does not count."""
+    """Delete the results of an attempt that was requeued, so ``job.result()`` ignores them."""
     for path in _results(paths):
         path.unlink(missing_ok=True)
 
@@ -179,7 +194,7 @@ def _results(paths: submitit_files.JobPaths) -> list[Path]:
 
 
 def _write_missing_results(paths: submitit_files.JobPaths, ranks: int, cause: str) -> None:
-    """For ranks that could not: ``job.result()`` raises instead of waiting for ever."""
+    """Write an error result for killed ranks; otherwise ``job.result()`` would wait forever."""
     for rank in range(ranks):
         path = submitit_files.JobPaths(paths.folder, paths.job_id, rank).result_pickle
         if not path.exists():

@@ -1,4 +1,7 @@
-"""What a SLURM job runs, and the sbatch script around it. Free of torch: it is unpickled first."""
+"""The callable of a SLURM job and its sbatch script.
+
+Does not import torch at the top: a job unpickles this module first.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +30,38 @@ from selftask.slurm.batch_epilogue import ENDED, MARK
 
 
 def signal_delay_s(limit: int) -> int:
-    """The default for jobs of so many minutes: time to finish a step and to save."""
+    """Return the default time between warning and time limit, in seconds.
+
+    It has to suffice for finishing a step and saving a checkpoint.
+
+    Args:
+        limit: Time limit of the job, in minutes.
+    """
     return min(120, 30 * limit)
 
 
 @dataclass
 class Submission:
-    """One run as a callable for submitit: small, picklable, the same in every task and attempt."""
+    """One run as a picklable callable for submitit, equal in every task and attempt."""
 
-    config: dict[str, Any]  # resolved, plain; `resume` in it lets each attempt go on
-    folder: str  # where it was submitted: relative paths of the config begin here
-    modules: list[str] = field(default_factory=list)  # folders in which `import:` finds its own
+    config: dict[str, Any]  # resolved, as plain types; each attempt resumes by its `resume`
+    folder: str  # working directory of the submission, base of relative paths in the config
+    modules: list[str] = field(default_factory=list)  # added to sys.path for `import:`
 
     @property
     def out(self) -> str:
-        """The run folder, wherever this is asked."""
+        """The run folder, independent of the current directory."""
         return str(Path(self.folder, self.config["out"]))
 
     def __call__(self) -> str:
-        """Train as one rank of the job; the run folder. Raises RunError for a run that failed.
+        """Train as one rank of the job.
 
-        A run on its way back to the queue leaves by SystemExit: submitit must not note a result.
+        Returns:
+            The run folder.
+
+        Raises:
+            RunError: If the run failed or was interrupted.
+            SystemExit: If the job was requeued, so that submitit records no result.
         """
         os.chdir(self.folder)
         sys.path[:0] = [path for path in self.modules if path not in sys.path]
@@ -69,13 +83,13 @@ class Submission:
         return self.out
 
     def checkpoint(self) -> DelayedSubmission:
-        """Itself again: what there is to remember lies in the run folder."""
+        """Return this submission to run after a requeue; its state is in the run folder."""
         return DelayedSubmission(self)
 
-    __submitit_checkpoint__ = checkpoint  # the new name; submitit 1.5.4 looks for both
+    __submitit_checkpoint__ = checkpoint  # submitit 1.5.4 looks for both names
 
     def read_config(self) -> Config:
-        """The config as an object."""
+        """Return the config as an object."""
         from selftask.config.load import load_config
 
         with tempfile.TemporaryDirectory() as folder:
@@ -85,14 +99,14 @@ class Submission:
 
 
 class Executor(SlurmExecutor):
-    """submitit's, which can also write its script where there is no SLURM."""
+    """submitit's executor, which can also write its script without SLURM."""
 
     @classmethod
     def affinity(cls) -> int:
         return 2
 
     def script(self, runs: int = 1) -> str:
-        """The sbatch script for so many runs."""
+        """Return the sbatch script for ``runs`` runs."""
         if runs > 1:
             self.parameters["map_count"] = runs
         text = self._make_submission_file_text(self._submitit_command_str, "")
@@ -101,9 +115,13 @@ class Executor(SlurmExecutor):
 
 
 def executor(launch: LaunchConfig, folder: Path, name: str, **derived: Any) -> Executor:
-    """submitit's executor for these processes; ``derived`` options give way to the user's.
+    """Create the executor of a submission.
 
-    Logs, scripts and pickles go to ``folder``.
+    Args:
+        launch: Nodes, processes and sbatch options.
+        folder: Folder of logs, scripts and pickles.
+        name: Job name.
+        **derived: Default sbatch options; those in ``launch.slurm`` take precedence.
     """
     given = {**derived, **{option(key): value for key, value in launch.slurm.items()}}
     limit = minutes(given.pop("time", None)) or DEFAULT_MINUTES
@@ -131,15 +149,15 @@ def executor(launch: LaunchConfig, folder: Path, name: str, **derived: Any) -> E
 
 
 def _before() -> list[str]:
-    """Shell lines before srun: the same selftask, a mark in the log, and a shell that outlives."""
+    """Return shell lines before srun: environment, a mark in the log, and a trap for SIGTERM."""
     lines = []
     root = str(Path(selftask.__file__).resolve().parents[1])
     if root not in site.getsitepackages():
         lines.append(f"export PYTHONPATH={shlex.quote(root)}${{PYTHONPATH:+:$PYTHONPATH}}")
     lines.append("export PYTHONSAFEPATH=1  # modules of the current folder shadow no others")
-    # Else torch shows the C++ stack of each connection that a dying rank breaks.
+    # By default torch prints a C++ stack for each connection that a dying rank breaks.
     lines.append("export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}")
-    # srun no longer takes this over from sbatch (since 22.05)
+    # srun does not inherit this from sbatch since SLURM 22.05.
     lines.append("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK")
     lines.append(f'echo "{MARK}$((${{SLURM_RESTART_COUNT:-0}} + 1)) of job $SLURM_JOB_ID" >&2')
     lines.append("trap : TERM  # ranks get it, too, and save; this shell waits for them")
@@ -156,7 +174,11 @@ def _afterwards(folder: Path) -> list[str]:
 
 
 def submit(submissions: list[Submission], made: Executor) -> list[SlurmJob[Any]]:
-    """Hand the runs to SLURM, several as one job array. Raises UserError with sbatch's words."""
+    """Submit runs to SLURM; several become one job array.
+
+    Raises:
+        UserError: If sbatch is missing or refuses the job.
+    """
     made.folder.mkdir(parents=True, exist_ok=True)
     try:
         with _outside_of_jobs():
@@ -174,7 +196,7 @@ def submit(submissions: list[Submission], made: Executor) -> list[SlurmJob[Any]]
 
 @contextmanager
 def _outside_of_jobs() -> Iterator[None]:
-    """A job submitted from inside a job must not inherit that one's variables."""
+    """Context without the SLURM variables of a surrounding job, which sbatch would inherit."""
     if "SLURM_JOB_ID" not in os.environ:
         yield
         return

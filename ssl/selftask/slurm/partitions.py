@@ -1,4 +1,4 @@
-"""The partitions of the cluster around the login node, and whether a job fits in."""
+"""Partitions of the SLURM cluster and their time limits."""
 
 from __future__ import annotations
 
@@ -12,24 +12,31 @@ from selftask.slurm.queue import lines
 
 @dataclass(frozen=True)
 class Partition:
-    """One of them; ``limit`` in minutes, None without a limit."""
+    """A SLURM partition."""
 
     name: str
-    limit: int | None
+    limit: int | None  # minutes; None: no limit
     gpus: bool
 
 
 def chosen(slurm: dict[str, Any]) -> list[Partition]:
-    """The partitions that ``launch.slurm`` names, else the default one; none without SLURM.
+    """Return the partitions named in ``launch.slurm``, or the default one.
 
-    Raises UserError for a name that the cluster does not know.
+    Args:
+        slurm: Options of sbatch.
+
+    Returns:
+        The partitions; an empty list without SLURM.
+
+    Raises:
+        UserError: If a named partition does not exist.
     """
     known: dict[str, Partition] = {}
     default: list[Partition] = []
     for line in lines("sinfo", "--noheader", "--format=%P|%l|%G"):
         name, limit, resources = (cell.strip() for cell in line.split("|", 2))
         found = Partition(name.rstrip("*"), minutes(limit), "gpu" in resources)
-        if found.name in known:  # a line for each kind of node
+        if found.name in known:  # one line per node type
             found = Partition(found.name, found.limit, found.gpus or known[found.name].gpus)
         known[found.name] = found
         default = [found] if name.endswith("*") else default
@@ -46,7 +53,10 @@ def chosen(slurm: dict[str, Any]) -> list[Partition]:
 
 
 def check_time(partitions: list[Partition], limit: int) -> None:
-    """Raise UserError if none of them runs jobs of so many minutes: it would wait for ever."""
+    """Raise UserError if ``limit`` minutes exceed the limit of every partition.
+
+    Otherwise the job would stay in the queue forever.
+    """
     if partitions and all(p.limit is not None and p.limit < limit for p in partitions):
         longest = max(p.limit or 0 for p in partitions)
         names = " and ".join(p.name for p in partitions)

@@ -1,4 +1,4 @@
-"""``selftask submit`` before SLURM hears of it: everything that can be wrong, and the plan."""
+"""Plan and check a submission before it is passed to SLURM."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ _GPUS = ("gpus", "gpus_per_node", "gpus_per_task", "gpus_per_socket", "gres")
 
 @dataclass(frozen=True)
 class Plan:
-    """What would be submitted: one run, or all of a sweep under ``out``."""
+    """A checked submission of one run, or of all runs of a sweep."""
 
     configs: list[Config]
-    out: Path  # of the run, or what holds the sweep's run folders
+    out: Path  # the run folder, or the parent folder of a sweep's runs
     submissions: list[Submission]
     executor: Executor
     num_samples: int
-    megabytes: float  # a checkpoint may take, roughly
+    megabytes: float  # estimated size of a checkpoint
     notes: list[str]
 
     def script(self) -> str:
-        """The sbatch script as submitit would hand it in."""
+        """Return the sbatch script as submitit would submit it."""
         return self.executor.script(len(self.submissions))
 
     def submit(self) -> list[SlurmJob[Any]]:
-        """Hand it in, and note in ``out/slurm`` which job makes which run."""
+        """Submit the runs, record their jobs in ``out/slurm``, and return the jobs."""
         handed_in = submit(self.submissions, self.executor)
         outs = [Path(submission.out) for submission in self.submissions]
         queue.note(self.out, {out: job.job_id for out, job in zip(outs, handed_in, strict=True)})
         return handed_in
 
     def describe(self) -> str:
-        """For people: what each number of the config comes to."""
+        """Return a readable summary: ranks, batch, steps, time, disk."""
         config, launch = self.configs[0], self.configs[0].launch
         length = RunLength.of(config.train, self.num_samples)
         slurm = {option(key): value for key, value in launch.slurm.items()}
@@ -84,7 +84,15 @@ class Plan:
 
 
 def plan(recipe: str, overrides: list[str]) -> Plan:
-    """Check what can be checked on this machine. Raises UserError with all that is wrong."""
+    """Check a submission as far as this machine allows, and return its plan.
+
+    Args:
+        recipe: Name or path of the recipe.
+        overrides: ``key=value`` arguments, which may span a sweep.
+
+    Raises:
+        UserError: If anything is wrong; config problems of all runs are listed together.
+    """
     base, configs, samples = _read(recipe, expand_sweep(overrides))
     first = configs[0]
     if "%" in str(base.absolute()):
@@ -113,9 +121,9 @@ def plan(recipe: str, overrides: list[str]) -> Plan:
 
 
 def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
-    """The folder of all, the config of each run, and the images of the first.
+    """Return the common folder, the config of each run, and the number of images of the first.
 
-    Raises ConfigError with what is wrong with any of them.
+    Raises ConfigError with the problems of all runs.
     """
     configs: list[Config] = []
     problems: list[str] = []
@@ -123,7 +131,7 @@ def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
     for point in points:
         try:
             config = load_config(recipe, point.overrides)
-            from selftask.run.compatibility import check_same_run  # imports torch: not for typos
+            from selftask.run.compatibility import check_same_run  # imports torch, slow
 
             if is_remote(config.out):
                 raise UserError(
@@ -150,14 +158,14 @@ def _settled(config: Config, workers: int) -> dict[str, Any]:
 
 
 def _derived(config: Config, partitions: list[Partition]) -> tuple[dict[str, Any], int, list[str]]:
-    """Options of sbatch that follow from the config, loader processes a rank, and what to say."""
+    """Return the derived sbatch options, the number of workers per rank, and notes for the user."""
     given = {option(key): value for key, value in config.launch.slurm.items()}
     derived: dict[str, Any] = {}
     workers, notes = config.data.num_workers, []
     if "cpus_per_task" not in given:
         derived["cpus_per_task"] = max(1, workers)
         notes.append(f"{derived['cpus_per_task']} CPUs a rank; else launch.slurm.cpus_per_task=N")
-    elif config.place("data.num_workers").startswith("auto"):  # of this machine, not of the nodes
+    elif config.place("data.num_workers").startswith("auto"):  # of this machine, not the nodes
         workers = min(int(given["cpus_per_task"]), MAX_WORKERS)
         notes.append(f"data.num_workers={workers}, one for each CPU of a rank")
     asked = any(key in given for key in _GPUS)
@@ -173,7 +181,7 @@ def _derived(config: Config, partitions: list[Partition]) -> tuple[dict[str, Any
 
 
 def _check_space(config: Config, out: Path, runs: int) -> float:
-    """Megabytes of a checkpoint; UserError where ``out`` cannot be written or is too small."""
+    """Return the size of a checkpoint in MB; raise UserError if ``out`` cannot hold the run's."""
     existing = out.resolve()
     while not existing.exists():
         existing = existing.parent
@@ -191,7 +199,7 @@ def _check_space(config: Config, out: Path, runs: int) -> float:
 
 
 def _checkpoint_megabytes(config: Config) -> float:
-    """Roughly: the backbone's weights, those of a teacher, and two moments of the optimizer."""
+    """Estimate the size of a checkpoint: backbone, teacher, and two optimizer moments."""
     import torch
 
     from selftask.registry import BACKBONES
@@ -200,6 +208,6 @@ def _checkpoint_megabytes(config: Config) -> float:
     try:
         with torch.device("meta"):
             backbone = BACKBONES[component.name](**component.args).build()
-    except (RuntimeError, NotImplementedError):  # it looks at its weights while it is built
+    except (RuntimeError, NotImplementedError):  # its constructor reads its weights
         backbone = BACKBONES[component.name](**component.args).build()
     return sum(p.numel() for p in backbone.parameters()) * 4 * 4 / 1e6

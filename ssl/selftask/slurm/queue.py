@@ -1,4 +1,4 @@
-"""Which SLURM job makes which run, and how each of them stands."""
+"""Jobs of submitted runs and their states."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from selftask.logs import read_json, write_json
 from selftask.run.slurm_job import command
 
 WAITING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "STOPPED")
-_NEWEST_BYTES = 1 << 16  # of a log: enough for its last line
+_NEWEST_BYTES = 1 << 16  # read from the end of a log to find its last line
 
 
 @dataclass(frozen=True)
 class RunState:
-    """One line of ``selftask jobs``."""
+    """State of a submitted run; one line of ``selftask jobs``."""
 
     out: Path
     job: str
@@ -27,7 +27,12 @@ class RunState:
 
 
 def note(out: Path, made: dict[Path, str]) -> None:
-    """Remember in ``out/slurm`` which job makes which run; a new job of a run replaces its old."""
+    """Record the job of each run in ``out/slurm/jobs.json``; a new job replaces the old one.
+
+    Args:
+        out: Folder of the run or sweep.
+        made: Run folder -> job id.
+    """
     path = out / "slurm" / "jobs.json"
     runs = {**read_json(path), **{str(run): job for run, job in made.items()}}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +40,10 @@ def note(out: Path, made: dict[Path, str]) -> None:
 
 
 def noted(out: Path) -> dict[Path, str]:
-    """The jobs of the run or sweep in ``out`` by run folder; of one run of a sweep, its own."""
+    """Return run folder -> job id for the run or sweep in ``out``.
+
+    For a single run of a sweep, the result has only that run.
+    """
     runs = {Path(run): job for run, job in read_json(out / "slurm" / "jobs.json").items()}
     if runs:
         return runs
@@ -44,7 +52,7 @@ def noted(out: Path) -> dict[Path, str]:
 
 
 def check_idle(out: Path) -> None:
-    """Raise UserError if a job that makes this run is still in the queue."""
+    """Raise UserError if a job of this run is still in the queue."""
     runs = noted(out)
     if not runs:
         return
@@ -58,7 +66,10 @@ def check_idle(out: Path) -> None:
 
 
 def find(outs: list[Path]) -> list[Path]:
-    """The given folders, or everything under ``runs`` that was submitted."""
+    """Return the given folders, or all submitted runs and sweeps under ``runs``.
+
+    Raises UserError if a given folder was not submitted.
+    """
     if outs:
         for out in outs:
             if not noted(out):
@@ -68,7 +79,7 @@ def find(outs: list[Path]) -> list[Path]:
 
 
 def stand(outs: list[Path]) -> list[RunState]:
-    """How each run stands: by its own ``status.json``, and by SLURM where that is newer."""
+    """Return the state of each run, from its ``status.json`` and SLURM."""
     runs = {run: job for out in outs for run, job in noted(out).items()}
     states = queue(list(runs.values()))
     return [_run_state(run, job, states.get(job, "")) for run, job in runs.items()]
@@ -82,7 +93,7 @@ def _run_state(run: Path, job: str, in_slurm: str) -> RunState:
         state = in_slurm.lower() if own == "not started" else f"{own}, {in_slurm.lower()}"
     elif first in ("RUNNING", "COMPLETING"):
         state = own if own in ("running", "finished", "failed") else first.lower()
-    elif own in ("running", "requeued", "not started"):  # the job ended without a word
+    elif own in ("running", "requeued", "not started"):  # the job ended without a final status
         state = f"lost: job {in_slurm.lower() or 'unknown to SLURM'}"
         state = "cancelled" if first == "CANCELLED" else state
     else:
@@ -91,10 +102,10 @@ def _run_state(run: Path, job: str, in_slurm: str) -> RunState:
 
 
 def queue(ids: list[str]) -> dict[str, str]:
-    """What SLURM says of each job it still knows: ``RUNNING``, ``PENDING (Priority)``, ...
+    """Return job id -> SLURM state, such as ``RUNNING`` or ``PENDING (Priority)``.
 
-    ``squeue`` for the queue, ``scontrol`` for jobs that ended minutes ago, ``sacct`` for older
-    ones where the cluster keeps accounts.
+    Queued jobs are read from ``squeue``, recently ended ones from ``scontrol``, and older ones
+    from ``sacct`` if the cluster has accounting. Jobs unknown to SLURM are left out.
     """
     listed = lines("squeue", "--noheader", "--array", "--format=%i|%T|%r", "--me")
     states = {}
@@ -117,24 +128,24 @@ def queue(ids: list[str]) -> dict[str, str]:
 
 
 def cancel(ids: list[str]) -> None:
-    """``scancel``; UserError with its words where it refuses."""
+    """Cancel jobs; raise UserError with the message of ``scancel`` if it fails."""
     done = command("scancel", *ids, timeout_s=60)
     if done.returncode != 0:
         raise UserError(f"scancel {' '.join(ids)}: {done.stderr.strip()}")
 
 
 def lines(*words: str) -> list[str]:
-    """What a command of SLURM prints; nothing where it fails or is missing."""
+    """Return the output lines of a SLURM command; an empty list if it fails or is missing."""
     done = command(*words, timeout_s=60)
     return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
 
 
 def _step(run: Path, status: dict[str, Any]) -> int | None:
-    """The newest step: of the last row of metrics, or what the run said when it ended."""
+    """Return the newest step in the metrics or the status, or None."""
     last = _last_line(run / "metrics.jsonl")
     try:
         row = json.loads(last) if last else {}
-    except ValueError:  # half written
+    except ValueError:  # incomplete line
         row = {}
     steps = [s for s in (row.get("step"), status.get("step")) if isinstance(s, int)]
     return max(steps, default=None)

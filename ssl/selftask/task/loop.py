@@ -1,4 +1,4 @@
-"""The loop around the steps: phases until the task is done."""
+"""The training loop."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from selftask.task.task import Task
 
 
 class Interrupted(Exception):
-    """The run was asked to stop and has saved a checkpoint to resume from."""
+    """Raised after a requested stop, when a checkpoint to resume from has been saved."""
 
 
 def train_loop(task: Task) -> None:
     """Prepare a task, then train it phase by phase, step by step.
 
-    Raises Interrupted after a signal; whatever else goes wrong passes through, once every
-    hook's ``on_exception`` has run.
+    Every hook's ``on_exception`` runs before an exception leaves this function.
+
+    Raises:
+        Interrupted: If a stop was requested; a checkpoint has been saved.
     """
     try:
         task.prepare()

@@ -1,8 +1,7 @@
-"""The task: everything a run is made of, and what a train step may ask for.
+"""The task: all parts of a run, and the interface of train steps and hooks.
 
-Built by ``prepare`` in this order: device, data, backbone (and the weights it starts from),
-network, what the method attaches to it, optimizer, hooks; only then is a checkpoint loaded, so
-that every part of it has a place to go.
+``prepare`` builds process group, data, backbone with its initial weights, network, ``setup`` of
+the method, optimizer and hooks, in this order. A checkpoint is loaded last.
 """
 
 from __future__ import annotations
@@ -52,7 +51,12 @@ _FULL_PRECISION: AbstractContextManager[None] = nullcontext()
 
 
 class Task(ClassyTaskNames):
-    """Model, loss, meters, optimizer and hooks of one run; Classy's own trainer can drive it."""
+    """Model, loss, meters, optimizer and hooks of one run; also usable by Classy's trainers.
+
+    Args:
+        config: The config of the run.
+        sources: Opened data; None opens what ``config.data`` names.
+    """
 
     def __init__(self, config: Config, *, sources: Sources | None = None) -> None:
         super().__init__()
@@ -62,15 +66,15 @@ class Task(ClassyTaskNames):
         self.world = read_world()
         self.device = device.pick_device(config.train.device, self.world)
         self.evaluate: Callable[[Task], dict[str, float]] | None = None  # set by the launcher
-        self.before_export: list[Callable[[nn.Module], nn.Module]] = []  # give a changed copy
+        self.before_export: list[Callable[[nn.Module], nn.Module]] = []  # return a changed copy
         self._low_precision = _DTYPES.get(config.train.precision)  # None: float32
         self.train_step_function: Callable[[Task], None] = TRAIN_STEPS[config.train.step]
         self.train = True
-        self.scalars: dict[str, Any] = {}  # what goes into the next line of the log
+        self.scalars: dict[str, Any] = {}  # values for the next row of the log
         self.losses: list[Tensor] = []  # of this phase; stay on the device
-        self.interrupted_by: str | None = None  # the signal that asks to stop after this step
+        self.interrupted_by: str | None = None  # stop reason; stops after this step
         self.last_row: dict[str, Any] = {}  # of metrics.jsonl
-        self._calls: dict[str, list[Callable[[Task], None]]] = {}  # point -> what hooks define it
+        self._calls: dict[str, list[Callable[[Task], None]]] = {}  # hook point -> methods of hooks
         self.saved: tuple[int, int] | None = None  # step and phase of the newest checkpoint
         self.checkpoints = task_state.open_writer(config, self.out)
 
@@ -81,13 +85,13 @@ class Task(ClassyTaskNames):
     # -- building -------------------------------------------------------------------------------
 
     def prepare(self, num_dataloader_workers: int = 0, dataloader_mp_context: Any = None) -> None:
-        """Build every part, then load the checkpoint the config asks to resume from.
+        """Build every part, then load the checkpoint to resume from, if any.
 
-        The arguments are Classy's; workers come from ``data.num_workers``.
+        The arguments are those of Classy's interface and are ignored; see ``data.num_workers``.
         """
         train = self.config.train
         process_group.join_world(self.world, self.device)
-        process_state.seed_all(train.seed, rank=0)  # the same first weights on every rank
+        process_state.seed_all(train.seed, rank=0)  # equal initial weights on every rank
         self.out.mkdir(parents=True, exist_ok=True)
         sources = self.sources or open_data(self.config.data)
         check_same_on_all_ranks(sources.train, "data")
@@ -125,7 +129,7 @@ class Task(ClassyTaskNames):
         self._distribute()
 
     def _distribute(self) -> None:
-        """Set up how ranks share the network; nothing on one process."""
+        """Shard or wrap the network as ``parallel`` requests; compile it if requested."""
         config = self.config
         self.reduction = build_reduction(config.parallel, self._low_precision)
         teachers = [part.network for part in self.loss.modules() if isinstance(part, Teacher)]
@@ -167,11 +171,11 @@ class Task(ClassyTaskNames):
             for point in POINTS
         }
 
-    # -- what the step asks for -----------------------------------------------------------------
+    # -- for train steps and hooks --------------------------------------------------------------
 
     @property
     def where(self) -> float:
-        """Progress in [0, 1)."""
+        """Training progress in [0, 1)."""
         return self.clock.where
 
     @property
@@ -180,28 +184,28 @@ class Task(ClassyTaskNames):
         return self.clock.steps_done
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The precision of the forward pass; nothing in float32."""
+        """Return the autocast context of ``train.precision``; it has no effect in float32."""
         if self._low_precision is None:
             return _FULL_PRECISION
         return torch.autocast(self.device.type, self._low_precision)
 
     def update_meters(self, batch: Batch) -> None:
-        """Pass output and labels to the meters, in a test phase."""
+        """Update the meters with output and labels in a test phase; do nothing in training."""
         if not self.train:
             for meter in self.meters:
                 meter.update(batch.output.detach(), batch.labels)
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Around forward and backward of every batch of a step but its last."""
+        """Return a context without gradient reduction, for all batches of a step but the last."""
         return self.reduction.no_sync()
 
     def reduce_gradients(self) -> None:
-        """Gradients become their mean over ranks, whatever of that the backward pass left to do."""
+        """Average gradients over ranks, as far as the backward pass has not done so."""
         self.reduction.reduce()
         self.activations.finalize()
 
     def export_backbone(self) -> nn.Module:
-        """The backbone to keep, as one rank alone can use it; every rank calls."""
+        """Return the trained backbone, unsharded; every rank must call this method."""
         backbone = self.loss.export_backbone(self.base_model)
         broadcast_buffers(backbone)
         backbone = self.reduction.unsharded(
@@ -214,14 +218,14 @@ class Task(ClassyTaskNames):
     def sync_buffers(self) -> None:
         """Copy the buffers of rank 0 to every rank, in the network and its teachers.
 
-        BatchNorm's running statistics drift apart while ranks train; rank 0's are the ones that
-        are evaluated, exported and saved. Every rank calls.
+        BatchNorm's running statistics differ between ranks during training; those of rank 0 are
+        evaluated, exported and saved. Every rank must call this method.
         """
         for network in self.networks:
             broadcast_buffers(network)
 
     def advance(self, batches: int = 1) -> None:
-        """Count one finished step made of that many batches."""
+        """Count one finished step of ``batches`` batches."""
         self.clock.steps_done += 1
         self.clock.batch += batches
         HEARTBEAT.step = self.clock.steps_done
@@ -232,11 +236,11 @@ class Task(ClassyTaskNames):
             call(self)
 
     def log(self, name: str, value: Any) -> None:
-        """Show ``value`` (a number, or a tensor that stays on the device) in the next log line."""
+        """Add ``value``, a number or scalar tensor, to the next log row; does not synchronize."""
         self.scalars[name] = value
 
     def write_row(self, row: dict[str, Any]) -> None:
-        """One line of the log and of ``metrics.jsonl``, stamped with step and epoch."""
+        """Write ``row``, with step and epoch, to the log and to ``metrics.jsonl``."""
         epoch = round(self.clock.batch / self.length.batches_per_epoch, 4)
         self.last_row = {"step": self.steps_done, "epoch": epoch, **row}
         if self.rows is not None:
@@ -244,7 +248,7 @@ class Task(ClassyTaskNames):
             log.info("%s", format_row(self.last_row))
 
     def pop_scalars(self) -> dict[str, float]:
-        """What was given to ``log`` since the last row, as numbers. Waits for the device."""
+        """Return and clear the values passed to ``log``; synchronizes with the device."""
         row = {name: float(value) for name, value in self.scalars.items()}
         self.scalars.clear()
         return row
@@ -255,17 +259,17 @@ class Task(ClassyTaskNames):
         done = self.clock.steps_done + 1
         return done % self.config.train.log_every == 0 or done == self.length.total_steps
 
-    # -- the life of a run: Classy's contract ---------------------------------------------------
+    # -- phases and steps: Classy's interface ---------------------------------------------------
 
     def done_training(self) -> bool:
-        """Whether no phase is left."""
+        """Return True if no phase remains."""
         return self.clock.done and not self._test_is_next()
 
     def on_start(self) -> None:
         self.run_hooks("on_start")
 
     def on_phase_start(self) -> None:
-        """Begin a train phase (or the rest of it, after a resume) or a test phase."""
+        """Begin a train phase, the rest of one after a resume, or a test phase."""
         self.train, self.phase_begun = not self._test_is_next(), self.clock.phase
         HEARTBEAT.step = self.clock.steps_done
         self.losses.clear()
@@ -283,7 +287,7 @@ class Task(ClassyTaskNames):
         self.run_hooks("on_phase_start")
 
     def step(self) -> None:
-        """One call of the registered train step; StopIteration when the phase is over."""
+        """Call the train step once; raise StopIteration at the end of the phase."""
         if self.phase_begun < 0:
             raise RuntimeError("step() before on_phase_start(); Trainer().train(task) calls both")
         if self.train:
@@ -297,7 +301,7 @@ class Task(ClassyTaskNames):
 
     @torch.no_grad()
     def eval_step(self) -> None:
-        """The same function, which knows what to leave out of a test phase."""
+        """Call the train step, which stops after the loss in a test phase."""
         self.train_step_function(self)
 
     def on_phase_end(self) -> None:
@@ -319,7 +323,7 @@ class Task(ClassyTaskNames):
         self.run_hooks("on_end")
 
     def on_exception(self) -> None:
-        """Let every hook put things away, whatever went wrong, even in the hook before it."""
+        """Call every hook's ``on_exception``, even if one of them fails."""
         self.checkpoints.finalize()
         for call in self._calls.get("on_exception", ()):
             try:
@@ -328,7 +332,7 @@ class Task(ClassyTaskNames):
                 log.exception("on_exception failed; the error before it is the one that counts")
 
     def close(self) -> None:
-        """Wait for the checkpoint under way, stop the loader's workers and close the files."""
+        """Wait for a pending checkpoint, stop the loader's workers and close the files."""
         try:
             self.checkpoints.wait()
         finally:
@@ -337,7 +341,7 @@ class Task(ClassyTaskNames):
                     opened.close()
 
     def _read_batches(self) -> Iterator[Batch]:
-        """Yield the batches of this phase from the clock's position on, prepared by the method."""
+        """Yield the prepared batches of this phase, from the clock's position on."""
         first = self.clock.batch
         batches: Iterator[Batch] = (
             islice(self.data_module.train_batches(first), self._phase_stop - first)
@@ -354,12 +358,12 @@ class Task(ClassyTaskNames):
 
     @property
     def batches_left(self) -> int:
-        """Batches from here to the end of the epoch."""
+        """Number of remaining batches of the epoch."""
         return self.length.batches_per_epoch - self.clock.batch_in_epoch
 
     @property
     def phase_finished(self) -> bool:
-        """True if the step just counted was the last of its train phase."""
+        """True if the last counted step was the last of its train phase."""
         return self.train and (self.clock.batch_in_epoch == 0 or self.clock.done)
 
     def _test_is_next(self) -> bool:
@@ -368,25 +372,25 @@ class Task(ClassyTaskNames):
     # -- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that stopping now would lose, as tensors and plain python."""
+        """Return the state of all parts, as tensors and plain Python objects."""
         return task_state.take(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put everything back; parts must match exactly."""
+        """Restore the state of all parts, which must match exactly."""
         task_state.restore(self, state)
 
     @cached_property
     def config_text(self) -> str:
-        """What ``config.yaml`` holds; made once, since that takes as long as copying a state."""
+        """Content of ``config.yaml``; cached, since it takes as long as copying a state."""
         return to_yaml(self.config)
 
     def save_checkpoint(self) -> None:
-        """Save a checkpoint unless that of this step is there; every rank calls."""
+        """Save a checkpoint unless this step has one; every rank must call this method."""
         task_state.save(self)
 
 
 def _build(registry: Registry, component: Component, out: Path) -> Any:
-    """The hook or meter of that name: ours, or one registered with Classy Vision."""
+    """Return the hook or meter of that name, from our registry or Classy Vision's."""
     if component.name in registry:
         return registry[component.name](**component.args)
     return classy.build(registry.kind, component.name, component.args, out)

@@ -1,4 +1,4 @@
-"""Everything a task would lose if it stopped now: taken, saved, found again, put back."""
+"""State of a task: collect, save, find and restore it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,16 @@ log = get_logger(__name__)
 
 
 def take(task: Task, *, whole: bool = True) -> dict[str, Any]:
-    """The state of every part, as plain python and tensors; every rank calls.
+    """Return the state of all parts; every rank must call this function.
 
-    All ranks take the buffers of rank 0, as a resume gives them to each. The tensors are
-    ``whole``, on the first rank, or those that are sharded stay so on every rank.
+    Buffers of rank 0 are copied to all ranks first, since a resume gives those to every rank.
+
+    Args:
+        task: The prepared task.
+        whole: If True, gather sharded tensors on the first rank; if False, leave them sharded.
+
+    Returns:
+        Tensors and plain Python objects.
     """
     task.sync_buffers()
     optimizer = task.reduction.rearrange(task.optimizer.get_classy_state())
@@ -61,7 +67,7 @@ def take(task: Task, *, whole: bool = True) -> dict[str, Any]:
 
 
 def _place_of_backbone(task: Task) -> str:
-    """Where in the state the weights to keep lie: ``model.backbone``, or in the teacher."""
+    """Return the key of the exported backbone in the state, such as ``model.backbone``."""
     backbone = task.loss.export_backbone(task.base_model)
     parts = (("model", task.base_model), ("method", task.loss))
     places = [
@@ -75,7 +81,7 @@ def _place_of_backbone(task: Task) -> str:
 
 
 def restore(task: Task, state: dict[str, Any]) -> None:
-    """Put everything back; parts must match exactly."""
+    """Restore the state of all parts, which must match exactly."""
     reduction = task.reduction
     task.base_model.load_state_dict(reduction.shard_state(task.base_model, state["model"]))
     task.loss.load_state_dict(reduction.shard_state(task.loss, state["method"]))
@@ -91,11 +97,11 @@ def restore(task: Task, state: dict[str, Any]) -> None:
     if task.world.rank < len(state["rng"]):
         process_state.set_rng_state(state["rng"][task.world.rank])
     if task.device.type == "cpu":
-        _keep_threads(task, state.get("threads", []))  # runs of old have none
+        _keep_threads(task, state.get("threads", []))  # missing in older runs
 
 
 def _keep_threads(task: Task, saved: list[int]) -> None:
-    """Restore the number of threads: how sums are split, and rounded, depends on it."""
+    """Restore the number of threads, since the rounding of sums depends on it."""
     here = torch.get_num_threads()
     before = saved[task.world.rank] if len(saved) == task.world.size else here
     if before == here:
@@ -118,11 +124,14 @@ def _keep_threads(task: Task, saved: list[int]) -> None:
 
 
 def save(task: Task) -> None:
-    """Write ``checkpoints/step_N.pt`` unless it is there; every rank calls, the first one writes.
+    """Save ``checkpoints/step_N.pt`` unless this step has been saved.
 
-    With ``train.sharded_checkpoints`` every rank writes, each its part of ``checkpoints/step_N/``.
-    On return the state is copied, and training may go on; the file follows. Where it does not go
-    on, at the end and before a stop, the file is on disk on return, and every rank knows.
+    Every rank must call this function; the first one writes. With ``train.sharded_checkpoints``
+    every rank writes its part of ``checkpoints/step_N/``.
+
+    The state is copied before this function returns; the file may be written in the background.
+    At the end of training and before a stop, this function returns on every rank after the file
+    has been written.
     """
     last = task.clock.done or task.interrupted_by is not None
     now = (task.clock.steps_done, task.clock.phase)
@@ -136,14 +145,14 @@ def save(task: Task) -> None:
             task.checkpoints.save(state, task.steps_done, last=last)
     if last:
         task.checkpoints.wait()
-        barrier()  # a rank that left earlier would have the launcher stop the one that writes
+        barrier()  # if a rank exits early, the launcher stops the one that writes
 
 
 def open_writer(config: Config, out: Path) -> CheckpointWriter:
-    """What writes the checkpoints of a run, as the config wants it."""
+    """Create the checkpoint writer of a run."""
     kind = CheckpointWriter
     if config.train.sharded_checkpoints:
-        from selftask.checkpoint.sharded_writer import ShardedWriter  # DCP takes its time to import
+        from selftask.checkpoint.sharded_writer import ShardedWriter  # DCP is slow to import
 
         kind = ShardedWriter
     return kind(
@@ -155,7 +164,10 @@ def open_writer(config: Config, out: Path) -> CheckpointWriter:
 
 
 def _read(task: Task, path: Path) -> dict[str, Any]:
-    """Load a checkpoint on every rank, of a sharded one this rank's part; damage is all ranks'."""
+    """Load a checkpoint, or this rank's part of a sharded one.
+
+    Raises DamagedCheckpoint on every rank if it is damaged on any.
+    """
     damage, state = "", {}
     try:
         if path.is_dir():
@@ -178,7 +190,7 @@ def _read(task: Task, path: Path) -> dict[str, Any]:
 
 
 def resume(task: Task) -> bool:
-    """Load what ``resume`` says; whether there was something to load."""
+    """Load the checkpoint that ``resume`` selects; return True if there was one."""
     _check_space(task)
     folder = task.out / "checkpoints"
     found = store.find(asked_checkpoint(task.config), folder, partial(_read, task))
@@ -195,8 +207,8 @@ def resume(task: Task) -> bool:
         task.data_module.remove_lists()
     barrier()  # all ranks have read
     if found is None:
-        task.data_module.batches.bad_files.reasons.clear()  # read from such a list, perhaps
-    if task.rows is not None:  # drop what comes after the checkpoint, or all without one
+        task.data_module.batches.bad_files.reasons.clear()  # possibly read from such a list
+    if task.rows is not None:  # drop rows after the checkpoint, or all without one
         rotation.archive(folder, task.steps_done if found else -1)
         task.rows.cut(found[0]["metrics_bytes"] if found else 0)
     if found is None:
@@ -208,7 +220,7 @@ def resume(task: Task) -> bool:
 
 
 def _check_data(task: Task, state: dict[str, Any], path: Path) -> None:
-    """Raise UserError if the training images differ from the checkpoint's, or log how."""
+    """Raise UserError or warn if the data have changed since the checkpoint, as configured."""
     changes = differences(
         state.get("data") or task.data_module.fingerprint, task.data_module.fingerprint
     )
@@ -223,7 +235,7 @@ def _check_data(task: Task, state: dict[str, Any], path: Path) -> None:
 
 
 def _log_new_length(task: Task, state: dict[str, Any]) -> None:
-    """Warn if the length of the run changed: progress and its schedules jump."""
+    """Warn if the length of the run has changed, since progress and schedules jump."""
     if "length" not in state:
         return
     before, now = RunLength(**state["length"]), task.length
@@ -243,7 +255,7 @@ def _log_new_length(task: Task, state: dict[str, Any]) -> None:
 
 
 def _check_space(task: Task) -> None:
-    """Raise UserError if the disk has no room for a checkpoint (by a lower bound)."""
+    """Raise UserError if the free disk space is below a lower bound of a checkpoint's size."""
     if not is_primary() and not task.config.train.sharded_checkpoints:
         return
     states = (task.base_model.state_dict(), task.loss.state_dict())
