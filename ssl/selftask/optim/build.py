@@ -1,4 +1,4 @@
-"""From the ``optimizer:`` section to an optimizer that steps *at* a place in the run."""
+"""Build the optimizer of the ``optimizer:`` section, with schedules over the run."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
         ]
 
     def step(self, *args: Any, closure: Callable[[], Any] | None = None, where: float) -> None:
-        """One optimizer step at ``where``.
+        """Do one optimizer step at progress ``where`` in [0, 1).
 
-        Does what Classy's own does, without building and comparing all groups at every step; what
-        moves with the epoch, constants included, ``on_epoch`` sets.
+        Like Classy's own, but without building and comparing all groups at every step. Values that
+        change per epoch, constants included, are set by ``on_epoch``.
         """
         for group, moving in zip(self.optimizer.param_groups, self._moving, strict=True):
             for key, schedule in moving:
@@ -45,10 +45,10 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
         self.optimizer.step(closure)
 
     def zero_grad(self) -> None:
-        """Forget all gradients.
+        """Set all gradients to None.
 
-        torch's own does the same between a range for its profiler and a way out of torch.compile,
-        which take longer than a small layer's forward pass.
+        torch's own method also enters a profiler range and guards against torch.compile, which
+        takes longer than a small layer's forward pass.
         """
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -67,11 +67,17 @@ def build_optimizer(
     batch: int,
     regroup: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
 ) -> Any:
-    """Build the optimizer of named ``modules``; ``batch`` is the number of samples per step.
+    """Build the optimizer of named modules: one of selftask's or ``classy:NAME``.
 
-    ``regroup`` has the last word on the groups of parameters (the reduction's, see there).
+    Args:
+        config: The ``optimizer`` section.
+        modules: Named modules whose parameters are trained.
+        length: Length of the run, for schedules.
+        batch: Number of samples per step.
+        regroup: Applied to the final groups of parameters; see ``Reduction.regroup``.
 
-    Ours by name, or any registered with Classy Vision as ``classy:NAME``.
+    Returns:
+        A Classy optimizer with ``step(where=...)``.
     """
     groups = split_decay(modules, decay_all=config.decay_1d, decay_tokens=config.decay_tokens)
     decay = weight_decay_schedule(config)
@@ -94,7 +100,7 @@ def _without(group: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def lr_schedule(config: OptimizerConfig, length: RunLength, *, batch: int) -> Schedule:
-    """The learning rate over the run: scaled with the batch, warmed up, then annealed."""
+    """Return the learning rate schedule: scaled with the batch, warmed up, then annealed."""
     if isinstance(config.lr, dict):
         return classy_schedule(config.lr)
     factor = {"none": 1.0, "linear": batch / 256, "sqrt": math.sqrt(batch / 256)}[config.lr_scale]
@@ -109,7 +115,7 @@ def lr_schedule(config: OptimizerConfig, length: RunLength, *, batch: int) -> Sc
 
 
 def weight_decay_schedule(config: OptimizerConfig) -> Schedule | float:
-    """Weight decay: a number, or along a cosine to ``end_weight_decay`` (DINO's)."""
+    """Return the weight decay: a number, or a cosine to ``end_weight_decay`` as in DINO."""
     if config.end_weight_decay is None:
         return config.weight_decay
     return build_schedule("cosine", config.weight_decay, config.end_weight_decay)

@@ -1,4 +1,4 @@
-"""LARC, apex's form of LARS, which adapts and decays norms and biases, too.
+"""LARC, apex's variant of LARS, which also adapts and decays norms and biases.
 
 You et al., Large Batch Training of Convolutional Networks, arXiv:1708.03888, equation 6.
 """
@@ -26,7 +26,7 @@ class LARCConfig:
 
     sgd_momentum: float = setting(0.9, min=0, below=1)
     trust_coefficient: float = setting(1e-3, above=0)  # eta in the paper
-    eps: float = setting(1e-8, above=0)  # keeps the rate of a tiny gradient finite
+    eps: float = setting(1e-8, above=0)  # keeps the rate finite for a tiny gradient
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return LARC(
@@ -38,14 +38,14 @@ class LARCConfig:
 
 
 class LARC(LARS):
-    """One update of a parameter w with gradient g, as in apex's LARC around SGD::
+    """LARC without clipping: the update of a parameter w with gradient g in apex's LARC with SGD::
 
         rate <- trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)
         g <- rate * (g + weight_decay * w)
         v <- momentum * v + g
         w <- w - lr * v
 
-    A parameter that is zero, or whose gradient is, is neither adapted nor decayed.
+    A parameter with zero norm, or with a gradient of zero norm, is neither adapted nor decayed.
     """
 
     def __init__(self, params: Any, *, eps: float = 1e-8, **defaults: Any) -> None:

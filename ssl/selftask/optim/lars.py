@@ -1,4 +1,4 @@
-"""Layer-wise adaptive rate scaling, for large batches (You et al., arXiv:1708.03888)."""
+"""LARS, layer-wise adaptive rate scaling for large batches (You et al., arXiv:1708.03888)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from selftask.registry import register_optimizer
 class LARSConfig:
     """LARS; weights are adapted, biases and norms take the plain learning rate."""
 
-    layerwise: ClassVar[bool] = True  # groups with adapt=False are treated apart
+    layerwise: ClassVar[bool] = True  # groups with adapt=False are handled separately
 
     sgd_momentum: float = setting(0.9, min=0, below=1)
     trust_coefficient: float = setting(1e-3, above=0)  # eta in the paper; SimCLR and BYOL use 1e-3,
@@ -37,16 +37,16 @@ class LARSConfig:
 
 
 class LARS(torch.optim.Optimizer):
-    """One update of a parameter w with gradient g, equation 6 and algorithm 1 of the paper::
+    """LARS: the update of a parameter w with gradient g, equation 6 and algorithm 1 of the paper::
 
         g <- g + weight_decay * w
         rate <- trust_coefficient * |w| / |g|  (1 if adapt=False or a norm is zero)
         v <- momentum * v + rate * g
         w <- w - lr * v
 
-    With ``classic_momentum`` lr multiplies g, not v, which differs while lr changes. ``|g|`` is
-    the norm with decay included, which SimCLR's and BYOL's code use; with ``clip_lr`` the rate is
-    at most lr: min(rate / lr, 1).
+    With ``classic_momentum`` lr multiplies g instead of v, which differs while lr changes. ``|g|``
+    includes weight decay, as in the code of SimCLR and BYOL. With ``clip_lr`` the rate is
+    min(rate / lr, 1), so that lr is never exceeded.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class LARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; no host sync."""
+        """Update every parameter that has a gradient, without synchronising with the device."""
         loss = None if closure is None else closure()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -90,7 +90,7 @@ class LARS(torch.optim.Optimizer):
         weight.add_(velocity, alpha=-outside)
 
     def _adapt(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """The gradient with weight decay, scaled by the layer's rate."""
+        """Return the gradient with weight decay, scaled by the layer's rate."""
         grad = grad.add(weight, alpha=group["weight_decay"])
         return grad * self._rate(weight, grad, group) if group["adapt"] else grad
 

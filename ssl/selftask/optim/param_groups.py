@@ -1,4 +1,4 @@
-"""Which parameters decay: weights do; biases and norms do not; tokens and positions may."""
+"""Parameter groups by weight decay: none for biases and norms, optional for tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ _TOKENS = ("cls_token", "pos_embed", "mask_token", "reg_token", "dist_token")
 def split_decay(
     modules: Iterable[tuple[str, nn.Module]], *, decay_all: bool, decay_tokens: bool = False
 ) -> list[dict[str, Any]]:
-    """Two groups of the trainable parameters of named modules, ``decay: True`` and ``False``.
+    """Split the trainable parameters of named modules into groups with and without weight decay.
 
-    A parameter shared by two modules is counted once. With ``decay_tokens`` the learned tokens
-    and positions of a transformer decay, too. ``adapt`` marks those that LARS scales layer by
-    layer: the same ones that decay (You et al., section 4).
+    A parameter shared by two modules is counted once.
+
+    Args:
+        modules: Named modules.
+        decay_all: Apply weight decay to every parameter.
+        decay_tokens: Also apply weight decay to a transformer's learned tokens and positions.
+
+    Returns:
+        Groups with ``decay: True`` and ``False``. ``adapt`` marks the parameters that LARS scales
+        layer by layer, which are those that decay (You et al., section 4).
     """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
@@ -38,7 +45,7 @@ def split_decay(
 
 
 def merge_alike(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups with the same settings as one: each group costs a launch, or 10 us, at every step."""
+    """Merge groups with equal settings. Each group costs a launch, or 10 us, at every step."""
     merged: list[dict[str, Any]] = []
     for group in groups:
         settings = {key: value for key, value in group.items() if key != "params"}

@@ -46,11 +46,15 @@ def exponential(start: float, end: float) -> Schedule:
 def build_schedule(
     kind: str, start: float, end: float, *, warmup: float = 0.0, warmup_start: float = 0.0
 ) -> Schedule:
-    """Build a schedule of a ``kind`` from ``start`` to ``end``.
+    """Build a schedule of a ``kind`` from ``start`` to ``end``, with an optional warm-up.
 
     Args:
-        warmup: The fraction of the run with a linear warm-up from ``warmup_start`` to ``start``;
-            the schedule spans the remaining fraction.
+        kind: Name of the schedule.
+        start: Value at the end of the warm-up.
+        end: Value at the end of the run.
+        warmup: Fraction of the run with a linear warm-up from ``warmup_start`` to ``start``; the
+            schedule spans the remaining fraction.
+        warmup_start: Value at the start of the warm-up.
     """
     main: Schedule = SCHEDULES[kind](start, end)
     if warmup <= 0.0:
@@ -66,13 +70,13 @@ def build_schedule(
 def linear_then_constant(start: float, end: float, duration: float) -> Schedule:
     """Build a schedule that is linear over the fraction ``duration`` of the run, then constant.
 
-    For the teacher temperature of DINO and the momentum of data2vec.
+    Used for the teacher temperature of DINO and the momentum of data2vec.
     """
     return build_schedule("constant", end, end, warmup=duration, warmup_start=start)
 
 
 def classy_schedule(config: dict[str, Any]) -> Schedule:
-    """A schedule registered with Classy Vision, from its config: ``{name: multistep, ...}``."""
+    """Build a schedule registered with Classy Vision, such as ``{name: multistep, ...}``."""
     args = {key: item for key, item in config.items() if key != "name"}
     schedule: Schedule = classy.build("schedule", config["name"], args)
     return schedule

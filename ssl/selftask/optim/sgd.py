@@ -28,8 +28,9 @@ class SGD:
             fused=not sharded,  # torch has no fused step for DTensors (FSDP)
         )
         if self.sgd_momentum:
-            # torch's fused step wants all momenta or none, and a layer frozen at first (DINO's
-            # last, SwAV's prototypes) gets its own later. A zero is where each begins anyway.
+            # torch's fused step needs a momentum buffer for all parameters or for none. A layer
+            # that is frozen at first (DINO's last, SwAV's prototypes) would get its own later.
+            # Start all buffers at zero, as torch does.
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
