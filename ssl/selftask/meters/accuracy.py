@@ -1,4 +1,4 @@
-"""How often the right class is among the k best scores.
+"""Top-k accuracy.
 
 B: images of a batch, C: classes.
 """
@@ -39,7 +39,7 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Accuracy:
-        """Classy's way to build a meter."""
+        """Build a meter from its config, as Classy does."""
         return cls(topk=list(config["topk"]))
 
     @property
@@ -47,36 +47,41 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
         return "accuracy"
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Reset all counts to zero."""
         self.synced = torch.zeros(len(self.topk) + 1, dtype=torch.int64)  # of all ranks
-        self.local = torch.zeros_like(self.synced)  # of this one, since: right for each k, images
+        self.local = torch.zeros_like(self.synced)  # this rank's since: per k, images
 
     @torch.no_grad()
     def update(self, model_output: Tensor, target: Tensor, **kwargs: Any) -> None:
-        """Count a batch of scores (B, C) with labels (B,), -1 where there is none; no host sync.
+        """Count a batch without synchronising with the device.
 
-        Raises UserError for other shapes.
+        Args:
+            model_output: Scores (B, C).
+            target: Labels (B,); -1 for images without a label.
+
+        Raises:
+            UserError: For other shapes.
         """
         self.validate(model_output.shape, target.shape)
         best = model_output.topk(max(self.topk), dim=1).indices  # (B, max k)
-        right = (best == target[:, None]).sum(dim=0).cumsum(dim=0)  # among the first 1, 2, ...
+        right = (best == target[:, None]).sum(dim=0).cumsum(dim=0)  # correct in the best 1, 2, ...
         counts = [*(right[k - 1] for k in self.topk), (target >= 0).sum()]
         self.local = self.local.to(target.device) + torch.stack(counts)
 
     def sync_state(self) -> None:
-        """Add what every rank has counted since the last time; all ranks must call it."""
+        """Add the counts of all ranks since the last call. Every rank must call it."""
         for counts in gather_objects(self.local.cpu()):
             self.synced += counts
         self.local = torch.zeros_like(self.synced)
 
     @property
     def value(self) -> dict[str, float]:
-        """``{"top_1": 0.7, ...}``; zeros before the first image. Waits for the device."""
+        """Return ``{"top_1": 0.7, ...}``; zeros before the first image. Waits for the device."""
         *right, images = (self.synced + self.local.cpu()).tolist()
         return {f"top_{k}": n / max(images, 1) for k, n in zip(self.topk, right, strict=True)}
 
     def validate(self, model_output_shape: Any, target_shape: Any) -> None:
-        """Raise UserError unless the shapes are (B, C) with C of at least k, and (B,)."""
+        """Raise UserError unless the shapes are (B, C) with C >= max k, and (B,)."""
         output, target = tuple(model_output_shape), tuple(target_shape)
         if len(output) != 2 or target != output[:1]:
             raise UserError(
@@ -95,7 +100,7 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
         }
 
     def set_classy_state(self, state: dict[str, Any]) -> None:
-        """Go on from ``get_classy_state``'s; raises UserError if it counted other things."""
+        """Restore the state of ``get_classy_state``. Raises UserError if its metrics differ."""
         if (state["name"], list(state["topk"])) != (self.name, self.topk):
             raise UserError(
                 f"meters.accuracy.topk={self.topk}: the checkpoint has counted {state['name']} of "
