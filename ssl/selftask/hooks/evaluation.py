@@ -29,7 +29,7 @@ class EvaluateBackbone(Hook):
 
     def on_start(self, task: Task) -> None:
         every = task.config.eval.every
-        self.every = 0  # steps; 0: at the start and the end only
+        self.every = 0  # steps; 0: only at the start and the end
         if every is not None:
             self.every = max(1, updates_in(every, task.length))
         self._warn_of_missing_labels(task)

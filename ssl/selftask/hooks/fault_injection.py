@@ -37,7 +37,7 @@ class Fault(Hook):
 
     priority: ClassVar[int] = 5
 
-    at: int  # the step (1 is the first) in which it happens, after the forward pass
+    at: int  # the step of the fault, after its forward pass; the first step is 1
     rank: int = setting(0, min=0)
     kind: Literal["raise", "kill", "sleep", "stop", "terminate"] = "raise"
     seconds: float = setting(3600.0, min=0)  # of sleep

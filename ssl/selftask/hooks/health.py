@@ -31,7 +31,7 @@ class Health(Hook):
 
     priority: ClassVar[int] = 60
     collapsed: float = setting(0.1, min=0, max=1)  # emb_std below this is a collapse
-    max_rows: int = setting(512, min=2)  # embeddings looked at per log line
+    max_rows: int = setting(512, min=2)  # embeddings used per log line
 
     def on_update(self, task: Task) -> None:
         if not task.should_log:
@@ -59,16 +59,16 @@ class Health(Hook):
 
 
 def embedding_std(rows: Tensor) -> Tensor:
-    """sqrt(E) times the mean over features of the std over unit-length (N, E) rows; 0 to 1."""
+    """Return sqrt(E) times the mean standard deviation of unit-length (N, E) rows; 0 to 1."""
     directions = F.normalize(rows, dim=1)
     return directions.std(dim=0).mean() * rows.shape[1] ** 0.5
 
 
 def effective_rank(rows: Tensor) -> Tensor:
-    """exp of the entropy of the normalised singular values of centred (N, E) rows.
+    """Return the exponential of the entropy of normalised singular values of centred (N, E) rows.
 
-    Roy and Vetterli, The effective rank, EUSIPCO 2007: between 1 and min(N, E). NaN where the rows
-    are not finite: what ends such a run is its loss, which says why.
+    Roy and Vetterli, The effective rank, EUSIPCO 2007: between 1 and min(N, E). NaN if the rows are
+    not finite; the loss then stops the run with an explanation.
     """
     centred = rows - rows.mean(dim=0)
     gram = centred @ centred.T if len(rows) < rows.shape[1] else centred.T @ centred

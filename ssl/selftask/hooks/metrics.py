@@ -1,4 +1,4 @@
-"""The numbers of a run, as rows of ``metrics.jsonl`` and lines of the log."""
+"""Metrics of a run, as rows of ``metrics.jsonl`` and lines of the log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = get_logger(__name__)
 
 
 class NonFiniteLoss(RunError):
-    """The loss became NaN or infinite; no checkpoint holds it."""
+    """The loss became NaN or infinite. No checkpoint contains it."""
 
 
 @register_hook("metrics")
@@ -33,19 +33,19 @@ class NonFiniteLoss(RunError):
 class Metrics(Hook):
     """Writes a row every ``train.log_every`` steps; stops a run whose loss is not finite.
 
-    Says once what to change if training keeps waiting for data.
+    Warns once, with advice, if training keeps waiting for data.
 
-    Losses stay on the device in between: the row is the only time the host waits for it. That is
-    also when the first step with a loss that is not finite is named; so is the moment before each
-    save.
+    Losses stay on the device between rows, so that the host waits for it at rows only. A loss that
+    is not finite is therefore detected at the next row or before the next save; the error names the
+    first such step.
     """
 
     priority: ClassVar[int] = 70
 
     def on_start(self, task: Task) -> None:
         self.window = [loss.to(task.device) for loss in getattr(self, "restored", ())]
-        self.steps = list(getattr(self, "restored_steps", ()))  # of each loss in the window
-        self.samples = 0  # since ``since``, for images_per_s
+        self.steps = list(getattr(self, "restored_steps", ()))  # step of each loss in the window
+        self.samples = 0  # since ``self.since``, for images_per_s
         self.since, self.waited_s = time.perf_counter(), 0.0
         self.wait_watch = WaitWatch()
 
@@ -67,7 +67,7 @@ class Metrics(Hook):
             task.write_row(task.pop_scalars())
 
     def before_save(self, task: Task) -> None:
-        self._losses(task)  # a state that is not finite is not worth keeping
+        self._losses(task)  # raises if a loss is not finite: such a state is not saved
 
     def _write(self, task: Task) -> None:
         losses = self._losses(task)
@@ -89,12 +89,12 @@ class Metrics(Hook):
         waiting = self.wait_watch.saw(steps, row["data_wait"])
         if waiting is not None:
             machine = Cores(cores(), task.world.local_size)
-            recipe = task.config.out_folder / "config.yaml"  # a recipe, with all that was set
+            recipe = task.config.out_folder / "config.yaml"  # the recipe with all values set
             told = wait_advice(waiting, task.config.data.num_workers, machine, str(recipe))
             log.warning("step %d: %s", task.steps_done, told)
 
     def _losses(self, task: Task) -> list[float]:
-        """The window's losses on the host. Raises NonFiniteLoss naming the first bad step."""
+        """Return the window's losses. Raises NonFiniteLoss that names the first bad step."""
         losses: list[float] = torch.stack(self.window).tolist() if self.window else []
         for step, loss in zip(self.steps, losses, strict=True):
             if not math.isfinite(loss):
@@ -111,7 +111,7 @@ class Metrics(Hook):
 
 
 def _mean_over_ranks(terms: dict[str, Tensor]) -> dict[str, float]:
-    """Each term of the loss as a number, the mean over ranks; every rank calls."""
+    """Return each term of the loss averaged over ranks. Every rank must call it."""
     if not terms:
         return {}
     values = torch.stack([torch.as_tensor(value).detach().float() for value in terms.values()])

@@ -1,4 +1,4 @@
-"""Precise BatchNorm: statistics of many images under the weights as they are now."""
+"""Precise BatchNorm: statistics of many images under the current weights."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ class PreciseBatchNorm(Hook):
 
     priority: ClassVar[int] = 10  # before evaluation and export
     batches: int = setting(200, min=1)
-    batch_size: int = setting(64, min=2)  # images normalized together, on one rank
+    batch_size: int = setting(64, min=2)  # images normalised together on one rank
 
     def on_start(self, task: Task) -> None:
         task.before_export = [partial(self._recompute, task)]
 
     def _recompute(self, task: Task, backbone: nn.Module) -> nn.Module:
-        """Return a copy of the backbone with precise statistics; every rank calls."""
+        """Return a copy of the backbone with precise statistics. Every rank must call it."""
         if not _norms(backbone):
             return backbone
         data = task.data_module
         chosen = self._batches_of_rank(task.config.train.seed, data.num_images)
         samples = data.chosen_samples(chosen.ravel(), chosen.shape[1])
-        with torch.random.fork_rng(devices=()):  # for first weights, and the start of a loader
+        with torch.random.fork_rng(devices=()):  # for weight initialisation and the DataLoader
             copy = build_backbone(task.config.backbone, data.channels).to(task.device)
             copy.load_state_dict(backbone.state_dict())
             _set_statistics(copy, (sample["input"] for sample in samples), len(chosen))
         return copy.eval()
 
     def _batches_of_rank(self, seed: int, num_images: int) -> np.ndarray:
-        """Return the images of this rank's batches, (batches, batch_size)."""
+        """Return the image indices of this rank's batches, (batches, batch_size)."""
         size = min(self.batch_size, num_images)
         number = min(self.batches, num_images // size)
         order = epoch_order(seed, 0, num_images).at(np.arange(number * size))
@@ -63,7 +63,7 @@ class PreciseBatchNorm(Hook):
 
 
 def _norms(model: nn.Module) -> list[_BatchNorm]:
-    """Return the BatchNorm modules that keep statistics."""
+    """Return the BatchNorm modules that track running statistics."""
     modules = (module for module in model.modules() if isinstance(module, _BatchNorm))
     return [module for module in modules if module.running_mean is not None]
 
@@ -72,7 +72,9 @@ def _set_statistics(model: nn.Module, inputs: Iterator[Tensor], number: int) -> 
     """Set BatchNorm's statistics to those of the inputs of all ranks.
 
     Args:
-        number: How many inputs there are on this rank.
+        model: Module to modify in place.
+        inputs: Batches of images of this rank.
+        number: Number of batches on this rank.
     """
     from fvcore.nn.precise_bn import update_bn_stats
 

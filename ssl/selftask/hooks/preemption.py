@@ -1,4 +1,4 @@
-"""A signal asks the run to stop; it saves at the next step and leaves."""
+"""Stop on a signal: save at the next step and exit."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ log = get_logger(__name__)
 class StopOnSignal(Hook):
     """SIGTERM, SIGINT, SIGUSR2 and SIGHUP save at the next step; a second one leaves at once.
 
-    A second SIGHUP does not: a closed terminal sends several. One that the process was started to
-    ignore (nohup) stays ignored. The handler acknowledges and sets a flag. With several ranks each
-    step asks whether any of them has been told to stop, and reads the answer one step later, when
-    it has long been there: nobody waits, and all stop after the same step. The handler is there
-    from the moment the hook is built, so that a signal during the first evaluation is not lost.
+    A second SIGHUP does not, as closing a terminal sends several. A signal ignored by the process
+    from its start (nohup) stays ignored. The handler prints a message and sets a flag. With several
+    ranks each step starts a collective on whether any rank got a signal and reads its result one
+    step later, so that no rank waits and all stop after the same step. The handler is installed
+    when the hook is built, to catch a signal during the first evaluation too.
     """
 
     priority: ClassVar[int] = 95
@@ -43,7 +43,7 @@ class StopOnSignal(Hook):
                 continue
             try:
                 self.previous[number] = signal.signal(number, self._receive)
-            except ValueError:  # not the main thread: somebody else owns the signals
+            except ValueError:  # not the main thread: other code owns the signals
                 log.info("signals are not handled: the task does not run in the main thread")
                 break
 
@@ -62,7 +62,7 @@ class StopOnSignal(Hook):
 
     def on_step(self, task: Task) -> None:
         stop_at = task.config.train.stop_at
-        if stop_at is not None and task.steps_done >= stop_at:  # the same on all ranks
+        if stop_at is not None and task.steps_done >= stop_at:  # equal on all ranks
             task.interrupted_by = f"train.stop_at={stop_at}"
         elif self.any_rank.poll(self.received is not None):
             task.interrupted_by = self.received or "a signal on another rank"

@@ -1,4 +1,4 @@
-"""Who is called when: the order of the hooks at each point."""
+"""Print the order of hooks at each point."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PrintHooks(Hook):
 
 
 def describe_hooks(hooks: Iterable[Any]) -> str:
-    """One line for each point that some hook defines: ``on_step: SimCLR, Health (60), ...``."""
+    """Return one line for each point with a hook: ``on_step: SimCLR, Health (60), ...``."""
     hooks = list(hooks)
     lines = []
     for point in POINTS:
@@ -40,6 +40,6 @@ def describe_hooks(hooks: Iterable[Any]) -> str:
 
 
 def _title(hook: Any) -> str:
-    """The class and its priority; a method has none: it comes first."""
+    """Return the class name and priority of a hook. A method has no priority; it comes first."""
     name, priority = type(hook).__name__, getattr(hook, "priority", 50)
     return name if hasattr(hook, "forward") else f"{name} ({priority})"

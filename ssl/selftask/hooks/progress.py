@@ -1,4 +1,4 @@
-"""A live progress bar on a terminal; elsewhere the log's own lines are enough."""
+"""A live progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ProgressBar(Hook):
 
     def on_step(self, task: Task) -> None:
         if self.bar is not None and task.train and time.monotonic() >= self.due:
-            self._update(task)  # takes 10 us: only as often as it is drawn
+            self._update(task)  # takes 10 us, so only as often as it is drawn
 
     def _update(self, task: Task) -> None:
         self.bar.update(self.line, **_progress(task))
@@ -80,7 +80,7 @@ class ProgressBar(Hook):
 
 
 def _progress(task: Task) -> dict[str, Any]:
-    """Return the fields of the bar; after a resume they do not start at zero."""
+    """Return the fields of the bar. After a resume they do not start at zero."""
     epoch = task.clock.batch / task.length.batches_per_epoch
     return {"completed": task.steps_done, "epoch": epoch, "numbers": _numbers(task)}
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: in every row of the log, and in one line as the run ends."""
+"""Time of each section of a step, in every row of the log and summed over the run."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ SECTIONS = ("read", "forward", "loss", "backward", "reduce", "update", "hooks")
 class Timing(Hook):
     """Logs the milliseconds that a step spends in each section, as ``ms_forward`` and so on.
 
-    Works with any train step, which knows nothing of it: the parts of the task say when they are
-    used. What lies between two of them belongs to the section that began last:
+    Works with any train step: sections are detected by hooks on the parts of the task. Time belongs
+    to the section that began last:
 
     * ``read``: waiting for the batch, and the method's ``prepare_batch``;
-    * ``forward`` and ``loss``, ``backward`` (with all of the reduction that it hides);
-    * ``reduce``: what is left of the reduction after it;
+    * ``forward``, ``loss`` and ``backward``, with the part of the reduction that overlaps;
+    * ``reduce``: the rest of the reduction;
     * ``update``: the optimizer;
-    * ``hooks``: the rest, such as teachers, clipping, logging.
+    * ``hooks``: everything else, such as teachers, clipping and logging.
 
-    Sections are ranges of torch's profiler, too. On a GPU the times are those of its events, read
-    at log points only: nothing waits for the device because of them.
+    Sections are also ranges of torch's profiler. On a GPU times come from its events, which are
+    read at log points only, so that nothing waits for the device in between.
     """
 
     priority: ClassVar[int] = 100
 
     def __post_init__(self) -> None:
         self.clock: Callable[[], Any] = time.perf_counter
-        self.listening = False  # not in test phases
-        self.marks: list[tuple[str | None, Any]] = []  # section that began, and when
-        self.range: Any = None  # of the profiler
+        self.listening = False  # False in test phases
+        self.marks: list[tuple[str | None, Any]] = []  # section and start time
+        self.range: Any = None  # current profiler range
         self.steps = self.all_steps = 0
-        self.total: defaultdict[str, float] = defaultdict(float)  # ms by section, of the whole run
+        self.total: defaultdict[str, float] = defaultdict(float)  # ms per section
 
     def on_start(self, task: Task) -> None:
         if task.device.type == "cuda":
@@ -87,7 +87,7 @@ class Timing(Hook):
             self.steps = 0
 
     def on_phase_end(self, task: Task) -> None:
-        self._begin(None)  # evaluations are no part of a step
+        self._begin(None)  # evaluations are not part of a step
 
     def on_end(self, task: Task) -> None:
         whole = sum(self.total.values())
@@ -117,7 +117,7 @@ class Timing(Hook):
         return begin
 
     def _begin(self, section: str | None) -> None:
-        """From here on time belongs to ``section``; None: to nobody."""
+        """Start ``section``; None: time is not counted."""
         if not self.listening:
             return
         if self.range is not None:
@@ -128,7 +128,7 @@ class Timing(Hook):
         self.marks.append((section, self.clock()))
 
     def _take(self) -> defaultdict[str, float]:
-        """Milliseconds by section since the last call. Waits for the device."""
+        """Return milliseconds by section since the last call. Waits for the device."""
         self._begin("hooks")
         taken: defaultdict[str, float] = defaultdict(float)
         for (section, start), (_, end) in zip(self.marks, self.marks[1:], strict=False):
