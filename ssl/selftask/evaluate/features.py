@@ -1,4 +1,4 @@
-"""What a frozen backbone makes of a labelled data set, kept in memory for every evaluation.
+"""Features of a labelled data set by a frozen backbone, kept in memory for all evaluations.
 
 N images, E features.
 """
@@ -20,21 +20,21 @@ from selftask.models.eval_mode import in_eval_mode
 
 @dataclass(frozen=True)
 class Features:
-    """One row for each image, in the order in which they were read."""
+    """Features and labels of images, one row for each, in the order in which they were read."""
 
     features: Tensor  # (N, E) float32
-    targets: Tensor  # (N,) int64; -1 where an image has no label
-    indices: Tensor  # (N,) int64: which image of the data set
+    targets: Tensor  # (N,) int64; -1 for images without a label
+    indices: Tensor  # (N,) int64: number of the image in the data set
 
     def __len__(self) -> int:
         return len(self.features)
 
     def to(self, device: torch.device | str) -> Features:
-        """The same on another device."""
+        """Return a copy on another device."""
         return Features(*(x.to(device) for x in (self.features, self.targets, self.indices)))
 
     def __getitem__(self, rows: Tensor) -> Features:
-        """Some of the rows."""
+        """Return a subset of the rows."""
         return Features(self.features[rows], self.targets[rows], self.indices[rows])
 
     def check_labels(self, what: str) -> None:
@@ -57,12 +57,19 @@ def check_targets(targets: Tensor, what: str) -> None:
 def extract_features(
     backbone: nn.Module, batches: Iterable[Mapping[str, Any]], *, device: torch.device | str
 ) -> Features:
-    """Run the backbone over batches with ``views`` (the first is used), ``target`` and ``index``.
+    """Run the backbone over batches and collect its features on the CPU.
 
-    The rows come back on the CPU. Nothing is left behind: each module's train or eval mode is
-    restored, BatchNorm statistics are not touched, and neither are torch's random numbers, of
-    which a DataLoader draws one as it starts. Raises UserError for features that are not finite,
-    and for images of a size that a vision transformer does not take.
+    Train or eval mode, BatchNorm statistics and torch's random state are left unchanged. (A
+    DataLoader draws one random number when it starts.)
+
+    Args:
+        backbone: Images (B, C, H, W) -> features (B, E).
+        batches: Dicts with ``views`` (the first is used), ``target`` and ``index``.
+        device: Device of the backbone.
+
+    Raises:
+        UserError: If features are not finite, or a vision transformer does not accept the size of
+            the images.
     """
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     with torch.no_grad(), in_eval_mode(backbone), _keeping_random_state(device):

@@ -1,11 +1,11 @@
 """Weighted k nearest neighbours on frozen features.
 
-Wu et al. (arXiv:1805.01978), section 3.4, as DINO and most others report it: the k training images
-of largest cosine s vote for their class with weight exp(s / temperature).
+Wu et al. (arXiv:1805.01978), section 3.4, as reported by DINO and most others: the k training
+images of largest cosine s vote for their class with weight exp(s / temperature).
 
 N training images, B test images of one chunk, E features, C classes. With several ranks each holds
-a part of both sets: chunks of test images go to all ranks, each finds the nearest of its own
-training images, and the k nearest of those are the result. No rank ever holds all features.
+a part of both sets. Chunks of test images are sent to all ranks, and each rank finds the nearest of
+its own training images. The k nearest of these are the result. No rank holds all features.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class KNN:
 
     takes_parts: ClassVar[bool] = True  # each rank passes its own part of the features
 
-    k: list[int] = field(default_factory=lambda: [20])  # neighbours that vote; all in one pass
-    temperature: float = 0.07  # smaller: the nearest counts more
+    k: list[int] = field(default_factory=lambda: [20])  # numbers of neighbours that vote
+    temperature: float = 0.07  # smaller: nearer neighbours count more
     search: Literal["float32", "bfloat16"] = "float32"  # bfloat16: find candidates in it, compare
     # those in float32; faster on hardware with bfloat16, and very nearly the same neighbours
 
@@ -55,10 +55,10 @@ class KNN:
             )
 
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
-        """Return the share of test images that are classified correctly, by the name of a figure.
+        """Return the fraction of test images that are classified correctly, by metric name.
 
-        With ``test is train`` no image is its own neighbour. With several ranks every rank calls,
-        with its own part of the features, and gets the figures of the whole.
+        With ``test is train`` no image is its own neighbour. With several ranks every rank must
+        call it with its own part of the features; all get the result for the whole.
 
         Raises:
             UserError: Images without labels, or fewer than k neighbours.
@@ -72,7 +72,7 @@ class KNN:
 
         correct = torch.zeros(len(self.k), dtype=torch.int64, device=targets[1].device)
         for expected, similarity, neighbour in self._neighbors(train, test):
-            # exp(s / T) relative to the nearest: the same vote, and never an overflow
+            # exp(s / T) relative to the nearest: the same vote without overflow
             weight = ((similarity - similarity[:, :1]) / self.temperature).exp()
             for place, count in enumerate(self.k):
                 votes = weight.new_zeros(len(weight), num_classes)
@@ -90,14 +90,14 @@ class KNN:
         """
         bank = Bank(train.features, search=self.search)
         queries = F.normalize(test.features, dim=1)
-        own = torch.arange(len(test), device=queries.device)  # rows that do not count
+        own = torch.arange(len(test), device=queries.device)  # rows to leave out
         if test is not train:
             own = torch.full_like(own, -1)
         sizes = gather_objects((len(train), len(test)))
         first_row = sum(num_train for num_train, _ in sizes[: rank()])
         rows = max(1, _TEST_ROWS // world_size())
         for start in range(0, max(num_test for _, num_test in sizes), rows):
-            chunk = slice(start, start + rows)  # copied: pickle takes all that a view is of
+            chunk = slice(start, start + rows)  # cloned: pickle copies the whole storage of a view
             parts = gather_objects((queries[chunk].clone(), test.targets[chunk].clone()))
             left_out = [torch.full_like(targets, -1) for _, targets in parts]
             left_out[rank()] = own[chunk]
@@ -110,33 +110,35 @@ class KNN:
 
 
 class Bank:
-    """Features to search for the nearest by cosine, exactly or by candidates in bfloat16.
+    """Features to search for nearest neighbours by cosine.
 
     Args:
         features: (N, E).
-        search: ``float32``, or ``bfloat16`` for candidates whose cosines are computed in float32.
+        search: ``float32``, or ``bfloat16`` to find candidates whose cosines are then computed in
+            float32.
     """
 
     def __init__(self, features: Tensor, *, search: str = "float32") -> None:
         self._rows = F.normalize(features, dim=1)  # (N, E)
         self._candidates: Tensor | None = None
         if search == "bfloat16":
-            # Less the mean: the order of cosines with a query stays, their rounding shrinks
+            # subtracting the mean keeps the order of cosines with a query and reduces rounding
             self._candidates = (self._rows - self._rows.mean(dim=0)).bfloat16()
 
     def nearest(self, queries: Tensor, k: int, left_out: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and rows of the k nearest, nearest first: (B, k), or (B, N) for N < k.
+        """Return cosines and rows of the k nearest, nearest first: (B, k), or (B, N) if N < k.
 
         Args:
             queries: (B, E), normalised.
-            left_out: (B,), the row that is no neighbour of a query, -1 for none.
+            k: Number of neighbours.
+            left_out: (B,) row that is excluded for each query, -1 for none.
         """
         k = min(k, len(self._rows))
         if self._candidates is None:
             return _top(queries, self._rows, k, left_out)
         num_candidates = min(_SPARE * k, len(self._rows))
         _, row = _top(queries.bfloat16(), self._candidates, num_candidates, left_out)
-        pairs = zip(queries.unbind(), row.unbind(), strict=True)  # one by one: rows stay in cache
+        pairs = zip(queries.unbind(), row.unbind(), strict=True)  # per query: rows stay in cache
         cosine = torch.stack([self._rows.index_select(0, near).mv(query) for query, near in pairs])
         cosine[row == left_out[:, None]] = -torch.inf
         cosine, order = cosine.topk(k, dim=1)
@@ -144,7 +146,7 @@ class Bank:
 
 
 def _top(queries: Tensor, bank: Tensor, k: int, left_out: Tensor) -> tuple[Tensor, Tensor]:
-    """The k largest products of each query, and their rows; one block of products at a time."""
+    """Return the k largest products of each query and their rows, one block at a time."""
     best = queries.new_empty(len(queries), 0)
     row = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
     size = _TRAIN_ROWS * torch.float32.itemsize // bank.dtype.itemsize
@@ -160,7 +162,7 @@ def _top(queries: Tensor, bank: Tensor, k: int, left_out: Tensor) -> tuple[Tenso
 
 
 def _products(queries: Tensor, block: Tensor) -> Tensor:
-    """``queries @ block.T``. In float32 on a CPU by oneDNN: on AMD twice as fast as MKL."""
+    """``queries @ block.T``. Float32 on a CPU uses oneDNN, twice as fast as MKL on AMD."""
     dense = queries.dtype == torch.float32 and queries.device.type == "cpu" and len(queries) > 0
     if dense and torch.backends.mkldnn.is_available():
         return F.linear(queries.to_mkldnn(), block.to_mkldnn()).to_dense()

@@ -24,16 +24,16 @@ _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 @dataclass(frozen=True)
 class LabelCounts:
-    """Images of each class in the two sets that an evaluation compares."""
+    """Number of images of each class in the training and test set of an evaluation."""
 
     train: np.ndarray  # (C,)
     test: np.ndarray  # (C,)
-    names: Sequence[str] | None = None  # of the classes; None: numbers
-    leave_one_out: bool = False  # each image is tested against all others
+    names: Sequence[str] | None = None  # names of the classes; None: numbers
+    leave_one_out: bool = False  # each image is compared with all others
 
     @classmethod
     def of_sources(cls, sources: Sources) -> LabelCounts | None:
-        """Count without reading an image; None if the labels are not known before."""
+        """Count labels without reading images; None if labels are only known after reading."""
         train, val = sources.train, sources.val
         test = train if val is None else val
         if getattr(train, "labels", None) is None or getattr(test, "labels", None) is None:
@@ -50,7 +50,7 @@ class LabelCounts:
         names: Sequence[str] | None = None,
         leave_one_out: bool = False,
     ) -> LabelCounts:
-        """Count targets (N,), where -1 is no label."""
+        """Count targets (N,), in which -1 means no label."""
         labels = [np.asarray(part)[np.asarray(part) >= 0] for part in (train, test)]
         size = 1 + max(int(part.max(initial=-1)) for part in labels)
         counts = [np.bincount(part, minlength=size) for part in labels]
@@ -58,7 +58,7 @@ class LabelCounts:
 
     @property
     def classes(self) -> np.ndarray:
-        """Numbers of the classes that have a training image."""
+        """Labels of the classes with at least one training image."""
         return np.flatnonzero(self.train)
 
     @property
@@ -69,7 +69,7 @@ class LabelCounts:
 
     @property
     def num_neighbors(self) -> int:
-        """Training images that a test image can be compared with."""
+        """Number of training images that a test image is compared with."""
         return int(self.train.sum()) - self.leave_one_out
 
     def name(self, label: int) -> str:
@@ -77,7 +77,7 @@ class LabelCounts:
         return repr(self.names[label]) if self.names else str(label)
 
     def describe(self) -> str:
-        """One line: images, classes, chance, and accuracy of the most frequent class."""
+        """Return one line: images, classes, chance, and accuracy of the most frequent class."""
         num_train, num_test = self.train.sum(), self.test.sum()
         sets = f"{num_train} training and {num_test} test images"
         if self.leave_one_out:
@@ -91,7 +91,7 @@ class LabelCounts:
         )
 
     def facts(self) -> dict[str, float]:
-        """The numbers of ``describe``, for a row beside the figures."""
+        """Return the numbers of ``describe`` for the row of metrics."""
         return {
             "train_images": int(self.train.sum()),
             "test_images": int(self.test.sum()),
@@ -100,7 +100,7 @@ class LabelCounts:
         }
 
     def problems(self) -> Iterator[str]:
-        """Yield what makes any evaluation of these labels meaningless."""
+        """Yield reasons why an evaluation of these labels would be meaningless."""
         names = {str(name).lower() for name in self.names or ()}
         if len(names) > 1 and names <= _SPLITS:
             yield (
@@ -128,9 +128,9 @@ def require_labels(evaluation: Any, counts: LabelCounts) -> None:
 
 
 def count_shared_images(train: Features, test: Features) -> int:
-    """Return how many test images have exactly the features of some training image.
+    """Return the number of test images with exactly the features of some training image.
 
-    0 if most training images have the features of another one: the network tells nothing apart.
+    0 if most training images share their features with another one, as for a collapsed network.
     """
     draw = np.random.default_rng(0)
     factors = draw.integers(1, 2**62, size=train.features.shape[1], dtype=np.int64) | 1
@@ -141,7 +141,7 @@ def count_shared_images(train: Features, test: Features) -> int:
 
 
 def _hash_rows(part: Features, factors: np.ndarray) -> np.ndarray:
-    """One 64-bit number a row: sums of products modulo 2^64, the same in any order."""
+    """Return a 64-bit hash of each row: sums of products modulo 2^64, independent of order."""
     bits = part.features.cpu().contiguous().numpy().view(np.int32)  # (N, E)
     hashes = np.empty(len(bits), dtype=np.int64)
     for first in range(0, len(bits), 4096):

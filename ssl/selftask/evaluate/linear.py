@@ -1,6 +1,6 @@
-"""A linear classifier on frozen features: what can be read out of them.
+"""A linear classifier on frozen features.
 
-n training images, E features, R principal axes of them, C classes.
+n training images, E features, R principal axes of the training images, C classes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from selftask.evaluate.features import Features
 from selftask.evaluate.label_counts import LabelCounts, require_labels
 from selftask.registry import register_evaluation
 
-_ROWS = 8192  # images whose logits exist at a time
-_ROUGH, _FINE = 1e-3, 1e-4  # tolerances: to choose a weight decay, and for the figure
-_RESOLUTION = 1e-9  # a loss that falls by less does not fall
+_ROWS = 8192  # images per block of logits
+_ROUGH, _FINE = 1e-3, 1e-4  # tolerances: to choose a weight decay, and for the result
+_RESOLUTION = 1e-9  # smaller decreases of the loss count as none
 
 
 @register_evaluation("linear")
@@ -32,8 +32,8 @@ _RESOLUTION = 1e-9  # a loss that falls by less does not fall
 class Linear:
     """Top-1 of a linear probe: linear_top1 with all labels, linear_10_labels_top1 with few."""
 
-    few_labels: list[int] = field(default_factory=list)  # labels a class; each is one more figure
-    repeats: int = setting(5, min=1)  # draws of few labels; their mean counts
+    few_labels: list[int] = field(default_factory=list)  # labels per class; one metric each
+    repeats: int = setting(5, min=1)  # random draws of few labels, whose results are averaged
     weight_decay: list[float] = field(
         default_factory=lambda: [0.00001, 0.0001, 0.001, 0.01, 0.1]
     )  # L2, against the mean cross-entropy: scikit-learn's 1 / (C * n)
@@ -61,7 +61,7 @@ class Linear:
             )
 
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
-        """Fractions of test images; the weight decay is picked without looking at them."""
+        """Return test accuracies by metric name. The weight decay is chosen on training images."""
         train.check_labels("linear probe, training set")
         test.check_labels("linear probe, test set")
         require_labels(self, LabelCounts.of_targets(train.targets.cpu(), test.targets.cpu()))
@@ -74,7 +74,7 @@ class Linear:
         return result
 
     def _accuracy(self, draws: list[Features], test: Features, generator: torch.Generator) -> float:
-        """Mean test accuracy over the draws, with the weight decay that is best where held out."""
+        """Return the mean test accuracy of draws, with the weight decay best on held-out images."""
         problems = [_Problem(draw, self.iterations) for draw in draws]
         grids = [self._grid(problem, generator) for problem in problems]
         ranking = [
@@ -90,7 +90,7 @@ class Linear:
         return sum(hits) / len(hits)
 
     def _grid(self, problem: _Problem, generator: torch.Generator) -> list[_HeldOut]:
-        """Results on held-out images for each weight decay; each fit starts from the one before."""
+        """Evaluate each weight decay on held-out images; each fit starts from the previous one."""
         num_images = len(problem.target)
         order = torch.randperm(num_images, generator=generator).to(problem.target.device)
         num_held = max(1, round(self.held_out * num_images))
@@ -98,7 +98,7 @@ class Linear:
         part = problem.subset(kept if len(kept) else held)
         found: dict[float, _HeldOut] = {}
         weights: Tensor | None = None
-        for decay in sorted(set(self.weight_decay), reverse=True):  # the easiest first
+        for decay in sorted(set(self.weight_decay), reverse=True):  # the easiest to fit first
             weights = part.fit(decay, start=weights, tolerance=_ROUGH)
             found[decay] = part.held_out(weights, problem.z[held], problem.target[held])
         return [found[decay] for decay in self.weight_decay]
@@ -110,17 +110,18 @@ class _HeldOut:
 
     weights: Tensor  # (C, R + 1)
     accuracy: float
-    loss: float  # over images of classes that the fit has seen
+    loss: float  # over images of classes in the fit
     knows_all_classes: bool
 
 
 class _Problem:
-    """Multinomial logistic regression on the principal axes of some images.
+    """Multinomial logistic regression on the principal axes of the training images.
 
-    Weights (C, R + 1) are those along the axes and the bias. L-BFGS runs on weights that are
-    scaled by a bound on the curvature: the Hessian of the mean cross-entropy is nowhere above
-    half the covariance of the features (Boehning, Ann. Inst. Statist. Math. 44, 1992), which is
-    diagonal here. So scaled, every problem is about equally easy, and a step of 1 about right.
+    Weights (C, R + 1) are coefficients along the axes, then the bias. L-BFGS runs on weights scaled
+    by a bound on the curvature: the Hessian of the mean cross-entropy is at most half the
+    covariance of the features (Boehning, Ann. Inst. Statist. Math. 44, 1992), which is diagonal
+    here. With this scaling all problems are about equally well conditioned, and a step size of
+    about 1 is right.
     """
 
     def __init__(self, train: Features, iterations: int) -> None:
@@ -136,13 +137,17 @@ class _Problem:
         return part
 
     def fit(self, decay: float, *, start: Tensor | None = None, tolerance: float = _FINE) -> Tensor:
-        """Minimise mean cross-entropy + decay / 2 * |W|^2; the bias is free.
+        """Minimise mean cross-entropy + decay / 2 * |W|^2; the bias is not decayed.
 
         Args:
-            start: Weights to begin with; None: zeros.
+            decay: Weight decay.
+            start: Initial weights; None: zeros.
             tolerance: Stop if no entry of the gradient with respect to scaled weights exceeds it.
+
+        Returns:
+            Weights (C, R + 1).
         """
-        from scipy.optimize import minimize  # takes its time to import
+        from scipy.optimize import minimize  # slow to import
 
         scale = (self.variance / 2 + decay).rsqrt()  # (R,)
         scale = torch.cat([scale, scale.new_ones(1)])
@@ -152,7 +157,7 @@ class _Problem:
             with activity("linear evaluation"):
                 weights = torch.from_numpy(scaled).view(shape).to(scale) * scale
                 loss, gradient = self._loss_and_gradient(weights)
-                weights[:, -1] = 0.0  # the bias does not decay
+                weights[:, -1] = 0.0  # the bias is not decayed
                 gradient = (gradient + decay * weights) * scale
                 loss += decay / 2 * float(weights.square().sum())
                 return loss, gradient.double().flatten().cpu().numpy()
@@ -165,7 +170,7 @@ class _Problem:
         return torch.from_numpy(found.x).view(shape).to(scale) * scale
 
     def _loss_and_gradient(self, weights: Tensor) -> tuple[float, Tensor]:
-        """Return the mean cross-entropy and its gradient. (C, rows) products suit few classes."""
+        """Return the mean cross-entropy and its gradient; (C, rows) products suit few classes."""
         loss, gradient = 0.0, torch.zeros_like(weights)
         for x, target in zip(self.z.split(_ROWS), self.target.split(_ROWS), strict=True):
             error = _logits(x, weights).log_softmax(dim=0)  # (C, n)
@@ -177,7 +182,7 @@ class _Problem:
         return loss / len(self.z), gradient / len(self.z)
 
     def held_out(self, weights: Tensor, z: Tensor, target: Tensor) -> _HeldOut:
-        """Judge weights by images that are given along the axes."""
+        """Evaluate weights on held-out images, given along the axes."""
         seen = torch.zeros(len(self.classes), dtype=torch.bool, device=target.device)
         seen[self.target] = True
         hits = weights.new_zeros(())
@@ -191,7 +196,7 @@ class _Problem:
         return _HeldOut(weights, float(hits) / len(z), float(loss) / num_known, bool(seen.all()))
 
     def accuracy(self, weights: Tensor, test: Features) -> float:
-        """Share of test images classified correctly; those of a class not trained on are not."""
+        """Return the test accuracy. Images of classes without training images count as wrong."""
         hits = 0
         parts = zip(test.features.split(_ROWS), test.targets.split(_ROWS), strict=True)
         for features, targets in parts:
@@ -201,16 +206,16 @@ class _Problem:
 
 
 def _logits(z: Tensor, weights: Tensor) -> Tensor:
-    """(C, n) of images (n, R)."""
+    """Return logits (C, n) of images (n, R)."""
     return torch.addmm(weights[:, -1:], weights[:, :-1], z.T)
 
 
 def _principal_axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Centred rows in the basis of their covariance (n, R), the basis (E, R), the variances (R,).
+    """Return centred rows along their principal axes (n, R), the axes (E, R) and variances (R,).
 
-    R = min(n, E): of fewer images than features (raw pixels, few labels) the axes come from the
-    products of images, which is the smaller problem; the best weights lie in their span. Axes
-    without variance get a small one: nothing moves along them, and nothing is divided by 0.
+    R = min(n, E). If there are fewer images than features (raw pixels, few labels), the axes are
+    computed from products of images, which is the smaller problem; the best weights lie in their
+    span. Axes without variance get a small one, to avoid a division by 0.
     """
     num_images, num_features = x.shape
     if num_images < num_features:
@@ -225,7 +230,7 @@ def _principal_axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _standardised(train: Features, test: Features) -> tuple[Features, Features]:
-    """Both with the training set's mean 0 and deviation 1 in each feature; idle ones stay."""
+    """Standardise both sets with training statistics; constant features are kept."""
     mean, deviation = train.features.mean(dim=0), train.features.std(dim=0, correction=0)
     idle = deviation < 1e-6 * deviation.max().clamp_min(1e-30)
     deviation = deviation.masked_fill(idle, 1.0)
@@ -237,7 +242,7 @@ def _standardised(train: Features, test: Features) -> tuple[Features, Features]:
 
 
 def _draw(train: Features, count: int, generator: torch.Generator) -> Features:
-    """``count`` images of each class at random; all of a class that has fewer."""
+    """Draw ``count`` images of each class, or all of a class that has fewer."""
     order = torch.randperm(len(train), generator=generator).to(train.targets.device)
     shuffled = train.targets[order]
     chosen = [order[shuffled == label][:count] for label in torch.unique(train.targets)]

@@ -1,4 +1,4 @@
-"""Evaluations of finished weights: a run, a file, a model of timm or torchvision."""
+"""Evaluate finished weights: a run, a file, or a model of timm or torchvision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from selftask.logs import get_logger
 
 log = get_logger(__name__)
 
-_BATCH_SIZE = 256  # images; only memory depends on it
+_BATCH_SIZE = 256  # affects memory only
 
 
 def evaluate_backbone(
@@ -32,20 +32,24 @@ def evaluate_backbone(
     device: torch.device,
     tell: Callable[[str], None] = log.info,
 ) -> dict[str, float]:
-    """Evaluate a frozen backbone on labelled images, as ``eval.evaluations`` says.
+    """Evaluate a frozen backbone on labelled images by ``eval.evaluations``.
 
-    Without ``data.val`` the training images are also those tested: k-NN then leaves each image
-    out of its own neighbours.
+    Without ``data.val`` the training images are also the test images; k-NN then excludes each image
+    from its own neighbours.
 
     Args:
+        backbone: Images (B, C, H, W) -> features (B, E).
+        config: Config with ``eval.evaluations`` and ``eval.transforms``.
+        sources: Training and test images.
+        device: Device to compute features on.
         tell: Called with a line on the images and classes, and one if test images are also
             training images.
 
     Returns:
-        The figures, and ``train_images``, ``test_images``, ``classes`` and ``chance``.
+        Metrics by name, and ``train_images``, ``test_images``, ``classes`` and ``chance``.
 
     Raises:
-        UserError: Labels are missing, or do not allow the evaluation. Known labels are checked
+        UserError: If labels are missing or do not allow the evaluation. Known labels are checked
             before features are computed.
     """
     evaluations = config.eval.evaluations
@@ -63,7 +67,7 @@ def evaluate_backbone(
         if shared:
             tell(f"warning: {shared} of {len(test)} test images are also training images")
     figures = run_evaluations(evaluations, train, test)
-    counts = LabelCounts.of_targets(  # of those that could be read
+    counts = LabelCounts.of_targets(  # of readable images only
         train.targets,
         test.targets,
         names=None if counts is None else counts.names,
@@ -76,7 +80,7 @@ def evaluate_backbone(
 def features_of(
     backbone: nn.Module, config: Config, source: Source, *, device: torch.device
 ) -> Features:
-    """Features of every image of a source, by ``eval.transforms``."""
+    """Return the features of every image of a source, with ``eval.transforms``."""
     pipeline = build_pipeline(config.eval.transforms, "eval.transforms", channels_of(source))
     batches = EvalBatches(
         EvalDataset(source, pipeline, config.train.seed),

@@ -1,4 +1,4 @@
-"""Evaluations of a run while it trains: the backbone as it is now, on the labelled images."""
+"""Evaluations during a run: the current backbone on the labelled images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def evaluate_task(task: Task) -> dict[str, float]:
-    """The numbers of ``eval.evaluations``; none without labels. The run's state stays untouched."""
+    """Return the metrics of ``eval.evaluations``; none without labels. Keeps the run's state."""
     components = task.config.eval.evaluations
     if not (components and task.data_module.has_test and task.data_module.num_classes):
         return {}
@@ -31,7 +31,7 @@ def evaluate_task(task: Task) -> dict[str, float]:
 
 
 def check_evaluations(config: Config, sources: Sources) -> str | None:
-    """Describe the labels of the evaluations of a run; None if there will be none.
+    """Describe the labels of the evaluations of a run; None if there are no evaluations.
 
     Raises ConfigError if the labels do not allow them.
     """
@@ -50,8 +50,16 @@ def run_evaluations(
 ) -> dict[str, float]:
     """Run every evaluation on the same features and merge their results.
 
-    ``train`` and ``test`` are this rank's part. An evaluation gets those of all ranks, unless it
-    has ``takes_parts = True``.
+    An evaluation gets the features of all ranks, or only this rank's if it has
+    ``takes_parts = True``.
+
+    Args:
+        components: Evaluations by name.
+        train: This rank's training features.
+        test: This rank's test features.
+
+    Returns:
+        Metrics by name.
     """
     row: dict[str, float] = {}
     whole: tuple[Features, Features] | None = None
@@ -68,7 +76,7 @@ def run_evaluations(
 
 
 def _of_all_ranks(part: Features) -> Features:
-    """The parts of all ranks in rank order, which is the order of the data set."""
+    """Return the features of all ranks in rank order, which is the order of the data set."""
     if world_size() == 1:
         return part
     parts = gather_objects(part)
