@@ -46,12 +46,12 @@ class BarlowTwins(Method):
                 yield "train.batch_size: 1; a correlation needs at least 2 images"
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """The projector: three layers, the last one bare."""
+        """Build the projector: three layers; the last has no BatchNorm or activation."""
         hidden = self.config.hidden_dim
         return mlp(embed_dim, hidden, hidden, self.config.out_dim, bias=False, last_bias=False)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Eq. 1, its two terms as they enter the sum; ``output`` (2, B, D), same on all ranks."""
+        """Return the two terms of eq. 1 for ``output`` (2, B, D), equal on all ranks."""
         correlation = cross_correlation(output[0], output[1])  # (D, D)
         diagonal = correlation.diagonal()  # (D,)
         invariance = (1 - diagonal).square().sum()
@@ -64,19 +64,19 @@ class BarlowTwins(Method):
 
     @property
     def chance_loss(self) -> float:
-        """A correlation of zero everywhere."""
+        """Loss of a zero correlation matrix."""
         return float(self.config.scale * self.config.out_dim)
 
 
 @in_full_precision
 def cross_correlation(first: Tensor, second: Tensor) -> Tensor:
-    """C in eq. 2: (D, D) of the features (B, D) of two views, over the images of all ranks."""
+    """Return C of eq. 2: (D, D) correlations of features (B, D) of two views over all ranks."""
     num_images = len(first) * world_size()
     return sum_with_grad(standardize(first).T @ standardize(second)) / num_images
 
 
 def standardize(x: Tensor, *, eps: float = 1e-5) -> Tensor:
-    """(B, D) with mean 0 and variance 1 of each column over the rows of all ranks."""
+    """Standardise the columns of (B, D) to mean 0 and variance 1 over the rows of all ranks."""
     num_rows = len(x) * world_size()
     x = x - sum_with_grad(x.sum(dim=0)) / num_rows
     variance = sum_with_grad(x.square().sum(dim=0)) / num_rows

@@ -1,8 +1,9 @@
-"""A method: loss, state and hook points of one paper in one object.
+"""Base class of methods: loss, state and hook points of one paper in one object.
 
-It is an ``nn.Module``, so its queue, centre, prototypes or teacher are moved, saved and resumed as
-buffers and sub-modules without a line of code, and its parameters (a predictor) are trained. It is
-a hook, called first at each point. ``task.loss`` is the method: ``forward`` is the loss.
+A method is an ``nn.Module``. Its queue, centre, prototypes or teacher are buffers and sub-modules,
+so they are moved, saved and resumed without further code, and its parameters (a predictor) are
+trained. It is also a hook, called first at each point. ``task.loss`` is the method: ``forward``
+returns the loss.
 """
 
 from __future__ import annotations
@@ -26,40 +27,41 @@ NumViews: TypeAlias = int | tuple[int, int | None]
 class Method(nn.Module, Hook):
     """Base class of methods. Definitions are in the order in which they are called.
 
-    ``loss_reduction`` says what makes W ranks with B / W samples each give the loss and gradients
-    of one rank with B; without it a method does not register, and ``selftask check`` tries it out:
+    ``loss_reduction`` states how W ranks with B / W samples each get the loss and gradients of one
+    rank with B samples. It is required to register a method, and ``selftask check`` verifies it:
 
-    * ``"samples"``: the loss is a mean over samples, to each of which the rest of the batch is
-      nothing. Ranks compute it alone, and the mean of their gradients is right.
-    * ``"gathered"``: samples are compared with those of all ranks, which
-      ``collectives.gather_cat_with_grad`` brings together.
-    * ``"statistics"``: sums over the batch of all ranks (a mean, a correlation, the sizes of
-      clusters) enter the loss: ``collectives.sum_with_grad``, or without gradient.
+    * ``"samples"``: the loss is a mean over samples that are independent of the rest of the batch.
+      Each rank computes its own, and the mean of their gradients is correct.
+    * ``"gathered"``: samples are compared with those of all ranks, gathered by
+      ``collectives.gather_cat_with_grad``.
+    * ``"statistics"``: the loss uses sums over the batch of all ranks (a mean, a correlation, the
+      sizes of clusters), computed by ``collectives.sum_with_grad``, or without gradient.
 
-    Whatever a method draws is a function of (seed, epoch, sample), see ``random.keyed``, and what
-    it remembers enters its memory in the order of the global batch.
+    Random draws of a method are functions of (seed, epoch, sample), see ``random.keyed``. Memories
+    are updated in the order of the global batch.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """Of a method without anything to choose."""
+        """Config of a method without options."""
 
     loss_reduction: ClassVar[Literal["samples", "gathered", "statistics"]]
     views: ClassVar[NumViews | dict[str, NumViews]] = (1, None)
-    """Number of views, or the least and the largest number (None: any); or these by group, if the
-    method tells groups apart by name."""
+    """Number of views, or the smallest and largest number (None: any). A dict gives these by group,
+    for methods that use named groups of views.
+    """
     requires: ClassVar[tuple[str, ...]] = ()
-    """What else the loss needs, checked before a run starts; a tuple of these words:
+    """Further requirements of the loss, checked before a run starts; a tuple of these words:
 
     * of the backbone, see ``models.features``: ``"dense"``: feature maps; ``"hidden"``: hidden
-      layers; ``"tokens"``: patches that a mask token can replace; ``"subset"``: patches that can be
-      left out.
+      layers; ``"tokens"``: patches that can be replaced by a mask token; ``"subset"``: patches that
+      can be left out.
     * ``"labels"``: a label for each image.
-    * ``"index"``: ``batch.index``, the number of each image, is used as an address in a memory.
+    * ``"index"``: ``batch.index``, the number of each image, as an index into a memory.
     * ``"boxes"``: crop boxes of the views; ``"captions"``: a caption for each image.
     """
     outputs_logits: ClassVar[bool] = False  # True if the output is (B, C), as meters expect
-    per_view: ClassVar[bool] = False  # whether BatchNorm statistics are those of one view, not all
+    per_view: ClassVar[bool] = False  # True if BatchNorm statistics are per view
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -67,39 +69,44 @@ class Method(nn.Module, Hook):
 
     @staticmethod
     def check_backbone(backbone: nn.Module) -> None:
-        """Raise UserError for a backbone that the method cannot train; before a run starts."""
+        """Raise UserError, before a run starts, for a backbone that the method cannot train."""
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """What is trained on top of the backbone and thrown away."""
+        """Build the head, which is trained on top of the backbone and discarded after training."""
         return nn.Identity()
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Return the network that is trained: ``head(backbone(views))`` by default.
+        """Return the network to train: ``head(backbone(views))`` by default.
 
         A method that needs patches or hidden layers returns a ``Network`` with a forward pass of
         its own, which calls ``models.features.extract``. It takes ``batch.input`` and may return
         tensors in any tuple or dict, ``batch.output``.
 
         Args:
-            backbone: Images (B, C, H, W) -> features (B, E); the network keeps it under this name.
-            task: Its config, data and length are known.
+            backbone: Images (B, C, H, W) -> features (B, E); the attribute ``backbone`` of the
+                network.
+            task: The task, with its config, data and length.
         """
         head = self.build_head(embed_dim(backbone))
         return Network(backbone, head, per_view=self.per_view)
 
     def setup(self, task: Task) -> None:
-        """Build what depends on network or data (teacher, memory), before anything is loaded."""
+        """Build parts that depend on network or data (teacher, memory), before loading."""
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Set ``batch.input``, the argument of the network: all views by default."""
+        """Set ``batch.input``, the argument of the network; all views by default."""
         batch.input = batch.all_views
 
     def forward(self, output: Any, batch: Batch) -> Loss:
         """Return the loss of this rank's part of the batch, a mean over its samples.
 
-        A pure function of the output, the batch and the method's own state: it changes none of
-        them and may be called more than once in a step. Memories move in ``on_update``. A predictor
-        with BatchNorm is part of the network, see ``models.heads.ProjectorPredictor``.
+        A pure function of the output, the batch and the method's state, which it does not change.
+        It may be called more than once in a step. Memories are updated in ``on_update``. A
+        predictor with BatchNorm is part of the network, see ``models.heads.ProjectorPredictor``.
+
+        Args:
+            output: Output of the network.
+            batch: The batch.
 
         Returns:
             A scalar, or named terms whose sum is the loss; terms are logged.
@@ -108,10 +115,10 @@ class Method(nn.Module, Hook):
 
     @property
     def chance_loss(self) -> float | None:
-        """The loss of a network that knows nothing; None if that is no fixed number."""
+        """Return the loss of an uninformed network; None if it is not a fixed number."""
         return None
 
     def export_backbone(self, network: nn.Module) -> nn.Module:
-        """The backbone to keep: the teacher's, where the method says so."""
+        """Return the backbone to export: the network's, or in some methods the teacher's."""
         backbone: nn.Module = network.backbone  # type: ignore[assignment]
         return backbone

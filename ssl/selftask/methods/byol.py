@@ -1,4 +1,4 @@
-"""BYOL: predict what a slow teacher makes of the other view; no negatives.
+"""BYOL: predict a slow teacher's projection of the other view; no negatives.
 
 Grill et al., Bootstrap Your Own Latent: A New Approach to Self-Supervised Learning, NeurIPS 2020,
 arXiv:2006.07733.
@@ -52,7 +52,7 @@ class BYOL(Method):
         self.momentum = build_schedule("cosine", config.momentum, config.end_momentum)
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """Projector and predictor; their outputs are not normalised, unlike SimCLR's."""
+        """Build projector and predictor. Their outputs are not normalised, unlike SimCLR's."""
         dim, hidden_dim = self.config.out_dim, self.config.hidden_dim
         return ProjectorPredictor(
             mlp(embed_dim, hidden_dim, dim, last_bias=False),
@@ -66,27 +66,32 @@ class BYOL(Method):
         task.last_batch["projection"] = self.teacher(task.last_batch.input)  # (2, B, D)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Eq. 2 in both directions, summed; ``output`` (2, B, 2, D)."""
+        """Return the sum of eq. 2 in both directions; ``output`` (2, B, 2, D)."""
         _, prediction = output.unbind(2)  # (2, B, D)
         return regression_loss(prediction, batch["projection"].flip(0))
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """Eq. 1, after the network's own step."""
+        """Update the teacher (eq. 1) after the network's own step."""
         student = without_predictor(task.base_model)
         self.teacher.update(student, momentum=self.momentum(task.where))
 
 
 def without_predictor(network: Any) -> Network:
-    """Backbone and projector of the trained network, which the teacher follows."""
+    """Return backbone and projector of the trained network, whose average the teacher is."""
     return Network(network.backbone, network.head.projector, per_view=True)
 
 
 @in_full_precision
 def regression_loss(prediction: Tensor, projection: Tensor) -> Tensor:
-    """2 - 2 cos, the squared distance on the unit sphere: summed over views, mean over images.
+    """2 - 2 cos, the squared distance on the unit sphere, summed over views; a mean over images.
 
-    Both (2, B, D); from 0 (the same directions) to 8 (opposite ones).
+    Args:
+        prediction: (2, B, D).
+        projection: (2, B, D).
+
+    Returns:
+        A scalar from 0 (same directions) to 8 (opposite directions).
     """
     cosine = F.cosine_similarity(prediction, projection, dim=2)  # (2, B)
     return (2 - 2 * cosine).sum(dim=0).mean()

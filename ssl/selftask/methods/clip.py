@@ -1,4 +1,4 @@
-"""CLIP: each image must find its caption among those of the batch, and each caption its image.
+"""CLIP: match images with their captions among those of the batch.
 
 Radford et al., Learning Transferable Visual Models From Natural Language Supervision, ICML 2021,
 arXiv:2103.00020.
@@ -31,14 +31,14 @@ from selftask.registry import register_method
 if TYPE_CHECKING:
     from selftask.task import Task
 
-MAX_SCALE = 100.0  # of the logits: section 2.5
+MAX_SCALE = 100.0  # maximum scale of the logits: section 2.5
 
 
 @register_method("clip")
 class CLIP(Method):
     """Contrast images with captions, gathered over ranks with gradient; learned temperature."""
 
-    loss_reduction = "gathered"  # every caption is a negative to the images of all ranks
+    loss_reduction = "gathered"  # captions are negatives to the images of all ranks
     views = 1
     requires = ("captions",)
 
@@ -48,7 +48,7 @@ class CLIP(Method):
         text_dim: int = setting(512, min=1, tiny=16)  # width of the text transformer
         text_depth: int = setting(12, min=1, tiny=1)  # blocks
         text_heads: int = setting(8, min=1, tiny=2)  # in the paper text_dim / 64
-        temperature: float = setting(0.07, above=0)  # tau at the start; learned from then on
+        temperature: float = setting(0.07, above=0)  # initial tau; it is learned
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if self.text_dim % self.text_heads:
@@ -63,7 +63,7 @@ class CLIP(Method):
         self.log_scale = nn.Parameter(torch.tensor(-math.log(config.temperature)))  # -log tau
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """The image tower, and the text tower for the tokens of the data."""
+        """Build the image tower, and the text tower for the tokens of the data."""
         config, tokenizer = self.config, task.data_module.tokenizer
         text = TextTransformer(
             tokenizer.vocab_size,
@@ -76,7 +76,7 @@ class CLIP(Method):
         return TwoTowers(backbone, self.build_head(embed_dim(backbone)), text, projection)
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """The linear projection of section 2.3."""
+        """Build the linear projection of section 2.3."""
         return _projection(embed_dim, self.config.out_dim)
 
     def setup(self, task: Task) -> None:
@@ -91,22 +91,22 @@ class CLIP(Method):
             task.log("temperature", (-self.log_scale.detach()).exp())
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Figure 3; ``output`` (2, B, D): images, captions."""
+        """Return the loss of figure 3; ``output`` (2, B, D): images, captions."""
         return match_pairs(output[0], output[1], self.log_scale)
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """Keep the scale of the logits at most 100."""
+        """Clamp the scale of the logits to at most 100."""
         self.log_scale.clamp_(max=math.log(MAX_SCALE))
 
     @property
     def chance_loss(self) -> float:
-        """All similarities equal: the caption is one of BW."""
+        """Loss if all similarities are equal: the caption is one of BW."""
         return math.log(self.num_pairs)
 
 
 class TwoTowers(Network):
-    """Images and the tokens of their captions -> embeddings of both."""
+    """Embed images and the tokens of their captions."""
 
     def __init__(
         self, backbone: nn.Module, head: nn.Module, text: nn.Module, text_head: nn.Module
@@ -116,7 +116,7 @@ class TwoTowers(Network):
         self.text_head = text_head
 
     def forward(self, pairs: tuple[Sequence[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
-        """One view (B, C, H, W) in a list and tokens (B, L) -> (2, B, D): images, captions."""
+        """Views [(B, C, H, W)] and tokens (B, L) -> (2, B, D): images, captions."""
         views, tokens = pairs
         return torch.cat([super().forward(views), self.text_head(self.text(tokens))[None]])
 
@@ -129,7 +129,13 @@ def _projection(in_dim: int, out_dim: int) -> nn.Linear:
 
 @in_full_precision
 def match_pairs(images: Tensor, captions: Tensor, log_scale: Tensor) -> Tensor:
-    """Symmetric cross-entropy of this rank's B pairs among the BW of all ranks; both (B, D)."""
+    """Symmetric cross-entropy of this rank's B pairs among the BW of all ranks.
+
+    Args:
+        images: (B, D).
+        captions: (B, D).
+        log_scale: Logarithm of the scale of the logits, a scalar.
+    """
     images, captions = F.normalize(images, dim=1), F.normalize(captions, dim=1)
     scale = log_scale.exp()
     by_image = scale * images @ gather_cat_with_grad(captions).T  # (B, B * W)

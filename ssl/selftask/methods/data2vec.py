@@ -1,4 +1,4 @@
-"""data2vec: predict, of masked patches, what a teacher's upper layers make of the whole image.
+"""data2vec: predict a teacher's upper layers on the whole image from masked patches.
 
 Baevski et al., data2vec: A General Framework for Self-supervised Learning in Speech, Vision and
 Language, ICML 2022, arXiv:2202.03555.
@@ -44,12 +44,12 @@ class Data2Vec(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        mask_ratio: float = setting(0.6, above=0, below=1)  # of the patches, at most
+        mask_ratio: float = setting(0.6, above=0, below=1)  # fraction of the patches, at most
         min_block: int = setting(16, min=1, tiny=4)  # patches of the smallest masked block
-        top_blocks: int = setting(6, min=1, tiny=2)  # K; blocks whose mean is the target
+        top_blocks: int = setting(6, min=1, tiny=2)  # K; the target is their mean
         beta: float = setting(2.0, above=0)  # of the smooth L1 loss, eq. 4
         start_momentum: float = setting(0.9998, min=0, max=1)  # tau_0 of the teacher, section 3.1
-        momentum: float = setting(0.9998, min=0, max=1)  # tau_e, once it has risen
+        momentum: float = setting(0.9998, min=0, max=1)  # tau_e, after the warm-up
         momentum_warmup: int | str = setting(0, duration=True)  # linear from tau_0 to tau_e
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -73,7 +73,7 @@ class Data2Vec(Method):
             )
 
     def block_mask(self, grid: tuple[int, int]) -> BlockMask:
-        """Block masks as in BEiT. Raises UserError if no block fits what is masked."""
+        """Return BEiT's sampler of masks. Raises UserError if no block is small enough."""
         num_masked = self.num_masked(grid)
         if num_masked < self.config.min_block:
             raise UserError(
@@ -96,7 +96,7 @@ class Data2Vec(Method):
         self.layers = tuple(range(-config.top_blocks, 0))
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Draw the masks: ``batch["mask"]`` (B, N)."""
+        """Draw the masks ``batch["mask"]`` (B, N)."""
         (images,) = batch.all_views
         grid = adapter_of(task.base_model.backbone).grid(*images.shape[-2:])
         key = batch.key.to(images.device, non_blocking=True)
@@ -105,16 +105,16 @@ class Data2Vec(Method):
         batch.input = (images, batch["mask"])
 
     def on_forward(self, task: Task) -> None:
-        """The teacher sees the whole image: ``batch["targets"]`` (B, N, E)."""
+        """Compute ``batch["targets"]`` (B, N, E), the teacher's layers on the whole image."""
         batch = task.last_batch
         hidden = self.teacher(batch.all_views[0], layers=self.layers).hidden
         batch["targets"] = mean_of_layers([tokens.patches for tokens in hidden.values()])
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Smooth L1 (eq. 4) at masked patches, a mean of each image and then over images.
+        """Smooth L1 (eq. 4) at masked patches, averaged over each image and then over images.
 
-        ``output`` (B, N, E). The published code takes one mean over the masked patches of a batch;
-        masks of different images differ by a few patches.
+        ``output`` is (B, N, E). The published code takes one mean over the masked patches of a
+        batch; the number of masked patches differs slightly between images.
         """
         beta, mask = self.config.beta, batch["mask"]
         distance = F.smooth_l1_loss(
@@ -145,6 +145,6 @@ class PatchRegression(Network):
 
 
 def mean_of_layers(layers: Sequence[Tensor]) -> Tensor:
-    """Mean of layers (B, N, E), each normalised over E without parameters (section 3.3)."""
+    """Return the mean of layers (B, N, E), each normalised over E (section 3.3)."""
     normalised = [F.layer_norm(to_float32(layer), layer.shape[-1:]) for layer in layers]
     return torch.stack(normalised).mean(dim=0)

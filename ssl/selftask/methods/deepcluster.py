@@ -1,11 +1,11 @@
-"""DeepCluster v2: cluster the features of all images, predict the clusters, and so on.
+"""DeepCluster v2: cluster the features of all images, predict the clusters, and repeat.
 
 Caron et al., Unsupervised Learning of Visual Features by Contrasting Cluster Assignments,
 NeurIPS 2020, arXiv:2006.09882, section 3.2 and appendix; v1 is Caron et al., ECCV 2018,
 arXiv:1807.05520.
 
-V: views, of which the first two are remembered; B: images per rank, W: ranks; N: images of the
-data set; D: width of the head; H: clusterings, K_h prototypes each.
+V: views, the first two of which are stored; B: images per rank, W: ranks; N: images of the data
+set; D: width of the head; H: clusterings, K_h prototypes each.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 NUM_REMEMBERED = 2  # views
-NO_CLUSTER = -100  # of an image that could not be read; cross_entropy passes over it
-_CLUSTERING = 0x6B6D6E73  # "kmns": keeps these draws apart from others of the same seed
+NO_CLUSTER = -100  # for unreadable images; cross_entropy ignores it
+_CLUSTERING = 0x6B6D6E73  # "kmns": separates these draws from others of the same seed
 
 
 @register_method("deepcluster")
@@ -81,7 +81,7 @@ class DeepCluster(Method):
         return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim, norm=self.config.norm)
 
     def setup(self, task: Task) -> None:
-        """A slot for each image. Raises UserError where there are fewer images than clusters."""
+        """Allocate a slot per image. Raises UserError if there are fewer images than clusters."""
         config, num_images = self.config, task.data_module.num_images
         if max(config.num_prototypes) > num_images:
             raise UserError(
@@ -93,21 +93,21 @@ class DeepCluster(Method):
         self.register_buffer("assignments", assignments)  # (H, N)
 
     def on_phase_start(self, task: Task) -> None:
-        """New clusters for the epoch; one that is taken up in its middle has them already."""
+        """Cluster the memory, unless the run was resumed within the epoch."""
         if not task.train or task.clock.batch_in_epoch != 0:
             return
         if task.clock.batch == 0:
             self.fill_memory(task)
         self.cluster_memory(task.config.train.seed, task.clock.epoch)
         sizes = self.assignments[0][self.assignments[0] != NO_CLUSTER].bincount()
-        task.log("largest_cluster", sizes.max() / sizes.sum())  # towards 1: a collapse
+        task.log("largest_cluster", sizes.max() / sizes.sum())  # close to 1: a collapse
 
     @torch.no_grad()
     def fill_memory(self, task: Task) -> None:
-        """One pass over the data with the first weights.
+        """Fill the memory in one pass over the data with the initial weights.
 
-        In evaluation mode, where the paper's code stays in training mode: so a feature does not
-        depend on which images are beside it, and the last batch may be of one image.
+        The network is in eval mode, unlike in the paper's code. A feature then does not depend on
+        the other images of its batch, and the last batch may have one image.
         """
         log.info("deepcluster: filling the memory, one pass over %d images", len(self.memory))
         task.base_model.eval()
@@ -122,9 +122,9 @@ class DeepCluster(Method):
 
     @torch.no_grad()
     def cluster_memory(self, seed: int, epoch: int) -> None:
-        """k-means for each head, on the two views in turn; the centroids become its prototypes.
+        """Run k-means for each head, alternating between the two views, to set its prototypes.
 
-        The same on every rank, as the memory is, and the same whenever this epoch is started.
+        The result depends on memory, seed and epoch only, so it is the same on every rank.
         """
         known = self.memory.rows[:, 0].any(dim=1)  # (N,)
         draws = torch.Generator().manual_seed(hash_words(seed, _CLUSTERING, epoch))
@@ -139,7 +139,7 @@ class DeepCluster(Method):
             self.assignments[head, known] = assignments
 
     def on_forward(self, task: Task) -> None:
-        """Keep the features of the batch for the memory, which moves in ``on_update``."""
+        """Collect the batch's features for the memory, which is updated in ``on_update``."""
         if task.train:
             batch = task.last_batch
             remembered = batch.output[:NUM_REMEMBERED].detach()  # (2, B, D)
@@ -156,13 +156,13 @@ class DeepCluster(Method):
         return torch.stack(losses).mean()
 
     def on_update(self, task: Task) -> None:
-        """The features of the batch take their images' slots, on every rank."""
+        """Store the features of the batch in the memory, on every rank."""
         for index, features in self.pending:
             self.memory.update(index, features)
         self.pending.clear()
 
     @property
     def chance_loss(self) -> float:
-        """A prediction that gives every prototype of a head the same probability."""
+        """Loss if every prototype of a head has the same probability."""
         logs = [math.log(number) for number in self.config.num_prototypes]
         return sum(logs) / len(logs)

@@ -1,10 +1,10 @@
-"""DenseCL: MoCo v2 for whole images, and once more for each place of their feature maps.
+"""DenseCL: MoCo v2 for images and for the locations of their feature maps.
 
 Wang et al., Dense Contrastive Learning for Self-Supervised Visual Pre-Training, CVPR 2021,
-arXiv:2011.09157, whose equations are meant below.
+arXiv:2011.09157. Equation numbers refer to it.
 
-B: images per rank, S: places of a feature map, E: width of the backbone, D: of the heads, K: length
-of the queues.
+B: images per rank, S: locations of a feature map, E: width of the backbone, D: of the heads, K:
+length of the queues.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class DenseOutput(NamedTuple):
     """Output of the network for one view."""
 
     image: Tensor
-    """(B, D), of the global head."""
+    """(B, D), output of the global head."""
     places: Tensor
-    """(B, S, D), of the dense head."""
+    """(B, S, D), output of the dense head."""
     features: Tensor
-    """(B, S, E), of the backbone, without gradient: they say which places correspond."""
+    """(B, S, E), of the backbone, without gradient, to find corresponding locations."""
 
 
 @register_method("densecl")
@@ -60,7 +60,7 @@ class DenseCL(Method):
         out_dim: int = setting(128, min=1, tiny=16)  # D
         # width of the heads' hidden layers; None: the backbone's
         hidden_dim: int | None = setting(None, min=1, tiny=32)
-        queue_size: int = setting(65_536, min=1, tiny=lambda batch: 2 * batch)  # K, of both queues
+        queue_size: int = setting(65_536, min=1, tiny=lambda batch: 2 * batch)  # K of both queues
         temperature: float = setting(0.2, above=0)  # tau in eq. 1 and 2
         momentum: float = setting(0.999, min=0, max=1)  # of the teacher
         dense_weight: float = setting(0.5, min=0, max=1)  # lambda in eq. 3
@@ -81,10 +81,10 @@ class DenseCL(Method):
         self.pending: list[tuple[Tensor, Tensor]] = []  # rows for both, of the batches of this step
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Two heads like MoCo's, whose layers on a map are 1x1 convolutions (section 3.2).
+        """Build two heads like MoCo's; in the dense one layers are 1x1 convolutions (section 3.2).
 
-        The published code draws their weights from a normal distribution of deviation 0.01; these
-        are torch's defaults, as MoCo's.
+        The published code initialises them from a normal distribution of deviation 0.01. Here they
+        have torch's default initialisation, as in MoCo.
         """
         dim = embed_dim(backbone)
         sizes = (dim, self.config.hidden_dim or dim, self.config.out_dim)
@@ -94,12 +94,12 @@ class DenseCL(Method):
         self.teacher = Teacher(task.base_model)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """The first view is the query, the second one the key."""
+        """Use the first view as query and the second as key."""
         batch.input = batch.all_views[0]
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute the keys; those of images and the mean ones of places join the queues later."""
+        """Compute the keys. Keys of images and mean dense keys are enqueued after the step."""
         batch = task.last_batch
         with LAYER_DRAWS.exchanged(shuffle_bn):
             key = self.teacher(shuffle_bn(batch.all_views[1]))
@@ -110,7 +110,7 @@ class DenseCL(Method):
             self.pending.append((batch["key"].image, mean))
 
     def forward(self, output: DenseOutput, batch: Batch) -> dict[str, Tensor]:
-        """Eq. 3; its two terms are logged."""
+        """Return the two terms of eq. 3."""
         config, key = self.config, batch["key"]
         single = info_nce(
             output.image[None],
@@ -129,12 +129,12 @@ class DenseCL(Method):
 
     @property
     def chance_loss(self) -> float:
-        """All similarities equal: each key is one of 1 + K."""
+        """Loss if all similarities are equal: each key is one of 1 + K."""
         return math.log(1 + self.config.queue_size)
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """The teacher follows the network; the keys of this step replace the oldest."""
+        """Update the teacher, then replace the oldest keys by those of this step."""
         self.teacher.update(task.base_model, momentum=self.config.momentum)
         for image, mean in self.pending:
             self.queue.update(image)
@@ -143,14 +143,14 @@ class DenseCL(Method):
 
 
 class DenseNetwork(Network):
-    """The backbone, the global head on its pooled features, the dense head on its feature map."""
+    """The backbone, a global head on pooled features and a dense head on the feature map."""
 
     def __init__(self, backbone: nn.Module, head: nn.Module, dense_head: nn.Module) -> None:
         super().__init__(backbone, head)
         self.dense_head = dense_head
 
     def forward(self, images: Tensor) -> DenseOutput:  # type: ignore[override]
-        """Images (B, C, H, W) of one view."""
+        """Images (B, C, H, W) of one view -> ``DenseOutput``."""
         LAYER_DRAWS.enter([0])
         features = extract(self.backbone, images)
         self.embedding = features.pooled.detach()
@@ -161,14 +161,14 @@ class DenseNetwork(Network):
 @torch.no_grad()
 @in_full_precision
 def corresponding(query: Tensor, key: Tensor) -> Tensor:
-    """Eq. 4: for each place of the query the place of the key that is most similar by cosine.
+    """Eq. 4: find the most similar location of the key for each location of the query.
 
     Args:
-        query: Features of the backbone, (B, S, E).
-        key: The same of the other view.
+        query: Backbone features of one view, (B, S, E).
+        key: Backbone features of the other view, (B, S, E).
 
     Returns:
-        (B, S) int64.
+        Indices into the locations of the key, (B, S) int64.
     """
     similarity = F.normalize(query, dim=2) @ F.normalize(key, dim=2).transpose(1, 2)  # (B, S, S)
     return similarity.argmax(dim=2)
@@ -178,9 +178,14 @@ def corresponding(query: Tensor, key: Tensor) -> Tensor:
 def dense_info_nce(
     query: Tensor, key: Tensor, queue: Tensor, match: Tensor, *, temperature: float
 ) -> Tensor:
-    """Eq. 2: ``info_nce`` of each place of the query with its place ``match`` (B, S) of the key.
+    """Eq. 2: ``info_nce`` of each location of the query with its match in the key.
 
-    ``query`` and ``key`` (B, S, D), ``queue`` (K, D): one mean vector for each older image.
+    Args:
+        query: (B, S, D).
+        key: (B, S, D).
+        queue: (K, D), one mean vector for each older image.
+        match: (B, S) locations of the key.
+        temperature: tau.
     """
     positive = key.gather(1, match[..., None].expand_as(query))  # (B, S, D)
     return info_nce(

@@ -1,9 +1,9 @@
-"""DINO: whatever the student sees of an image, it must say what the teacher says of the whole.
+"""DINO: match the teacher's output for global views from any view of the image.
 
 Caron et al., Emerging Properties in Self-Supervised Vision Transformers, ICCV 2021,
-arXiv:2104.14294, whose equations are numbered below.
+arXiv:2104.14294. Equation numbers refer to it.
 
-V: views, of which the first two are the global ones; B: images per rank; K: outputs of the head.
+V: views, the first two of which are global; B: images per rank; K: outputs of the head.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class DINO(Method):
         # last layer not
         norm: bool = False  # BatchNorm in the head: for convolutional backbones
         temperature: float = 0.1  # tau_s in eq. 1
-        teacher_temperature: float = 0.07  # tau_t, once it is warm; 0.04 is safer where it diverges
+        teacher_temperature: float = 0.07  # tau_t after its warm-up; 0.04 is safer if it diverges
         start_teacher_temperature: float = 0.04
         teacher_temperature_warmup: int | str = setting("30 epochs", duration=True)
         center_momentum: float = setting(0.9, min=0, max=1)  # m in eq. 4
-        # lambda of the teacher at first; larger for smaller batches
+        # initial lambda of the teacher; larger for smaller batches
         momentum: float = setting(0.996, min=0, max=1)
         # at the end, along half a cosine
         end_momentum: float = setting(1.0, min=0, max=1)
@@ -71,7 +71,7 @@ class DINO(Method):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.register_buffer("center", torch.zeros(config.out_dim))  # (K,), c in eq. 4
-        self.batch_centers: list[Tensor] = []  # of the batches since the last step
+        self.batch_centers: list[Tensor] = []  # per batch since the last step
 
     def build_head(self, embed_dim: int) -> nn.Module:
         config = self.config
@@ -99,7 +99,7 @@ class DINO(Method):
         )
 
     def on_forward(self, task: Task) -> None:
-        """The teacher looks at the global views: centred (eq. 4), then sharpened by tau_t."""
+        """Compute the teacher's targets for global views: centred (eq. 4), then sharpened."""
         batch = task.last_batch
         scores = to_float32(self.teacher(batch.all_views[:NUM_GLOBAL]))  # (2, B, K)
         temperature = self.teacher_temperature_at(task.where)
@@ -108,7 +108,7 @@ class DINO(Method):
             self.batch_centers.append(scores.mean(dim=(0, 1)))  # (K,)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Eq. 3, averaged over its pairs; ``output`` (V, B, K).
+        """Return eq. 3, averaged over its pairs; ``output`` (V, B, K).
 
         The cross-entropy is split into the teacher's entropy, which has no gradient, and the rest.
         """
@@ -118,13 +118,13 @@ class DINO(Method):
         return {"teacher_entropy": entropy, "kl": cross_entropy - entropy}
 
     def on_backward(self, task: Task) -> None:
-        """The last layer waits: early gradients would move it away from a teacher still random."""
+        """Freeze the last layer at first, while the teacher is random."""
         if task.steps_done < self.frozen_updates:
             task.base_model.head.last_layer.weight.grad = None
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """The teacher follows the student, and the centre the teacher's mean output (eq. 4)."""
+        """Update the teacher and the centre (eq. 4)."""
         self.teacher.update(task.base_model, momentum=self.momentum_at(task.where))
         center = all_reduce_mean(torch.stack(self.batch_centers).mean(dim=0))  # (K,)
         self.center.lerp_(center, 1.0 - self.config.center_momentum)
@@ -132,9 +132,9 @@ class DINO(Method):
 
     @property
     def chance_loss(self) -> float:
-        """A student that gives every prototype the same probability."""
+        """Loss if the student gives every prototype the same probability."""
         return math.log(self.config.out_dim)
 
     def export_backbone(self, network: nn.Module) -> nn.Module:
-        """The teacher's, which is better than the student's throughout training (section 5.2)."""
+        """Return the teacher's, which is better throughout training (section 5.2)."""
         return super().export_backbone(self.teacher.network)

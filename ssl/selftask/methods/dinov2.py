@@ -3,8 +3,8 @@
 Oquab et al., DINOv2: Learning Robust Visual Features without Supervision, TMLR 2024,
 arXiv:2304.07193; iBOT is Zhou et al., ICLR 2022, arXiv:2111.07832.
 
-V: views, of which the first two are the global ones and L are local; B: images per rank; N: patches
-of a global view; M: masked patches of all global views on this rank; E: width of the backbone; K:
+V: views, the first two of which are global and the other L local; B: images per rank; N: patches of
+a global view; M: masked patches of all global views on this rank; E: width of the backbone; K:
 outputs of the heads.
 """
 
@@ -48,9 +48,9 @@ class Masks:
     """Masked patches of the global views."""
 
     mask: Tensor
-    """(2 * B, N) bool, view by view."""
+    """(2 * B, N) bool, first all first views, then all second views."""
     places: Tensor
-    """(M,) int64, the masked patches among all 2 * B * N."""
+    """(M,) int64, indices of the masked patches among all 2 * B * N."""
     weights: Tensor
     """(M,) float32, 1 / number of masked patches in the same view."""
 
@@ -62,7 +62,7 @@ class Inputs(NamedTuple):
     local_views: list[Tensor]
     masks: Masks
     is_student: bool
-    """True if masked patches are hidden; the teacher sees them."""
+    """True to mask patches; the teacher gets whole views."""
 
 
 class Output(NamedTuple):
@@ -71,16 +71,16 @@ class Output(NamedTuple):
     pooled: Tensor
     """(2, B, E), features of the global views."""
     scores: Tensor
-    """(V, B, K), of the head for images."""
+    """(V, B, K), scores of the image head."""
     patches: Tensor
-    """(M, K), of the head for masked patches."""
+    """(M, K), scores of the patch head at masked patches."""
 
 
 @register_method("dinov2")
 class DINOv2(Method):
     """Self-distillation of images and of masked patches, with features spread over the sphere."""
 
-    loss_reduction = "gathered"  # KoLeo's neighbours
+    loss_reduction = "gathered"  # for the neighbours of KoLeo
     views = (2, None)
     requires = ("tokens",)
 
@@ -89,18 +89,18 @@ class DINOv2(Method):
         out_dim: int = setting(65_536, min=1, tiny=16)  # K
         hidden_dim: int = setting(2048, min=1, tiny=32)  # width of the heads' hidden layers
         bottleneck: int = setting(256, min=1, tiny=16)  # width before the last layers
-        num_layers: int = setting(3, min=1, max=100)  # of a head, without the last
+        num_layers: int = setting(3, min=1, max=100)  # layers of a head without the last
         tied_heads: bool = False  # one head for images and patches
         temperature: float = setting(0.1, above=0)  # of the student
-        teacher_temperature: float = setting(0.07, above=0)  # once it is warm
+        teacher_temperature: float = setting(0.07, above=0)  # after its warm-up
         start_teacher_temperature: float = setting(0.04, above=0)
         teacher_temperature_warmup: int | str = setting("30 epochs", duration=True)
         targets: Literal["sinkhorn", "centering"] = "sinkhorn"
-        center_momentum: float = setting(0.9, min=0, max=1)  # of targets: centering
-        momentum: float = setting(0.992, min=0, max=1)  # of the teacher at first
+        center_momentum: float = setting(0.9, min=0, max=1)  # for targets: centering
+        momentum: float = setting(0.992, min=0, max=1)  # initial momentum of the teacher
         end_momentum: float = setting(1.0, min=0, max=1)  # at the end, along half a cosine
         freeze_last_layer: int | str = setting("1 epoch", duration=True)
-        mask_probability: float = setting(0.5, min=0, max=1)  # of a global view to be masked
+        mask_probability: float = setting(0.5, min=0, max=1)  # of masking a global view
         mask_ratio: list[float] = setting([0.1, 0.5], min=0, max=1)  # smallest and largest share
         dino_weight: float = setting(1.0, min=0)
         ibot_weight: float = setting(1.0, min=0)
@@ -119,8 +119,8 @@ class DINOv2(Method):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.register_buffer("centers", torch.zeros(2, config.out_dim))  # of images and patches
-        self.pending: list[Tensor] = []  # (2, K + 1): sums of scores and their number, by batch
+        self.register_buffer("centers", torch.zeros(2, config.out_dim))  # for images and patches
+        self.pending: list[Tensor] = []  # (2, K + 1) per batch: sums of scores and their number
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         head = self.build_head(embed_dim(backbone))
@@ -161,10 +161,11 @@ class DINOv2(Method):
     def draw_masks(
         self, seed: int, key: Tensor, grid: tuple[int, int], device: torch.device
     ) -> Masks:
-        """Blocks in a part of the views, of a size that is drawn for each.
+        """Draw block masks for some of the global views, with a random mask ratio for each.
 
-        On the host, as the number of masked patches must be known. (The published code masks
-        exactly half of the views of a batch; here each is masked with that probability.)
+        They are drawn on the host, as the number of masked patches must be known. The published
+        code masks exactly half of the views of a batch; here each is masked with
+        ``mask_probability``.
         """
         config, sampler = self.config, BlockMask(grid)
         draws = uniform(seed, key, NUM_GLOBAL * (2 + sampler.num_draws))
@@ -179,7 +180,7 @@ class DINOv2(Method):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """The teacher sees the whole global views; its scores become targets."""
+        """Compute targets from the teacher's scores of the unmasked global views."""
         batch = task.last_batch
         output = self.teacher(batch.input._replace(local_views=[], is_student=False))
         scores = [to_float32(output.scores.flatten(0, 1)), to_float32(output.patches)]
@@ -195,13 +196,22 @@ class DINOv2(Method):
             self.pending.append(torch.stack(sums))
 
     def targets(self, scores: Tensor, center: Tensor, temperature: float) -> Tensor:
-        """Assignments (n, K) of the teacher's scores (n, K); n may differ between ranks."""
+        """Turn the teacher's scores into targets.
+
+        Args:
+            scores: (n, K); n may differ between ranks.
+            center: (K,), used by ``centering``.
+            temperature: Temperature of the teacher.
+
+        Returns:
+            (n, K) probabilities.
+        """
         if self.config.targets == "centering":
             return F.softmax((scores - center) / temperature, dim=1)
         return sinkhorn_knopp(scores, epsilon=temperature, iterations=SINKHORN_ITERATIONS)
 
     def forward(self, output: Output, batch: Batch) -> dict[str, Tensor]:
-        """The four weighted terms of section 4; those of DINO are a mean over pairs of views."""
+        """Return the four weighted terms of section 4. DINO terms are means over pairs of views."""
         config, masks = self.config, batch["masks"]
         log_probs = F.log_softmax(to_float32(output.scores) / config.temperature, dim=2)
         pairs = view_cross_entropy(batch["image_targets"], log_probs)  # (2, V)
@@ -217,14 +227,14 @@ class DINOv2(Method):
         }
 
     def on_backward(self, task: Task) -> None:
-        """The last layers wait, as DINO's."""
+        """Freeze the last layers at first, as in DINO."""
         if task.steps_done < self.frozen_updates:
             for head in (task.base_model.head, task.base_model.patch_head):
                 head.last_layer.weight.grad = None
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """The teacher follows the student; centres follow the mean scores of all ranks."""
+        """Update the teacher, and the centres by the mean scores of all ranks."""
         self.teacher.update(task.base_model, momentum=self.momentum_at(task.where))
         if self.pending:
             sums = all_reduce_sum(torch.stack(self.pending).sum(dim=0))  # (2, K + 1)
@@ -234,12 +244,12 @@ class DINOv2(Method):
         self.pending.clear()
 
     def export_backbone(self, network: nn.Module) -> nn.Module:
-        """The teacher's."""
+        """Return the teacher's backbone."""
         return super().export_backbone(self.teacher.network)
 
 
 class DINOv2Network(Network):
-    """The backbone, a head for images and one for masked patches."""
+    """The backbone, an image head and a patch head."""
 
     def __init__(self, backbone: nn.Module, head: nn.Module, patch_head: nn.Module) -> None:
         super().__init__(backbone, head)
@@ -276,7 +286,11 @@ def patch_cross_entropy(
 ) -> Tensor:
     """Weighted sum of -sum_k p log q over masked patches; eq. 2 of iBOT.
 
-    ``scores`` and ``targets`` (M, K), ``weights`` (M,).
+    Args:
+        scores: Of the student, (M, K).
+        targets: (M, K).
+        weights: (M,).
+        temperature: Of the student.
     """
     log_probs = F.log_softmax(scores / temperature, dim=1)
     return -((targets * log_probs).sum(dim=1) * weights).sum()

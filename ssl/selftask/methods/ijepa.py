@@ -1,11 +1,11 @@
-"""I-JEPA: from one block of an image, predict the features of four others.
+"""I-JEPA: predict the features of four blocks of an image from another block.
 
 Assran et al., Self-Supervised Learning from Images with a Joint-Embedding Predictive Architecture,
 CVPR 2023, arXiv:2301.08243. The loss is the smooth L1 distance of the published code; the paper
-writes L2.
+has L2.
 
-B: images per rank, N: patches of an image, K: most patches of a context, M: target blocks, Q: most
-patches of one, E: width of the backbone.
+B: images per rank, N: patches of an image, K: maximum patches of a context, M: target blocks, Q:
+maximum patches of a target block, E: width of the backbone.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class IJEPA(Method):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         num_targets: int = setting(4, min=1)  # M
-        target_scale: tuple[float, float] = (0.15, 0.2)  # of the image's area
+        target_scale: tuple[float, float] = (0.15, 0.2)  # fraction of the image's area
         target_ratio: tuple[float, float] = (0.75, 1.5)  # height / width, relative to the image's
         context_scale: tuple[float, float] = (0.85, 1.0)  # before the targets are cut out
         min_context: int = setting(
             10, min=0
-        )  # patches; with fewer left, the last targets may overlap
-        max_context: float = 0.5  # of the image's patches; with more left, random ones go
+        )  # patches; if fewer remain, the last targets may overlap
+        max_context: float = 0.5  # fraction of the image's patches; random ones beyond are dropped
         predictor_dim: int = setting(384, min=1, tiny=16)  # width
         predictor_depth: int = setting(6, min=1, tiny=1)  # blocks; 12 for ViT-L and larger
         predictor_heads: int = setting(12, min=1, tiny=2)
-        # deviation of first weights; null: more in layers of few inputs, for networks much narrower
-        # than a ViT-B, which with 0.02 pass on little but positions
+        # initial deviation of weights; null: larger in layers of few inputs, for networks much
+        # narrower than a ViT-B, which with 0.02 pass on little but positions
         init_std: float | None = setting(0.02, above=0)
         # of the teacher; grows linearly to 1
         momentum: float = setting(0.996, min=0, max=1)
@@ -97,7 +97,7 @@ class IJEPA(Method):
             )
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Positions are fixed and weights drawn as published, unless they were loaded."""
+        """Build the network with fixed positions, and weights as published unless loaded."""
         config = self.config
         self.check_backbone(backbone)
         grid = adapter_of(backbone).built_grid
@@ -134,7 +134,7 @@ class IJEPA(Method):
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         (images,) = batch.all_views
         grid = adapter_of(task.base_model.backbone).grid(*images.shape[-2:])
-        if grid != self.masks.grid:  # views of another size than the backbone was built for
+        if grid != self.masks.grid:  # view size differs from that of the backbone
             self.masks = self.build_masks(grid)
         key = batch.key.to(images.device, non_blocking=True)
         context, targets = self.masks.draw(task.config.train.seed, key)
@@ -142,7 +142,7 @@ class IJEPA(Method):
         batch.input = (images, context, targets)
 
     def on_forward(self, task: Task) -> None:
-        """The teacher's features of the whole image, each normalised, at the target blocks."""
+        """Compute the teacher's normalised features of the whole image at the target blocks."""
         batch = task.last_batch
         indices, _ = batch["targets"]  # (B, M, Q)
         features = self.teacher(batch.all_views[0]).tokens.patches  # (B, N, E)
@@ -151,9 +151,9 @@ class IJEPA(Method):
         batch["features"] = features.view(*indices.shape, -1)  # (B, M, Q, E)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Smooth L1 distance, a mean over images, blocks and a block's patches in turn."""
+        """Smooth L1 distance, averaged over the patches of a block, blocks and images."""
         distance = F.smooth_l1_loss(to_float32(output), batch["features"], reduction="none")
-        inside = ~batch["targets"][1]  # (B, M, Q), False where a block has fewer than Q patches
+        inside = ~batch["targets"][1]  # (B, M, Q), False for padding
         of_patch = distance.mean(dim=3) * inside  # (B, M, Q)
         of_block = of_patch.sum(dim=2) / inside.sum(dim=2)  # (B, M)
         return of_block.mean()
@@ -162,12 +162,12 @@ class IJEPA(Method):
         self.teacher.update(task.base_model.backbone, momentum=self.momentum(task.where))
 
     def export_backbone(self, network: nn.Module) -> nn.Module:
-        """The teacher's, as in the paper's evaluations."""
+        """Return the teacher's, as in the paper's evaluations."""
         return super().export_backbone(self.teacher.network)
 
 
 class BlockPredictor(Network):
-    """Encodes the context, then predicts each target block on its own: (B, M, Q, E)."""
+    """Encode the context, then predict each target block separately: (B, M, Q, E)."""
 
     def forward(self, inputs: tuple[Tensor, Any, Any]) -> Tensor:  # type: ignore[override]
         images, (keep, padding), (asked, asked_padding) = inputs
@@ -186,11 +186,13 @@ class BlockPredictor(Network):
 
 @torch.no_grad()
 def initialize(module: nn.Module, *, std: float | None) -> None:
-    """Truncated normal weights of linear layers and patches, zero biases.
+    """Initialise linear layers and patches from a truncated normal distribution, biases to zero.
 
-    With ``std`` as the published code leaves them: it divides what block l adds by sqrt(2 l), but
-    then draws all linear layers anew. Without, for narrow networks: at least 1 / sqrt(3 n) for n
-    inputs, and that division stays.
+    Args:
+        module: Module to initialise in place.
+        std: Standard deviation of all linear layers, as in the published code. (It first divides
+            the residual weights of block l by sqrt(2 l), but then draws all linear layers anew.)
+            None, for narrow networks: at least 1 / sqrt(3 n) for n inputs, with that division.
     """
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Conv2d):

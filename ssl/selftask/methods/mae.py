@@ -1,4 +1,4 @@
-"""MAE: see a quarter of an image's patches and paint the others.
+"""MAE: reconstruct the pixels of masked patches from a quarter of the patches.
 
 He et al., Masked Autoencoders Are Scalable Vision Learners, CVPR 2022, arXiv:2111.06377.
 
@@ -43,7 +43,7 @@ class MAE(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        mask_ratio: float = 0.75  # of the patches; random ones
+        mask_ratio: float = 0.75  # fraction of the patches, drawn at random
         normalize_pixels: bool = True  # each patch to mean 0 and variance 1: table 1d
         decoder_dim: int = setting(512, min=1, tiny=16)  # width
         decoder_depth: int = setting(8, min=1, tiny=1)  # blocks
@@ -59,7 +59,7 @@ class MAE(Method):
                 )
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Positions are fixed and weights drawn as in the paper, unless they were loaded."""
+        """Build the network with fixed positions, and weights as in the paper unless loaded."""
         config, adapter = self.config, adapter_of(backbone)
         rows, columns = adapter.built_grid
         self.num_kept(rows * columns)
@@ -79,7 +79,7 @@ class MAE(Method):
         return MaskedAutoencoder(backbone, decoder)
 
     def num_kept(self, num_patches: int) -> int:
-        """Return how many patches are encoded. Raises UserError if it is none or all."""
+        """Return the number of encoded patches. Raises UserError if it is none or all."""
         ratio = self.config.mask_ratio
         kept = int(num_patches * (1 - ratio))
         if kept == num_patches:
@@ -95,7 +95,7 @@ class MAE(Method):
         return kept
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """The patches with the lowest draws are kept; ``batch["masked"]`` (B, M) are not."""
+        """Keep the patches with the lowest draws; ``batch["masked"]`` (B, M) are the others."""
         (images,) = batch.all_views
         rows, columns = adapter_of(task.base_model.backbone).grid(*images.shape[-2:])
         num_patches = rows * columns
@@ -114,17 +114,17 @@ class MAE(Method):
         batch["pixels"] = normalize(pixels) if self.config.normalize_pixels else pixels
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Mean squared error over the masked patches only; ``output`` (B, M, P)."""
+        """Mean squared error over masked patches only; ``output`` (B, M, P)."""
         return F.mse_loss(to_float32(output), batch["pixels"])
 
     @property
     def chance_loss(self) -> float | None:
-        """Every pixel painted as its patch's mean: the variance, 1 unless a patch is flat."""
+        """Loss of predicting each patch's mean: its variance, 1 unless the patch is constant."""
         return 1.0 if self.config.normalize_pixels else None
 
 
 class MaskedAutoencoder(Network):
-    """Backbone over the kept patches, then the decoder: (images, keep, masked) -> (B, M, P)."""
+    """Encode the kept patches, then decode: (images, keep, masked) -> (B, M, P)."""
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:  # type: ignore[override]
         images, keep, masked = inputs
@@ -145,16 +145,16 @@ def patchify(images: Tensor, patch: int) -> Tensor:
 
 
 def normalize(patches: Tensor) -> Tensor:
-    """Each patch (..., P) less its mean, over its deviation (the unbiased one, as published)."""
+    """Standardise each patch (..., P) by its mean and unbiased deviation, as published."""
     variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
     return (patches - mean) / (variance + 1e-6).sqrt()
 
 
 @torch.no_grad()
 def initialize(module: nn.Module) -> None:
-    """Xavier's uniform weights for linear layers and patches (appendix A.1), as in the code.
+    """Initialise linear layers and patches with Xavier's uniform weights (appendix A.1).
 
-    Biases are zero, but for that of the patches, which stays as it was drawn.
+    Biases are set to zero except that of the patch embedding, as in the published code.
     """
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Conv2d):

@@ -1,10 +1,10 @@
-"""MoCo v2: a query must find its key among a queue of older keys.
+"""MoCo v2: contrast a query and its key with a queue of older keys.
 
 Chen et al., Improved Baselines with Momentum Contrastive Learning, arXiv:2003.04297; v1 is He et
 al., Momentum Contrast for Unsupervised Visual Representation Learning, CVPR 2020,
-arXiv:1911.05722, whose equations and sections are meant below.
+arXiv:1911.05722. Equation and section numbers refer to v1.
 
-B: images per rank, W: ranks, V: queries an image (1, or 2 if symmetric), D: width of the head,
+B: images per rank, W: ranks, V: queries per image (1, or 2 if symmetric), D: width of the head,
 K: length of the queue.
 """
 
@@ -50,7 +50,7 @@ class MoCo(Method):
         queue_size: int = setting(65_536, min=1, tiny=lambda batch: 2 * batch)  # K
         temperature: float = 0.2  # tau in eq. 1; v1 has 0.07
         momentum: float = setting(0.999, min=0, max=1)  # m in eq. 2
-        # m at the end, along a cosine; None: constant
+        # final m of a cosine schedule; None: constant
         end_momentum: float | None = setting(None, min=0, max=1)
         symmetric: bool = False  # both views are queries, each with a queue of its own (v2+)
 
@@ -74,19 +74,19 @@ class MoCo(Method):
         self.pending: list[Tensor] = []  # keys (V, B, D) of each batch of this step
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """The two layers that v2 adds, without BatchNorm."""
+        """Build the two-layer head of v2, without BatchNorm."""
         return mlp(embed_dim, self.config.hidden_dim or embed_dim, self.config.out_dim, norm=False)
 
     def setup(self, task: Task) -> None:
         self.teacher = Teacher(task.base_model)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Query v is view v; its key is the other view."""
+        """Use view v as query v; its key is the other view."""
         batch.input = batch.all_views[: self.num_queries]
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """The keys of the batch on all ranks; they join the queue after the step."""
+        """Compute the keys of the batch. They are enqueued after the step."""
         batch = task.last_batch
         others = [shuffle_bn(view) for view in batch.all_views[::-1][: self.num_queries]]
         with LAYER_DRAWS.exchanged(shuffle_bn):
@@ -96,18 +96,18 @@ class MoCo(Method):
             self.pending.append(batch["keys"])
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Eq. 1 averaged over the queries; ``output`` (V, B, D)."""
+        """Return eq. 1 averaged over queries; ``output`` (V, B, D)."""
         queue = self.queue.rows.transpose(0, 1)  # (V, K, D)
         return info_nce(output, batch["keys"], queue, temperature=self.config.temperature)
 
     @property
     def chance_loss(self) -> float:
-        """All similarities equal: the key is one of 1 + K."""
+        """Loss if all similarities are equal: the key is one of 1 + K."""
         return math.log(1 + self.config.queue_size)
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """Eq. 2, then the keys of this step replace the oldest."""
+        """Update the teacher (eq. 2), then replace the oldest keys by those of this step."""
         self.teacher.update(task.base_model, momentum=self.momentum(task.where))
         for keys in self.pending:
             self.queue.update(keys.transpose(0, 1))

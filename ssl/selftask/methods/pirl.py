@@ -1,4 +1,4 @@
-"""PIRL: an image and its shuffled tiles have the features that a memory keeps for the image.
+"""PIRL: match an image and its shuffled tiles with the image's entry in a memory bank.
 
 Misra and van der Maaten, Self-Supervised Learning of Pretext-Invariant Representations, CVPR 2020,
 arXiv:1912.01991.
@@ -46,11 +46,11 @@ class PIRL(Method):
         num_negatives: int = setting(32000, min=1, tiny=16)  # K
         temperature: float = setting(0.07, above=0)
         tiles_weight: float = setting(0.5, min=0, max=1)  # lambda in equation 5
-        momentum: float = setting(0.5, min=0, max=1)  # of an entry of the memory
+        momentum: float = setting(0.5, min=0, max=1)  # of memory updates
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.pending: list[tuple[Tensor, Tensor]] = []  # index and features since the last update
+        self.pending: list[tuple[Tensor, Tensor]] = []  # index and features since the last step
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         num_tiles = num_views(task.config.views)["tiles"]
@@ -60,7 +60,7 @@ class PIRL(Method):
         self.memory = MemoryBank(task.data_module.num_images, self.config.out_dim)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Draw the order of each image's tiles and, at other images, its negatives."""
+        """Draw the order of each image's tiles and the indices of its negatives."""
         tiles, seed = batch.views["tiles"], task.config.train.seed
         key = batch.key.to(batch.index.device, non_blocking=True)
         draws = uniform(seed, key, len(tiles) + self.config.num_negatives)
@@ -70,7 +70,7 @@ class PIRL(Method):
         batch.input = (batch.views["image"] + tiles, order)
 
     def on_forward(self, task: Task) -> None:
-        """Keep the image's features for the memory, which moves in ``on_update``."""
+        """Collect the image's features for the memory, which is updated in ``on_update``."""
         if task.train:
             batch = task.last_batch
             self.pending.append((batch.index, batch.output[0].detach()))
@@ -93,14 +93,14 @@ class PIRL(Method):
 
     @property
     def chance_loss(self) -> float:
-        """Every entry of the memory is as likely as the image's own."""
+        """Loss if every entry of the memory is equally likely."""
         return math.log(self.config.num_negatives + 1)
 
 
 class TilesNetwork(Network):
     """Image and tiles (B, C, H, W), and the order of tiles (B, T) -> (2, B, D): image, tiles.
 
-    Each tile has a linear layer, and the tiles of an image, one after the other, have another.
+    A linear layer is applied to each tile, and another one to the concatenated tiles of an image.
     """
 
     def __init__(self, backbone: nn.Module, embed_dim: int, num_tiles: int, out_dim: int) -> None:
@@ -126,7 +126,7 @@ class TilesNetwork(Network):
 
 @in_full_precision
 def info_nce(features: Tensor, positive: Tensor, negatives: Tensor, temperature: float) -> Tensor:
-    """Cross-entropy of finding the positive among negatives; a mean over images.
+    """Cross-entropy of the positive among negatives, averaged over images.
 
     Args:
         features: (B, D), of any length.

@@ -1,4 +1,4 @@
-"""SimCLR: two views of an image must find each other among all views of the batch.
+"""SimCLR: match two views of an image among all views of the batch.
 
 Chen et al., A Simple Framework for Contrastive Learning of Visual Representations, ICML 2020,
 arXiv:2002.05709.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class SimCLR(Method):
     """In-batch negatives, gathered over ranks with gradient; no state."""
 
-    loss_reduction = "gathered"  # every view is a negative to those of all ranks
+    loss_reduction = "gathered"  # views are negatives to those of all ranks
     views = 2
 
     @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class SimCLR(Method):
                 yield "train.batch_size: 1; the negatives are other images: at least 2 are needed"
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """g in section 2.1; the last BatchNorm has no shift, as in the paper's code."""
+        """Build g of section 2.1. The last BatchNorm has no shift, as in the paper's code."""
         norm = self.config.norm
         hidden = self.config.hidden_dim or embed_dim
         bias = not norm
@@ -74,21 +74,26 @@ class SimCLR(Method):
         self.num_rows = 2 * task.length.batch_size  # 2BW
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Eq. 1 averaged over both views; ``output`` (2, B, D)."""
+        """Return eq. 1 averaged over both views; ``output`` (2, B, D)."""
         loss = info_nce(output[0], output[1], temperature=self.config.temperature)
         return self.config.scale * loss
 
     @property
     def chance_loss(self) -> float:
-        """All similarities equal: the positive is one of the 2BW - 1 other views."""
+        """Loss if all similarities are equal: the positive is one of the 2BW - 1 other views."""
         return self.config.scale * math.log(self.num_rows - 1)
 
 
 @in_full_precision
 def info_nce(first: Tensor, second: Tensor, *, temperature: float) -> Tensor:
-    """NT-Xent of this rank's 2B rows against the 2BW of all ranks; both (B, D), of any length.
+    """NT-Xent of this rank's 2B rows against the 2BW of all ranks.
 
-    An image is never its own negative: its similarity to itself is left out of the denominator.
+    A row is not its own negative: its similarity to itself is left out of the denominator.
+
+    Args:
+        first: (B, D), of any length.
+        second: (B, D), of any length.
+        temperature: tau.
     """
     first, second = F.normalize(first, dim=1), F.normalize(second, dim=1)
     local = torch.cat([first, second])  # (2B, D)

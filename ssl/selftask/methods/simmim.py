@@ -41,7 +41,7 @@ class SimMIM(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        mask_ratio: float = setting(0.6, above=0, below=1)  # share of the squares
+        mask_ratio: float = setting(0.6, above=0, below=1)  # fraction of the squares
         mask_size: int = setting(32, min=1, tiny=8)  # side of a square in pixels
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
@@ -51,7 +51,7 @@ class SimMIM(Method):
         return MaskedPixels(backbone, adapter, task.data_module.channels)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Draw the masks: ``batch["mask"]`` (B, h, w), as many patches in each image."""
+        """Draw the masks ``batch["mask"]`` (B, h, w), with as many masked patches in each image."""
         (images,) = batch.all_views
         height, width = images.shape[-2:]
         adapter = adapter_of(task.base_model.backbone)
@@ -73,7 +73,7 @@ class SimMIM(Method):
         return masked_l1(to_float32(output), images, batch["mask"])
 
     def _check_size(self, adapter: Adapter, height: int, width: int) -> None:
-        """Raise UserError for images or patches that squares of ``mask_size`` do not fit."""
+        """Raise UserError if squares of ``mask_size`` do not fit images and patches."""
         side = self.config.mask_size
         if any(side % patch for patch in adapter.patch_size):
             raise UserError(
@@ -110,9 +110,14 @@ class MaskedPixels(Network):
 
 
 def masked_l1(pixels: Tensor, images: Tensor, mask: Tensor) -> Tensor:
-    """Mean of |pixels - images|, both (B, C, H, W), over masked patches (B, h, w) bool.
+    """Mean of |pixels - images| over masked patches.
 
     The published code adds 1e-5 to the number of masked pixels.
+
+    Args:
+        pixels: (B, C, H, W).
+        images: (B, C, H, W).
+        mask: (B, h, w) bool, True for masked patches.
     """
     rows, columns = mask.shape[1:]
     distance = (pixels - images).abs()

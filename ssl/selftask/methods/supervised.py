@@ -1,4 +1,4 @@
-"""Supervised learning: a classifier on the backbone; on a frozen one, the linear probe.
+"""Supervised learning of a classifier on a trained or frozen backbone (linear probe).
 
 B: images per rank, E: features of the backbone, C: classes.
 """
@@ -42,7 +42,7 @@ class Supervised(Method):
         loss_args: dict[str, Any] = field(default_factory=dict)
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """The classifier. Raises UserError if the labels or the loss will not do."""
+        """Build the classifier. Raises UserError if the labels or the loss do not fit."""
         self.num_classes = self.config.num_classes or task.data_module.num_classes
         if not self.num_classes:
             raise UserError(
@@ -56,7 +56,7 @@ class Supervised(Method):
         return Classifier(backbone, self.num_classes, frozen=self.config.freeze_backbone)
 
     def on_start(self, task: Task) -> None:
-        """Raise UserError for a meter of more guesses than classes: it is used an epoch later."""
+        """Raise UserError if a meter needs more classes, before the first test phase."""
         for meter in task.meters if task.has_test_phases else ():
             if isinstance(meter, Accuracy):
                 meter.validate((1, self.num_classes), (1,))
@@ -65,7 +65,7 @@ class Supervised(Method):
         (batch.input,) = batch.all_views
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """The loss of the scores ``output`` (B, C) for the labels (B,)."""
+        """Return the loss of scores ``output`` (B, C) with labels (B,)."""
         loss: Tensor = self._score(output, batch.labels)
         return loss
 
@@ -89,19 +89,19 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images -> scores (B, C)."""
-        features = self.backbone(images)  # (B, E); of a frozen one, nothing is kept for backward
+        features = self.backbone(images)  # (B, E); a frozen backbone keeps nothing for backward
         scores: Tensor = self.head(features)
         return scores
 
     def train(self, mode: bool = True) -> Classifier:
-        """As ever, but a frozen backbone's BatchNorm and dropout stay as in evaluation."""
+        """Set the mode of all modules except a frozen backbone, which stays in eval mode."""
         super().train(mode)
         self.backbone.train(mode and not self.frozen)
         return self
 
 
 def _check_labels(key: str, source: Any, num_classes: int) -> None:
-    """Raise UserError for a known label that the classifier has no score for."""
+    """Raise UserError for a known label outside the classifier's classes."""
     labels = None if source is None else source.labels
     high = -1 if labels is None else int(labels.max(initial=-1))
     if high >= num_classes:

@@ -1,9 +1,9 @@
 """SwAV: predict the cluster of one view of an image from another, with balanced clusters.
 
 Caron et al., Unsupervised Learning of Visual Features by Contrasting Cluster Assignments,
-NeurIPS 2020, arXiv:2006.09882, whose equations are numbered below.
+NeurIPS 2020, arXiv:2006.09882. Equation numbers refer to it.
 
-V: views, of which the first two are assigned to clusters; B: images per rank, W: ranks; D: width
+V: views, the first two of which are assigned to clusters; B: images per rank, W: ranks; D: width
 of the head; K: prototypes; L: length of the queue.
 """
 
@@ -39,7 +39,7 @@ NUM_ASSIGNED = 2  # views whose assignments the others predict
 class SwAV(Method):
     """Swapped prediction between views, with online, equally large clusters and multi-crop."""
 
-    loss_reduction = "statistics"  # how full the clusters are
+    loss_reduction = "statistics"  # sizes of the clusters
     views = (2, None)
 
     @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class SwAV(Method):
         self.prototypes = Prototypes(config.out_dim, config.num_prototypes)  # C, trained
         self.queue = FeatureQueue(config.queue_size, NUM_ASSIGNED, config.out_dim)  # (L, 2, D)
         self.queue_is_used = False
-        self.pending: list[Tensor] = []  # features (B, 2, D) of the batches since the last step
+        self.pending: list[Tensor] = []  # features (B, 2, D) per batch since the last step
 
     def build_head(self, embed_dim: int) -> nn.Module:
         return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim, norm=self.config.norm)
@@ -84,9 +84,10 @@ class SwAV(Method):
         )
 
     def on_forward(self, task: Task) -> None:
-        """The queue is filled from the first batch on, but used from ``queue_start`` on only.
+        """Select whether the queue is used, which it is from ``queue_start`` on.
 
-        (The paper's code begins to fill it there, and uses it when it is full.)
+        It is filled from the first batch on. The paper's code starts to fill it at ``queue_start``
+        and uses it when it is full.
         """
         is_full = task.clock.batch * task.length.batch_size >= len(self.queue) > 0
         self.queue_is_used = is_full and task.steps_done >= self.queue_start
@@ -95,7 +96,7 @@ class SwAV(Method):
             self.pending.append(F.normalize(assigned, dim=2).transpose(0, 1))
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Eq. 6, averaged over its pairs; ``output`` (V, B, D).
+        """Return eq. 6, averaged over its pairs; ``output`` (V, B, D).
 
         The cross-entropy is split into the entropy of the assignments, which has no gradient, and
         the rest.
@@ -111,10 +112,15 @@ class SwAV(Method):
 
     @torch.no_grad()
     def assign(self, scores: Tensor, view: int) -> Tensor:
-        """Eq. 3 to 5: the soft cluster (B, K) of each image of that view.
+        """Eq. 3 to 5: return soft assignments (B, K) of each image of one view.
 
-        Balanced over the batch of all ranks, and over the queue where it is used: each rank brings
-        its share of the rows. Without it, batches much smaller than K leave most clusters empty.
+        They are balanced over the batch of all ranks, and over the queue if it is used; each rank
+        contributes its share of the queue. Without the queue, batches much smaller than K leave
+        most clusters empty.
+
+        Args:
+            scores: (B, K).
+            view: Number of the view.
         """
         config, batch = self.config, len(scores)
         if self.queue_is_used:
@@ -126,12 +132,12 @@ class SwAV(Method):
         return assigned[-batch:]
 
     def on_backward(self, task: Task) -> None:
-        """The prototypes wait until the features they attract are not random any more."""
+        """Freeze the prototypes at first, while features are random."""
         if task.steps_done < self.frozen_updates:
             self.prototypes.weight.grad = None
 
     def on_update(self, task: Task) -> None:
-        """Prototypes return to the unit sphere; the batch's features enter the queue."""
+        """Normalise the prototypes and enqueue the batch's features."""
         self.prototypes.normalize_()
         for features in self.pending:
             self.queue.update(features)
@@ -139,5 +145,5 @@ class SwAV(Method):
 
     @property
     def chance_loss(self) -> float:
-        """A prediction that gives every prototype the same probability."""
+        """Loss if every prototype has the same probability."""
         return math.log(self.config.num_prototypes)

@@ -1,4 +1,4 @@
-"""VICReg: views agree, each feature varies over the batch, and no two features vary together.
+"""VICReg: views agree, each feature varies over the batch, and features are uncorrelated.
 
 Bardes et al., VICReg: Variance-Invariance-Covariance Regularization for Self-Supervised Learning,
 ICLR 2022, arXiv:2105.04906.
@@ -45,12 +45,12 @@ class VICReg(Method):
                 yield "train.batch_size: 1; a variance needs at least 2 images"
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """The expander: three layers, the last one bare."""
+        """Build the expander: three layers; the last has no BatchNorm or activation."""
         hidden = self.config.hidden_dim
         return mlp(embed_dim, hidden, hidden, self.config.out_dim, last_bias=False)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Equation 6, with the variance term of the paper's code; ``output`` (2, B, D)."""
+        """Return equation 6 with the variance term of the paper's code; ``output`` (2, B, D)."""
         config = self.config
         first, second = to_float32(output)
         variance, covariance = zip(*map(variance_covariance, (first, second)), strict=True)

@@ -1,10 +1,10 @@
-"""VICRegL: VICReg of whole views, and of the patches that show the same place or look the same.
+"""VICRegL: VICReg of whole views and of matching patches, by location or by features.
 
 Bardes et al., VICRegL: Self-Supervised Learning of Local Visual Features, NeurIPS 2022,
 arXiv:2210.01571. The published code keeps the local loss of the last pair of views only, divided by
-the number of pairs; here it is the mean over all pairs, as in the paper.
+the number of pairs. Here it is the mean over all pairs, as in the paper.
 
-V: views, of which the first two are large; B: images per rank; N: cells of a view's feature map;
+V: views, the first two of which are large; B: images per rank; N: cells of a view's feature map;
 M: matched cells; D: width of the projector, L: of the local projector.
 """
 
@@ -35,7 +35,7 @@ from selftask.registry import register_method
 if TYPE_CHECKING:
     from selftask.task import Task
 
-NUM_LARGE = 2  # views, each of which is compared with all others
+NUM_LARGE = 2  # views, each compared with all others
 Output = dict[str, list[Tensor]]
 
 
@@ -45,7 +45,7 @@ class VICRegL(Method):
 
     loss_reduction = "statistics"  # variances and covariances
     views = (2, None)
-    requires = ("dense", "boxes")  # cells are matched by where they are in the image
+    requires = ("dense", "boxes")  # cells are matched by location in the image
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -53,9 +53,9 @@ class VICRegL(Method):
         hidden_dim: int = setting(8192, min=1, tiny=32)  # of the projector's two hidden layers
         local_dim: int = setting(512, min=1, tiny=8)  # L, also of its hidden layers
         alpha: float = setting(0.75, min=0, max=1)  # weight of whole views; the rest is of cells
-        num_matches: int = setting(20, min=1, tiny=2)  # gamma: best pairs of cells, of a large view
-        num_small_matches: int = setting(4, min=1, tiny=2)  # the same, of views after the first two
-        match_all_features: bool = True  # by features, match all cells instead of the best ones
+        num_matches: int = setting(20, min=1, tiny=2)  # gamma: best pairs of cells for a large view
+        num_small_matches: int = setting(4, min=1, tiny=2)  # best pairs for the other views
+        match_all_features: bool = True  # when matching by features, use all cells
         invariance_weight: float = setting(25.0, min=0)
         variance_weight: float = setting(25.0, min=0)
         covariance_weight: float = setting(1.0, min=0)
@@ -65,7 +65,7 @@ class VICRegL(Method):
                 yield "train.batch_size: 1; a variance needs at least 2 images"
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """The projector of pooled features and that of each cell; their last layers are bare."""
+        """Build the projectors of pooled features and of cells; both end with a linear layer."""
         hidden, local = self.config.hidden_dim, self.config.local_dim
         return nn.ModuleDict(
             {
@@ -78,7 +78,7 @@ class VICRegL(Method):
         return LocalNetwork(backbone, self.build_head(embed_dim(backbone)))
 
     def on_forward(self, task: Task) -> None:
-        """Find where the cells of each map are in the image: ``batch["centers"]``."""
+        """Compute ``batch["centers"]``, the position in the image of each cell of each map."""
         batch = task.last_batch
         draws = [one for group in batch.draws.values() for one in group]
         maps = batch.output["cells"]  # of each view (B, L, h, w)
@@ -86,7 +86,7 @@ class VICRegL(Method):
         batch["centers"] = [one.centers(*cells.shape[2:]) for one, cells in pairs]  # (B, N, 2)
 
     def forward(self, output: Output, batch: Batch) -> dict[str, Tensor]:
-        """Equation 5, its terms as they enter the sum."""
+        """Return the weighted terms of equation 5."""
         config = self.config
         whole = global_terms([to_float32(view) for view in output["pooled"]])
         cells = [to_float32(cells).flatten(2).mT for cells in output["cells"]]  # (B, N, L)
@@ -110,7 +110,7 @@ class VICRegL(Method):
 
 
 class LocalNetwork(Network):
-    """Views -> ``pooled`` (B, D) and ``cells`` (B, L, h, w) of each; one view at a time."""
+    """Views -> ``pooled`` (B, D) and ``cells`` (B, L, h, w) of each; one view per pass."""
 
     def forward(self, views: Sequence[Tensor]) -> Output:  # type: ignore[override]
         heads: Any = self.head
@@ -129,12 +129,12 @@ class LocalNetwork(Network):
 
 
 def pairs_of_views(num_views: int) -> list[tuple[int, int]]:
-    """Each large view with every other one."""
+    """Return pairs of each large view with every other view."""
     return [(i, j) for i, j in product(range(NUM_LARGE), range(num_views)) if i != j]
 
 
 def global_terms(views: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Invariance, variance and covariance of whole views, V tensors (B, D)."""
+    """Return invariance, variance and covariance terms of whole views, V tensors (B, D)."""
     pairs = pairs_of_views(len(views))
     invariance = torch.stack([F.mse_loss(views[i], views[j]) for i, j in pairs]).mean()
     terms = [variance_covariance(view) for view in views]
@@ -145,13 +145,13 @@ def global_terms(views: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 def local_terms(
     cells: list[Tensor], centers: list[Tensor], by_features: list[int], by_location: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Invariance, variance and covariance of matched cells, means over pairs of views.
+    """Return invariance, variance and covariance terms of matched cells, averaged over view pairs.
 
     Args:
-        cells: Of each view, (B, N, L).
+        cells: Cells of each view, (B, N, L).
         centers: Their positions in the image, (B, N, 2) in pixels.
-        by_features: How many cells of each view are matched by their features.
-        by_location: How many are matched by where they are.
+        by_features: Number of cells of each view to match by features.
+        by_location: Number of cells of each view to match by location.
     """
     found = []
     for i, j in pairs_of_views(len(cells)):
@@ -162,14 +162,14 @@ def local_terms(
                 found.append(matched_terms(ours, gather_tokens(cells[there], matched[1])))
     invariance, variance, covariance = (
         2 * torch.stack(term).mean() for term in zip(*found, strict=True)
-    )  # features and location are added, everything else is a mean
+    )  # sums over features and location, means otherwise
     return invariance, variance, covariance
 
 
 @torch.no_grad()
 @in_full_precision
 def nearest_cells(here: Tensor, there: Tensor, num_matches: int) -> tuple[Tensor, Tensor]:
-    """The cells of a view whose nearest neighbours in another view are nearest.
+    """Match the cells of a view to their nearest neighbours in another and return the best matches.
 
     Args:
         here: (B, N, F): features or positions.
@@ -177,7 +177,7 @@ def nearest_cells(here: Tensor, there: Tensor, num_matches: int) -> tuple[Tensor
         num_matches: M, or all N cells if there are fewer.
 
     Returns:
-        (B, M) numbers of cells, in ascending order, and (B, M) those of their neighbours.
+        (B, M) indices of cells in ascending order, and (B, M) indices of their neighbours.
     """
     distance, neighbour = torch.cdist(here, there).min(dim=2)  # (B, N)
     order = distance.argsort(dim=1, stable=True)[:, :num_matches]
@@ -186,7 +186,7 @@ def nearest_cells(here: Tensor, there: Tensor, num_matches: int) -> tuple[Tensor
 
 
 def matched_terms(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """VICReg's terms of matched cells (B, M, L), with the statistics of each of the M alone."""
+    """VICReg's terms of matched cells (B, M, L), with statistics of each of the M separately."""
     terms = [variance_covariance(cells.transpose(0, 1)) for cells in (first, second)]
     (variance, covariance), (other_variance, other_covariance) = terms
     invariance = F.mse_loss(first, second)
