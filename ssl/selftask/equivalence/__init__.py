@@ -1,1 +1,1 @@
-"""Whether W ranks with B / W samples each do what one rank with B samples does."""
+"""Check that W ranks with B / W samples each are equivalent to one rank with B samples."""

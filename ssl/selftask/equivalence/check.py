@@ -1,8 +1,8 @@
-"""Do W ranks with B / W samples each do what one rank with B samples does?
+"""Check that W ranks with B / W samples each are equivalent to one rank with B samples.
 
-``check`` trains a recipe's small version on every number of ranks that is asked for and compares
-what they saw, their losses, gradients and all their state with those of one rank; then again while
-the number of ranks changes from 2 to 1 and back between checkpoints.
+``check`` trains the tiny version of a recipe on each requested number of ranks. It compares
+samples, inputs, losses, gradients and the final state with those of one rank. It then trains once
+more while the number of ranks changes from 2 to 1 and back between checkpoints.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from selftask.equivalence.worker import Leg, work
 from selftask.errors import RunError, UserError, describe_exit
 from selftask.registry import BACKBONES
 
-_PRELOADED = ("selftask.equivalence.worker", "torch._dynamo")  # optimizers import the second: 3 s
-_GRACE_S = 5.0  # for ranks that fail because another one has
+_PRELOADED = ("selftask.equivalence.worker", "torch._dynamo")  # optimizers import the second, 3 s
+_GRACE_S = 5.0  # for the ranks that fail after the first
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a check has found."""
+    """Result of a check."""
 
     rows: list[Row]
     replaced_norms: int
-    silent: bool  # the loss exchanges nothing between ranks, against the method's declaration
+    silent: bool  # the loss calls no collective, although the method declares that it does
 
     @property
     def ok(self) -> bool:
@@ -47,13 +47,24 @@ class Report:
 
 
 class RankFailed(RunError):
-    """A rank raised, or was killed."""
+    """Raised if a rank raised an exception or was killed."""
 
 
 def check(config: Config, *, ranks: Sequence[int], steps: int) -> Report:
-    """Train the small ``config`` for ``steps`` steps on each number of ``ranks``; compare.
+    """Train the tiny ``config`` on each number of ranks, and compare with one rank.
 
-    Raises RankFailed with the cause and, for what the user can put right, UserError.
+    Args:
+        config: A config made by ``make_tiny``.
+        ranks: Numbers of ranks; 1 is always included.
+        steps: Number of steps of each training.
+
+    Returns:
+        The largest difference of each quantity. Resuming on another number of ranks is included if
+        ``ranks`` contains 2 and there are at least three steps.
+
+    Raises:
+        UserError: If a rank failed with an error that the user must fix.
+        RankFailed: If a rank failed otherwise.
     """
     sizes = sorted({1, *ranks})
     legs = [Leg(f"ranks{size}", size, f"ranks{size}", steps) for size in sizes]
@@ -72,7 +83,7 @@ def check(config: Config, *, ranks: Sequence[int], steps: int) -> Report:
 
 
 def _legs_of_a_resume(steps: int) -> list[Leg]:
-    """Two ranks, one, two: a step each, and whatever is left on the last two."""
+    """Return legs on two, one and two ranks: one step each, and the remaining steps on the last."""
     return [
         Leg("leg1", 2, "resumed", 1, save=True),
         Leg("leg2", 1, "resumed", 2, save=True),
@@ -84,7 +95,7 @@ def _legs_of_a_resume(steps: int) -> list[Leg]:
 
 
 def _run_processes(number: int, legs: list[Leg], config: Config, folder: Path) -> None:
-    """Every leg on the first processes, which are started once."""
+    """Run all legs on ``number`` processes; a leg of W ranks uses the first W of them."""
     context = multiprocessing.get_context("forkserver")
     _start_server(config)
     processes = [
@@ -105,9 +116,9 @@ def _run_processes(number: int, legs: list[Leg], config: Config, folder: Path) -
 
 
 def _start_server(config: Config) -> None:
-    """The process that imports torch once and is forked for every rank; it ends with this one.
+    """Start the server process, which imports torch once and is forked for every rank.
 
-    What it has to import it must find by PYTHONPATH: older Pythons do not hand it ``sys.path``.
+    PYTHONPATH is set for its imports, since older versions of Python do not pass it ``sys.path``.
     """
     library = getattr(BACKBONES[config.backbone.name], "library", None)
     multiprocessing.set_forkserver_preload([*_PRELOADED, *([library] if library else [])])
@@ -123,7 +134,7 @@ def _start_server(config: Config) -> None:
 
 
 def _wait(processes: Sequence[Any]) -> list[int | None]:
-    """Until all have ended well, or some time after one has not; their exit codes."""
+    """Wait for all processes, at most ``_GRACE_S`` after a failure; return their exit codes."""
     running, until = list(processes), math.inf
     while running and time.monotonic() < until:
         left = None if until == math.inf else until - time.monotonic()
@@ -135,7 +146,7 @@ def _wait(processes: Sequence[Any]) -> list[int | None]:
 
 
 def _failure(folder: Path, rank: int, code: int) -> dict[str, Any]:
-    """What a rank that ended badly has told, or what its exit code tells."""
+    """Return the failure that a rank has written, or one made from its exit code."""
     told = folder / f"failure.{rank}.json"
     if told.exists():
         content: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
@@ -144,7 +155,7 @@ def _failure(folder: Path, rank: int, code: int) -> dict[str, Any]:
 
 
 def _raise(failures: list[dict[str, Any]]) -> None:
-    """Raise the first failure, with what the other ranks said after it."""
+    """Raise the first failure, followed by the messages of the other ranks."""
     first = failures[0]
     if first.get("is_user_error"):
         raise UserError(first["message"])

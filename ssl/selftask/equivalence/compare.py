@@ -1,4 +1,4 @@
-"""What a run on W ranks recorded, put together and held against that of one rank."""
+"""Merge the records of W ranks and compare them with those of one rank."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RTOL = 1e-9  # of the largest element of a tensor, in float64
-SMALL = 1e-3  # a tensor that is this small beside the largest of its kind is measured by that one
+RTOL = 1e-9  # relative to the largest element of a tensor, in float64
+SMALL = 1e-3  # tensors below this fraction of the largest one are compared relative to that one
 RESUMED = "2 > 1 > 2"
 _STEPWISE = ("samples", "inputs", "loss", "terms", "gradients")
 _FINAL = ("network", "method", "optimizer")
 
-Record = dict[str, Any]  # of one rank, see recording.py
+Record = dict[str, Any]  # of one rank, see ``RecordedTask.record``
 
 
 @dataclass(frozen=True)
 class Row:
-    """A quantity on so many ranks: its largest difference from one rank's, and where that is."""
+    """Largest difference of a quantity on several ranks from that on one rank, and its place."""
 
     quantity: str
     ranks: str
     difference: float
     place: str
-    step: float = math.inf  # 1 is the first; inf: of the state after all steps
+    step: float = math.inf  # from 1; inf for the final state
 
     @property
     def ok(self) -> bool:
@@ -35,10 +35,10 @@ class Row:
 
 
 def merge(records: list[Record]) -> Record:
-    """What all ranks of a run together saw, and what each of them has computed.
+    """Merge the records of all ranks of a run.
 
-    Samples and inputs are put behind one another in rank order, terms of the loss are averaged;
-    of the rest, each rank's own is kept: they all have to be right.
+    Samples and inputs are concatenated in rank order, and terms of the loss are averaged. All other
+    quantities are kept for each rank, since every rank has to agree with one rank.
     """
     merged: Record = {"samples": [], "inputs": [], "terms": []}
     for batches in zip(*(r["samples"] for r in records), strict=True):
@@ -63,7 +63,13 @@ def merge(records: list[Record]) -> Record:
 
 
 def compare(one: Record, records: list[Record], ranks: str) -> Iterator[Row]:
-    """A row for each quantity of a run, against ``one`` that was merged."""
+    """Yield one row per quantity.
+
+    Args:
+        one: Merged record of one rank.
+        records: Records of the ranks to compare.
+        ranks: Label of the rows, such as ``"2"``.
+    """
     many = merge(records)
     for quantity in _STEPWISE:
         yield _compare_steps(quantity, one.get(quantity, []), many.get(quantity, []), ranks)
@@ -72,7 +78,7 @@ def compare(one: Record, records: list[Record], ranks: str) -> Iterator[Row]:
 
 
 def _compare_steps(quantity: str, one: Sequence[Any], many: Sequence[Any], ranks: str) -> Row:
-    """The first step that differs too much, or else the one that differs most."""
+    """Return the row of the first step above the tolerance, or of the largest difference."""
     if len(one) != len(many):
         place = f"{len(one)} steps on one rank, here {len(many)}"
         return Row(quantity, ranks, math.inf, place, min(len(one), len(many)) + 1)
@@ -88,7 +94,12 @@ def _compare_steps(quantity: str, one: Sequence[Any], many: Sequence[Any], ranks
 
 
 def compare_resume(undisturbed: Record, legs: list[list[Record]]) -> Iterator[Row]:
-    """The samples of the legs, one after the other, and their final state."""
+    """Yield rows for the samples of all legs together, and for the final state.
+
+    Args:
+        undisturbed: Merged record of a run without interruption.
+        legs: Records of each leg of the resumed run.
+    """
     merged = [merge(records) for records in legs]
     samples = [batch for leg in merged for batch in leg["samples"]]
     yield _compare_steps("samples", undisturbed["samples"], samples, RESUMED)
@@ -97,9 +108,9 @@ def compare_resume(undisturbed: Record, legs: list[list[Record]]) -> Iterator[Ro
 
 
 def _largest(one: dict[str, Any], many: dict[str, Any]) -> tuple[float, str]:
-    """The largest relative difference among the tensors of all ranks, and where it is.
+    """Return the largest relative difference over all tensors and ranks, and its place.
 
-    ``one`` holds those of one rank (or several, which were compared before), by their names.
+    Both arguments map names to one value per rank; the first rank of ``one`` is the reference.
     """
     kinds = _largest_of_kind(values[0] for values in one.values())
     worst, place = 0.0, ""
@@ -120,11 +131,17 @@ def _largest_of_kind(tensors: Iterable[Any]) -> float:
 
 
 def relative_difference(one: Any, many: Any, largest: float = 0.0) -> float:
-    """The largest difference of two tensors over the largest element of both.
+    """Return the largest difference of two tensors, relative to their largest element.
 
-    Tensors whose elements all are tiny beside ``largest`` are roundings of zero: they are measured
-    by SMALL * ``largest``. Infinite where shapes, types or whole numbers differ, or something is
-    not finite. No gradient is one of zero.
+    Args:
+        one: A tensor, None (compared as zeros), or any other value.
+        many: The value to compare with.
+        largest: Largest element of all tensors of this kind. Much smaller tensors are rounding
+            errors of zero; their difference is relative to SMALL * ``largest``.
+
+    Returns:
+        The relative difference; infinity if shapes, types or integers differ, or if an element is
+        not finite.
     """
     if one is None and many is None:
         return 0.0

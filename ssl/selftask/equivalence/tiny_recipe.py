@@ -1,8 +1,8 @@
-"""Any recipe made tiny: a few images held in memory, a tiny network, a handful of steps.
+"""Make any recipe tiny: a few synthetic images, a tiny network and a few steps.
 
-For ``selftask check`` and for tests. Views, options of the method and the optimizer stay, and so
-does what the command line sets. The tiny values are declared by those that they belong to: fields
-of a method's ``Config`` by ``setting(..., tiny=...)``, backbones by a method ``tiny``.
+Used by ``selftask check`` and tests. Views, method, optimizer and all values from the command line
+are kept. Tiny values are declared by their owners: ``setting(..., tiny=...)`` in a method's
+``Config``, and a method ``tiny`` of a backbone.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from selftask.errors import ConfigError
 from selftask.registry import BACKBONES, METHODS, TRANSFORMS
 
 IMAGE_SIZE = 32  # pixels
-STEPS_PER_EPOCH = 2  # so that a few steps see the end of an epoch
-EPS = 1e-3  # of Adam: with its own 1e-8 a zero gradient's rounding becomes an update of its own
-_KINDS = 4  # of images: what supervised training has to tell apart
+STEPS_PER_EPOCH = 2  # a few steps then include the end of an epoch
+EPS = 1e-3  # Adam's eps; the default 1e-8 would amplify rounding errors of zero gradients
+_KINDS = 4  # number of classes
 
 
 def make_tiny(config: Config, *, batch_size: int, steps: int) -> Config:
-    """Return the config with all that costs time made small.
+    """Return the config with everything expensive made small.
 
     Args:
-        config: Any config; what its command line sets stays.
-        batch_size: Images a batch, unless the command line gives another.
-        steps: What training is made long enough for.
+        config: Any config; values set on the command line are kept.
+        batch_size: Images per batch, unless set on the command line.
+        steps: Minimum number of steps of the training.
 
     Raises:
-        ConfigError: If the method cannot be that small.
+        ConfigError: If the tiny config is invalid.
     """
     if not _given(config, "train.batch_size"):
         config = replace(config, train=replace(config.train, batch_size=batch_size))
@@ -78,7 +78,7 @@ def make_tiny(config: Config, *, batch_size: int, steps: int) -> Config:
 
 
 def images_for(config: Config) -> Images:
-    """So many that an epoch has ``STEPS_PER_EPOCH`` steps, and one image is left over."""
+    """Return images for ``STEPS_PER_EPOCH`` steps per epoch, plus one remaining image."""
     count = STEPS_PER_EPOCH * config.train.accumulate * config.train.batch_size + 1
     extras: dict[str, ExtraKind] = {
         group.image: "image" for group in config.views.values() if group.image is not None
@@ -89,9 +89,14 @@ def images_for(config: Config) -> Images:
 
 
 class Images(Source):
-    """Noisy images of four kinds, each a function of its number alone.
+    """Noisy synthetic images of four classes; each image depends on its index only.
 
-    Further images of a sample are those of the next numbers; captions name kind and number.
+    Extra images of a sample are those of the following indices. Captions name class and index.
+
+    Args:
+        count: Number of images.
+        channels: Number of channels.
+        extras: Name -> kind of what a sample has in addition to image and label.
     """
 
     def __init__(
@@ -125,7 +130,7 @@ class Images(Source):
 
 
 def _channels(config: Config) -> int:
-    """Number of channels of the means that are subtracted; the data are not opened."""
+    """Return the number of channels from the normalization, without opening the data."""
     lists = [*(view.transforms for view in config.views.values()), config.eval.transforms]
     every = [transform for transforms in lists for transform in transforms]
     last = [t.args for t in every if TRANSFORMS.declared(t.name, "normalizes", False)]
@@ -133,12 +138,12 @@ def _channels(config: Config) -> int:
 
 
 def _given(config: Config, key: str) -> bool:
-    """Whether the command line sets ``key``."""
+    """Return True if the command line sets ``key``."""
     return config.place(key).startswith("command line")
 
 
 def _small_backbone(config: Config) -> Component:
-    """The tiny network that the backbone names, unless the command line names the backbone."""
+    """Return the backbone's tiny version, unless the command line sets the backbone."""
     given = {k: v for k, v in config.backbone.args.items() if _given(config, f"backbone.{k}")}
     backbone = BACKBONES[config.backbone.name](**config.backbone.args)
     if _given(config, "backbone.name") or not hasattr(backbone, "tiny"):
@@ -160,7 +165,7 @@ def _calm_optimizer(config: Config) -> OptimizerConfig:
 
 
 def _small_method(config: Config) -> Component:
-    """The method with the ``tiny`` values that the fields of its ``Config`` declare."""
+    """Return the method with the ``tiny`` values declared in its ``Config``."""
     schema = config_class(METHODS, config.method.name)
     batch = config.train.batch_size * config.train.accumulate
     args = dict(config.method.args)
@@ -172,7 +177,7 @@ def _small_method(config: Config) -> Component:
 
 
 def _small_views(views: dict[str, ViewConfig]) -> dict[str, ViewConfig]:
-    """Sizes of at most 32 pixels in the same proportions: crops of 224 and 96 become 32 and 12."""
+    """Scale view sizes to at most 32 pixels: crops of 224 and 96 become 32 and 12."""
     pipelines = [[transform.to_dict() for transform in view.transforms] for view in views.values()]
     share = min(1.0, IMAGE_SIZE / max(_sizes(pipelines), default=IMAGE_SIZE))
     return {
@@ -185,7 +190,7 @@ def _small_views(views: dict[str, ViewConfig]) -> dict[str, ViewConfig]:
 
 
 def _sizes(value: Any) -> Iterator[int]:
-    """Every ``size`` in pixels of transforms, and of those within them."""
+    """Yield every ``size`` in pixels of transforms, including nested ones."""
     if isinstance(value, dict):
         if isinstance(value.get("size"), int):
             yield value["size"]
@@ -196,7 +201,7 @@ def _sizes(value: Any) -> Iterator[int]:
 
 
 def _resized(value: Any, share: float) -> Any:
-    """The same with every ``size`` smaller, in whole patches."""
+    """Return ``value`` with every ``size`` scaled to a multiple of 4, at least 8."""
     if share == 1.0:
         return value
     if isinstance(value, dict):

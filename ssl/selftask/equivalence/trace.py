@@ -1,7 +1,7 @@
-"""A task that writes down what must not depend on the number of ranks.
+"""A task that records everything that must not depend on the number of ranks.
 
-Everything is float64, so that what remains are roundings (1e-16) or mistakes, and BatchNorm, which
-looks at its own rank's batch only, gives way to a norm that looks at one sample.
+Training uses float64, so that any difference above rounding errors (1e-16) is a bug. BatchNorm
+depends on the batch of its rank and is replaced by a norm over single samples.
 """
 
 from __future__ import annotations
@@ -27,10 +27,16 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 @contextmanager
 def batch_norm_replaced(wanted: bool = True) -> Iterator[list[str]]:
-    """Context in which modules get GroupNorm(1) in place of BatchNorm, if ``wanted``.
+    """Context in which modules are built with GroupNorm(1) instead of BatchNorm.
 
-    Yields the names of those that were replaced. Models are not changed afterwards: teachers are
-    copies of networks, and optimizers hold parameters.
+    Replacement happens during construction, since teachers copy networks and optimizers hold
+    parameters.
+
+    Args:
+        wanted: If False, the context has no effect.
+
+    Yields:
+        The names of the replaced modules; it grows as they are built.
     """
     replaced: list[str] = []
     if not wanted:
@@ -52,15 +58,15 @@ def batch_norm_replaced(wanted: bool = True) -> Iterator[list[str]]:
 
 
 class RecordedTask(Task):
-    """A task on synthetic images that writes down, step by step, what it saw and computed."""
+    """A task on synthetic images that records inputs and results of each batch."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, sources=Sources(images_for(config), None))
-        self.samples: list[Tensor] = []  # of each batch, (B,): which images
-        self.inputs: list[dict[str, Tensor]] = []  # name -> (B,) a sum over each sample's input
+        self.samples: list[Tensor] = []  # of each batch, (B,) image indices
+        self.inputs: list[dict[str, Tensor]] = []  # of each batch, name -> (B,) weighted sums
         self.batch_losses: list[Tensor] = []
         self.terms: list[dict[str, Tensor]] = []
-        self.gradients: list[dict[str, Tensor]] = []  # of each update
+        self.gradients: list[dict[str, Tensor]] = []  # of each step
         self.exchanges = 0  # collectives called while a loss was computed
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -74,7 +80,7 @@ class RecordedTask(Task):
         self._count_exchanges()
 
     def train_until(self, steps: int) -> None:
-        """Phase by phase as a trainer does, but stop after so many steps in all."""
+        """Train phase by phase, as a trainer does, until ``steps`` steps are done in total."""
         self.on_start()
         while self.steps_done < steps and not self.done_training():
             self.on_phase_start()
@@ -88,7 +94,7 @@ class RecordedTask(Task):
             self.on_phase_end()
 
     def run_hooks(self, point: str) -> None:
-        """Call the hooks, then look at what they have left."""
+        """Call the hooks, then record the batch or the gradients."""
         super().run_hooks(point)
         if not self.train:
             return
@@ -104,7 +110,7 @@ class RecordedTask(Task):
             self.gradients.append({n: _whole(g) for n, g in grads.items() if g is not None})
 
     def record(self) -> dict[str, Any]:
-        """All that was written down, and the state at the end; of this rank."""
+        """Return everything recorded on this rank, with the final state."""
         return {
             "samples": self.samples,
             "inputs": self.inputs,
@@ -118,7 +124,7 @@ class RecordedTask(Task):
         }
 
     def _optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
-        """``network.head.0.weight.exp_avg`` -> tensor."""
+        """Yield names such as ``network.head.0.weight.exp_avg`` with their tensors."""
         names = {id(parameter): name for name, parameter in self.trained_parameters.items()}
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         state = self.optimizer.get_classy_state().get("optim", {}).get("state", {})
@@ -129,7 +135,7 @@ class RecordedTask(Task):
                     yield f"{names.get(id(params[number]), number)}.{key}", whole
 
     def _count_exchanges(self) -> None:
-        """Count the collectives between the first and the last line of the method's loss."""
+        """Count the collectives called during the forward pass of the loss."""
         counted: list[Any] = []
 
         def before(module: nn.Module, args: Any) -> None:
@@ -177,7 +183,7 @@ class _CollectiveCounter:
 
 
 class _InDouble:
-    """A feed whose samples are float64."""
+    """Wraps a DataModule to convert its batches to float64."""
 
     def __init__(self, feed: Any) -> None:
         self._feed = feed
@@ -205,7 +211,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _whole(tensor: Any) -> Tensor:
-    """A copy, put together from all ranks where FSDP has shared it out."""
+    """Return a detached copy, gathered from all ranks if FSDP has sharded it."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach().clone()
 
@@ -219,7 +225,7 @@ def _doubles(value: Any) -> Any:
 
 
 def _per_sample(value: Any, rows: int, name: str = "input") -> Iterator[tuple[str, Tensor]]:
-    """Each tensor (B, ...) in nested lists as one number a sample, that a permutation changes."""
+    """Yield a position-weighted sum per sample for each tensor (B, ...) in nested containers."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _per_sample(item, rows, f"{name}.{key}")

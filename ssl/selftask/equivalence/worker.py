@@ -1,4 +1,4 @@
-"""One process of a check: its rank's part of every run, and what it says if it fails."""
+"""Worker process of a check: runs its rank of each leg and records failures."""
 
 from __future__ import annotations
 
@@ -22,15 +22,20 @@ from selftask.config.schema import Config
 from selftask.equivalence.trace import RecordedTask, batch_norm_replaced
 from selftask.errors import UserError
 
-TIMEOUT_S = 60.0  # for a collective
+TIMEOUT_S = 60.0  # of a collective
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC", "SLURM_", "MASTER")
 
 
 @dataclass(frozen=True)
 class Leg:
-    """A part of a run: ``size`` ranks go on in the folder ``out`` until ``stop`` steps are done.
+    """Part of a run on a fixed number of ranks.
 
-    ``name`` is that of its records: ``NAME.RANK.pt``.
+    Args:
+        name: Its records are saved as ``NAME.RANK.pt``.
+        size: Number of ranks.
+        out: Run folder, which may have a checkpoint of an earlier leg.
+        stop: Number of steps at its end, counted from the start of the run.
+        save: If True, save a checkpoint at its end.
     """
 
     name: str
@@ -41,9 +46,15 @@ class Leg:
 
 
 def work(process: int, legs: list[Leg], config: Config, folder: Path) -> None:
-    """What one process does: its rank's part of each leg. Its exit code is 1 if it failed.
+    """Run one rank of each leg.
 
-    ``failure.PROCESS.json`` then says why.
+    A failure is written to ``failure.PROCESS.json``, and the process exits with code 1.
+
+    Args:
+        process: Number of this process, which is its rank in each leg.
+        legs: Parts to run in order; those with ``size <= process`` are skipped.
+        config: A config made by ``make_tiny``.
+        folder: Folder of run folders, records and failures.
     """
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -56,14 +67,14 @@ def work(process: int, legs: list[Leg], config: Config, folder: Path) -> None:
                 with _rank(process, leg, folder):
                     record = _run(leg, config, folder)
                 torch.save(record, folder / f"{leg.name}.{process}.pt")
-    except BaseException as error:  # noqa: BLE001 - told to the process that waits for this one
+    except BaseException as error:  # noqa: BLE001 - reported to the parent process
         told = {"time": time.time(), "rank": process, "size": leg.size, **_describe(error)}
         (folder / f"failure.{process}.json").write_text(json.dumps(told), encoding="utf-8")
-        os._exit(1)  # at once: whoever waits for this rank in a collective then hears of it
+        os._exit(1)  # immediately, so that collectives of the other ranks fail
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
-    """The message, and the last line of the user's own code in the traceback, or of any."""
+    """Return the message and the last traceback frame, in the user's own code if possible."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = str(Path(__file__).resolve().parents[1])
     installed = ("site-packages", "dist-packages", str(Path(traceback.__file__).parent), "<frozen")
@@ -79,7 +90,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
 
 @contextmanager
 def _rank(rank: int, leg: Leg, folder: Path) -> Iterator[None]:
-    """The environment and the process group of one rank; none for one alone."""
+    """Context with the environment and process group of one rank; no group for a single rank."""
     for name in [name for name in os.environ if name.startswith(_LAUNCHERS)]:
         del os.environ[name]
     if leg.size == 1:
@@ -87,7 +98,7 @@ def _rank(rank: int, leg: Leg, folder: Path) -> Iterator[None]:
         return
     local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(leg.size)}
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(leg.size), **local})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})  # asked for, never used
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})  # required, but unused
     _meet(rank, leg, folder)
     store = dist.FileStore(  # type: ignore[attr-defined]
         str(folder / f"{leg.name}.rendezvous"), leg.size
@@ -102,9 +113,9 @@ def _rank(rank: int, leg: Leg, folder: Path) -> Iterator[None]:
 
 
 def _meet(rank: int, leg: Leg, folder: Path) -> None:
-    """Wait for the other ranks, which may have legs of their own to end, however long it takes.
+    """Wait without a time limit for the other ranks, which may still run an earlier leg.
 
-    Whoever has started this process ends it if one of them fails.
+    The parent ends this process if one of them fails.
     """
     (folder / f"{leg.name}.{rank}.here").touch()
     while not all((folder / f"{leg.name}.{other}.here").exists() for other in range(leg.size)):
@@ -112,7 +123,7 @@ def _meet(rank: int, leg: Leg, folder: Path) -> None:
 
 
 def _run(leg: Leg, config: Config, folder: Path) -> dict[str, Any]:
-    """Train up to ``leg.stop``; what was recorded."""
+    """Train up to ``leg.stop`` and return the record."""
     config = replace(config, out=str(folder / leg.out))
     with batch_norm_replaced(config.parallel.sync_batch_norm == "none") as replaced:
         task = RecordedTask(config)
