@@ -1,9 +1,11 @@
-"""The one door to Classy Vision: what we take from it, and how its registered names are built.
+"""The only module that imports Classy Vision.
 
-Taken: the contracts of task, hook, meter and optimizer, the parameter schedulers, the losses.
-Whatever anyone registered with Classy works in a selftask config as ``classy:NAME`` (or by its
-bare name once an ``import:``ed module has registered it). Not taken, because measured to break:
-its models under compile, ``all_reduce_mean`` (overwrites its input), its checkpoint files.
+selftask uses Classy's interfaces of task, hook, meter and optimizer, its parameter schedulers and
+its losses. Anything registered with Classy works in a selftask config as ``classy:NAME``, or by
+its bare name once an ``import:`` module has registered it.
+
+selftask does not use Classy's models, which fail under compile, its ``all_reduce_mean``, which
+overwrites its input, or its checkpoint files.
 """
 
 from __future__ import annotations
@@ -26,17 +28,17 @@ from selftask.logs import show_root_lines_of
 
 
 class _LoadedAlone(MetaPathFinder, Loader):
-    """Single modules of Classy, loaded without running their package's ``__init__``.
+    """Loads single modules of Classy without running the ``__init__`` of their package.
 
     ``classy_vision.tasks`` and ``.hooks`` import every model, data set and hook of Classy, which
-    costs a second of start-up. Whoever imports the whole package later finds the same module.
+    takes a second. A later import of the whole package finds the same modules.
     """
 
     def __init__(self) -> None:
         self.modules: dict[str, ModuleType] = {}
 
     def load(self, name: str) -> ModuleType:
-        """The module ``classy_vision.PACKAGE.LEAF``, alone."""
+        """Load and return the module ``classy_vision.PACKAGE.LEAF``."""
         if name in sys.modules:
             return sys.modules[name]
         root = importlib.util.find_spec("classy_vision")
@@ -57,7 +59,7 @@ class _LoadedAlone(MetaPathFinder, Loader):
         return self.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: it was run when it was loaded."""
+        """Do nothing; the module was executed by ``load``."""
 
 
 _alone = _LoadedAlone()
@@ -68,7 +70,7 @@ ClassyHook: Any = _alone.load("classy_vision.hooks.classy_hook").ClassyHook
 ClassyMeter: Any = _alone.load("classy_vision.meters.classy_meter").ClassyMeter
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # deprecations inside torch that its optimizers touch
+    warnings.simplefilter("ignore")  # deprecations in torch, used by its optimizers
     from classy_vision.optim import ClassyOptimizer
     from classy_vision.optim import param_scheduler as schedulers
 
@@ -89,19 +91,19 @@ __all__ = [
 
 
 class ClassyTaskNames(ClassyTask):  # type: ignore[misc]  # classy-vision ships no types
-    """The names under which Classy's own hooks and trainers look for things in a task."""
+    """Task attributes that Classy's hooks and trainers use."""
 
-    ema = False  # evaluate the model itself; Classy's EMA hook asks
+    ema = False  # read by Classy's EMA hook; False evaluates the model itself
 
     @property
     def phase_type(self) -> str:
         return "train" if self.train else "test"
 
-    phase_begun = -1  # number of the newest phase; it stays until the next one begins
+    phase_begun = -1  # index of the current or last phase
 
     @property
     def has_test_phases(self) -> bool:
-        """With meters and a test set, each train phase is followed by a test phase."""
+        """True if each train phase is followed by a test phase: with meters and a test set."""
         return bool(self.meters) and bool(self.data_module.has_test)
 
     @property
@@ -110,12 +112,12 @@ class ClassyTaskNames(ClassyTask):  # type: ignore[misc]  # classy-vision ships 
 
     @property
     def train_phase_idx(self) -> int:
-        """The newest train phase, from 0; -1 before the first."""
+        """Index of the current or last train phase, or -1 before the first."""
         return self.phase_begun // 2 if self.has_test_phases else self.phase_begun
 
     @property
     def eval_phase_idx(self) -> int:
-        """The newest test phase, from 0; -1 before the first."""
+        """Index of the current or last test phase, or -1 before the first."""
         return (self.phase_begun - 1) // 2 if self.has_test_phases else -1
 
     @property
@@ -129,7 +131,7 @@ class ClassyTaskNames(ClassyTask):  # type: ignore[misc]  # classy-vision ships 
         return bool(self.device.type == "cuda")
 
     def get_batchsize_per_replica(self) -> int:
-        """Images per process and batch."""
+        """Return the batch size per process."""
         return int(self.length.batch_size // self.world.size)
 
     def get_classy_state(self, deep_copy: bool = False) -> dict[str, Any]:
@@ -156,7 +158,7 @@ INSTEAD = {
     "profiler": "it asks for a ClassyModel; hooks.timing={} says where the time of a step goes",
     "torchscript": "it asks for a ClassyModel; `selftask export RUN` writes the backbone",
 }
-"""Classy's hooks that cannot work on a selftask Task: why, and what does the same."""
+"""Classy's hooks that do not work with a selftask Task, with the reason and a replacement."""
 
 _NEEDS = {
     "progress_bar": ("progressbar", "progressbar2"),
@@ -166,7 +168,7 @@ _NEEDS = {
 
 
 def refusal(name: str) -> str | None:
-    """Return why the hook ``classy:NAME`` cannot work here, or None."""
+    """Return why the hook ``classy:NAME`` does not work here, or None if it does."""
     bare = name.removeprefix("classy:")
     if bare in INSTEAD:
         return f"Classy Vision's hook {bare!r} does not work here: {INSTEAD[bare]}"
@@ -177,7 +179,7 @@ def refusal(name: str) -> str | None:
 
 
 def _hook_defaults(name: str, out: Path) -> dict[str, Any]:
-    """Return default arguments of a Classy hook: where to write, on which device."""
+    """Return default arguments of a Classy hook: output folder and device."""
     defaults: dict[str, dict[str, Any]] = {
         "ema_model_weights": {"device": "gpu" if torch.cuda.is_available() else "cpu"},
         "output_csv": {"folder": str(out), "id_key": "index"},
@@ -187,10 +189,10 @@ def _hook_defaults(name: str, out: Path) -> dict[str, Any]:
 
 
 def has(kind: str, name: str) -> bool:
-    """Whether Classy knows ``name``: ``classy:NAME``, or a bare name registered by now.
+    """Return True if Classy has ``name``, given as ``classy:NAME`` or as a bare name.
 
-    A bare name is looked up only in what is already imported: loading Classy takes two seconds,
-    too long to answer a typo.
+    A bare name is only looked up in modules that are already imported: importing Classy takes two
+    seconds, too long for reporting a typo.
     """
     if kind not in _PACKAGES:
         return False
@@ -201,14 +203,21 @@ def has(kind: str, name: str) -> bool:
 
 
 def names(kind: str) -> list[str]:
-    """All names Classy has for this kind, without the prefix. Imports that part of Classy."""
+    """Return all names of this kind in Classy, without the prefix; imports that part of Classy."""
     return sorted(_registry(kind))
 
 
 def build(kind: str, name: str, args: dict[str, Any], out: Path | None = None) -> Any:
-    """The Classy hook, meter, optimizer, loss or schedule called ``name``, from its config.
+    """Build a Classy hook, meter, optimizer, loss or schedule.
 
-    What a hook writes goes to ``out``, the run's folder, unless ``args`` say where.
+    Args:
+        kind: ``hook``, ``meter``, ``optimizer``, ``loss`` or ``schedule``.
+        name: Its name in Classy, with or without the prefix ``classy:``.
+        args: Its config, as Classy's ``from_config`` expects it.
+        out: The run folder, where hooks write unless ``args`` gives another folder.
+
+    Raises:
+        UserError: If the name is unknown or the config is invalid.
     """
     bare = name.removeprefix("classy:")
     known = _registry(kind)
@@ -232,5 +241,5 @@ def build(kind: str, name: str, args: dict[str, Any], out: Path | None = None) -
 def _registry(kind: str) -> dict[str, Any]:
     package, attribute = _PACKAGES[kind]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecations of torchvision video and torch.jit, not ours
+        warnings.simplefilter("ignore")  # deprecations of torchvision video and torch.jit
         return dict(getattr(importlib.import_module(package), attribute))

@@ -1,4 +1,4 @@
-"""Errors that end a command with a message instead of a traceback, and parts of messages."""
+"""Errors that end a command with a message instead of a traceback, and helpers for messages."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """An error that the user must fix; the message says what was wrong and what would be right."""
+    """An error the user must fix; its message names the wrong value and what would be right."""
 
     exit_code = 2
 
 
 class RunError(Exception):
-    """A failed run whose cause is known, so that the message says enough."""
+    """A failed run with a known cause; its message needs no traceback."""
 
 
 class ConfigError(UserError):
-    """All problems of a config, one a line."""
+    """All problems of a config, one per line."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = list(problems)
@@ -35,19 +35,25 @@ def describe_exit(code: int | None) -> str:
 
 
 def plural(noun: str, number: int) -> str:
-    """Return the noun for this number: ``image`` for 1, ``images`` for 0."""
+    """Return the singular or plural of a noun: ``image`` for 1, ``images`` for 0."""
     return noun if number == 1 else f"{noun}s"
 
 
 def shorten(text: str, most: int = 200) -> str:
-    """Return a text without its middle if it is longer than ``most`` characters."""
+    """Return the text, with its middle left out if it is longer than ``most`` characters."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]}...{text[-most // 4 :]} ({len(text)} characters)"
 
 
 def nearest(name: str, known: Iterable[str], *, show: int = 12) -> str:
-    """Return a hint for a wrong name: ``did you mean 'moco'?`` or the known names."""
+    """Return a hint for a wrong name: ``did you mean 'moco'?`` or the known names.
+
+    Args:
+        name: The wrong name.
+        known: All valid names.
+        show: Number of known names to list if none is close.
+    """
     known = sorted(known)
     close = get_close_matches(name, known, n=1, cutoff=0.6)
     if close:
@@ -57,12 +63,12 @@ def nearest(name: str, known: Iterable[str], *, show: int = 12) -> str:
 
 
 def nearest_path(path: str | Path) -> str:
-    """Return a hint for a missing path, from the content of its deepest existing folder."""
+    """Return a hint for a missing path from the names in its deepest existing folder."""
     missing = Path(path)
     while not os.path.isdir(missing.parent):
         missing = missing.parent
     try:
         beside = [str(missing.parent / name) for name in os.listdir(missing.parent)]
-    except OSError:  # a hint must not become an error of its own
+    except OSError:  # a hint must not raise
         beside = []
     return nearest(str(missing), beside, show=6)

@@ -1,4 +1,4 @@
-"""What a run says: lines on the console and in ``log.txt``, rows in ``metrics.jsonl``."""
+"""Logging: lines on the console and in ``log.txt``, rows in ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,19 @@ _TIME = "%Y-%m-%d %H:%M:%S"
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module; silent until a run sets it up."""
+    """Return the logger of a module; it has no handlers until ``start_log``."""
     return logging.getLogger(name if name.startswith("selftask") else f"selftask.{name}")
 
 
 def start_log(folder: Path, rank: int) -> None:
-    """Rank 0 speaks on the console and in ``log.txt``; the others only write ``log_rankN.txt``."""
+    """Set up logging of a run.
+
+    Rank 0 logs to the console and ``log.txt``, other ranks to ``log_rankN.txt`` only.
+
+    Args:
+        folder: The run folder.
+        rank: Rank of this process.
+    """
     stop_log()
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False
@@ -66,13 +73,13 @@ def stop_log() -> None:
         root.removeHandler(other)
     for handler in list(LOGGER.handlers):
         LOGGER.removeHandler(handler)
-        with suppress(OSError):  # what a full disk has no room for was told when it was written
+        with suppress(OSError):  # a full disk was reported at the write
             handler.close()
 
 
 @contextmanager
 def info_on_stderr() -> Iterator[None]:
-    """Context for commands without a run: INFO lines go to stderr, and stdout keeps results."""
+    """Context that logs INFO lines to stderr, for commands that print results to stdout."""
     handler, level = logging.StreamHandler(), LOGGER.level
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.INFO)
@@ -84,16 +91,21 @@ def info_on_stderr() -> Iterator[None]:
 
 
 def add_line(folder: Path, line: str) -> None:
-    """One more line of ``log.txt``, by a process that speaks for a rank 0 which no longer can."""
+    """Append a line to ``log.txt`` from a process that reports for a dead rank 0.
+
+    Args:
+        folder: The run folder.
+        line: Text without time.
+    """
     with (folder / "log.txt").open("a", encoding="utf-8") as log:
         log.write(f"{time.strftime(_TIME)} {line}\n")
 
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Context in which a standard stream that can no longer be written to does not end the run.
+    """Context in which a failing standard stream does not end the run.
 
-    The reader of a pipe may leave, a terminal close, a disk be full: the log has a file of its own.
+    Writes fail after a pipe or terminal is closed, or if a disk is full. The log file is separate.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_Lasting(stream) for stream in before)  # type: ignore[assignment]
@@ -104,7 +116,7 @@ def lasting_output() -> Iterator[None]:
 
 
 class _Lasting:
-    """A text stream that goes to /dev/null from the first failed write on, and logs it."""
+    """A text stream that switches to /dev/null after the first failed write, with a warning."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -133,18 +145,18 @@ class _Lasting:
             os.dup2(null, self._stream.fileno())
             os.close(null)
             return
-        self._stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the run
+        self._stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open until exit
 
 
 class _LogFile(logging.FileHandler):
-    """A file whose lines are on the console, too: a full disk is told in one line, not a stack."""
+    """A log file that reports a failed write in one line instead of a traceback."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         print(f"{self.baseFilename}: {sys.exc_info()[1]}", file=sys.stderr, flush=True)
 
 
 class _Console(logging.Handler):
-    """Prints lines; through the progress bar's console while there is one, so as not to tear it."""
+    """Prints lines, through the console of the progress bar if there is one."""
 
     bar: Any = None  # a rich Console
 
@@ -157,23 +169,23 @@ class _Console(logging.Handler):
 
 
 def draw_over(console: Any) -> None:
-    """Send the lines of the log through the console of a live display; None: print them plainly."""
+    """Print log lines through the rich console of a live display, or plainly if it is None."""
     _Console.bar = console
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one object a line, appended; a resume cuts it back to its checkpoint."""
+    """``metrics.jsonl``: one JSON object per line; a resume truncates it to its checkpoint."""
 
     def __init__(self, path: Path) -> None:
-        """Raises RunError if the file cannot be opened for writing."""
+        """Open the file; raise RunError if it is not writable."""
         self.path = path
         try:
-            self._file = path.open("ab", buffering=0)  # so that nothing is left to fail in `close`
+            self._file = path.open("ab", buffering=0)  # unbuffered, so `close` cannot fail
         except OSError as error:
             raise RunError(f"{path}: {error.strerror or error}") from error
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row. Raises RunError if it cannot be written, on a full disk for example."""
+        """Append one row; raise RunError if it cannot be written, such as on a full disk."""
         line = json_row(row).encode() + b"\n"
         try:
             written = self._file.write(line)
@@ -186,11 +198,11 @@ class MetricsFile:
 
     @property
     def length(self) -> int:
-        """Bytes written so far: what a checkpoint remembers."""
+        """Number of bytes written so far, which checkpoints save."""
         return self._file.tell()
 
     def cut(self, length: int) -> None:
-        """Drop what was written after the checkpoint that remembered ``length``."""
+        """Truncate the file to ``length`` bytes, as saved in a checkpoint."""
         size = os.path.getsize(self.path)
         if length < size:
             os.truncate(self.path, length)
@@ -201,12 +213,12 @@ class MetricsFile:
 
 
 def json_row(row: dict[str, Any]) -> str:
-    """One line of JSON; floats with 9 digits, null for those that JSON cannot hold."""
+    """Return a row as one line of JSON; floats have 9 digits, and non-finite ones become null."""
     return json.dumps({name: _plain(value) for name, value in row.items()})
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a ``metrics.jsonl``; a half-written last line is left out."""
+    """Return the rows of a ``metrics.jsonl`` without an incomplete last line."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -217,7 +229,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def format_row(row: dict[str, Any]) -> str:
-    """One readable line: ``step 50  epoch 1.25  loss 4.12  812 images/s  data_wait 3%``."""
+    """Format a row as ``step 50  epoch 1.25  loss 4.12  812 images/s  data_wait 3%``."""
     parts = []
     for name, value in row.items():
         if name == "data_wait":
@@ -230,7 +242,7 @@ def format_row(row: dict[str, Any]) -> str:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a small JSON file so that a reader sees the old one or the new one, never half."""
+    """Write a small JSON file atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -241,7 +253,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What ``write_json`` wrote; nothing where it has not, or where a power cut has emptied it."""
+    """Return the content of a JSON file, or an empty dict if it is missing or damaged."""
     if not exists(path):
         return {}
     try:

@@ -1,8 +1,8 @@
-"""Registries: a name in a config is the address of a piece of code.
+"""Registries that map names in a config to classes and functions.
 
-``METHODS["moco"]`` finds the file of the package that says ``@register_method("moco")``, imports
-it and returns what it registered. There is no list of names besides the folder itself. Summaries
-and declarations are read from source, so listing names and checking a config imports nothing.
+``METHODS["moco"]`` finds the file of the package that contains ``@register_method("moco")``,
+imports it and returns the registered class. Names, summaries and declarations are read from
+source, so listing names and checking a config import nothing.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Address:
 
 
 class Registry:
-    """The registered things of one kind.
+    """Registry of one kind of class or function.
 
     Args:
-        kind: What they are: method, hook, ...
-        package: Package whose files register them.
-        declares: A class attribute that each must set, and its possible values with their meaning.
+        kind: Name of the kind, such as method or hook.
+        package: Package whose files register entries.
+        declares: A class attribute that every entry must set, and its values with their meaning.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Registry:
         self._addresses: dict[str, Address] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorate a class or function to register it as ``name``.
+        """Return a decorator that registers a class or function as ``name``.
 
-        Raises UserError if the name is taken, with both places, or if the thing lacks the
-        declaration that its kind needs.
+        Raises:
+            UserError: If the name is taken, or the required class attribute is missing.
         """
         caller = sys._getframe(1)  # the line of the decorator, as in the index
         here = Address(
@@ -86,7 +86,7 @@ class Registry:
         return add
 
     def _taken(self, name: str, thing: Any, here: Address) -> Address | None:
-        """Return the address of something else with this name; a reload of the same is allowed."""
+        """Return the address of another entry with this name, or None; reloads are allowed."""
         if name in self._registered:
             other = self._registered[name]
             same = (other.__module__, other.__qualname__) == (thing.__module__, thing.__qualname__)
@@ -110,13 +110,13 @@ class Registry:
             )
 
     def __getitem__(self, name: str) -> Any:
-        """Return what is registered as ``name``; its module is imported on first use."""
+        """Return the entry registered as ``name``, importing its module on first use."""
         if name not in self._registered:
             importlib.import_module(self.address(name).module)
         return self._registered[name]
 
     def imported(self, name: str) -> Any | None:
-        """Return what is registered as ``name``, or None if its module is not imported yet."""
+        """Return the entry registered as ``name``, or None if its module is not imported yet."""
         return self._registered.get(name)
 
     def __contains__(self, name: str) -> bool:
@@ -137,7 +137,7 @@ class Registry:
         return found
 
     def summary(self, name: str) -> str:
-        """Return the first line of the docstring of ``name``, read from source."""
+        """Return the first docstring line of ``name``, or of its module, read from source."""
         module = parse(self.address(name).path)
         doc = ast.get_docstring(self.definition(name)) or ast.get_docstring(module) or ""
         return doc.partition("\n")[0]
@@ -145,8 +145,12 @@ class Registry:
     def declared(self, name: str, attribute: str, default: Any) -> Any:
         """Return a class attribute of ``name`` that is a literal, such as ``views = 2``.
 
-        Read from the source alone if its module is not imported; ``default`` if the class itself
-        does not set it.
+        It is read from source if the module is not imported.
+
+        Args:
+            name: A registered name.
+            attribute: Name of the class attribute.
+            default: Returned if neither the class nor its bases in the same file set it.
         """
         if name in self._registered:
             return getattr(self._registered[name], attribute, default)
@@ -162,7 +166,7 @@ class Registry:
     def definition(self, name: str) -> ast.ClassDef | ast.FunctionDef:
         """Return the syntax tree of a class or function, without importing it.
 
-        Raises UserError if nothing in its file is decorated with this name.
+        Raises UserError if its file has no definition decorated with this name.
         """
         address = self.address(name)
         for node in parse(address.path).body:
@@ -189,12 +193,12 @@ class Registry:
 
 @cache
 def parse(path: Path) -> ast.Module:
-    """Return the syntax tree of a file; it is cached, hence read-only."""
+    """Return the syntax tree of a file; it is cached and must be treated as read-only."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _statements(node: ast.ClassDef | ast.FunctionDef, file: ast.Module) -> Iterator[ast.stmt]:
-    """Yield the body of a class, after those of its bases in the same file."""
+    """Yield the statements of a class, after those of its bases in the same file."""
     bases = {ast.unparse(base) for base in node.bases} if isinstance(node, ast.ClassDef) else ()
     for other in file.body:
         if isinstance(other, ast.ClassDef) and other.name in bases:
@@ -207,7 +211,7 @@ REDUCTIONS = {
     "gathered": "the loss compares samples with those of all ranks, gathered with gradient",
     "statistics": "sums over the samples of all ranks enter the loss",
 }
-"""Values of ``Method.loss_reduction``; `selftask check` tests the claim."""
+"""Values of ``Method.loss_reduction``, verified by ``selftask check``."""
 
 REQUIREMENTS = {
     "tokens": "patch tokens of a transformer",
@@ -219,7 +223,7 @@ REQUIREMENTS = {
     "boxes": "the crop boxes of views",
     "captions": "captions",
 }
-"""Words of ``Method.requires``; checked by ``config.checks.requirements``."""
+"""Values of ``Method.requires``, checked by ``config.checks.requirements``."""
 
 METHODS = Registry("method", "selftask.methods", declares=("loss_reduction", REDUCTIONS))
 TRAIN_STEPS = Registry("train_step", "selftask.train_steps")
@@ -231,7 +235,7 @@ TOKENIZERS = Registry("tokenizer", "selftask.data.tokenizers")
 TRANSFORMS = Registry("transform", "selftask.data.transforms")
 BATCHED_TRANSFORMS = Registry(
     "batched_transform", "selftask.data.device.transforms"
-)  # by the transform's name
+)  # under the name of the transform
 OPTIMIZERS = Registry("optimizer", "selftask.optim")
 SCHEDULES = Registry("schedule", "selftask.optim")
 METERS = Registry("meter", "selftask.meters")

@@ -14,12 +14,15 @@ class Trainer:
     """Trains a task in its run folder, or resumes the run that is there."""
 
     def train(self, task: Task) -> None:
-        """Train to the end; a complete run is only loaded.
+        """Train to the end; if the run is already complete, only load it.
+
+        Args:
+            task: The task, not yet prepared.
 
         Raises:
-            Interrupted: A signal or ``train.stop_at`` ended it; its checkpoint is saved.
-            UserError: The folder, the data or the backbone cannot be what the config says.
-            Exception: Whatever else went wrong, after it was written down.
+            Interrupted: If a signal or ``train.stop_at`` stopped the run; a checkpoint is saved.
+            UserError: If the folder, the data or the backbone do not match the config.
+            Exception: Any other error, after it has been logged.
         """
         if Status(task.config).says_finished():
             task.prepare()
