@@ -231,7 +231,7 @@ def build(kind: str, name: str, args: dict[str, Any], out: Path | None = None) -
         if kind == "hook" and "folder" in config:
             Path(config["folder"]).mkdir(parents=True, exist_ok=True)
         return known[bare].from_config(config)
-    except (AssertionError, KeyError, OSError, TypeError, ValueError) as error:  # its own checks
+    except (AssertionError, KeyError, OSError, TypeError, ValueError) as error:  # raised by Classy
         raise UserError(
             f"Classy Vision's {kind} {bare!r} cannot be made of {args}: "
             f"{type(error).__name__}: {error}"

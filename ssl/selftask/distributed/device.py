@@ -18,7 +18,7 @@ _BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16")  # Intel; Intel and AMD; ARM
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 
 
-_KEPT = 1 << 30  # bytes of free memory at the end of the heap
+_KEPT = 1 << 30  # trim threshold: bytes of free memory kept at the end of the heap
 
 
 _LARGEST = 32 << 20  # bytes of a kept block: the maximum of glibc's dynamic mmap threshold
@@ -42,7 +42,7 @@ def pick_device(name: str, world: World) -> torch.device:
     if name == "cuda":
         if not torch.cuda.is_available():
             raise UserError("train.device=cuda: torch sees no GPU; use train.device=cpu or auto")
-        index = world.local_rank % torch.cuda.device_count()  # in SLURM each task may see one GPU
+        index = world.local_rank % torch.cuda.device_count()  # a SLURM task may see one GPU only
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     return torch.device(name)

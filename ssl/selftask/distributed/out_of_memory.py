@@ -35,7 +35,7 @@ class OutOfMemoryKills:
         self._before = _of_group(), _of_machine()
 
     def explain(self) -> str:
-        """Return the explanation of a killed process, or an empty string if memory sufficed."""
+        """Return why a process was killed, or an empty string if no memory kill was counted."""
         group, machine = self._before
         if _of_group() > group:
             return "out of memory, the kernel has killed it"

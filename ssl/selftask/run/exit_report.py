@@ -114,7 +114,7 @@ class Ending:
     def _write_error_for(self, failure: Failure) -> None:
         """Write the error file of a rank that was killed or hangs, unless it wrote its own."""
         path = self._errors_of(failure.rank)
-        if not path.exists() or path.stat().st_mtime < self.status.started:  # of an earlier one
+        if not path.exists() or path.stat().st_mtime < self.status.started:  # stale file
             self._write_error(failure.rank, f"{failure.message}\n{failure.details}")
 
     def _write_error(self, rank: int, text: str) -> None:

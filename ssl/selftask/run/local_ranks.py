@@ -188,8 +188,7 @@ def starts_ranks(config: Config) -> bool:
 def own_command(argv: list[str]) -> list[str]:
     """Return the command line of a rank: this command, started in the same way.
 
-    The installed script is not replaced by ``-m``, which would put the current folder first on the
-    module search path.
+    ``-m`` is used only if needed, since it puts the current folder first on the module search path.
     """
     if sys.argv[1:] == ["train", *argv]:
         return [sys.executable, *sys.orig_argv[1:]]

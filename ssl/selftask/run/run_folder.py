@@ -22,7 +22,7 @@ LOCK = ".lock"  # file in the run folder; the kernel releases the lock when the 
 _HELD = (errno.EACCES, errno.EAGAIN)  # locked by another process
 TOUCH_S = 5.0  # interval at which a run touches its lock file
 TAKE_OVER_S = 180.0  # age at which a lock file belongs to a dead node; NFS caches for 60 s
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some network file systems
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # raised by some network file systems
 
 
 @contextmanager

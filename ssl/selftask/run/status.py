@@ -56,7 +56,7 @@ class Status:
         return error
 
     def says_finished(self) -> bool:
-        """Return True if the run is complete at the requested length."""
+        """Return True if the run is complete at the requested length; False if resume=never."""
         if self.config.resume.checkpoint == "never":
             return False
         status = self.read()

@@ -162,7 +162,7 @@ class Watch:
     def _is_dead(self, rank: int) -> bool:
         return _dead_here(self._heard.get(rank, ({}, 0.0))[0])
 
-    # -- the thread -----------------------------------------------------------------------------
+    # -- the watchdog thread --------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._over.wait(self._every_s):

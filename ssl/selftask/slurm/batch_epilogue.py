@@ -210,5 +210,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM sends it with the requeue we ask for
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM sends it after our requeue
     sys.exit(after(int(sys.argv[1]), Path(sys.argv[2]), current_job()))

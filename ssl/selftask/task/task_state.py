@@ -205,7 +205,7 @@ def resume(task: Task) -> bool:
             ) from error
     elif is_primary():
         task.data_module.remove_lists()
-    barrier()  # all ranks have read
+    barrier()  # all ranks have read the checkpoint
     if found is None:
         task.data_module.batches.bad_files.reasons.clear()  # possibly read from such a list
     if task.rows is not None:  # drop rows after the checkpoint, or all without one
