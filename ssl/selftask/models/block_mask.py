@@ -1,6 +1,6 @@
-"""Block masks: rectangles of patches until enough of the image is covered.
+"""Block masks: rectangles of patches until a given number of patches is covered.
 
-Bao et al., BEiT: BERT Pre-Training of Image Transformers, ICLR 2022, arXiv:2106.08254, algorithm 1;
+Bao et al., BEiT: BERT Pre-Training of Image Transformers, ICLR 2022, arXiv:2106.08254, algorithm 1,
 with the sizes of BEiT's published code, which iBOT, data2vec and DINOv2 use.
 
 B images, h x w patches in a grid, N = h * w.
@@ -15,23 +15,23 @@ from torch import Tensor
 
 from selftask.random.keyed import uniform
 
-_DRAWS = 4  # for a rectangle: its area, its shape, its row, its column
-_TRIES = 10  # in a row without success end an image, as in the published code
+_DRAWS = 4  # per rectangle: area, shape, row, column
+_TRIES = 10  # failures in a row before an image is finished, as in the published code
 
 
 class BlockMask:
     """Sampler of block masks: a function of seed and key, on the device of the key.
 
-    Rectangles are tried one after another. One is taken if it covers patches that are not yet
-    masked, and not more than remain to be masked. A mask so has at most the number of patches that
-    is asked for, and mostly somewhat fewer.
+    Rectangles are tried one after another. A rectangle is accepted if it covers patches that are
+    not yet masked, and no more than remain to be masked. A mask therefore has at most the requested
+    number of patches, and usually slightly fewer.
 
     Args:
         grid: Rows and columns of patches (h, w).
         min_patches: Smallest area of a rectangle.
         max_patches: Largest area of a rectangle; None: half of the image.
         min_aspect: Smallest height / width of a rectangle; the largest is its inverse.
-        max_tries: Rectangles tried for an image.
+        max_tries: Number of rectangles tried per image.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class BlockMask:
         """Draw a mask for each key.
 
         Args:
-            seed: Of the run.
+            seed: Seed of the run.
             key: (B, 2), see ``random.keyed``.
-            counts: (B,) number of patches to mask at most.
+            counts: (B,) maximum number of patches to mask.
 
         Returns:
             (B, N) bool, True for masked patches.
@@ -65,7 +65,7 @@ class BlockMask:
         return self.from_draws(uniform(seed, key, self.num_draws), counts)
 
     def from_draws(self, draws: Tensor, counts: Tensor) -> Tensor:
-        """Turn ``num_draws`` numbers in [0, 1) an image, (B, num_draws), into masks (B, N)."""
+        """Turn draws in [0, 1) of shape (B, ``num_draws``) into masks (B, N)."""
         mask = torch.zeros(len(draws), self.num_patches, dtype=torch.bool, device=draws.device)
         failures = torch.zeros_like(counts)  # in a row
         for one in draws.unflatten(1, (self.max_tries, _DRAWS)).unbind(1):
@@ -73,7 +73,7 @@ class BlockMask:
             block, fits = self._rectangle(one, room.clamp(max=self.max_patches))
             added = (block & ~mask).sum(dim=1)
             open_ = (room > 0) & (failures < _TRIES)
-            if mask.device.type == "cpu" and not open_.any():  # elsewhere one would have to wait
+            if mask.device.type == "cpu" and not open_.any():  # others would synchronise
                 break
             taken = fits & (added > 0) & (added <= room.clamp(max=self.max_patches)) & open_
             mask |= block & taken[:, None]
@@ -81,7 +81,7 @@ class BlockMask:
         return mask
 
     def _rectangle(self, draws: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        """A rectangle of ``min_patches`` to ``most`` (B,) patches: (B, N), and whether it fits."""
+        """Return a rectangle (B, N) of ``min_patches`` to ``most`` (B,) patches, and if it fits."""
         area, aspect, down, right = draws.unbind(dim=1)
         area = self.min_patches + (most - self.min_patches) * area
         aspect = torch.exp(self.max_log_aspect * (2 * aspect - 1))
@@ -93,8 +93,8 @@ class BlockMask:
 
 
 def _run(size: Tensor, draw: Tensor, length: int) -> Tensor:
-    """``size`` (B,) neighbours of ``length`` places, at any offset: bool (B, length)."""
+    """Return ``size`` (B,) consecutive places at a drawn offset: bool (B, length)."""
     free = (length - size).clamp(min=0)
-    first = (draw * (free + 1)).floor().minimum(free)  # draw < 1, but rounding
+    first = (draw * (free + 1)).floor().minimum(free)  # minimum: rounding may reach 1
     places = torch.arange(length, device=size.device)
     return (places >= first[:, None]) & (places < (first + size)[:, None])

@@ -1,4 +1,4 @@
-"""From a config's ``backbone`` section to a module."""
+"""Build a backbone from the ``backbone`` section of a config."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ from selftask.registry import BACKBONES, METHODS
 if TYPE_CHECKING:
     from selftask.config.schema import Component, Config
 
-LIBRARIES = ("timm", "torchvision")  # backbones of these are known by the names there
+LIBRARIES = ("timm", "torchvision")  # libraries whose backbones are known by their own names
 _TRIED_SIZES = (224, 32)  # pixels
 
 
 def build_backbone(component: Component, channels: int = 3) -> nn.Module:
-    """The backbone of that name and arguments: images (B, C, H, W) -> features (B, ``embed_dim``).
+    """Build a backbone: images (B, C, H, W) -> features (B, ``embed_dim``).
 
-    Raises UserError if the name or the arguments are wrong, it cannot be made for so many
-    ``channels`` (C), or it makes no such features.
+    Args:
+        component: Name and arguments.
+        channels: Channels of the images, C.
+
+    Raises:
+        UserError: If the name or the arguments are wrong, or the backbone does not support
+            ``channels`` or does not return such features.
     """
     config = BACKBONES[component.name](**component.args)
     if channels != 3 and "channels" not in inspect.signature(config.build).parameters:
@@ -42,15 +47,15 @@ def build_backbone(component: Component, channels: int = 3) -> nn.Module:
 def check_backbone(config: Config, channels: int) -> None:
     """Raise UserError for a model of timm or torchvision that ``config`` cannot train.
 
-    Its name, arguments and sizes are only known by building it, which on the meta device takes
-    neither memory nor time: so a run that cannot start says so before its folder is made.
+    Its name, arguments and sizes can only be checked by building it. On the meta device this needs
+    neither memory nor time, so errors are reported before the run's folder is made.
     """
     if config.backbone.name not in LIBRARIES:
         return
     try:
         with torch.device("meta"):
             backbone = build_backbone(config.backbone, channels)
-    except (NotImplementedError, RuntimeError):  # its first weights need data: built for real later
+    except (NotImplementedError, RuntimeError):  # its initialisation needs data: checked later
         return
     check_sizes(backbone, config)
     check_offers(backbone, config)
@@ -64,9 +69,9 @@ def check_offers(backbone: nn.Module, config: Config) -> None:
 
 
 def check_sizes(backbone: nn.Module, config: Config) -> None:
-    """Raise ConfigError for views that a library's transformer, built, turns out not to take.
+    """Raise ConfigError for views that a library's transformer does not accept.
 
-    Its size is known only now; that of ours is in the config, and looked at with it.
+    Its image size is known only after building. That of selftask's own is checked with the config.
     """
     key, library = ("backbone", "args"), config.backbone.name
     patches: Any = getattr(backbone, "patch_embed", None)
@@ -85,10 +90,10 @@ def check_sizes(backbone: nn.Module, config: Config) -> None:
 
 
 def check_images(backbone: nn.Module, images: Tensor) -> None:
-    """Raise UserError for images (B, C, H, W) of a size that a vision transformer does not take."""
+    """Raise UserError if a vision transformer does not accept the size of images (B, C, H, W)."""
     height, width = images.shape[-2:]
     patches: Any = getattr(backbone, "patch_embed", None)
-    taken: Any = getattr(backbone, "image_size", None)  # of torchvision's
+    taken: Any = getattr(backbone, "image_size", None)  # set by torchvision
     if getattr(patches, "strict_img_size", False):
         taken = patches.img_size
     name, shown = type(backbone).__name__, f"eval.transforms gives images of {height}x{width}"
@@ -109,7 +114,7 @@ def check_images(backbone: nn.Module, images: Tensor) -> None:
 
 
 def embed_dim(backbone: nn.Module) -> int:
-    """The number of features of a backbone made by ``build_backbone``."""
+    """Return the number of features of a backbone made by ``build_backbone``."""
     dim = backbone.embed_dim
     assert isinstance(dim, int)
     return dim
@@ -117,7 +122,7 @@ def embed_dim(backbone: nn.Module) -> int:
 
 @torch.no_grad()
 def _count_features(model: nn.Module, name: str, channels: int) -> int:
-    """Pass one blank image through the model and look; its state and mode stay what they were."""
+    """Return the number of features for a blank image. The model's state and mode are unchanged."""
     errors = []
     for size in _sizes(model):
         try:
@@ -140,7 +145,7 @@ def _count_features(model: nn.Module, name: str, channels: int) -> int:
 
 
 def _sizes(model: nn.Module) -> tuple[int, ...]:
-    """Image sizes worth trying, the one that a model of timm or torchvision names first."""
+    """Return image sizes to try, first the one given by a model of timm or torchvision."""
     image_size = getattr(model, "image_size", None)
     if isinstance(image_size, int):
         return (image_size, *_TRIED_SIZES)

@@ -1,4 +1,4 @@
-"""Who belongs to which prototype: balanced assignments (Sinkhorn-Knopp) and spherical k-means.
+"""Cluster assignments: balanced ones (Sinkhorn-Knopp) and spherical k-means.
 
 V views, B samples on this rank, K prototypes or clusters, N rows of a memory, D features.
 """
@@ -18,12 +18,18 @@ from selftask.models.precision import in_full_precision, to_float32
 def sinkhorn_knopp(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor:
     """Assign the samples of all ranks to prototypes so that each prototype gets an equal share.
 
-    Eq. 3 to 5 of SwAV (arXiv:2006.09882): the (B, K) scores of this rank become (B, K) assignments
-    in full precision whose rows sum to one. ``epsilon`` weighs the entropy; small is hard.
+    Eq. 3 to 5 of SwAV (arXiv:2006.09882). The paper alternates between scaling rows and columns of
+    exp(scores / epsilon). Here this is done on logarithms, so that no exponential can overflow and
+    no sum vanishes. The constant factors 1/K and 1/B are left out, as the last normalisation
+    removes them.
 
-    The paper alternates between scaling rows and columns of exp(scores / epsilon). The same
-    alternation is done here on logarithms, so that no exponential can overflow and no sum vanish,
-    and without the constant factors 1/K and 1/B, which the last normalisation removes anyway.
+    Args:
+        scores: (B, K) of this rank.
+        epsilon: Weight of the entropy; smaller values give harder assignments.
+        iterations: Number of alternations.
+
+    Returns:
+        (B, K) assignments in full precision whose rows sum to one.
     """
     if iterations < 1:
         raise ValueError(f"sinkhorn_knopp needs at least one iteration, got {iterations}")
@@ -31,14 +37,14 @@ def sinkhorn_knopp(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor
     for _ in range(iterations):
         local_mass = logits.logsumexp(dim=0, keepdim=True)  # (1, K)
         mass = all_gather_cat(local_mass).logsumexp(dim=0, keepdim=True)  # (1, K) over all ranks
-        logits = (logits - mass).log_softmax(dim=1)  # prototypes level, then samples sum to one
+        logits = (logits - mass).log_softmax(dim=1)  # equal prototypes, then samples sum to one
     return logits.exp()
 
 
 def swapped_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
     """-sum_k p log q, averaged over images and over all pairs of *different* views.
 
-    Eq. 3 of DINO (arXiv:2104.14294), eq. 6 of SwAV; arguments as of ``view_cross_entropy``.
+    Eq. 3 of DINO (arXiv:2104.14294), eq. 6 of SwAV. See ``view_cross_entropy`` for the arguments.
     """
     pairs = view_cross_entropy(probs, log_probs)  # (A, V)
     others = pairs.sum() - pairs.diagonal().sum()
@@ -49,7 +55,7 @@ def swapped_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
 def view_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
     """-sum_k p log q of each pair of views, averaged over images.
 
-    One matrix product instead of A * V passes over (B, K).
+    It is one matrix product instead of A * V passes over (B, K).
 
     Args:
         probs: p, assignments of the first A views, (A, B, K).
@@ -70,12 +76,21 @@ def spherical_kmeans(
     generator: torch.Generator | None = None,
     chunk: int = 16_384,
 ) -> tuple[Tensor, Tensor]:
-    """k-means under the cosine: (N, D) -> unit centroids (K, D) and the cluster of each row (N,).
+    """k-means with cosine similarity, as in DeepCluster v2 (arXiv:2006.09882, appendix).
 
-    As in DeepCluster v2 (arXiv:2006.09882, appendix): the first centroids are K different rows,
-    drawn with the (CPU) ``generator``; nothing else is random. A cluster that lost all its rows
-    keeps its centroid. Every rank is to call it with the
-    same memory and generator, and then has the same result. ``chunk`` rows at a time are compared.
+    The initial centroids are K different rows drawn with ``generator``; nothing else is random. An
+    empty cluster keeps its centroid. Every rank must call it with the same memory and generator to
+    get the same result.
+
+    Args:
+        x: (N, D) unit vectors.
+        num_clusters: K.
+        iterations: Number of iterations.
+        generator: Generator on the CPU.
+        chunk: Rows compared at a time.
+
+    Returns:
+        Unit centroids (K, D) and the cluster of each row (N,).
     """
     if len(x) < num_clusters:
         raise ValueError(f"cannot make {num_clusters} clusters of {len(x)} rows; ask for fewer")
@@ -91,14 +106,14 @@ def spherical_kmeans(
 
 
 def _nearest(x: Tensor, centroids: Tensor, chunk: int) -> Tensor:
-    """The centroid with the largest cosine for each row, (N,)."""
+    """Return the centroid of largest cosine for each row, (N,)."""
     return torch.cat([(rows @ centroids.T).argmax(dim=1) for rows in torch.split(x, chunk)])
 
 
 def _sum_by_cluster(x: Tensor, cluster: Tensor, num_clusters: int, chunk: int) -> Tensor:
-    """Sum of the rows of each cluster, (K, D); as matrix products, whose order of summing is fixed.
+    """Return the sum of the rows of each cluster, (K, D).
 
-    ``index_add_`` would be shorter, but adds in any order on a GPU, so that ranks would differ.
+    Matrix products sum in a fixed order. ``index_add_`` does not on a GPU, so ranks would differ.
     """
     sums = x.new_zeros(num_clusters, x.shape[1])
     for rows, members in zip(torch.split(x, chunk), torch.split(cluster, chunk), strict=True):

@@ -1,7 +1,7 @@
-"""Dropout and stochastic depth that draw per sample, so that W ranks draw what one rank does.
+"""Dropout and stochastic depth drawn per sample, so that W ranks draw the same as one rank.
 
-The libraries' layers draw from torch's generator, whose numbers depend on the size of the rank's
-batch. ``draw_per_sample`` makes the layers of a network read ``draws.LAYER_DRAWS`` instead.
+The libraries' layers draw from torch's generator, and their draws depend on the size of the rank's
+batch. ``draw_per_sample`` makes the layers of a network use ``LAYER_DRAWS`` instead.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ log = get_logger(__name__)
 
 
 class _Kind(NamedTuple):
-    """A library's layer: the attribute that holds its rate, and the number of axes it draws for."""
+    """A library's layer: the attribute with its rate, and the number of axes it draws for."""
 
     rate: str
-    axes: int  # after the first; what lies behind them is dropped together
+    axes: int  # after the first; further axes are dropped together
 
 
 _ALL_AXES = 99
@@ -41,14 +41,17 @@ _OTHERS = ("drop", "attention", "stochasticdepth", "rnn", "lstm", "gru")  # name
 
 
 def draw_per_sample(modules: Iterable[nn.Module], seed: int) -> list[str]:
-    """Make the dropout layers of ``modules`` draw per sample, and reset ``LAYER_DRAWS`` to them.
+    """Make the dropout layers of ``modules`` draw per sample, and reset ``LAYER_DRAWS`` for them.
 
-    Only the class of a layer changes: neither names nor state do. Layers with a rate of 0 stay as
-    they are.
+    Only the class of a layer changes, not its name or state. Layers with a rate of 0 are unchanged.
+
+    Args:
+        modules: Modules whose layers are changed in place.
+        seed: Seed of the run.
 
     Returns:
-        The names of layers of other classes, which go on drawing from torch's generator. On several
-        ranks a warning names them.
+        The names of layers of other classes, which still draw from torch's generator. On several
+        ranks a warning lists them.
     """
     number, others, seen = 0, [], set()
     for module in modules:
@@ -97,7 +100,7 @@ def _per_sample(library: Any, kind: _Kind) -> Any:
 
 
 def _in_rows(layer: nn.Module) -> bool:
-    """False for torchvision's StochasticDepth that drops a whole batch."""
+    """Return False for torchvision's StochasticDepth that drops a whole batch."""
     return getattr(layer, "mode", "row") == "row"
 
 
@@ -109,7 +112,7 @@ def _may_draw(layer: nn.Module) -> bool:
 
 
 def _unfuse(layer: Any) -> None:
-    """Disable timm's fused attention if it drops: torch's kernel draws by itself."""
+    """Disable timm's fused attention if it has dropout, which torch's kernel draws itself."""
     if getattr(layer, "fused_attn", False) and getattr(getattr(layer, "attn_drop", None), "p", 0):
         layer.fused_attn = False
 
@@ -118,7 +121,7 @@ def _unfuse(layer: Any) -> None:
 def _misfit(name: str, rows: int, expected: int) -> None:
     """Warn if rows do not match samples; raise RuntimeError in a backward pass.
 
-    There a backbone's own checkpointing computes a pass again, and its draws are no longer known.
+    In a backward pass a backbone's own checkpointing recomputes a pass whose draws are lost.
     """
     if torch._C._current_graph_task_id() != -1:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""A module in evaluation mode for a while, as if nothing had happened."""
+"""Temporary evaluation mode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Context: eval mode for all sub-modules; each then gets back the mode it had."""
+    """Context: set all sub-modules to eval mode and restore the mode of each on exit."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

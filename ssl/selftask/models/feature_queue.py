@@ -10,21 +10,20 @@ from selftask.distributed.collectives import all_gather_cat
 
 
 class FeatureQueue(nn.Module):
-    """First in, first out; the same on every rank, saved and resumed as buffers.
+    """First-in, first-out queue, equal on every rank, saved and resumed as buffers.
 
-    Methods read ``rows`` in ``forward`` and call ``update`` in ``on_update``.
+    Methods read ``rows`` in ``forward`` and call ``update`` in ``on_update``. The initial entries
+    are random unit vectors.
 
     Args:
         length: Number of entries, K.
         shape: Shape of an entry: ``dim``, or several sizes of which the last is ``dim``.
-
-    The first entries are random unit vectors.
     """
 
     rows: Tensor
     """(K, *shape), in no particular order."""
     oldest: Tensor
-    """Number of the entry to replace next."""
+    """Index of the entry to replace next."""
 
     def __init__(self, length: int, *shape: int) -> None:
         super().__init__()
@@ -36,9 +35,10 @@ class FeatureQueue(nn.Module):
 
     @torch.no_grad()
     def update(self, rows: Tensor) -> None:
-        """Replace the oldest entries by ``rows`` (B, *shape) of this rank; every rank calls.
+        """Replace the oldest entries by ``rows`` (B, *shape) of this rank. Every rank must call it.
 
-        They enter in the order of the global batch; of more than K, the last K are kept.
+        Rows are enqueued in the order of the global batch. If there are more than K, the last K
+        stay.
         """
         rows = all_gather_cat(rows)[-len(self) :]  # (W * B, *shape)
         places = (torch.arange(len(rows), device=rows.device) + self.oldest) % len(self)

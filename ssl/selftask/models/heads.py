@@ -1,4 +1,4 @@
-"""What heads are made of. Each method builds its own head from these, in its own file.
+"""Building blocks of heads. Each method builds its own head from them in its own file.
 
 N rows, E features in, D features out, K prototypes.
 """
@@ -54,11 +54,11 @@ def mlp(
 
 
 class ProjectorPredictor(nn.Module):
-    """A projector and, on top of it, a predictor; both outputs side by side.
+    """A projector followed by a predictor; returns both outputs.
 
-    As a method's head: features (N, E) -> (N, 2, D), so that the network returns (V, B, 2, D) and
-    ``projection, prediction = output.unbind(2)``. A predictor with BatchNorm belongs here and not
-    into the loss, which would move its running statistics at every call.
+    As a method's head it maps features (N, E) -> (N, 2, D). The network then returns (V, B, 2, D),
+    and ``projection, prediction = output.unbind(2)``. A predictor with BatchNorm must be part of
+    the network: in the loss its running statistics would be updated at every call.
     """
 
     def __init__(self, projector: nn.Module, predictor: nn.Module) -> None:
@@ -72,10 +72,10 @@ class ProjectorPredictor(nn.Module):
 
 
 class Prototypes(nn.Module):
-    """K trained directions; features (..., D), best of unit length, -> scores (..., K).
+    """K learned directions: features (..., D), preferably of unit length, -> scores (..., K).
 
-    The rows start on the unit sphere. They leave it as they are trained: a method whose scores are
-    cosines, as SwAV's, calls ``normalize_`` after each step.
+    The rows are initialised on the unit sphere and leave it in training. A method whose scores are
+    cosines, such as SwAV, calls ``normalize_`` after each step.
     """
 
     def __init__(self, dim: int, num: int) -> None:
@@ -87,22 +87,22 @@ class Prototypes(nn.Module):
 
     @torch.no_grad()
     def normalize_(self) -> None:
-        """Put every row back on the unit sphere, in place."""
+        """Normalise every row to unit length, in place."""
         self.weight.copy_(F.normalize(self.weight, dim=1))
 
 
 class WeightNormLinear(nn.Module):
-    """A linear layer whose rows have length one whatever its parameter is.
+    """A linear layer whose rows have unit length.
 
-    Weight normalisation (arXiv:1602.07868) with the length g fixed to 1, which is how DINO keeps
-    its last layer. The length is taken out in the forward pass: a plain parameter and no hook, so
-    that it can be copied, pickled and exported.
+    Weight normalisation (arXiv:1602.07868) with the length g fixed to 1, as in DINO's last layer.
+    Rows are normalised in the forward pass. The layer has a plain parameter and no hook, so it can
+    be copied, pickled and exported.
     """
 
     def __init__(self, dim: int, num: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num, dim))
-        nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # nn.Linear's own: sets the effective lr
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as nn.Linear: sets the effective lr
 
     def forward(self, features: Tensor) -> Tensor:
         return F.linear(features, F.normalize(self.weight, dim=1))
@@ -111,9 +111,9 @@ class WeightNormLinear(nn.Module):
 class DINOHead(nn.Module):
     """mlp with GELU -> bottleneck on the unit sphere -> weight-normalised prototypes.
 
-    DINO (arXiv:2104.14294), appendix C: (N, E) -> (N, K) scores in [-1, 1]. ``num_layers`` counts
-    the layers of the mlp, the bottleneck's included; ``norm`` puts BatchNorm into the mlp, which
-    the paper does for convolutional networks only.
+    DINO (arXiv:2104.14294), appendix C: (N, E) -> (N, K) scores in [-1, 1]. ``num_layers`` is the
+    number of layers of the mlp including the bottleneck. ``norm`` adds BatchNorm to the mlp, as the
+    paper does for convolutional networks only.
     """
 
     def __init__(

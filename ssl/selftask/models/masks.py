@@ -1,7 +1,7 @@
-"""Masks of patches, drawn for each sample from its key: the same on any rank, after any resume.
+"""Masks of patches, drawn for each sample from its key, on any rank and after any resume.
 
-B images, N patches of an image (row by row), K most patches of a context, M target blocks, Q most
-patches of one.
+B images, N patches of an image (row by row), K maximum patches of a context, M target blocks, Q
+maximum patches of a target block.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ Range = tuple[float, float]
 Indices = tuple[Tensor, Tensor]
 """Indices of patches, and a bool tensor that is True where they are padding."""
 
-_SQUARE = (1.0, 1.0)  # as the image is
-_DRAWS = 4  # for a block: its area, its shape, its row, its column
+_SQUARE = (1.0, 1.0)  # the aspect ratio of the image
+_DRAWS = 4  # per block: area, shape, row, column
 
 
 class MultiBlockMask:
-    """Sampler of several target blocks and one context block for each image: I-JEPA.
+    """Sampler of several target blocks and one context block for each image, as in I-JEPA.
 
-    The published code draws one size for a whole batch and then cuts every block to the smallest
-    of the batch. Here the blocks of an image do not depend on the others: tensors have room for
-    the largest possible block, or for ``max_context`` (cutting leaves the paper's contexts a
-    quarter of the patches, table 6).
+    The published code draws one size for a whole batch and then cuts every block to the smallest of
+    the batch. Here the blocks of an image do not depend on other images. Tensors have room for the
+    largest possible block, or for ``max_context``. (In the paper cutting leaves contexts of a
+    quarter of the patches, table 6.)
 
     Args:
         grid: Rows and columns of patches.
         num_targets: Number M of target blocks.
-        target_scale: Smallest and largest area of a target, as a share of the image.
+        target_scale: Smallest and largest area of a target, as a fraction of the image.
         target_ratio: Smallest and largest height / width of a target, relative to the image's.
         context_scale: Like ``target_scale``, for the context before the targets are cut out.
-        min_context: Patches of the smallest context; if fewer remain, the last targets may overlap.
-        max_context: Largest context as a share of the image; random patches beyond it are dropped.
+        min_context: Minimum patches of a context; if fewer remain, the last targets may overlap.
+        max_context: Maximum fraction of patches in a context; random ones beyond are dropped.
 
     Raises:
         UserError: If a block may be smaller than a patch.
@@ -67,7 +67,7 @@ class MultiBlockMask:
         self.most_context = max(1, min(most_left, int(max_context * self.num_patches)))  # K
 
     def draw(self, seed: int, key: Tensor) -> tuple[Indices, Indices]:
-        """Return patches of the context, (B, K), and of each target, (B, M, Q), for keys (B, 2)."""
+        """Return patches of the context (B, K), and of each target (B, M, Q), for keys (B, 2)."""
         num_blocks = self.num_targets + 1
         draws = uniform(seed, key, _DRAWS * num_blocks + self.num_patches)
         of_block = draws[:, : _DRAWS * num_blocks].view(-1, num_blocks, _DRAWS)
@@ -83,7 +83,7 @@ class MultiBlockMask:
 
 
 def rectangles(draws: Tensor, scale: Range, ratio: Range, grid: tuple[int, int]) -> Tensor:
-    """Turn four draws in [0, 1) (..., 4) into a rectangle of patches each: bool (..., N)."""
+    """Turn draws in [0, 1) of shape (..., 4) into rectangles of patches: bool (..., N)."""
     area, shape, down, right = draws.unbind(dim=-1)
     area = scale[0] + (scale[1] - scale[0]) * area
     shape = ratio[0] + (ratio[1] - ratio[0]) * shape
@@ -93,18 +93,18 @@ def rectangles(draws: Tensor, scale: Range, ratio: Range, grid: tuple[int, int])
 
 
 def _stretch(share: Tensor, draw: Tensor, length: int) -> Tensor:
-    """A run of ``share * length`` places, rounded, at a random offset: bool (..., length)."""
+    """Return ``share * length`` consecutive places at a drawn offset: bool (..., length)."""
     size = (share * length).round()
-    first = (draw * (length - size + 1)).floor().minimum(length - size)  # draw < 1, but rounding
+    first = (draw * (length - size + 1)).floor().minimum(length - size)  # minimum: rounding
     places = torch.arange(length, device=share.device)
     return (places >= first[..., None]) & (places < (first + size)[..., None])
 
 
 def possible_areas(scale: Range, ratio: Range, grid: tuple[int, int]) -> list[int]:
-    """Return the numbers of patches that ``rectangles`` can have; they fix the size of tensors.
+    """Return the possible areas of ``rectangles`` in patches, which determine the size of tensors.
 
-    A side of h patches was rounded from between h - 1/2 and h + 1/2. Raises UserError if one may
-    have been rounded to nothing.
+    A side of h patches is rounded from between h - 1/2 and h + 1/2. Raises UserError if a side may
+    be rounded to zero.
     """
     rows, columns = grid
     shortest = min(grid) * (scale[0] * min(ratio[0], 1 / ratio[1])) ** 0.5
@@ -134,7 +134,7 @@ def cut_out(block: Tensor, targets: Tensor, *, least: int) -> Tensor:
     """Remove the patches of ``targets`` (B, M, N) from ``block`` (B, N): the context (B, N).
 
     If fewer than ``least`` remain, the last target may overlap, then the last two, and so on, as in
-    the published code (which first tries other places for the block).
+    the published code (which first tries other positions of the block).
     """
     covered = F.pad(targets.int(), (0, 0, 1, 0)).cumsum(dim=1) > 0  # by the first 0, 1, ... M
     left = block[:, None] & ~covered  # (B, M + 1, N)
@@ -144,17 +144,17 @@ def cut_out(block: Tensor, targets: Tensor, *, least: int) -> Tensor:
 
 
 def padded_indices(mask: Tensor, length: int, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the indices of True in each row of ``mask`` (..., N), and their padding.
+    """Return the indices of True in each row of ``mask``, and their padding.
 
     The shape does not depend on the mask, so that nothing waits for the device.
 
     Args:
         mask: (..., N) bool.
-        length: Indices a row; a row with more loses the last.
+        length: Number of indices per row; a row with more loses the last.
         order: (..., N) numbers in [0, 1) to sort the indices by; ascending indices by default.
 
     Returns:
-        Indices (..., length), and (..., length) bool, True for those that only fill the row.
+        Indices (..., length), and (..., length) bool, True for padding.
     """
     late = (~mask).float() if order is None else (~mask) + order
     padding = torch.arange(length, device=mask.device) >= mask.sum(dim=-1, keepdim=True)
@@ -167,10 +167,10 @@ def random_mask(
     """Draw masks of random squares: SimMIM, arXiv:2111.09886, section 3.2.
 
     Args:
-        seed: Of the run.
+        seed: Seed of the run.
         key: (B, 2), see ``random.keyed``.
         grid: Rows and columns of patches; divisible by ``unit``.
-        ratio: Share of the squares to mask; their number is rounded up, as in the published code.
+        ratio: Fraction of squares to mask; their number is rounded up, as in the published code.
         unit: Side of a square in patches.
 
     Returns:

@@ -15,15 +15,14 @@ from selftask.models.precision import to_float32
 
 
 class MemoryBank(nn.Module):
-    """Unit vectors by image number, the same on every rank, saved and resumed as a buffer.
+    """Unit vectors by image number, equal on every rank, saved and resumed as a buffer.
 
-    Methods read it in ``forward`` and call ``update`` in ``on_update``.
+    Methods read it in ``forward`` and call ``update`` in ``on_update``. The initial entries are
+    random unit vectors.
 
     Args:
         num_images: Number of images in the data set, ``task.data_module.num_images``.
         shape: Shape of an image's entry: ``dim``, or several sizes of which the last is ``dim``.
-
-    The first entries are random unit vectors.
     """
 
     rows: Tensor
@@ -37,15 +36,15 @@ class MemoryBank(nn.Module):
         return len(self.rows)
 
     def __getitem__(self, index: Tensor) -> Tensor:
-        """Entries of the images ``index`` (...): (..., *shape)."""
+        """Return the entries (..., *shape) of the images ``index`` (...)."""
         return self.rows[index]
 
     @torch.no_grad()
     def update(self, index: Tensor, features: Tensor, momentum: float = 0.0) -> None:
-        """Move the entries of one batch towards its features; every rank calls.
+        """Update the entries of one batch by its features. Every rank must call it.
 
         ``normalize(momentum * entry + (1 - momentum) * normalize(features))``. If an image occurs
-        more than once in the global batch, its last features count.
+        more than once in the global batch, its last features are used.
 
         Args:
             index: Numbers of this rank's images, (B,).
@@ -60,9 +59,9 @@ class MemoryBank(nn.Module):
 
 
 def _last_occurrence(index: Tensor, size: int) -> Tensor:
-    """Position of the last equal number in ``index`` (n,), for each of its numbers below ``size``.
+    """Return the last position of each number in ``index`` (n,); numbers are below ``size``.
 
-    Writing duplicates by index would keep any of them on a GPU, a different one on each rank.
+    Indexed writes of duplicates keep an arbitrary one on a GPU, which may differ between ranks.
     """
     positions = torch.arange(len(index), device=index.device)
     return torch.zeros(size, dtype=torch.long, device=index.device).scatter_reduce(

@@ -1,4 +1,4 @@
-"""The network that is trained: a backbone that is kept and a head that is thrown away.
+"""The trained network: a backbone, which is exported, and a head, which is discarded.
 
 V views, B images, E features of the backbone (``embed_dim``), D outputs of the head.
 """
@@ -15,20 +15,20 @@ from selftask.random.keyed import LAYER_DRAWS
 
 
 class Network(nn.Module):
-    """``head(backbone(views))``, in one pass for all views of one size or in one for each view.
+    """``head(backbone(views))``, in one pass for each image size or for each view.
 
-    Methods that need patches or hidden layers subclass it, with a forward pass that takes their
-    ``batch.input`` and may return tensors in any tuple or dict; it sets ``embedding``.
+    Methods that need patches or hidden layers subclass it. Their forward pass takes
+    ``batch.input``, may return tensors in any tuple or dict, and sets ``embedding``.
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
         head: Features -> outputs (B, D).
-        per_view: Pass one view at a time, so that BatchNorm statistics are those of a view. By
-            default views of one size share a pass of the backbone, and all views one of the head.
+        per_view: Pass one view at a time, so that BatchNorm statistics are per view. By default
+            views of one size share a pass of the backbone, and all views one of the head.
     """
 
     embedding: Tensor | None
-    """Last pooled features of the backbone, (V*B, E), detached; for the log, not in the state."""
+    """Last pooled features of the backbone, (V*B, E), detached, for logging; not in the state."""
 
     def __init__(self, backbone: nn.Module, head: nn.Module, *, per_view: bool = False) -> None:
         super().__init__()
@@ -38,11 +38,11 @@ class Network(nn.Module):
         self.embedding = None
 
     def forward(self, views: Sequence[Tensor]) -> Tensor:
-        """V tensors (B, C, H, W), of any mixture of sizes -> (V, B, D) in the order of the views.
+        """V tensors (B, C, H, W) of any sizes -> (V, B, D) in the order of the views.
 
-        Together, the head sees all views as one batch (V*B, E): its BatchNorm statistics are over
-        all of them, as in SwAV's and DINO's multi-crop; those of the backbone are over the views
-        of one size.
+        Without ``per_view`` the head sees all views as one batch (V*B, E): its BatchNorm statistics
+        are over all of them, as in the multi-crop of SwAV and DINO. Those of the backbone are over
+        the views of one size.
         """
         if self.per_view:
             return self._one_by_one(views)
@@ -62,14 +62,14 @@ class Network(nn.Module):
         return torch.stack(outputs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave the last features behind."""
+        """Exclude the last features from copies and pickles."""
         return {**self.__dict__, "embedding": None}
 
 
 def forward_by_size(backbone: nn.Module, views: Sequence[Tensor]) -> Tensor:
-    """One pass of ``backbone`` for each size among the views; features (V*B, E) in view order.
+    """Run ``backbone`` once for each size among the views; features (V*B, E) in view order.
 
-    Views of one size need not be neighbours. Raises ValueError if they hold different numbers of
+    Views of one size need not be adjacent. Raises ValueError if they hold different numbers of
     images.
     """
     num_images = [len(view) for view in views]
@@ -86,6 +86,6 @@ def forward_by_size(backbone: nn.Module, views: Sequence[Tensor]) -> Tensor:
         LAYER_DRAWS.enter(same_size)
         output: Tensor = backbone(together)
         if len(places) == 1:
-            return output  # in view order already: no copy
+            return output  # already in view order: no copy
         features.update(zip(same_size, output.chunk(len(same_size)), strict=True))
     return torch.cat([features[place] for place in range(len(views))])

@@ -1,4 +1,4 @@
-"""Prediction of patches from other patches, and the sine-cosine positions it goes by.
+"""Prediction of patches from other patches, with sine-cosine positions.
 
 B images, N patches of an image (row by row), K of them encoded, M groups of Q patches to predict,
 P prefix tokens, E width of the backbone, D width of the predictor.
@@ -17,11 +17,11 @@ from selftask.models.features.tokens import Grid, attention_mask
 
 
 class PatchPredictor(nn.Module):
-    """Predict, from some encoded patches, something about other patches of the image.
+    """Predict outputs for some patches from other, encoded patches of the image.
 
     The decoder of MAE and the predictor of I-JEPA: a narrow transformer over the encoded patches
-    and, for each patch to predict, the same learned mask token, all with fixed sine-cosine
-    positions. Patches that are predicted together attend to each other.
+    and a learned mask token for each patch to predict, all with fixed sine-cosine positions.
+    Patches that are predicted together attend to each other.
 
     Args:
         embed_dim: Width E of the encoded patches.
@@ -29,7 +29,7 @@ class PatchPredictor(nn.Module):
         dim: Width D of the predictor; divisible by 4 and by ``num_heads``.
         depth: Number of blocks.
         num_heads: Attention heads of a block.
-        num_out: Predicted numbers a patch.
+        num_out: Number of outputs per patch.
     """
 
     positions: Tensor  # (N, D)
@@ -61,16 +61,16 @@ class PatchPredictor(nn.Module):
         asked_padding: Tensor | None = None,
         grid: Grid | None = None,
     ) -> Tensor:
-        """Predict the patches of each of M groups on its own.
+        """Predict the patches of each of M groups separately.
 
         Args:
             encoded: (B, P + K, E), prefix tokens and the patches ``keep``.
             keep: (B, K) indices of the encoded patches.
             asked: (B, M, Q) indices of the patches to predict.
-            padding: (B, K) bool, True for indices in ``keep`` that only fill the row; no token
-                attends to them. Given together with ``asked_padding``.
+            padding: (B, K) bool, True for padding in ``keep``, which no token attends to. Given
+                together with ``asked_padding``.
             asked_padding: (B, M, Q) bool, likewise for ``asked``.
-            grid: Rows and columns of patches, if not those it was built for.
+            grid: Rows and columns of patches; by default those of the constructor.
 
         Returns:
             (B, M, Q, num_out).
@@ -96,9 +96,9 @@ class PatchPredictor(nn.Module):
 
 
 def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
-    """Fixed positions of a grid of patches, (N, dim): MAE, appendix A.1.
+    """Return fixed positions of a grid of patches, (N, dim): MAE, appendix A.1.
 
-    The first half codes the column, the second the row, each as sines then cosines of the
+    The first half encodes the column, the second the row, each as sines followed by cosines of the
     frequencies 10000 ** (-4i / dim).
     """
     if dim % 4:
@@ -113,7 +113,7 @@ def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
 
 @torch.no_grad()
 def fix_sincos_positions(backbone: nn.Module) -> None:
-    """Give a vision transformer fixed sine-cosine positions, and its prefix tokens positions of 0.
+    """Set the positions of a vision transformer to fixed sine-cosine ones, zero for prefix tokens.
 
     MAE, appendix A.1, and I-JEPA. Raises UserError for a transformer without learned positions.
     """

@@ -1,4 +1,4 @@
-"""The number format of what must not be rounded: norms, softmaxes, assignments, losses."""
+"""Full precision for norms, softmaxes, assignments and losses."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ R = TypeVar("R")
 
 _HALF = (torch.float16, torch.bfloat16)
 
-# Whether autocast is on for any device: asking for one by its name takes ten times as long, more
-# than all else here. It is not public, hence the way without it.
+# Whether autocast is on for any device. Asking for one device by name takes ten times as long.
+# The function is not public, hence the fallback.
 _any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def to_float32(x: Tensor) -> Tensor:
-    """``x`` in float32 at least: what leaves autocast is raised, doubles stay doubles."""
+    """Return ``x`` in float32 at least: lower precision is converted, float64 stays."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: ``function`` runs outside autocast and gets its half-precision tensors as float32.
+    """Decorator: run ``function`` outside autocast, with half-precision tensors as float32.
 
-    Raising the arguments alone is not enough for a loss with a matrix product: autocast, which
-    is on while the loss is computed, would round both factors again (to 3 digits in bfloat16).
-    The first argument must be a tensor.
+    Converting the arguments alone is not enough for a loss with a matrix product: autocast, which
+    is on while the loss is computed, would round both factors again (to 3 digits in bfloat16). The
+    first argument must be a tensor.
     """
 
     @functools.wraps(function)
@@ -38,7 +38,7 @@ def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
         first = args[0]
         assert isinstance(first, Tensor)
         if not _any_autocast() and first.dtype not in _HALF:
-            return function(*args, **kwargs)  # the way of every step in float32: no more than that
+            return function(*args, **kwargs)  # every float32 step comes here: keep it short
         device = first.device.type
         autocast = torch.is_autocast_enabled(device)
         raised: Any = [_raise(argument) for argument in args]

@@ -1,7 +1,7 @@
-"""What is trained: the opening lines of a log, and the cost of a forward pass.
+"""Summary of a model: the opening lines of a log, and the cost of a forward pass.
 
 The cost is counted by torch's dispatcher on the meta device. fvcore's counters give the same
-numbers (tests/models/test_summary.py), but need a jit trace, which fails on timm's models under
+numbers (tests/models/test_summary.py), but need a jit trace, which fails for timm's models under
 torch 2.15.
 """
 
@@ -31,10 +31,10 @@ def opening_lines(
     """Yield one line for the run (recipe, out, seed) and one for its model and views.
 
     Args:
-        config: the run's.
-        network: the trained network; its ``backbone`` is counted on its own.
-        method: the method, whose own parameters (a predictor, prototypes) are trained too.
-        channels: of the images.
+        config: Config of the run.
+        network: The trained network; its ``backbone`` is also counted separately.
+        method: The method, whose own parameters (a predictor, prototypes) are also trained.
+        channels: Channels of the images.
     """
     yield f"run: {config.recipe}, out={config.out}, seed {config.train.seed}"
     backbone: nn.Module = network.backbone  # type: ignore[assignment]
@@ -52,7 +52,7 @@ def opening_lines(
 
 
 def _name(backbone: Component) -> str:
-    """``small_resnet``, or for a library's model ``timm:vit_small_patch16_224``."""
+    """Return ``small_resnet``, or ``timm:vit_small_patch16_224`` for a library's model."""
     model = backbone.args.get("model")
     return backbone.name if model is None else f"{backbone.name}:{model}"
 
@@ -70,10 +70,10 @@ def _show(count: int) -> str:
 
 
 def _show_cost(backbone: nn.Module, config: Config, channels: int) -> str:
-    """Format the multiply-adds of an image as large as the first view, if they can be counted."""
+    """Format the multiply-adds for an image of the first view's size, if they can be counted."""
     side = output_side(next(iter(config.views.values())).transforms)
     is_sharded = any(hasattr(parameter, "to_local") for parameter in backbone.parameters())
-    if side is None or is_sharded:  # the forward pass of a sharded one is a collective
+    if side is None or is_sharded:  # a forward pass of a sharded model is a collective
         return ""
     try:
         cost = forward_cost(backbone, side, channels)
@@ -83,7 +83,7 @@ def _show_cost(backbone: nn.Module, config: Config, channels: int) -> str:
 
 
 def _views(number: int, name: str, group: ViewConfig) -> str:
-    """``2 main of 224 x 224 pixels``; without the size if it is that of the images."""
+    """Format ``2 main of 224 x 224 pixels``; without the size if views keep the images' size."""
     side = output_side(group.transforms)
     size = "" if side is None else f" of {side} x {side} pixels"
     return f"{number} {name}{size}"
@@ -107,8 +107,13 @@ class Cost:
 def forward_cost(module: nn.Module, side: int, channels: int = 3) -> Cost:
     """Count the cost of a forward pass of one image of ``side`` x ``side`` pixels.
 
-    The module's weights and random states are not touched. Raises what the module raises if its
-    forward pass depends on values, which the meta device does not have.
+    Weights and random states are unchanged. If the forward pass depends on values, which do not
+    exist on the meta device, the module's error is raised.
+
+    Args:
+        module: Images (B, C, H, W) -> features.
+        side: Height and width in pixels.
+        channels: Channels of the image.
     """
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     on_meta = {name: tensor.detach().to("meta") for name, tensor in state.items()}
@@ -120,7 +125,7 @@ def forward_cost(module: nn.Module, side: int, channels: int = 3) -> Cost:
 
 
 class _CountActivations(TorchDispatchMode):
-    """Adds up the elements in the outputs of the operations that have FLOPs."""
+    """Sums the elements in the outputs of operations that have FLOPs."""
 
     count = 0
 

@@ -1,4 +1,4 @@
-"""The teacher: a copy of a network that no gradient reaches and that follows the trained one."""
+"""The teacher: an exponential moving average of the trained network, without gradients."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor, nn
 class Teacher(nn.Module):
     """An exponential moving average of a network's parameters (MoCo eq. 2, BYOL eq. 1).
 
-    Its parameters do not require gradients, so optimizers leave it out and DDP does not reduce it.
+    Its parameters do not require gradients, so optimizers and DDP leave them out.
 
-    Averaged are *parameters only*. BatchNorm buffers stay the teacher's own: it runs in train mode
-    like the student, normalises with the statistics of its own batch and keeps its own running
-    averages of them, as the published code of MoCo, BYOL and DINO does. State is the plain
-    sub-module ``network``.
+    Only parameters are averaged, not BatchNorm buffers. The teacher runs in train mode like the
+    student, normalises with the statistics of its own batch and keeps its own running averages of
+    them, as in the published code of MoCo, BYOL and DINO. Its state is that of the sub-module
+    ``network``.
 
     Args:
         network: Module to copy.
-        drop_path: Whether the copy keeps stochastic depth; that of DINO does not.
+        drop_path: Whether the copy keeps stochastic depth; DINO's teacher does not.
     """
 
     def __init__(self, network: nn.Module, *, drop_path: bool = True) -> None:
@@ -39,12 +39,12 @@ class Teacher(nn.Module):
 
     @torch.no_grad()
     def update(self, network: nn.Module, *, momentum: float) -> None:
-        """Average once: theta <- momentum * theta + (1 - momentum) * theta of ``network``.
+        """Update once: theta <- momentum * theta + (1 - momentum) * theta of ``network``.
 
         Args:
-            network: The trained network; has the parameters of the one copied, in the same order.
-            momentum: In [0, 1], often a schedule of ``optim.schedules`` at ``task.where``. A frozen
-                teacher has 1.
+            network: The trained network, with the parameters of the copied one in the same order.
+            momentum: In [0, 1], often a schedule of ``optim.schedules`` at ``task.where``. 1 for a
+                frozen teacher.
         """
         mine: list[Tensor] = list(self.network.parameters())
         theirs: list[Tensor] = list(network.parameters())

@@ -1,4 +1,4 @@
-"""A transformer over token ids, as CLIP's text encoder.
+"""A transformer over token ids, like CLIP's text encoder.
 
 B texts of L tokens, E features.
 """
@@ -14,15 +14,16 @@ from torch import Tensor, nn
 class TextTransformer(nn.Module):
     """Token ids (B, L) -> features (B, E) at the last token of each text.
 
-    Pre-norm blocks with causal attention, learned positions and first weights as in section 2.4 of
-    Radford et al., arXiv:2103.00020, and its code; GELU in place of its approximation.
+    Pre-norm blocks with causal attention, learned positions and initial weights as in section 2.4
+    of Radford et al., arXiv:2103.00020, and its code, but with exact GELU instead of its
+    approximation.
 
     Args:
-        vocab_size: Every id is below; 0 is padding, which only follows a text.
-        length: L, at most.
+        vocab_size: Number of token ids; 0 is padding, which only follows a text.
+        length: Maximum L.
         dim: E.
         depth: Number of blocks.
-        heads: Number of attention heads; has to divide ``dim``.
+        heads: Number of attention heads; must divide ``dim``.
     """
 
     def __init__(self, vocab_size: int, length: int, *, dim: int, depth: int, heads: int) -> None:
@@ -46,7 +47,7 @@ class TextTransformer(nn.Module):
             nn.init.normal_(layer.linear2.weight, std=(2 * depth * dim) ** -0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the features of each text's last token that is not padding."""
+        """Return the features of each text's last token before padding."""
         length = tokens.shape[1]
         x = self.token_embed(tokens) + self.pos_embed[:length]  # (B, L, E)
         causal = cast(Tensor, self.causal)[:length, :length].to(x.dtype)

@@ -1,4 +1,4 @@
-"""Any backbone of torchvision and timm by its name there, and any of your own by its address."""
+"""Backbones of torchvision and timm by name, and custom ones by import path."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 _CLASSIFIERS = ("fc", "classifier", "head", "heads")
-"""What torchvision's image classifiers call the layers behind their features."""
+"""Names of the layers after the features in torchvision's image classifiers."""
 _SIZED = ("vit_", "deit", "beit", "eva", "swin", "cait")
-"""What the names of timm's models start with that take ``img_size``."""
+"""Prefixes of timm model names that take ``img_size``."""
 
 
 def _tiny(model: str, **kept: Any) -> dict[str, Any]:
-    """A tiny network of ours of the same kind, a transformer or a residual network."""
+    """Return a tiny network of selftask of the same kind: a transformer or a residual network."""
     if "vit" in model:
         return {"name": "vit_micro", "img_size": 32, "patch_size": 4, "depth": 2, **kept}
     return {"name": "small_resnet", "width": 8}
@@ -56,9 +56,9 @@ class Timm:
         return "img_size" if self.model.startswith(_SIZED) else None
 
     def build(self, channels: int = 3) -> nn.Module:
-        """The model with its own parameter names; random weights.
+        """Build the model with its own parameter names and random weights.
 
-        Raises UserError for an unknown name and for arguments the model does not take.
+        Raises UserError for an unknown name and for arguments that the model does not take.
         """
         import timm
 
@@ -73,7 +73,7 @@ class Timm:
         create = partial(timm.create_model, self.model, **args)
         model = _call(create, "timm", self)
         if isinstance(getattr(model, "embed_dim", None), int):
-            model.embed_dim = model.head_hidden_size  # not that of a first stage, as in Swin
+            model.embed_dim = model.head_hidden_size  # not the first stage's, as in Swin
         return model
 
 
@@ -92,17 +92,17 @@ class Torchvision:
         return _tiny(self.model)
 
     def grid(self) -> dict[str, Any]:
-        return {}  # known once it is built
+        return {}  # known after building
 
     @property
     def size_argument(self) -> str | None:
         return "image_size" if self.model.startswith("vit_") else None
 
     def build(self, channels: int = 3) -> nn.Module:
-        """The model with its own parameter names; random weights.
+        """Build the model with its own parameter names and random weights.
 
-        For other than three channels its first convolution is made anew. Raises UserError for an
-        unknown name and for arguments the model does not take.
+        For other than three channels the first convolution is replaced. Raises UserError for an
+        unknown name and for arguments that the model does not take.
         """
         import torchvision
         from torch import nn
@@ -132,9 +132,9 @@ class Custom:
             yield f"backbone.model: {self.model!r} is not an address; write package.module:function"
 
     def build(self, channels: int = 3) -> nn.Module:
-        """Import and call it, with ``channels`` if it takes that and they are not three.
+        """Import and call it, with ``channels`` if it accepts that and they are not three.
 
-        Raises UserError if it is not there or makes no module.
+        Raises UserError if it does not exist or does not return a module.
         """
         from torch import nn
 
@@ -166,9 +166,9 @@ def check_name(library: str, model: str) -> None:
 
 
 def _refuse_given(config: Timm | Torchvision, library: str, *weights: str) -> None:
-    """Raise UserError for the arguments of a library that are not the user's to choose here.
+    """Raise UserError for library arguments that the user must not set here.
 
-    Files of weights among them: a library may unpickle those.
+    These include files of weights, which a library may unpickle.
     """
     if given := [name for name in weights if config.args.get(name)]:
         raise UserError(
@@ -183,7 +183,7 @@ def _refuse_given(config: Timm | Torchvision, library: str, *weights: str) -> No
 
 
 def _widen(model: nn.Module, channels: int) -> None:
-    """A first convolution for so many channels, of random weights with the variance of its sums."""
+    """Replace the first convolution by one for ``channels``, with weights of matching variance."""
     import torch
     from torch import nn
 
@@ -197,7 +197,7 @@ def _widen(model: nn.Module, channels: int) -> None:
 def _call(
     build: Callable[[], nn.Module], library: str, config: Timm | Torchvision | Custom
 ) -> nn.Module:
-    """``build()``, with the TypeError of a wrong argument turned into a message."""
+    """Call ``build`` and turn the TypeError of a wrong argument into a UserError."""
     try:
         return build()
     except TypeError as error:

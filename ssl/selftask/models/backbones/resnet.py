@@ -1,6 +1,6 @@
 """torchvision's ResNets with their own parameter names, without the classifier.
 
-``stem="cifar"`` is the one of SimCLR's appendix B.9 for images of 32 pixels: a 3 x 3 convolution
+``stem="cifar"`` is the stem for images of 32 pixels in SimCLR's appendix B.9: a 3 x 3 convolution
 of stride 1 in place of the 7 x 7 one of stride 2, and no max-pooling.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _ResNet:
-    """What can be chosen for every depth."""
+    """Options of all depths."""
 
     offers = ("dense", "hidden")
     architecture: ClassVar[str]  # torchvision's name for it
@@ -32,8 +32,8 @@ class _ResNet:
         return {"name": "small_resnet", "width": 8}
 
     def build(self, channels: int = 3) -> nn.Module:
-        """The torchvision model; ``fc`` is the identity and so has no keys."""
-        import torchvision  # costs seconds, hence only when used
+        """Build the torchvision model. ``fc`` is an identity, so it has no keys."""
+        import torchvision  # slow to import
         from torch import nn
 
         model: Any = torchvision.models.get_model(

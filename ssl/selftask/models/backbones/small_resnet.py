@@ -1,4 +1,4 @@
-"""A ResNet for images of 32 x 32 pixels that two processor cores can train in a minute."""
+"""A ResNet for images of 32 x 32 pixels that trains on two CPU cores in a minute."""
 
 from __future__ import annotations
 

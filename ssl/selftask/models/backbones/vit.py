@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _ViT:
-    """What can be chosen for every width."""
+    """Options of all widths."""
 
     offers = ("dense", "hidden", "tokens", "subset")
     library = "timm"
@@ -24,10 +24,10 @@ class _ViT:
     img_size: int = setting(224, min=1)  # pixels
     patch_size: int = 16  # pixels
     depth: int = setting(12, min=1, max=1000)  # blocks
-    pool: Literal["token", "avg"] = "token"  # what becomes the feature: class token or mean patch
+    pool: Literal["token", "avg"] = "token"  # output feature: class token or mean patch
     class_token: bool = True
     drop_path: float = setting(0.0, min=0, below=1)  # rate in the last block; grows linearly from 0
-    dynamic_img_size: bool = False  # other sizes too, positions interpolated: for multi-crop
+    dynamic_img_size: bool = False  # accept other sizes with interpolated positions: for multi-crop
 
     def problems(self, config: dict[str, Any]) -> Any:
         if self.img_size % self.patch_size:
@@ -44,8 +44,8 @@ class _ViT:
         return {"name": "vit_micro", **size, **{name: getattr(self, name) for name in kept}}
 
     def build(self, channels: int = 3) -> nn.Module:
-        """timm's model; random weights, the class token's as in DeiT, DINO and MAE."""
-        from timm.models import VisionTransformer  # costs seconds, hence only when used
+        """Build timm's model with random weights; class token as in DeiT, DINO and MAE."""
+        from timm.models import VisionTransformer  # slow to import
         from torch import nn
 
         model = VisionTransformer(

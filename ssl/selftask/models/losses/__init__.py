@@ -1,1 +1,1 @@
-"""Parts of losses that several methods share, as pure functions."""
+"""Parts of losses shared by several methods, as pure functions."""

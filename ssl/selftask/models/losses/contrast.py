@@ -1,4 +1,4 @@
-"""Contrast with a queue of negatives, and shuffled BatchNorm: what MoCo and its successors share.
+"""Contrast with a queue of negatives, and shuffled BatchNorm, for MoCo and its successors.
 
 B: images per rank, W: ranks, V: sets of queries with a queue each, D: width, K: length of a queue.
 """
@@ -34,17 +34,17 @@ def info_nce(query: Tensor, key: Tensor, queue: Tensor, *, temperature: float) -
 
 
 def shuffle_bn(images: Tensor) -> Tensor:
-    """Every W-th image of the global batch, for this rank: shuffled BatchNorm (MoCo, section 3.3).
+    """Shuffled BatchNorm (MoCo, section 3.3): return every W-th image of the global batch.
 
-    A query and its key are then normalised with statistics of different images, by which the one
-    could otherwise be told from the other. The global batch is in random order, so taking every
-    W-th image does what the paper's random permutation does, without random numbers.
+    A query and its key are then normalised with statistics of different images; otherwise these
+    statistics would reveal the match. The global batch is in random order, so taking every W-th
+    image replaces the paper's random permutation.
     """
     return all_gather_cat(images)[rank() :: world_size()]
 
 
 def unshuffle_bn(rows: Tensor) -> Tensor:
-    """Rows (B, ...) of this rank's own images, from the ranks that had their shuffled images."""
+    """Undo ``shuffle_bn``: gather the rows (B, ...) of this rank's own images from all ranks."""
     everyone = all_gather_cat(rows).view(world_size(), *rows.shape)  # (W, B, ...)
     in_order = everyone.transpose(0, 1).flatten(0, 1)  # (B * W, ...)
     return in_order.narrow(0, rank() * len(rows), len(rows))

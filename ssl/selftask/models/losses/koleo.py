@@ -1,4 +1,4 @@
-"""KoLeo regularizer: features spread evenly over the unit sphere.
+"""KoLeo regularizer: spreads features evenly over the unit sphere.
 
 Sablayrolles et al., Spreading Vectors for Similarity Search, ICLR 2019, arXiv:1806.03198, eq. 2;
 DINOv2 (arXiv:2304.07193) normalises the features first.
@@ -20,8 +20,8 @@ _EPS = 1e-8  # added as in DINOv2's published code
 def koleo(features: Tensor) -> Tensor:
     """Mean of -log of the distance to the nearest neighbour on the unit sphere.
 
-    Neighbours are looked for in the global batch. (The code of DINOv2 looks on each GPU alone, so
-    that its loss depends on the number of GPUs.)
+    Neighbours are searched in the global batch. DINOv2's code searches on each GPU separately, so
+    its loss depends on the number of GPUs.
 
     Args:
         features: (B, D) of this rank, of any length; at least two rows over all ranks.

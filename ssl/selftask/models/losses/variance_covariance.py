@@ -1,4 +1,4 @@
-"""Variance and covariance of features over the global batch: what keeps VICReg from collapse.
+"""Variance and covariance terms of VICReg over the global batch, which prevent a collapse.
 
 Bardes et al., VICReg: Variance-Invariance-Covariance Regularization for Self-Supervised Learning,
 ICLR 2022, arXiv:2105.04906, equations 1 to 4.
