@@ -1,1 +1,1 @@
-"""Features of any backbone in one form: pooled, prefix tokens, patches, hidden layers."""
+"""Features of any backbone in a common form: pooled, prefix tokens, patches, hidden layers."""

@@ -11,21 +11,21 @@ from selftask.models.features.tokens import Features, Grid, Request
 
 
 class Adapter(ABC):
-    """Gets features out of one kind of backbone; ``extract.adapter_of`` chooses it.
+    """Extracts features from one family of backbones; chosen by ``extract.adapter_of``.
 
     Attributes:
-        offers: What can be asked for, of
+        offers: Supported requests, a subset of
 
             * ``"dense"``: patches in a grid;
             * ``"hidden"``: hidden layers by number;
             * ``"tokens"``: patches that can be replaced by a mask token;
-            * ``"subset"``: patches of which some can be encoded without the others.
+            * ``"subset"``: patches, some of which can be encoded without the others.
         num_layers: Number of hidden layers.
         patch_size: Height and width in pixels of a patch that can be masked.
-        stride: Pixels from one patch of the last map to the next; the patch size of a ViT, 32 for
-            a Swin. Given with ``"tokens"``.
-        built_grid: Rows and columns of patches in images of the size it was built for; (0, 0) if
-            it was built for no size in particular.
+        stride: Pixels between patches of the last map: the patch size of a ViT, 32 for a Swin. Set
+            with ``"tokens"``.
+        built_grid: Rows and columns of patches for the image size of the constructor; (0, 0) if it
+            has none.
         mask_dim: Width of a mask token, that of the patch embedding.
     """
 
@@ -38,10 +38,10 @@ class Adapter(ABC):
 
     @abstractmethod
     def extract(self, images: Tensor, request: Request) -> Features:
-        """Features of images (B, C, H, W); ``request`` has only what ``offers`` allows."""
+        """Return the features of images (B, C, H, W) for a ``request`` within ``offers``."""
 
     def grid(self, height: int, width: int) -> Grid:
-        """Rows and columns of the patches that can be masked, for images of that many pixels.
+        """Return rows and columns of the patches that can be masked, for an image size in pixels.
 
         Raises UserError if the images cannot be divided into patches.
         """

@@ -1,8 +1,8 @@
-"""Features of a backbone: ``extract(backbone, images)``. What can be asked for: ``offers``.
+"""Features of a backbone: ``extract(backbone, images)``, with options listed by ``offers``.
 
-A module of one's own takes part by a method ``extract(images, **options) -> Features`` and an
-attribute ``offers`` (see ``Adapter``); it is called with the options that it offers and that were
-given. Without them it has pooled features only.
+A custom module is supported if it has a method ``extract(images, **options) -> Features`` and an
+attribute ``offers`` (see ``Adapter``). The method is called with the options that are set. Other
+modules have pooled features only.
 
 B images, N patches, K of them kept, E width.
 """
@@ -42,26 +42,26 @@ def extract(
     padding: Tensor | None = None,
     layers: Sequence[int] = (),
 ) -> Features:
-    """Run ``backbone`` and return its features in one form.
+    """Run ``backbone`` and return its features in a common form.
 
-    Under FSDP call it inside the forward pass of the module that is sharded: a ``Network`` of the
-    method, or ``FeatureExtractor``.
+    Under FSDP call it inside the forward pass of the sharded module: a ``Network`` of the method,
+    or ``FeatureExtractor``.
 
     Args:
-        backbone: A model of timm or torchvision, one of ours, or one with a method ``extract``.
-        images: (B, C, H, W). Transformers with learned positions take any size that can be divided
-            into patches; positions are interpolated.
+        backbone: A model of timm, torchvision or selftask, or one with a method ``extract``.
+        images: (B, C, H, W). Transformers with learned positions accept any size that can be
+            divided into patches; positions are interpolated.
         mask: (B, N) bool, True for patches to replace by ``mask_token`` after the patch embedding,
-            before positions are added. Needs ``"tokens"`` among ``offers(backbone)``.
+            before positions are added. Needs ``"tokens"`` in ``offers(backbone)``.
         mask_token: (``adapter_of(backbone).mask_dim``,).
         keep: (B, K) indices of the patches to encode; the others are left out. Needs ``"subset"``.
-        padding: (B, K) bool, True for indices in ``keep`` that only fill the row. No other token
-            attends to them and pooling leaves them out; their own output means nothing.
+        padding: (B, K) bool, True for padding in ``keep``. No other token attends to padding, and
+            pooling ignores it; its own output is undefined.
         layers: Numbers of the hidden layers to return; negative ones count from the last. Needs
             ``"hidden"``.
 
     Raises:
-        UserError: If the backbone does not offer what is asked for.
+        UserError: If the backbone does not support a request.
     """
     adapter = adapter_of(backbone)
     request = Request(
@@ -75,7 +75,7 @@ def extract(
 
 
 def offers(backbone: nn.Module) -> frozenset[str]:
-    """What ``extract`` can give of a backbone beside pooled features; see ``Adapter``."""
+    """Return what ``extract`` supports for a backbone beside pooled features; see ``Adapter``."""
     try:
         return adapter_of(backbone).offers
     except UserError:
@@ -83,7 +83,7 @@ def offers(backbone: nn.Module) -> frozenset[str]:
 
 
 def adapter_of(backbone: nn.Module) -> Adapter:
-    """The adapter for a backbone. Raises UserError if it has pooled features only."""
+    """Return the adapter of a backbone. Raises UserError if it has pooled features only."""
     if hasattr(backbone, "extract") and hasattr(backbone, "offers"):
         return Own(backbone)
     for kind in _ADAPTERS:
@@ -97,7 +97,7 @@ def adapter_of(backbone: nn.Module) -> Adapter:
 
 
 class Own(Adapter):
-    """A module with a method ``extract`` of its own, and the attributes of ``Adapter``."""
+    """Adapter of a module with a method ``extract`` and the attributes of ``Adapter``."""
 
     def __init__(self, backbone: Any) -> None:
         self.backbone = backbone
@@ -112,7 +112,7 @@ class Own(Adapter):
 
 
 class FeatureExtractor(nn.Module):
-    """``extract`` as a module: what a ``Teacher`` of a backbone alone copies."""
+    """``extract`` as a module, which a ``Teacher`` of a backbone alone copies."""
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""timm's other models, by its common interface: Swin, ConvNeXt, ResNet, BEiT, EVA and the rest."""
+"""timm's other models, by their common interface: Swin, ConvNeXt, ResNet, BEiT, EVA and more."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from selftask.models.features.tokens import (
 
 
 class TimmModel(Adapter):
-    """Whatever has ``forward_intermediates`` and ``forward_head``.
+    """Adapter of models with ``forward_intermediates`` and ``forward_head``.
 
-    Layers are numbered as there: blocks of a transformer, stages of a hierarchical network. Patches
-    can be masked if the model begins with timm's ``PatchEmbed``.
+    Layers are numbered as in timm: blocks of a transformer, stages of a hierarchical network.
+    Patches can be masked if the model begins with timm's ``PatchEmbed``.
     """
 
     def __init__(self, model: Any) -> None:
@@ -42,7 +42,7 @@ class TimmModel(Adapter):
 
     @staticmethod
     def fits(backbone: Any) -> bool:
-        """True for models of timm's common interface."""
+        """Return whether a model has timm's common interface."""
         return all(
             callable(getattr(backbone, name, None))
             for name in ("forward_intermediates", "forward_head")
@@ -63,7 +63,7 @@ class TimmModel(Adapter):
         return Features(model.forward_head(final), tokens, wanted)
 
     def _last(self, final: Tensor, before_norm: Tokens) -> Tokens:
-        """Tokens of ``forward_features``'s output, of whatever layout."""
+        """Return the tokens of the output of ``forward_features`` in any layout."""
         rows, columns = before_norm.grid or (0, 0)
         if final.ndim == 3:
             return from_sequence(final, final.shape[1] - rows * columns, before_norm.grid)
@@ -84,7 +84,7 @@ def _with_prefix(output: Tensor, prefix: Tensor) -> Tokens:
 
 @contextmanager
 def _masking(embed: nn.Module, request: Request) -> Iterator[None]:
-    """Replace masked patches in the output of a patch embedding."""
+    """Context: replace masked patches in the output of a patch embedding."""
 
     def replace(module: Any, inputs: Any, output: Tensor) -> Tensor:
         last = output.ndim == 3 or str(module.output_fmt).endswith("NHWC")

@@ -1,6 +1,6 @@
-"""timm's VisionTransformer: the one whose patches can also be left out.
+"""timm's VisionTransformer, whose patches can also be left out.
 
-With all patches and the size that it was built for, each operation is that of timm's own forward.
+With all patches and the image size of the constructor, each operation is that of timm's forward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TimmViT(Adapter):
-    """With class token or not, registers, fixed or dynamic size, any pooling."""
+    """Adapter for any class token, registers, fixed or dynamic size, and pooling."""
 
     offers = frozenset({"dense", "hidden", "tokens", "subset"})
 
@@ -43,7 +43,7 @@ class TimmViT(Adapter):
 
     @staticmethod
     def fits(backbone: Any) -> bool:
-        """True for a VisionTransformer whose forward pass is not that of a subclass."""
+        """Return whether a model is a VisionTransformer with that class's own forward pass."""
         from timm.layers import PatchEmbed
         from timm.models import VisionTransformer
 
@@ -90,7 +90,7 @@ class TimmViT(Adapter):
         return self.vit.pos_embed
 
     def _embed(self, images: Tensor) -> Tensor:
-        """All patches (B, N, E), also of another size than the transformer was built for."""
+        """Return all patches (B, N, E), also for sizes other than that of the constructor."""
         embed = self.vit.patch_embed
         if embed.strict_img_size and tuple(images.shape[-2:]) != tuple(embed.img_size):
             x: Tensor = embed.norm(embed.proj(images).flatten(2).transpose(1, 2))
@@ -99,7 +99,7 @@ class TimmViT(Adapter):
         return x.flatten(1, 2) if x.ndim == 4 else x  # (B, h, w, E) with dynamic_img_size
 
     def _positions(self, grid: Grid | None) -> tuple[Tensor, Tensor | None]:
-        """Prefix tokens with their positions, (1, P, E), and the positions of the patches."""
+        """Return prefix tokens with their positions, (1, P, E), and the positions of patches."""
         vit = self.vit
         tokens = [token for token in (vit.cls_token, vit.reg_token) if token is not None]
         none = next(vit.parameters()).new_empty(1, 0, vit.embed_dim)
@@ -118,9 +118,9 @@ class TimmViT(Adapter):
 
 
 def resample(positions: Tensor, built: Sequence[int], grid: Sequence[int]) -> Tensor:
-    """Interpolate positions (1, N, E) from one grid to another, as ``resample_abs_pos_embed``.
+    """Interpolate positions (1, N, E) from one grid to another, like ``resample_abs_pos_embed``.
 
-    timm's rounds doubles to float32, by which several ranks would differ from one.
+    timm's function rounds float64 to float32, so several ranks would differ from one.
     """
     as_map = to_float32(positions).unflatten(1, tuple(built)).permute(0, 3, 1, 2)  # (1, E, h, w)
     resized = F.interpolate(as_map, size=tuple(grid), mode="bicubic", antialias=True)
@@ -128,7 +128,7 @@ def resample(positions: Tensor, built: Sequence[int], grid: Sequence[int]) -> Te
 
 
 def _fill(x: Tensor, padding: Tensor) -> Tensor:
-    """Put the mean of the other patches in the place of padding: no mean or maximum changes."""
+    """Replace padding by the mean of the other patches, which changes no mean or maximum."""
     num_prefix = x.shape[1] - padding.shape[1]
     prefix, patches = x[:, :num_prefix], x[:, num_prefix:]
     mean = mean_token(patches, padding)[:, None]

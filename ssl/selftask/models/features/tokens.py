@@ -1,4 +1,4 @@
-"""Features in one form, and operations on tokens.
+"""Features in a common form, and operations on tokens.
 
 B images, P prefix tokens (class, registers), N patches in a grid of h x w, K of them kept, E width.
 """
@@ -39,14 +39,14 @@ class Tokens(NamedTuple):
 
 
 class Features(NamedTuple):
-    """What ``extract`` returns."""
+    """Result of ``extract``."""
 
     pooled: Tensor
     """(B, E), as the backbone itself returns."""
     tokens: Tokens
     """Last layer, with the backbone's final norm."""
     hidden: dict[int, Tokens]
-    """Outputs of the layers that were asked for, by number, without the final norm."""
+    """Outputs of the requested layers by number, without the final norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +60,20 @@ class Request:
     layers: tuple[int, ...] = ()
 
     def given(self) -> dict[str, Any]:
-        """The options that were set, by name."""
+        """Return the options that are set, by name."""
         return {
             name: value for name, value in vars(self).items() if value is not None and value != ()
         }
 
     def replace_masked(self, x: Tensor, *, channels_last: bool = True) -> Tensor:
-        """Put the mask token in the place of masked patches, if there is a mask.
+        """Replace masked patches by the mask token, if there is a mask.
 
         Args:
             x: Patch embeddings (B, N, E), (B, h, w, E), or (B, E, h, w) if not ``channels_last``.
             channels_last: Whether E is the last axis of ``x``.
+
+        Returns:
+            A tensor of the shape of ``x``.
         """
         if self.mask is None or self.mask_token is None:
             return x
@@ -81,29 +84,29 @@ class Request:
 
 
 def from_map(x: Tensor) -> Tokens:
-    """Tokens of a dense map (B, E, h, w)."""
+    """Return the tokens of a dense map (B, E, h, w)."""
     rows, columns = x.shape[2:]
     return Tokens(x.flatten(2).transpose(1, 2), (rows, columns), x.new_empty(len(x), 0, x.shape[1]))
 
 
 def from_sequence(x: Tensor, num_prefix: int, grid: Grid | None) -> Tokens:
-    """Tokens of a sequence (B, P + N, E)."""
+    """Return the tokens of a sequence (B, P + N, E)."""
     return Tokens(x[:, num_prefix:], grid, x[:, :num_prefix])
 
 
 def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
-    """Rows of (B, N, E) chosen for each image by (B, K) indices: (B, K, E)."""
+    """Select the rows of (B, N, E) at the indices (B, K) of each image: (B, K, E)."""
     return tokens.gather(1, indices[..., None].expand(-1, -1, tokens.shape[2]))
 
 
 def mean_token(tokens: Tensor, padding: Tensor) -> Tensor:
-    """Mean of the (B, K, E) tokens that are not padding (B, K): (B, E)."""
+    """Return the mean of tokens (B, K, E) without padding (B, K): (B, E)."""
     inside = ~padding[..., None]
     return (tokens * inside).sum(dim=1) / inside.sum(dim=1)
 
 
 def attention_mask(padding: Tensor, num_prefix: int) -> Tensor:
-    """Keys that may be attended to, the same for every query: bool (B, 1, P + K, P + K)."""
+    """Return True for keys that may be attended to, for every query: bool (B, 1, P + K, P + K)."""
     keys = torch.cat([padding.new_ones(len(padding), num_prefix), ~padding], dim=1)  # (B, P + K)
     length = keys.shape[1]
     return keys[:, None, None, :].expand(-1, 1, length, length)

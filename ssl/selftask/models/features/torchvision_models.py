@@ -1,4 +1,4 @@
-"""torchvision's models: VisionTransformer, and what is a chain of stages before ``avgpool``."""
+"""torchvision's models: VisionTransformer, and models of stages followed by ``avgpool``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from selftask.models.features.tokens import Features, Grid, Request, from_map, f
 
 
 class TorchvisionViT(Adapter):
-    """torchvision's VisionTransformer, also for other sizes than it was built for."""
+    """Adapter of torchvision's VisionTransformer, also for other image sizes."""
 
     offers = frozenset({"dense", "hidden", "tokens"})
 
@@ -28,7 +28,7 @@ class TorchvisionViT(Adapter):
 
     @staticmethod
     def fits(backbone: Any) -> bool:
-        """True for torchvision's VisionTransformer."""
+        """Return whether a model is torchvision's VisionTransformer."""
         return _is_torchvision(backbone) and hasattr(backbone, "conv_proj")
 
     def extract(self, images: Tensor, request: Request) -> Features:
@@ -63,9 +63,9 @@ class TorchvisionViT(Adapter):
 
 
 class TorchvisionStages(Adapter):
-    """ResNet, ConvNeXt, Swin, EfficientNet, RegNet, VGG...: stages, ``avgpool``, classifier.
+    """Adapter of models of stages and ``avgpool``: ResNet, ConvNeXt, Swin, VGG and others.
 
-    Layers are numbered as timm does for a ResNet (0 is the stem), as children of ``features``
+    Layers are numbered as in timm for a ResNet (0 is the stem), and as children of ``features``
     otherwise. Patches of a Swin can be masked.
     """
 
@@ -73,7 +73,7 @@ class TorchvisionStages(Adapter):
         self.model = model
         self.stages = _stages(model)
         self.num_layers = len(self.stages)
-        self.is_swin = hasattr(model, "permute")  # (B, h, w, E) up to there
+        self.is_swin = hasattr(model, "permute")  # (B, h, w, E) before ``permute``
         offers = {"dense", "hidden"}
         if self.is_swin:
             offers.add("tokens")
@@ -84,7 +84,7 @@ class TorchvisionStages(Adapter):
 
     @staticmethod
     def fits(backbone: Any) -> bool:
-        """True for a model of torchvision with an ``avgpool`` behind known stages."""
+        """Return whether a torchvision model has an ``avgpool`` after known stages."""
         return (
             _is_torchvision(backbone)
             and hasattr(backbone, "avgpool")
@@ -110,12 +110,12 @@ class TorchvisionStages(Adapter):
 
 
 def _is_torchvision(backbone: nn.Module) -> bool:
-    """True if the forward pass is one of torchvision's, not that of a subclass."""
+    """Return whether the forward pass is one of torchvision's, not that of a subclass."""
     return type(backbone).forward.__module__.startswith("torchvision.models.")
 
 
 def _stages(model: Any) -> list[Sequence[nn.Module]]:
-    """Each stage as the modules that are called in turn."""
+    """Return each stage as the modules that are called in turn."""
     if hasattr(model, "layer4"):
         stem = (model.conv1, model.bn1, model.relu)
         first = (model.maxpool, model.layer1)

@@ -1,4 +1,4 @@
-"""A backbone as others can use it: plain tensors under its library's own names, and their facts."""
+"""Export of a backbone: plain tensors under its library's own names, with metadata."""
 
 from __future__ import annotations
 
@@ -23,15 +23,22 @@ META = "backbone.json"
 
 
 def save_backbone(backbone: nn.Module, folder: str | Path, meta: dict[str, Any]) -> Path:
-    """Write ``backbone.pt``, ``.safetensors`` and ``.json`` into ``folder``; return the first.
+    """Write ``backbone.pt``, ``.safetensors`` and ``.json`` into ``folder``.
 
-    The two weight files hold the same flat dict, on the CPU, with exactly the keys of the library
-    the architecture comes from, so that its model loads them with ``strict=True``. ``meta`` is
-    what one must know to use them, plain values only: ``architecture`` ({"name", "args"}),
-    ``channels`` of images, ``normalization`` ({"mean", "std"}), ``input_size`` (pixels),
-    ``method``, ``step``; ``embed_dim`` is added. Each file is replaced at once or not at all.
+    The two weight files contain the same flat dict, on the CPU, with exactly the keys of the
+    architecture's library, whose model loads them with ``strict=True``. Each file is replaced
+    atomically.
+
+    Args:
+        backbone: The backbone; ``embed_dim`` is added to the metadata.
+        folder: Folder to write to.
+        meta: Metadata of plain values: ``architecture`` ({"name", "args"}), ``channels`` of images,
+            ``normalization`` ({"mean", "std"}), ``input_size`` (pixels), ``method``, ``step``.
+
+    Returns:
+        The path of ``backbone.pt``.
     """
-    from safetensors.torch import save  # not save_file: its error on a full disk is no OSError
+    from safetensors.torch import save  # not save_file: its error on a full disk is not an OSError
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,10 +55,10 @@ def save_backbone(backbone: nn.Module, folder: str | Path, meta: dict[str, Any])
 def check_library(
     backbone: nn.Module, architecture: Component, channels: int, library: str
 ) -> None:
-    """Raise UserError unless the library's own model takes these weights and computes the same.
+    """Raise UserError unless the library's own model loads these weights and computes the same.
 
-    That model has the name that the architecture has in the library. A vision transformer of ours
-    is timm's class with our arguments, for which timm has no name.
+    That model is built by the library's name of the architecture. A vision transformer of selftask
+    is timm's class with other arguments, for which timm has no name.
     """
     if architecture.name == library or type(backbone).__module__.startswith(f"{library}.models.vi"):
         return
@@ -76,7 +83,7 @@ def check_library(
 
 
 def portable_state(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict as CPU tensors that own their memory; what wrappers add to keys removed."""
+    """Return the state dict as CPU tensors that own their memory, without keys of wrappers."""
     clean: dict[str, Tensor] = {}
     for key, value in module.state_dict().items():
         for wrapper in ("module.", "_orig_mod.", "_fsdp_wrapped_module."):
@@ -86,7 +93,7 @@ def portable_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write to a temporary file beside ``path``, make it durable, rename it."""
+    """Write a temporary file beside ``path``, sync it to disk and rename it."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         write(temporary)

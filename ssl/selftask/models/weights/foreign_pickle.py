@@ -1,7 +1,7 @@
-"""Files of weights that hold other python objects too: configs, optimizers, classes of a framework.
+"""Read weights from files that also contain other Python objects, such as configs or optimizers.
 
-Their tensors are read, everything else is replaced by a placeholder: nothing is imported, nothing
-is called. It takes the place of the module ``pickle`` in ``torch.load``.
+Tensors are read; everything else is replaced by a placeholder. Nothing is imported or called. The
+reader replaces the module ``pickle`` in ``torch.load``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 
 class _Dtype:
-    """A numeric dtype. NumPy's own takes flags from a pickle that turn bytes into pointers."""
+    """A numeric dtype. NumPy's own accepts flags from a pickle that turn bytes into pointers."""
 
     def __init__(self, code: Any, *_: Any) -> None:
         self.dtype = np.dtype(code if isinstance(code, str) else "V")
@@ -28,7 +28,7 @@ class _Dtype:
 
 
 class _Array(np.ndarray):
-    """An array that a pickle can fill with numbers only; otherwise it stays empty."""
+    """An array that a pickle can fill with numbers only. Otherwise it stays empty."""
 
     def __setstate__(self, state: Any) -> None:
         version, shape, kind, is_fortran, content = state
@@ -48,17 +48,17 @@ _ALLOWED: dict[str, Any] = {
     "torch._utils._rebuild_parameter": torch._utils._rebuild_parameter,
     "numpy.ndarray": _Array,
     "numpy.dtype": _Dtype,
-    "numpy.core.multiarray._reconstruct": _reconstruct,  # moved with version 2
+    "numpy.core.multiarray._reconstruct": _reconstruct,  # renamed in NumPy 2
     "numpy._core.multiarray._reconstruct": _reconstruct,
     "_codecs.encode": codecs.encode,  # of the bytes of arrays, in pickles of protocol 2
 }
-"""What rebuilds tensors and arrays, and does nothing else."""
+"""Functions that rebuild tensors and arrays and have no other effect."""
 
 
 def read_tensors(path: Path) -> tuple[Any, list[str]]:
-    """Return the content of a ``torch.save`` or pickle file, and the classes left out.
+    """Return the content of a ``torch.save`` or pickle file, and the names of skipped classes.
 
-    Raises pickle.UnpicklingError or what torch raises for a file that is neither.
+    Raises pickle.UnpicklingError, or torch's errors, for a file of another kind.
     """
     skipped: dict[str, None] = {}
 
@@ -85,7 +85,7 @@ def read_tensors(path: Path) -> tuple[Any, list[str]]:
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Resolves only what rebuilds tensors; every other name becomes a placeholder."""
+    """Resolves functions that rebuild tensors; every other name becomes a placeholder."""
 
     names: dict[str, None]
 
@@ -101,7 +101,7 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 class _Placeholder:
-    """Stand-in for an object whose class is not loaded; accepts any state."""
+    """Placeholder for an object whose class is not loaded. It accepts any state."""
 
     def __new__(cls, *args: Any, **options: Any) -> _Placeholder:
         return super().__new__(cls)

@@ -1,8 +1,8 @@
 """Checkpoint layouts of other frameworks: prefixes and names of backbone weights.
 
-A file is flattened to one dict of tensors with dotted keys. Whatever single prefix turns most of
-those keys into a backbone's own is removed, so that most frameworks need nothing here. ``LAYOUTS``
-says the rest: which network to take from a file that holds several, and other names for its parts.
+A file is flattened to one dict of tensors with dotted keys. The prefix whose removal matches most
+keys with the backbone's own is removed, which is enough for most frameworks. ``LAYOUTS`` defines
+the exceptions: the network to take from a file with several, and other names of its parts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 State = Mapping[str, Tensor]
 
 _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""What torch.compile, FSDP and activation checkpointing put into keys, anywhere."""
+"""Parts of keys added by torch.compile, FSDP and activation checkpointing."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Layout:
     """Layout of one framework's checkpoints."""
 
     writer: str
-    prefix: str  # before the backbone's own keys, with the keys of the dicts around them
-    network: str = ""  # the part of the prefix to look for if a file holds several networks
+    prefix: str  # before the backbone's own keys, including keys of enclosing dicts
+    network: str = ""  # the part of the prefix to prefer if a file has several networks
     renames: tuple[tuple[str, str], ...] = ()  # (regular expression, replacement), in this order
 
     def rename(self, key: str) -> str:
@@ -38,7 +38,7 @@ class Layout:
         return key
 
 
-_CLASSY_REGNET = (  # Classy Vision's blocks as torchvision's RegNet calls them
+_CLASSY_REGNET = (  # Classy Vision's blocks -> names in torchvision's RegNet
     (r"(^|\.)conv1\.stem\.", r"\1stem."),
     (r"(^|\.)res\d\.(block\d)-(\d+)\.", r"\1trunk_output.\2.\2-\3."),
     (r"(block\d-\d+)\.proj\.", r"\1.proj.0."),
@@ -49,7 +49,7 @@ _CLASSY_REGNET = (  # Classy Vision's blocks as torchvision's RegNet calls them
     (r"\.f\.se\.excitation\.2\.", ".f.se.fc2."),
 )
 
-_DETECTRON2 = (  # as MoCo's and VISSL's converters to detectron2 name a ResNet, turned round
+_DETECTRON2 = (  # the inverse of MoCo's and VISSL's converters of a ResNet to detectron2
     (r"(^|\.)stem\.", r"\1"),
     (r"(^|\.)res2\.", r"\1layer1."),
     (r"(^|\.)res3\.", r"\1layer2."),
@@ -87,23 +87,23 @@ LAYOUTS = (
     Layout("lightly", "state_dict.backbone.", "backbone", _CHILDREN),
     Layout("detectron2", "model.backbone.bottom_up.", "bottom_up", _DETECTRON2),
 )
-"""Rows above win over those below if networks of a file fit equally well."""
+"""If networks of a file match equally well, earlier rows are preferred."""
 
 _PLAIN = Layout("as timm or torchvision", "")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The network of a file that fits a backbone best."""
+    """The network of a file that matches a backbone best."""
 
-    inner: dict[str, Tensor]  # its tensors, under names as the backbone has them
-    prefix: str  # that all of its keys had
-    rivals: tuple[str, ...]  # other prefixes that fit as well, with other values
+    inner: dict[str, Tensor]  # its tensors, under the backbone's names
+    prefix: str  # removed from all of its keys
+    rivals: tuple[str, ...]  # other prefixes that match equally well, with other values
     left_out: dict[str, int]  # other parts of the file: number of tensors
 
 
 def flatten(content: Any) -> dict[str, Tensor]:
-    """The tensors and arrays in nested dicts, by their keys joined with dots."""
+    """Return the tensors and arrays in nested dicts, with keys joined by dots."""
     found: dict[str, Tensor] = {}
 
     def visit(value: Any, path: str) -> None:
@@ -120,11 +120,11 @@ def flatten(content: Any) -> dict[str, Tensor]:
 
 
 def place(state: State, own: State) -> Placement:
-    """Match the tensors of a file to a backbone with state dict ``own``.
+    """Match the tensors of a file with a backbone's state dict ``own``.
 
-    Each of ``LAYOUTS``' renames is tried on all keys, then every prefix that leaves some key as the
-    backbone has it. Most tensors of the right name and shape win, then the order of ``LAYOUTS``,
-    then the shorter prefix.
+    The renames of each of ``LAYOUTS`` are tried on all keys, then every prefix whose removal gives
+    some key of the backbone. The most tensors of equal name and shape win, then the order of
+    ``LAYOUTS``, then the shorter prefix.
     """
     clean = {_WRAPPERS.sub("", key): value for key, value in state.items()}
     forms: list[tuple[tuple[int, int], dict[str, str], list[str]]] = []
@@ -145,7 +145,7 @@ def place(state: State, own: State) -> Placement:
 
 
 def grouped(keys: Iterable[str], prefix: str) -> dict[str, int]:
-    """Keys counted by the first of their parts in which they differ from ``prefix``."""
+    """Count keys by the first part in which they differ from ``prefix``."""
     beside, counts = prefix.split("."), dict[str, int]()
     for key in keys:
         parts = key.split(".")
@@ -158,7 +158,7 @@ def grouped(keys: Iterable[str], prefix: str) -> dict[str, int]:
 def _best_prefixes(
     names: Mapping[str, str], state: State, own: State
 ) -> tuple[tuple[int, int], list[str]]:
-    """Return the prefixes whose removal matches the most keys, and the number of fits."""
+    """Return the number of matches and the prefixes whose removal gives the most."""
     counts: dict[str, tuple[int, int]] = {"": (0, 0)}
     for name, key in names.items():
         parts = name.split(".")
@@ -174,7 +174,7 @@ def _best_prefixes(
 
 
 def _rank(prefix: str) -> list[int]:
-    """BatchBuffer in LAYOUTS of the rows whose network a prefix names: less is better."""
+    """Return the positions in LAYOUTS of rows whose network ``prefix`` names; lower is better."""
     parts = prefix.split(".")
     return [*(rank for rank, row in enumerate(LAYOUTS) if row.network in parts), len(LAYOUTS)]
 

@@ -1,7 +1,7 @@
-"""Weights out of a file and into a module, with nothing missing in silence.
+"""Load weights from a file into a module, and report missing tensors.
 
-``read_state`` makes of the files people have one flat dict of tensors, or says what a file is.
-``load_weights`` matches that dict with a module and refuses less than was asked for.
+``read_state`` reads files of many kinds as one flat dict of tensors, or explains what a file is.
+``load_weights`` matches that dict with a module and raises an error for an incomplete match.
 """
 
 from __future__ import annotations
@@ -42,18 +42,21 @@ _HEADS = (
     "mask_token",
     "queue",
 )
-"""What a file may hold beyond a backbone without being asked for."""
+"""Parts beyond a backbone that a file may contain."""
 
 _COUNTER = "num_batches_tracked"
-"""A BatchNorm counter that files from before 2018, and some of today, do not have."""
+"""A BatchNorm counter that is missing in files from before 2018 and in some of today."""
 
 
 def read_state(path: str | Path) -> dict[str, Tensor]:
-    """The weights in a file, as one flat dict with the keys the file has.
+    """Return the weights in a file as one flat dict with the file's keys.
 
-    Read are selftask's exports and checkpoints, .safetensors, and what torch.save or pickle made of
-    nested dicts; their keys are joined with dots. Nothing in a file is ever executed: objects that
-    are no tensors are left out. Raises UserError that says what the file is if it holds no weights.
+    Supported are selftask's exports and checkpoints, .safetensors, and files of nested dicts by
+    torch.save or pickle, whose keys are joined by dots. Nothing in a file is executed: objects
+    other than tensors are left out.
+
+    Raises:
+        UserError: If the file has no weights; the message explains what it is.
     """
     path = fetch(path)
     refuse_sharded(path)
@@ -70,9 +73,9 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
 
 
 def backbone_state(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The weights to keep out of a checkpoint of ours, which says where they lie.
+    """Return the weights to keep from a checkpoint of selftask, which names their location.
 
-    For some methods they are the teacher's, which is not under "model".
+    For some methods these are the teacher's, which are not under "model".
     """
     part, _, prefix = checkpoint["backbone"].partition(".")
     weights = checkpoint.get(part)
@@ -83,7 +86,7 @@ def backbone_state(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def refuse_sharded(path: Path) -> None:
-    """Raise UserError for a sharded checkpoint, which is a folder: only a run reads it as it is."""
+    """Raise UserError for a sharded checkpoint, a folder that only a run can read."""
     if is_file(path / MANIFEST):
         raise UserError(
             f"{path}: is a sharded checkpoint; `selftask export {path.parent.parent}` takes the "
@@ -99,15 +102,15 @@ def load_weights(
     The positions of a vision transformer are interpolated to the module's grid.
 
     Args:
-        module: the backbone.
-        state: what ``read_state`` returned.
-        min_matched: least share of the module's tensors that must be found; the others keep their
-            values. With 1.0, what the file's network has beyond the module must be a head.
-        what: the file, for messages.
+        module: The backbone.
+        state: Result of ``read_state``.
+        min_matched: Minimum fraction of the module's tensors to find; the others keep their values.
+            With 1.0, tensors of the file's network beyond the module must belong to a head.
+        what: Name of the file in messages.
 
     Raises:
-        UserError: with missing and unexpected keys, differing shapes and nearest names, or if
-            several networks fit. Then nothing has changed.
+        UserError: With missing and unexpected keys, differing shapes and nearest names, or if
+            several networks match. The module is then unchanged.
     """
     match = _match(module, state, what)
     share = len(match.found) / max(1, match.num_wanted)
@@ -127,12 +130,12 @@ def load_weights(
 
 @dataclass(frozen=True)
 class _Match:
-    """What of a state fits a module."""
+    """Result of matching a state with a module."""
 
     wanted: list[str]  # keys of the module
     found: dict[str, Tensor]  # by the module's keys, of the right shape
     missing: list[str]
-    unexpected: list[str]  # keys of the state, prefix removed; heads left out
+    unexpected: list[str]  # keys of the state without prefix and heads
     misshapen: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]  # key: (in the file, wanted)
     prefix: str  # removed from the state's keys
     left_out: dict[str, int]  # heads and other networks of the file: number of tensors
@@ -146,7 +149,7 @@ class _Match:
         return not (self.missing or self.unexpected or self.misshapen)
 
     def summary(self) -> str:
-        """``62/62 tensors (conv1 1/1, layer1 30/30)``: coverage by top-level module."""
+        """Return the coverage by top-level module: ``62/62 tensors (conv1 1/1, layer1 30/30)``."""
         tops: dict[str, list[int]] = {}
         for key in self.wanted:
             count = tops.setdefault(key.partition(".")[0], [0, 0])
@@ -192,7 +195,7 @@ def _match(module: nn.Module, state: State, what: str) -> _Match:
 
 
 def _explain(match: _Match, min_matched: float, what: str) -> str:
-    """One paragraph: what was wanted, what there was, and how the two differ."""
+    """Describe in one paragraph what was wanted, what was found, and the differences."""
     lines = [f"{what}: {match.summary()}, wanted {min_matched:.0%} of them"]
     if match.prefix:
         lines.append(f"  removed from all keys: {match.prefix!r}")
@@ -235,18 +238,18 @@ def _read_torch(path: Path) -> Any:
             raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
     except MemoryError:
         raise
-    except Exception as error:  # what reads pickles raises anything on a file that is none
+    except Exception as error:  # reading pickles raises any error for other files
         raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
     return _read_tensors(path)
 
 
 def _read_tensors(path: Path) -> Any:
-    """The tensors of a file that holds other python objects too."""
+    """Return the tensors of a file that also contains other Python objects."""
     try:
         content, skipped = read_tensors(path)
     except MemoryError:
         raise
-    except Exception as error:  # so do damaged ones of these
+    except Exception as error:  # as above for damaged files
         raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
     log.info("%s: left out: python objects (%s), which are not loaded", path, _shorten(skipped))
     if not flatten(content):
@@ -270,7 +273,7 @@ def _damaged(path: Path) -> str:
 
 
 def _instead_of(path: Path) -> str:
-    """A hint for a path that is not a file."""
+    """Return a hint for a path that is not a file."""
     if is_folder(path):
         inside = names_in(path)
         return f", it is a folder with {_shorten(inside)}"
@@ -285,7 +288,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _shorten(items: list[str] | str, show: int = 5) -> str:
-    """The first few of many."""
+    """Join the first items and the number of the others."""
     if isinstance(items, str):
         return items
     rest = len(items) - show

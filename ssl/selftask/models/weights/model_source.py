@@ -1,4 +1,4 @@
-"""Models by address: a run's folder, an exported file, ``timm:NAME`` or ``torchvision:NAME``."""
+"""Models by address: a run folder, an exported file, ``timm:NAME`` or ``torchvision:NAME``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an exported backbone lies."""
+    """Location of an exported backbone."""
 
     weights: Path
     meta: Path
@@ -50,16 +50,23 @@ def open_model(
     trust: bool = False,
     image_size: int | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The backbone at an address, in eval mode on the CPU, and the facts about it.
+    """Return the backbone at an address, in eval mode on the CPU, and its metadata.
 
-    ``address`` is a run's folder, an exported ``backbone.pt`` with its ``backbone.json`` beside it,
-    ``timm:NAME`` or ``torchvision:NAME``. ``weights`` is for the last two: ``pretrained`` for the
-    library's own, ``none`` for random ones, else a file. The facts are those of ``backbone.json``:
-    architecture, channels, embed_dim, normalization, input_size, transforms (how images are shown
-    to it), and for runs method and step. ``trust`` allows an architecture of the user's own code.
-    With ``image_size`` the model and its transforms are for images of so many pixels, and the
-    positions of a vision transformer are interpolated.
-    Raises UserError for whatever is not there or does not fit.
+    Args:
+        address: A run folder, an exported ``backbone.pt`` with its ``backbone.json`` beside it,
+            ``timm:NAME`` or ``torchvision:NAME``.
+        weights: For a library's model: ``pretrained`` for the library's own, ``none`` for random
+            ones, or a file.
+        trust: Allow an architecture in the user's own code.
+        image_size: Adapt the model and its transforms to images of that many pixels; positions of
+            a vision transformer are interpolated.
+
+    Returns:
+        The backbone, and the metadata of ``backbone.json``: architecture, channels, embed_dim,
+        normalization, input_size, transforms (of its input images), and for runs method and step.
+
+    Raises:
+        UserError: If something is missing or does not match.
     """
     facts, place = _describe(address, weights, trust, image_size)
     library, name = _split(address)
@@ -84,14 +91,14 @@ def describe_model(
     trust: bool = False,
     image_size: int | None = None,
 ) -> dict[str, Any]:
-    """Return the facts of ``open_model`` except embed_dim, without building or loading."""
+    """Return the metadata of ``open_model`` except embed_dim, without building or loading."""
     return _describe(address, weights, trust, image_size)[0]
 
 
 def _describe(
     address: str, weights: str, trust: bool, image_size: int | None
 ) -> tuple[dict[str, Any], _Place | None]:
-    """Return the facts, and the files unless it is a library's model."""
+    """Return the metadata, and the files unless it is a library's model."""
     library, name = _split(address)
     if library:
         return _for_size(_describe_library(library, name, weights), image_size), None
@@ -109,7 +116,7 @@ def _describe(
 
 
 def load_init(backbone: nn.Module, config: Config) -> None:
-    """Load ``init.backbone`` if there is one, unless all weights come from a checkpoint."""
+    """Load ``init.backbone`` if it is set, unless all weights come from a checkpoint."""
     init = config.init
     if init.backbone is not None and not goes_on(config):
         weights = read_weights(init.backbone)
@@ -117,10 +124,10 @@ def load_init(backbone: nn.Module, config: Config) -> None:
 
 
 def read_weights(address: str) -> dict[str, Tensor]:
-    """Only the weights at an address, to start a network from (``init.backbone``).
+    """Return the weights at an address, to initialise a network (``init.backbone``).
 
-    As ``open_model``, and of a file of weights from anywhere else too: nothing has to say which
-    architecture they belong to, ``load_weights`` finds out whether they fit.
+    The address is one of ``open_model``, or any file of weights. Its architecture need not be
+    known: ``load_weights`` checks whether the weights match.
     """
     library, name = _split(address)
     if library:
@@ -136,7 +143,7 @@ def _split(address: str) -> tuple[str, str]:
 
 
 def _place(address: str) -> _Place:
-    """Return the export of a run folder, of its export folder, or a file itself."""
+    """Return the files of a run folder, of its export folder, or of an exported file."""
     if is_remote(address) and not addresses.is_folder(address):
         meta = f"{address.rpartition('.')[0]}.json"
         there = addresses.is_file(meta)
@@ -157,7 +164,7 @@ def _place(address: str) -> _Place:
 
 
 def _warn_of_newer(run: Path, place: _Place) -> None:
-    """A run that was made longer, or started anew, has the export of its earlier end meanwhile."""
+    """Warn if the export is not of the newest checkpoint, as the run was extended or restarted."""
     newest = next(iter(checkpoints(run / "checkpoints")), None)
     if newest is None or not is_file(place.meta):
         return
@@ -183,19 +190,19 @@ def _read_facts(place: _Place) -> dict[str, Any]:
         )
     try:
         facts = json.loads(place.meta.read_text(encoding="utf-8"))
-        if facts.keys() >= {"bytes", "crc32"}:  # the seal of a checkpoint
+        if facts.keys() >= {"bytes", "crc32"}:  # the manifest of a checkpoint
             raise UserError(
                 f"{place.weights}: is a checkpoint; give the folder of its run, whose backbone "
                 "`selftask export` takes out of the newest one"
             )
-        {**Component(**facts["architecture"]).args}  # a mapping, or a TypeError
+        {**Component(**facts["architecture"]).args}  # raises TypeError if it is not a mapping
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{place.meta}: is not what selftask writes ({error!r})") from error
     return dict(facts)
 
 
 def _for_size(facts: dict[str, Any], size: int | None) -> dict[str, Any]:
-    """Return the facts for images of ``size`` pixels; None leaves them unchanged."""
+    """Return the metadata for images of ``size`` pixels; unchanged if None."""
     if size is None:
         return facts
     backbone = resized_backbone(Component(**facts["architecture"]), size)
@@ -231,7 +238,7 @@ def _describe_library(library: str, name: str, weights: str) -> dict[str, Any]:
 
 
 def _input_size(library: str, name: str) -> int:
-    """Pixels of the images that a model was made for."""
+    """Return the image size in pixels of a model's configuration."""
     if library == "timm":
         import timm
 
@@ -242,7 +249,7 @@ def _input_size(library: str, name: str) -> int:
 
 
 def _transforms_of(library: str, name: str) -> list[dict[str, Any]]:
-    """How the library itself shows images to the model with its trained weights."""
+    """Return the transforms that the library uses with its trained weights."""
     if library == "timm":
         import timm
         from timm.data import resolve_data_config
@@ -266,7 +273,7 @@ def _transforms(
     std: Sequence[float],
     interpolation: str = "bilinear",
 ) -> list[dict[str, Any]]:
-    """The square of ``size`` pixels in the middle of an image whose short side has ``resized``."""
+    """Resize the short side to ``resized``, crop ``size`` pixels at the center and normalise."""
     return [
         {"name": "resize", "size": resized, "interpolation": interpolation},
         {"name": "center_crop", "size": size},
@@ -275,7 +282,7 @@ def _transforms(
 
 
 def _download(library: str, name: str) -> dict[str, Tensor]:
-    """The library's own trained weights, from its cache or the network."""
+    """Return the library's own trained weights, from its cache or the network."""
     try:
         if library == "timm":
             import timm
@@ -285,7 +292,7 @@ def _download(library: str, name: str) -> dict[str, Tensor]:
 
         weights = torchvision.models.get_model_weights(name).DEFAULT
         return dict(weights.get_state_dict(progress=False))
-    except Exception as error:  # each library and its client have kinds of their own
+    except Exception as error:  # libraries and their clients raise errors of their own
         raise UserError(
             f"{library}:{name}: cannot fetch its trained weights "
             f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); start from a "

@@ -1,4 +1,4 @@
-"""Position embeddings of vision transformers for another grid of patches."""
+"""Interpolation of a vision transformer's position embeddings to another grid of patches."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch import Tensor, nn
 def interpolate_positions(module: nn.Module, key: str, positions: Tensor) -> Tensor | None:
     """Resize the positions of a pretrained transformer to the grid of ``module``.
 
-    Bicubic with antialiasing, as timm does when it loads its own weights; prefix tokens keep
-    theirs.
+    Bicubic with antialiasing, as when timm loads its own weights. Positions of prefix tokens are
+    unchanged.
 
     Args:
-        module: a VisionTransformer of timm or torchvision.
-        key: name of the positions in its state dict.
+        module: A VisionTransformer of timm or torchvision.
+        key: Name of the positions in its state dict.
         positions: (1, T + N, E), for T prefix tokens and a square grid of N patches.
 
     Returns:
-        The positions for the module's grid, (1, T + M, E); None if they are none, or not square.
+        The positions for the module's grid, (1, T + M, E). None if ``key`` is not the module's
+        positions, or the grid is not square.
     """
     grid = _grid(module)
     if grid is None or key not in ("pos_embed", "encoder.pos_embedding"):
@@ -41,7 +42,7 @@ def interpolate_positions(module: nn.Module, key: str, positions: Tensor) -> Ten
 
 
 def _grid(module: Any) -> tuple[int, int] | None:
-    """Rows and columns of patches, for transformers of timm and torchvision."""
+    """Return rows and columns of patches, for transformers of timm and torchvision."""
     patches = getattr(module, "patch_embed", None)
     if patches is not None and getattr(patches, "grid_size", None):
         rows, columns = patches.grid_size
