@@ -82,7 +82,7 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
 
 
 def defines(hook: Any, point: str) -> bool:
-    """Return whether a hook defines ``point``; Classy's own hooks know five of the points."""
+    """Return whether a hook defines ``point``; Classy's own hooks have five of the points."""
     method = getattr(type(hook), point, None)
     idle = (getattr(Hook, point), getattr(ClassyHook, point, None), ClassyHook._noop)
     return method is not None and method not in idle

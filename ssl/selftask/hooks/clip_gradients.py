@@ -40,7 +40,12 @@ class ClipGradients(Hook):
 def clip(parameters: list[nn.Parameter], max_norm: float, *, per_parameter: bool = False) -> Tensor:
     """Clip the global norm, or each parameter's; return the global norm before clipping.
 
-    Of sharded parameters (FSDP) each rank scales its own part by the norm of all parts.
+    With sharded parameters (FSDP) each rank scales its own shard by the norm over all shards.
+
+    Args:
+        parameters: Parameters whose gradients are clipped in place.
+        max_norm: Maximum norm.
+        per_parameter: Clip the norm of each parameter instead of the global norm.
     """
     grads: list[Any] = [p.grad for p in parameters if p.grad is not None]
     if not grads:

@@ -26,18 +26,23 @@ def mlp(
 ) -> nn.Sequential:
     """Linear layers of the given sizes: a projector ``mlp(512, 2048, 128)`` or a predictor.
 
-    Between two layers stand BatchNorm (``norm``) and the activation; after the last one stands
-    BatchNorm if ``last_norm`` is set, scaled and shifted only if ``last_affine`` is too. ``bias``
-    is that of the layers before the last, which a BatchNorm behind them makes idle (SimCLR keeps
-    it, Barlow Twins and SimSiam do not); ``last_bias`` that of the last.
+    Args:
+        sizes: Numbers of features, from input to output.
+        norm: Add BatchNorm before the activation between layers.
+        bias: Add a bias to all layers but the last. It has no effect before a BatchNorm.
+        last_norm: Add BatchNorm after the last layer.
+        last_affine: Give this BatchNorm a scale and a shift.
+        last_bias: Add a bias to the last layer.
+        activation: Builds the activation between layers.
 
-    ====================  =====================================================================
-    SimCLR                ``mlp(E, E, 128, bias=False, last_bias=False, last_norm=True)``
-    MoCo v2               ``mlp(E, E, 128, norm=False)``
-    BYOL                  ``mlp(E, 4096, 256)``
-    SimSiam               ``mlp(E, E, E, D, bias=False, last_norm=True, last_affine=False)``
-    Barlow Twins          ``mlp(E, 8192, 8192, 8192, bias=False, last_bias=False)``
-    ====================  =====================================================================
+    Examples:
+        ====================  =====================================================================
+        SimCLR                ``mlp(E, E, 128, bias=False, last_bias=False, last_norm=True)``
+        MoCo v2               ``mlp(E, E, 128, norm=False)``
+        BYOL                  ``mlp(E, 4096, 256)``
+        SimSiam               ``mlp(E, E, E, D, bias=False, last_norm=True, last_affine=False)``
+        Barlow Twins          ``mlp(E, 8192, 8192, 8192, bias=False, last_bias=False)``
+        ====================  =====================================================================
     """
     if len(sizes) < 2:
         raise ValueError(f"an mlp needs the sizes of its input and its output, got {sizes}")

@@ -17,7 +17,7 @@ from selftask.random.keyed import uniform
 
 Range = tuple[float, float]
 Indices = tuple[Tensor, Tensor]
-"""Indices of patches, and a bool tensor that is True where they are padding."""
+"""Indices of patches, and a bool tensor that is True for padding."""
 
 _SQUARE = (1.0, 1.0)  # the aspect ratio of the image
 _DRAWS = 4  # per block: area, shape, row, column

@@ -36,7 +36,7 @@ class SmallResNetConfig:
 
 
 class SmallResNet(nn.Module):
-    """Stem, three stages that halve the image each, average over what is left: (B, 4 * width).
+    """A stem, three stages that each halve the resolution, and average pooling: (B, 4 * width).
 
     The stem and the first stage halve too, unlike ResNet-18 with the CIFAR stem, because most of
     the arithmetic would be there. Channels come last in memory: twice as fast on processors.
@@ -65,7 +65,7 @@ class SmallResNet(nn.Module):
         return features.mean(dim=(2, 3))
 
     def extract(self, images: Tensor, *, layers: tuple[int, ...] = ()) -> Features:
-        """Pooled features, the last map, and hidden maps: 0 is the stem, then come the blocks."""
+        """Return pooled features, the last map, and hidden maps: 0 is the stem, then the blocks."""
         x, hidden = images, {}
         for number, part in enumerate((self.stem, *self.stages)):
             x = part(x)
@@ -75,7 +75,7 @@ class SmallResNet(nn.Module):
 
 
 class _Residual(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut, with a 1 x 1 convolution where shapes change."""
+    """Two 3 x 3 convolutions beside a shortcut, with a 1 x 1 convolution if shapes change."""
 
     def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:
         super().__init__()

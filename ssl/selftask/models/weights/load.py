@@ -195,7 +195,7 @@ def _match(module: nn.Module, state: State, what: str) -> _Match:
 
 
 def _explain(match: _Match, min_matched: float, what: str) -> str:
-    """Describe in one paragraph what was wanted, what was found, and the differences."""
+    """Describe the expected tensors, the tensors found and the differences in one paragraph."""
     lines = [f"{what}: {match.summary()}, wanted {min_matched:.0%} of them"]
     if match.prefix:
         lines.append(f"  removed from all keys: {match.prefix!r}")
