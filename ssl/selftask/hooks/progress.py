@@ -21,7 +21,7 @@ REFRESHES_PER_S = 4
 @register_hook("progress")
 @dataclass(eq=False, kw_only=True)
 class ProgressBar(Hook):
-    """Shows steps, epoch, time left, and what the newest row of metrics said.
+    """Shows a progress bar: steps, epoch, time left and the newest row of metrics.
 
     The bar moves four times a second but reads nothing from the device: the numbers are those of
     the last row. Without a terminal, or on other ranks, it does nothing.

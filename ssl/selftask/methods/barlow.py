@@ -26,7 +26,7 @@ from selftask.registry import register_method
 
 @register_method("barlow")
 class BarlowTwins(Method):
-    """The cross-correlation of two views over the global batch becomes the identity; no state."""
+    """Make the cross-correlation of two views over the global batch the identity; no state."""
 
     loss_reduction = "statistics"  # the correlation
     views = 2

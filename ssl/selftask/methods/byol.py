@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @register_method("byol")
 class BYOL(Method):
-    """Network and predictor are trained, the teacher follows ever more slowly."""
+    """A predictor regresses the projections of an EMA teacher; no negatives."""
 
     loss_reduction = "samples"
     views = 2

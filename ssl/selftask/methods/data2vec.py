@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @register_method("data2vec")
 class Data2Vec(Method):
-    """The target of a patch is the mean of the teacher's top blocks, each normalised."""
+    """Predict the mean of an EMA teacher's top blocks at masked patches."""
 
     loss_reduction = "samples"
     views = 1

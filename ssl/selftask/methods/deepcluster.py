@@ -44,7 +44,7 @@ _CLUSTERING = 0x6B6D6E73  # "kmns": separates these draws from others of the sam
 
 @register_method("deepcluster")
 class DeepCluster(Method):
-    """K-means over a memory of all images at each epoch; its clusters are what to predict."""
+    """Predict k-means clusters of a memory of all images, renewed every epoch."""
 
     loss_reduction = "samples"
     views = (2, None)

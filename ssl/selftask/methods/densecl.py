@@ -49,7 +49,7 @@ class DenseOutput(NamedTuple):
 
 @register_method("densecl")
 class DenseCL(Method):
-    """Queries by the network, keys by its slow teacher: of images and of corresponding places."""
+    """MoCo on pooled features and on corresponding cells of dense feature maps; two queues."""
 
     loss_reduction = "samples"
     views = 2

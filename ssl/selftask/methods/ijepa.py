@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @register_method("ijepa")
 class IJEPA(Method):
-    """The teacher sees the whole image and says what is to be predicted; it is what is kept."""
+    """Predict an EMA teacher's features of masked blocks; the teacher is exported."""
 
     loss_reduction = "samples"
     views = 1

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @register_method("mae")
 class MAE(Method):
-    """The backbone sees only what is left; a light decoder, thrown away later, paints the rest."""
+    """Encode the visible patches; a light decoder reconstructs the pixels of the others."""
 
     loss_reduction = "samples"
     views = 1

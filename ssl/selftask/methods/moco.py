@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @register_method("moco")
 class MoCo(Method):
-    """Queries by the network, keys by its slow teacher, negatives from a queue of past keys."""
+    """Contrast queries with keys of an EMA teacher; negatives from a queue of past keys."""
 
     loss_reduction = "samples"
     views = 2

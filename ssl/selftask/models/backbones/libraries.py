@@ -122,7 +122,7 @@ class Torchvision:
 @register_backbone("custom")
 @dataclass(frozen=True, kw_only=True)
 class Custom:
-    """Your own: a function or class at package.module:name that returns an nn.Module."""
+    """Your own function or class, package.module:name, that returns an nn.Module."""
 
     model: str
     args: dict[str, Any] = field(default_factory=dict)
