@@ -68,6 +68,9 @@ class Watch:
         self.board = Board(rank) if size > 1 else None
         if self.board is not None:
             self.board.limit_s = timeout_s if self.board.is_here else min(timeout_s, SILENT_S)
+            # at once: a rank may die before its thread's first heartbeat
+            board = self.board
+            _quietly(lambda: board.set(f"sign/{rank}", json.dumps(_sign())))
         self._every_s = max(EVERY_S, size / 256)  # rank 0 reads every rank's heartbeat
         self._now = AwakeClock(2 * self._every_s)
         self._main = threading.main_thread().ident
@@ -129,8 +132,10 @@ class Watch:
         deadline = time.monotonic() + LEAVE_S
         while time.monotonic() < deadline:
             try:
-                told = self._told()
-                gone = self._gone(silent_s=LEAVE_S / 2) if self.rank == 0 else None
+                told, gone = self._told(), None
+                if self.rank == 0:
+                    self._read_heartbeats()  # of a rank that died before the first was read, too
+                    gone = self._gone(silent_s=LEAVE_S / 2)
             except BoardLost as lost:
                 return self._rank0_is_gone(lost)
             if told or gone:
@@ -205,10 +210,14 @@ class Watch:
             self.board.set(f"stack/{self.rank}", self._stack())
         if self.rank:
             return None
+        self._read_heartbeats()
+        return self._gone(silent_s=SILENT_S) or self._stuck()
+
+    def _read_heartbeats(self) -> None:
+        assert self.board is not None
         for rank in range(self.size):
             if self.board.has(f"sign/{rank}"):
                 self._note(rank, json.loads(self.board.get(f"sign/{rank}")))
-        return self._gone(silent_s=SILENT_S) or self._stuck()
 
     def _note(self, rank: int, sign: Sign) -> None:
         now = self._now()
