@@ -119,7 +119,7 @@ class Wrapped(Source):
 
     @property
     def max_pixels(self) -> int:  # type: ignore[override]
-        """Of the source that reads."""
+        """Extras of the wrapped source."""
         return self.source.max_pixels
 
     @max_pixels.setter
@@ -128,12 +128,12 @@ class Wrapped(Source):
 
     @property
     def channels(self) -> int:  # type: ignore[override]
-        """Of the source that reads."""
+        """Extras of the wrapped source."""
         return channels_of(self.source)
 
     @property
     def extras(self) -> Mapping[str, ExtraKind]:  # type: ignore[override]
-        """Of the source that reads."""
+        """Extras of the wrapped source."""
         return extras_of(self.source)
 
     @property
@@ -142,7 +142,7 @@ class Wrapped(Source):
         return self.source.num_classes
 
     def class_names(self) -> list[str] | None:
-        """Of the whole source."""
+        """Return the class names of the whole source."""
         return self.source.class_names()
 
     def __len__(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from selftask.config.values.duration import updates_in
+from selftask.config.values.duration import steps_in
 from selftask.hooks.base import Hook
 from selftask.registry import register_hook
 
@@ -25,7 +25,7 @@ class SaveCheckpoints(Hook):
     priority: ClassVar[int] = 90
 
     def on_start(self, task: Task) -> None:
-        self.every = max(1, updates_in(task.config.train.checkpoint_every, task.length))
+        self.every = max(1, steps_in(task.config.train.checkpoint_every, task.length))
         self.saved_at = task.steps_done
 
     def on_step(self, task: Task) -> None:

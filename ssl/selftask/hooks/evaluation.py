@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from selftask.config.values.duration import updates_in
+from selftask.config.values.duration import steps_in
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
 from selftask.registry import register_hook
@@ -31,7 +31,7 @@ class EvaluateBackbone(Hook):
         every = task.config.eval.every
         self.every = 0  # steps; 0: only at the start and the end
         if every is not None:
-            self.every = max(1, updates_in(every, task.length))
+            self.every = max(1, steps_in(every, task.length))
         self._warn_of_missing_labels(task)
         if task.steps_done == 0:
             self._run(task)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.config.values.duration import updates_in
+from selftask.config.values.duration import steps_in
 from selftask.errors import UserError
 from selftask.methods.base import Method
 from selftask.models.block_mask import BlockMask
@@ -91,7 +91,7 @@ class Data2Vec(Method):
     def setup(self, task: Task) -> None:
         config, length = self.config, task.length
         self.teacher = Teacher(FeatureExtractor(task.base_model.backbone), drop_path=False)
-        warmup = updates_in(config.momentum_warmup, length) / length.total_steps
+        warmup = steps_in(config.momentum_warmup, length) / length.total_steps
         self.momentum_at = linear_then_constant(config.start_momentum, config.momentum, warmup)
         self.layers = tuple(range(-config.top_blocks, 0))
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.config.values.duration import updates_in
+from selftask.config.values.duration import steps_in
 from selftask.distributed.collectives import all_reduce_mean
 from selftask.methods.base import Method
 from selftask.models.clustering import swapped_cross_entropy
@@ -88,8 +88,8 @@ class DINO(Method):
         config, length = self.config, task.length
         self.teacher = Teacher(task.base_model, drop_path=False)
         self.momentum_at = build_schedule("cosine", config.momentum, config.end_momentum)
-        warmup, self.frozen_updates = (
-            updates_in(text, length)
+        warmup, self.frozen_steps = (
+            steps_in(text, length)
             for text in (config.teacher_temperature_warmup, config.freeze_last_layer)
         )
         self.teacher_temperature_at = linear_then_constant(
@@ -119,7 +119,7 @@ class DINO(Method):
 
     def on_backward(self, task: Task) -> None:
         """Freeze the last layer at first, while the teacher is random."""
-        if task.steps_done < self.frozen_updates:
+        if task.steps_done < self.frozen_steps:
             task.base_model.head.last_layer.weight.grad = None
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.config.values.duration import updates_in
+from selftask.config.values.duration import steps_in
 from selftask.distributed.collectives import all_reduce_sum
 from selftask.methods.base import Method
 from selftask.models.block_mask import BlockMask
@@ -142,8 +142,8 @@ class DINOv2(Method):
         self.grid_of = adapter_of(task.base_model.backbone).grid  # type: ignore[arg-type]
         self.teacher = Teacher(task.base_model, drop_path=False)
         self.momentum_at = build_schedule("cosine", config.momentum, config.end_momentum)
-        warmup, self.frozen_updates = (
-            updates_in(text, length)
+        warmup, self.frozen_steps = (
+            steps_in(text, length)
             for text in (config.teacher_temperature_warmup, config.freeze_last_layer)
         )
         self.teacher_temperature_at = linear_then_constant(
@@ -228,7 +228,7 @@ class DINOv2(Method):
 
     def on_backward(self, task: Task) -> None:
         """Freeze the last layers at first, as in DINO."""
-        if task.steps_done < self.frozen_updates:
+        if task.steps_done < self.frozen_steps:
             for head in (task.base_model.head, task.base_model.patch_head):
                 head.last_layer.weight.grad = None
 

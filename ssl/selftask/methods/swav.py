@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.config.values.duration import updates_in
+from selftask.config.values.duration import steps_in
 from selftask.distributed.collectives import rank, world_size
 from selftask.methods.base import Method
 from selftask.models.clustering import sinkhorn_knopp, swapped_cross_entropy
@@ -78,8 +78,8 @@ class SwAV(Method):
         return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim, norm=self.config.norm)
 
     def setup(self, task: Task) -> None:
-        self.queue_start, self.frozen_updates = (
-            updates_in(text, task.length)
+        self.queue_start, self.frozen_steps = (
+            steps_in(text, task.length)
             for text in (self.config.queue_start, self.config.freeze_prototypes)
         )
 
@@ -133,7 +133,7 @@ class SwAV(Method):
 
     def on_backward(self, task: Task) -> None:
         """Freeze the prototypes at first, while features are random."""
-        if task.steps_done < self.frozen_updates:
+        if task.steps_done < self.frozen_steps:
             self.prototypes.weight.grad = None
 
     def on_update(self, task: Task) -> None:

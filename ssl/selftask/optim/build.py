@@ -13,7 +13,7 @@ from selftask import classy
 from selftask.classy import ClassyOptimizer, UpdateInterval
 from selftask.config.run_length import RunLength
 from selftask.config.schema import OptimizerConfig
-from selftask.config.values.duration import updates_in
+from selftask.config.values.duration import steps_in
 from selftask.optim.param_groups import merge_alike, split_decay
 from selftask.optim.schedules import Schedule, build_schedule, classy_schedule
 from selftask.registry import OPTIMIZERS
@@ -104,7 +104,7 @@ def lr_schedule(config: OptimizerConfig, length: RunLength, *, batch: int) -> Sc
     if isinstance(config.lr, dict):
         return classy_schedule(config.lr)
     factor = {"none": 1.0, "linear": batch / 256, "sqrt": math.sqrt(batch / 256)}[config.lr_scale]
-    warmup = updates_in(config.warmup, length)
+    warmup = steps_in(config.warmup, length)
     return build_schedule(
         config.schedule,
         config.lr * factor,

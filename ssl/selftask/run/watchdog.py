@@ -69,8 +69,7 @@ class Watch:
         if self.board is not None:
             self.board.limit_s = timeout_s if self.board.is_here else min(timeout_s, SILENT_S)
             # at once: a rank may die before its thread's first heartbeat
-            board = self.board
-            _quietly(lambda: board.set(f"sign/{rank}", json.dumps(_sign())))
+            _quietly(self._write_heartbeat)
         self._every_s = max(EVERY_S, size / 256)  # rank 0 reads every rank's heartbeat
         self._now = AwakeClock(2 * self._every_s)
         self._main = threading.main_thread().ident
@@ -198,20 +197,23 @@ class Watch:
             os._exit(1)
 
     def _look(self) -> Failure | None:
-        mine = _sign()
         if self.board is None:
-            self._note(self.rank, mine)
+            self._note(self.rank, _sign())
             return self._stuck()
         told = self._told()
         if told is not None:
             return told
-        self.board.set(f"sign/{self.rank}", json.dumps(mine))
+        self._write_heartbeat()
         if self.board.has("stacks") and not self.board.has(f"stack/{self.rank}"):
             self.board.set(f"stack/{self.rank}", self._stack())
         if self.rank:
             return None
         self._read_heartbeats()
         return self._gone(silent_s=SILENT_S) or self._stuck()
+
+    def _write_heartbeat(self) -> None:
+        assert self.board is not None
+        self.board.set(f"sign/{self.rank}", json.dumps(_sign()))
 
     def _read_heartbeats(self) -> None:
         assert self.board is not None

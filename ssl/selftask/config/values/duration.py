@@ -46,6 +46,6 @@ def parse_duration(text: str | int) -> Duration:
     return Duration(value, unit)
 
 
-def updates_in(text: str | int, length: RunLength) -> int:
+def steps_in(text: str | int, length: RunLength) -> int:
     """Return a length such as ``10 epochs`` in steps of a run of this length."""
     return parse_duration(text).steps(length.steps_per_epoch, length.total_steps)

@@ -237,9 +237,9 @@ def loader_rate(config: Config, sources: Sources, device: torch.device, seconds:
 
     From the first batch on: starting the workers does not count, nor what they had made ahead.
     """
-    feed = DataModule(config, sources, World(), device)
+    data_module = DataModule(config, sources, World(), device)
     try:
-        batches = feed.train_batches(0)
+        batches = data_module.train_batches(0)
         for _ in range(1 + config.data.num_workers):
             _finish(next(batches).index)
         started, count = time.perf_counter(), 0
@@ -249,7 +249,7 @@ def loader_rate(config: Config, sources: Sources, device: torch.device, seconds:
             count += 1
         return count * config.train.batch_size / (time.perf_counter() - started)
     finally:
-        feed.close()
+        data_module.close()
 
 
 class _Counted(Wrapped):
@@ -268,9 +268,9 @@ def decodes_per_sample(config: Config, source: Source) -> float:
     """Return how often an image is decoded for its views; above 1 also if some are unreadable."""
     counted = _Counted(source)
     here = replace(config, data=replace(config.data, num_workers=0, cache="none"))
-    feed = DataModule(here, Sources(counted, None), World(), torch.device("cpu"))
+    data_module = DataModule(here, Sources(counted, None), World(), torch.device("cpu"))
     try:
-        batch = next(feed.train_batches(0))
+        batch = next(data_module.train_batches(0))
         return counted.asked / len(batch.index)
     finally:
-        feed.close()
+        data_module.close()

@@ -26,5 +26,5 @@ class Sample:
 
     @property
     def epoch(self) -> int:
-        """The key's first number also tells the showings of an image in an epoch apart."""
+        """Epoch of the key, whose first number also counts repeats of an image in an epoch."""
         return epoch_of(self.key[0])

@@ -98,7 +98,7 @@ class ArrayFile(Source):
         return [self.file] if isinstance(self.images, np.memmap) else []
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read from the copies."""
+        """Read the staged copy from now on."""
         if isinstance(self.images, np.memmap):
             self.images = np.load(copy_of(self.file), mmap_mode="r")
 

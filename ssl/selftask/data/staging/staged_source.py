@@ -37,7 +37,7 @@ class InFiles(Protocol):
 
 
 def copied(source: Source, stage_to: str) -> Source:
-    """Copy the files of a source; returns a source that reads the copies.
+    """Copy the files of a source and return a source that reads the copies.
 
     If each image is a file, only the images of a subset are copied.
 
