@@ -55,7 +55,13 @@ setup(
         "pyyaml>=6",
     ],
     extras_require={
-        "data": ["pyarrow>=14.0.1", "h5py>=3.9", "lmdb>=1.4", "fsspec>=2023.6", "tifffile>=2023.7"],
+        "data": [
+            "pyarrow>=14.0.1",
+            "h5py>=3.9",
+            "lmdb>=1.4",
+            "fsspec[http]>=2023.6",
+            "tifffile>=2023.7",
+        ],
         "datasets": ["datasets>=2.14"],  # Hugging Face's
         "text": ["tokenizers>=0.15"],  # data.tokenizer=file
         "test": [
@@ -66,9 +72,21 @@ setup(
                 "lightly>=1.5",
                 "lightning>=2.2",
                 "tensorboard>=2.15",
+                "wandb>=0.17",
+                "mlflow-skinny>=2.9",
             ),
-            *("pyarrow>=14.0.1", "h5py>=3.9", "lmdb>=1.4", "fsspec>=2023.6", "tifffile>=2023.7"),
+            *(
+                "pyarrow>=14.0.1",
+                "h5py>=3.9",
+                "lmdb>=1.4",
+                "fsspec[http]>=2023.6",
+                "tifffile>=2023.7",
+            ),
+            *("accelerate>=0.30", "nbclient>=0.8", "ipykernel>=6"),
         ],
+        "tensorboard": ["tensorboard>=2.15"],  # hooks.tensorboard, and so on
+        "wandb": ["wandb>=0.17"],
+        "mlflow": ["mlflow-skinny>=2.9"],
         "dev": ["ruff>=0.12", "mypy>=1.14", "types-PyYAML"],
         "onnx": ["onnx>=1.16", "onnxscript>=0.1"],
     },

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch, total
 from selftask.config.run_length import Clock, RunLength
+from selftask.config.schema import CompileConfig
 from selftask.distributed.collectives import all_reduce_mean, rank, world_size
+from selftask.hooks.base import defines
 from selftask.methods.base import Method
 from selftask.registry import METHODS, TRAIN_STEPS
 
@@ -54,10 +56,16 @@ class MiniTask:
         epochs: int = 3,
         accumulate: int = 1,
         lr: float = 0.5,
+        step: str | Callable[[Any], None] = "standard",
     ) -> None:
         torch.manual_seed(0)
-        train = SimpleNamespace(seed=0, accumulate=accumulate)
-        self.config = SimpleNamespace(train=train, init=SimpleNamespace(backbone=None))
+        if accumulate > 1:
+            step = "accumulate"
+        self.train_step = TRAIN_STEPS[step] if isinstance(step, str) else step
+        options = CompileConfig(backend="eager")
+        train = SimpleNamespace(seed=0, accumulate=accumulate, compile_options=options)
+        views = {"main": SimpleNamespace(count=len(sizes), of=None)}
+        self.config = SimpleNamespace(train=train, views=views, init=SimpleNamespace(backbone=None))
         self.length = RunLength(
             num_samples=NUM_IMAGES, batch_size=batch_size, accumulate=accumulate, epochs=epochs
         )
@@ -75,6 +83,9 @@ class MiniTask:
         parameters = [*self.base_model.parameters(), *self.loss.parameters()]
         self.parameters = [p for p in parameters if p.requires_grad]
         self.optimizer = _SGD(self.parameters, lr=lr)
+        self.calls = {
+            "on_forward": [self.loss.on_forward] if defines(self.loss, "on_forward") else []
+        }
         self.grad_scaler = torch.amp.GradScaler("cpu", enabled=False)
         self.losses: list[float] = []
         self.grads: list[list[Tensor | None]] = []  # of each update, reduced
@@ -84,13 +95,12 @@ class MiniTask:
 
     def run(self, updates: int) -> MiniTask:
         """So many updates; a phase starts with each epoch, and with each call, as on a resume."""
-        step = TRAIN_STEPS["standard" if self.length.accumulate == 1 else "accumulate"]
         self.loss.on_phase_start(self)
         for update in range(updates):
             if update and self.clock.batch_in_epoch == 0:
                 self.loss.on_phase_start(self)
             self.batches = self.rest_of_epoch()
-            step(self)
+            self.train_step(self)
         return self
 
     def state(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 
 import tiny
 from selftask import classy
+from selftask.api.trainer import Trainer
+from selftask.cli.main import COMMANDS
 from selftask.config.load import load_config
 from selftask.errors import ConfigError, UserError
+from selftask.registry import HOOKS
 from selftask.task.loop import train_loop
-from selftask.trainer import Trainer
 
 THEIRS = '''
 from classy_vision.hooks import ClassyHook, register_hook
@@ -97,6 +100,9 @@ def test_every_hook_works_or_is_refused_with_what_to_use() -> None:
     assert shipped <= {*ALONE, *classy.INSTEAD}
     page = (tiny.ROOT / "docs/classy.md").read_text()
     assert [name for name in {*ALONE, *classy.INSTEAD} if f"| `{name}` |" not in page] == []
+    for text in classy.INSTEAD.values():
+        assert all(name in HOOKS for name in re.findall(r"hooks\.(\w+)", text)), text
+        assert all(name in COMMANDS for name in re.findall(r"`selftask ([\w-]+)", text)), text
     for name in classy.INSTEAD:
         refused = rf"command line: hooks\.classy:{name}=\{{\}}: .*{name}' does not work here: "
         with pytest.raises(ConfigError, match=refused):
@@ -171,8 +177,8 @@ def test_their_optimizers(tmp_path: Path, optimizer: str) -> None:
 
 
 def test_their_schedule(tmp_path: Path) -> None:
-    lr = "{name: multistep, values: [0.1, 0.01, 0.001], milestones: [1, 2], num_epochs: 3}"
-    sgd = "optimizer={name: sgd, warmup: 0}"
+    lr = "{name: 'classy:multistep', values: [0.1, 0.01, 0.001], milestones: [1, 2]}"
+    sgd = "optimizer={name: sgd}"
     tiny.train("simclr", tmp_path, "run", sgd, f"optimizer.lr={lr}", "train.epochs=3")
     rates = [row["lr"] for row in tiny.rows(tmp_path / "run")]
     assert rates == pytest.approx([0.1] * 5 + [0.01] * 5 + [0.001] * 5)

@@ -15,9 +15,9 @@ import torch
 
 import selftask
 import tiny
+from selftask.api.trainer import Trainer
 from selftask.distributed import device
 from selftask.distributed.device import keep_freed_memory
-from selftask.trainer import Trainer
 
 TRIM, MMAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 STEPS = """
@@ -122,7 +122,7 @@ def test_instructions_for_bfloat16(line: str, tmp_path: Path) -> None:
 def test_a_run_in_float32_says_that_bfloat16_would_be_faster(
     instructions: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("selftask.run.run.bfloat16_instructions", lambda: instructions)
+    monkeypatch.setattr("selftask.distributed.device.bfloat16_instructions", lambda: instructions)
     lines = {}
     for precision in ("float32", "bfloat16"):
         words = (f"train.precision={precision}", "train.max_steps=1")

@@ -22,7 +22,8 @@ MINE = '''
 from dataclasses import dataclass
 from selftask.hooks.base import Hook
 from selftask.methods.base import Method
-from selftask.registry import register_hook, register_method, register_train_step
+from selftask.registry import register_hook, register_method, register_task, register_train_step
+from selftask.task import Task
 from selftask.train_steps.standard import standard_train_step
 
 @register_method("pull")
@@ -44,6 +45,14 @@ def loud(task):
     standard_train_step(task)
     print("step", task.steps_done)
 
+@register_task("farewell")
+class Farewell(Task):
+    """Prints a line after the last phase."""
+
+    def on_end(self):
+        super().on_end()
+        print("that was", self.steps_done)
+
 @register_hook("greeter")
 @dataclass(eq=False, kw_only=True)
 class Greeter(Hook):
@@ -57,6 +66,7 @@ RECIPE = """\
 # Pull, in my folder.
 defaults: [/base/digits, _self_]
 import: [mine]
+task: farewell
 method: {name: pull, strength: 2.0}
 backbone: {name: small_resnet, width: 8}
 train: {step: loud, epochs: null, max_steps: 3, batch_size: 32, threads: 1, log_every: 1}
@@ -80,6 +90,7 @@ def test_a_folder_of_ones_own_trains(mine: Path) -> None:
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
     assert "good morning Pull" in lines
+    assert "that was 3" in lines
     place = lines.index("run: my.yaml, out=runs/my, seed 0")
     assert lines[place + 1].startswith("model: pull on small_resnet of ")
     assert [line for line in lines if line.startswith("step ") and len(line) < 8] == [
@@ -100,6 +111,8 @@ def test_a_folder_of_ones_own_trains(mine: Path) -> None:
 def test_a_typo_in_the_step_is_answered_with_ones_own_name(mine: Path) -> None:
     with pytest.raises(ConfigError, match=r"no train_step named 'lod'; did you mean 'loud'\?"):
         load_config("my.yaml", ["train.step=lod"])
+    with pytest.raises(ConfigError, match=r"no task named 'farwell'; did you mean 'farewell'\?"):
+        load_config("my.yaml", ["task=farwell"])
 
 
 def test_a_taken_name_shows_both_places(mine: Path) -> None:
@@ -109,12 +122,12 @@ def test_a_taken_name_shows_both_places(mine: Path) -> None:
     message = str(error.value)
     assert "the method name 'simclr' is taken" in message
     assert "methods/simclr.py:" in message
-    assert "mine.py:8" in message
+    assert "mine.py:9" in message
 
 
 def test_two_of_ones_own_of_one_name(mine: Path) -> None:
     (mine / "more.py").write_text(MINE)
-    with pytest.raises(ConfigError, match=r"(?s)'pull' is taken: at .*mine\.py:8.*more\.py:8"):
+    with pytest.raises(ConfigError, match=r"(?s)'pull' is taken: at .*mine\.py:9.*more\.py:9"):
         load_config("my.yaml", ["import=[mine,more]"])
 
 
@@ -122,7 +135,7 @@ def project_task(words: list[str], step: str) -> Task:
     """SimSiam's task after its training."""
     out = next(word for word in words if word.startswith("out="))
     recipe = str(PROJECT / "recipe.yaml")
-    config = load_config(recipe, [*words, f"train.step={step}", f"{out}_{step}"])
+    config = load_config(recipe, [*words, f"train.step={step}", f"{out}_{len(step)}"])
     task = Task(config, sources=open_data(config.data))
     train_loop(task)
     return task
@@ -132,12 +145,15 @@ def test_project_simsiam(tmp_path: Path, forget_names: None) -> None:
     """The example trains, with each of its parts, and its loss is the paper's."""
     small = [word for word in tiny.overrides("simclr", tmp_path) if not word.startswith("method=")]
     small += ["method.out_dim=16", "method.hidden_dim=8", "train.epochs=1"]
-    sharp, plain = (project_task(small, name) for name in ("sharpness_aware", "standard"))
-    assert sharp.steps_done == plain.steps_done == 5
-    first, second = (tiny.rows(task.out) for task in (sharp, plain))
-    assert all(r["first"] + r["second"] == pytest.approx(r["loss"], rel=1e-5) for r in second)
-    assert first[0]["loss"] == second[0]["loss"]
-    assert first[1]["loss"] != second[1]["loss"], "another gradient"
+    steps = ("noisy_weights", "{name: noisy_weights, std: 0}", "standard")
+    noisy, still, plain = (project_task(small, step) for step in steps)
+    assert noisy.steps_done == plain.steps_done == 5
+    rows = [[row["loss"] for row in tiny.rows(task.out)] for task in (noisy, still, plain)]
+    assert rows[0][0] != rows[2][0], "the loss is that of weights with noise"
+    assert rows[0] == pytest.approx(rows[2], abs=0.2), "of which none stays"
+    assert rows[1] == rows[2]
+    terms = tiny.rows(plain.out)
+    assert all(r["first"] + r["second"] == pytest.approx(r["loss"], rel=1e-5) for r in terms)
     assert {"CentralizeGradients", "SimSiam"} <= {type(hook).__name__ for hook in plain.hooks}
     head = plain.base_model.head.projector[0].weight.grad
     assert head.mean(dim=1).abs().max() < 1e-7, "gradients of weights are centred"

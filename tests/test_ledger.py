@@ -43,7 +43,7 @@ def test_a_digest_covers_the_method_its_recipe_and_the_engine() -> None:
     package = "ssl/selftask"
     assert {f"{package}/methods/moco.py", "configs/moco/digits.yaml"} <= own
     assert {f"{package}/models/heads.py", f"{package}/distributed/collectives.py"} <= own
-    named = {"models/backbones/small_resnet", "data/transforms/geometry", "optim/adamw"}
+    named = {"models/backbones/small_resnet", "data/transforms/geometry", "optim/optimizers/adamw"}
     assert {f"{package}/{name}.py" for name in named} <= own
     assert not {f"{package}/methods/byol.py", f"{package}/task/task.py"} & own
     every = {str(path.relative_to(tiny.ROOT)) for path in files("moco", "kills")}

@@ -154,6 +154,6 @@ def test_reload_and_outside_registration(things: Registry, tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", sorted(REGISTRIES))
 def test_every_name_of_the_package_has_its_file_and_summary(kind: str) -> None:
     registry = REGISTRIES[kind]
-    for name in registry:
+    for name in registry._index():  # not what other tests have registered
         assert registry.address(name).path.is_file()
         assert registry.summary(name).strip(), f"{registry.kind} {name} has no docstring"

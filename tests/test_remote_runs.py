@@ -22,7 +22,7 @@ from selftask.files import addresses
 
 HERE = Path(__file__).resolve().parent
 OUT = "mem://bucket/runs/a"
-TIMES = ("images_per_s", "data_wait")
+TIMES = tiny.TIMES
 
 
 @pytest.fixture

@@ -21,7 +21,16 @@ CASES = {
     "supervised": [VAL, *LABELLED],
     "simclr": [VAL, *LABELLED[1:], "hooks.clip_gradients={max_norm: 1.0}"],
     "barlow": ["train.precision=bfloat16"],
-    "byol": ["train.step=accumulate", "train.accumulate=2", "train.log_every=2"],
+    "moco": ["train.step={name: grad_cache, chunks: 3}"],
+    "swav": ["train.step=sam", "train.epochs=1"],
+    "byol": [
+        "train.step=accumulate",
+        "train.accumulate=2",
+        "train.log_every=2",
+        "hooks.gradient_noise={}",
+        "hooks.gradient_norms={}",
+        "hooks.clip_gradients={mode: adaptive}",
+    ],
 }  # every method alone: tests/methods/test_contract.py
 
 
@@ -55,7 +64,7 @@ def test_stopped_and_resumed_is_never_stopped(
 
 def test_schedule_by_epochs_goes_on_where_it_was(folder: Path) -> None:
     """A scheduler that moves once an epoch must not move when an epoch is taken up again."""
-    lr = "optimizer.lr={name: linear, start_value: 0.01, end_value: 0.0, update_interval: epoch}"
+    lr = "optimizer.lr={name: linear, start: 0.01, end: 0.0, update: epoch}"
     whole = tiny.train("simclr", folder, "epoch_whole", lr)
     tiny.train("simclr", folder, "epoch_parts", lr, "train.stop_at=7")
     tiny.train("simclr", folder, "epoch_parts", lr)

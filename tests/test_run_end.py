@@ -261,12 +261,12 @@ def test_a_bug_is_told_in_full(folder: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_loss_that_is_not_finite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Found at the next log line or save, told with the step where it began; never saved."""
+    """Found at the next log line or save, then searched from the last checkpoint; never saved."""
     save = "train.checkpoint_every='2 steps'"
     trouble = ("import=[trouble]", "hooks.trouble={kind: nan, step: 3}")
     assert train(folder, *trouble, save, "train.log_every=10") == 1
     line = last_line(capsys)
-    assert line.startswith("RUN FAILED at step 4 on rank 0: the loss is nan at step 3 on rank 0")
+    assert line.startswith("RUN FAILED at step 2 on rank 0: the loss is nan at step 3 on rank 0")
     assert "optimizer.lr" in line
     saved = sorted(path.name for path in (folder / "run/checkpoints").glob("*.pt"))
     assert saved == ["step_000000002.pt"]

@@ -13,7 +13,7 @@ import pytest
 import tiny
 from selftask.cli.main import main
 from selftask.data.loading import workers
-from selftask.hooks import progress
+from selftask.hooks.watching import progress
 from selftask.logs import json_row
 
 

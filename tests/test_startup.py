@@ -61,6 +61,7 @@ def test_training_loads_only_what_it_uses(tmp_path: Path) -> None:
         "safetensors",
         "sklearn",
         "timm",
+        "torch.distributed.checkpoint",
         "torchvision",
     }
     code = "import selftask.run.run, selftask.methods.simclr, selftask.train_steps.standard"

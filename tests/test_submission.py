@@ -24,6 +24,7 @@ from selftask.config.load import load_config
 from selftask.config.schema import LaunchConfig
 from selftask.errors import RunError, UserError
 from selftask.logs import write_json
+from selftask.logs.events import read_events
 from selftask.run import slurm_job
 from selftask.slurm import queue
 from selftask.slurm.batch_epilogue import after
@@ -294,6 +295,10 @@ def test_nothing_is_requeued_twice(
     assert after(143, folder, now) == code
     assert told(folder)[0] == state
     assert line in told(folder)[1]
+    (event,) = read_events(folder.parent)
+    kinds = {"requeued": "requeue", "interrupted": "stop", "failed": "failure"}
+    assert (event["event"], event["step"]) == (kinds[state], 3)
+    assert told(folder)[1].endswith(f" {event['text']}\n")
 
 
 @pytest.mark.parametrize("state", ["finished", "interrupted", "requeued"])

@@ -45,6 +45,7 @@ def test_auto_with_a_gpu_leaves_the_workers_their_cores(
 WHOLE, WORKERS = ("train.threads=3", "data.num_workers=0"), "data.num_workers=2"
 
 
+@pytest.mark.slow
 def test_a_stop_keeps_the_threads(tmp_path: Path) -> None:
     """Three threads; resumed by auto on one core and with workers. The sums of one differ."""
     folder, net = tmp_path, ("backbone.width=32", "train.epochs=2")

@@ -25,7 +25,7 @@ class Slow:
         batches, reduce = task._read_batches, task.reduction.reduce
         task._read_batches = lambda: self.batches(batches())  # type: ignore[method-assign]
         task.model.register_forward_pre_hook(self.takes("forward"))
-        task._calls["on_forward"] = [*task._calls.get("on_forward", []), self.takes("hooks")]
+        task.calls["on_forward"] = [*task.calls.get("on_forward", []), self.takes("hooks")]
         task.loss.register_forward_pre_hook(self.takes("loss"))
         next(task.model.parameters()).register_hook(self.takes("backward"))
         task.reduction.reduce = lambda: (self.takes("reduce")(), reduce())[1]  # type: ignore

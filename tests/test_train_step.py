@@ -21,7 +21,7 @@ from selftask.config.run_length import Clock, RunLength
 from selftask.config.schema import OptimizerConfig
 from selftask.data.loading.open_data import open_data
 from selftask.hooks.base import POINTS, Hook
-from selftask.hooks.print_hooks import describe_hooks
+from selftask.hooks.watching.print_hooks import describe_hooks
 from selftask.optim.build import build_optimizer
 from selftask.parallel.manual import ManualReduction
 from selftask.registry import HOOKS
@@ -73,12 +73,15 @@ def points(*, train: bool) -> list[str]:
 
 def test_hook_points_in_order(tmp_path: Path, spy: str) -> None:
     tiny.train("supervised", tmp_path, "run", "train.max_steps=2", *labelled(tmp_path), spy)
-    step = ["on_forward", "on_loss_and_meter", "on_backward", "on_update", "on_step"]
+    step = [
+        *("before_step", "on_forward", "on_loss_and_meter", "on_backward", "on_update"),
+        *("on_step", "on_row"),  # the hook `metrics` comes after the spy
+    ]
     # the checkpoint hook saves at the end of the phase, after the spy has been there
     train = ["on_start", "on_phase_start", *step * 2, "on_phase_end", "before_save"]
     test = ["on_phase_start", *["on_forward", "on_loss_and_meter", "on_step"] * 2, "on_phase_end"]
     assert points(train=True) == train
-    assert points(train=False) == [*test, "on_end"]
+    assert points(train=False) == [*test, "on_row", "on_end"]
     for _, point, phase, iteration, grad in CALLS:
         inside = point in ("on_forward", "on_loss_and_meter")
         assert grad is (phase or not inside), "outside, the grad mode is as before"
@@ -104,8 +107,8 @@ def test_priorities_and_exceptions(tmp_path: Path, spy: str) -> None:
     more = (f"hooks={orders}", "hooks.middle={name: spy, label: b}")
     task = tiny.task("simclr", tmp_path, "run", *more)
     task.prepare()
-    task._calls["on_backward"].append(fail)
-    task._calls["on_exception"].insert(0, fail)
+    task.calls["on_backward"].append(fail)
+    task.calls["on_exception"].insert(0, fail)
     task.prepare = lambda: None  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         train_loop(task)
@@ -129,7 +132,7 @@ def test_the_order_is_printed_on_request(tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level("INFO", logger="selftask"):
         task = tiny.train("byol", tmp_path, "run", *more)
     lines = describe_hooks(task.hooks).splitlines()
-    assert "on_backward: ClipGradients (20)" in lines
+    assert "on_backward: ClipGradients (20), Health (60)" in lines
     assert "on_update: BYOL, Health (60)" in lines
     assert any(line.startswith("on_step: EvaluateBackbone (65), ") for line in lines)
     assert all(line in caplog.messages for line in lines)
@@ -138,7 +141,7 @@ def test_the_order_is_printed_on_request(tmp_path: Path, caplog: pytest.LogCaptu
 def test_a_stray_stop_iteration_does_not_end_the_epoch(tmp_path: Path) -> None:
     task = tiny.task("simclr", tmp_path)
     task.prepare()
-    task._calls["on_update"].append(lambda task: next(iter(())))
+    task.calls["on_update"].append(lambda task: next(iter(())))
     task.on_start()
     task.on_phase_start()
     with pytest.raises(StopIteration):
@@ -268,7 +271,10 @@ def test_schedule_reaches_the_groups_of_a_loaded_state() -> None:
     """``load_state_dict`` replaces the list of groups; a cached one would be dead (style.md)."""
     module = nn.Linear(2, 2)
     config = OptimizerConfig(
-        name="sgd", args={}, lr=1.0, schedule="linear", weight_decay=0.4, end_weight_decay=0.0
+        name="sgd",
+        lr=1.0,
+        schedule="linear",
+        weight_decay={"name": "linear", "start": 0.4, "end": 0.0},
     )
     length = RunLength(num_samples=10, batch_size=1, epochs=1)
     optimizer = build_optimizer(config, [("m", module)], length, batch=1)

@@ -77,6 +77,32 @@ def test_each_attempt_meets_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({first, again, step}) == 3
 
 
+def test_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    open_mpi = dict(zip((f"OMPI_COMM_WORLD_{n}" for n in names), "3422", strict=True))
+    mpich = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "2"}
+    for variables in (open_mpi, mpich):
+        with monkeypatch.context() as context:
+            for name, value in variables.items():
+                context.setenv(name, value)
+            with pytest.raises(UserError, match="set MASTER_ADDR to the host of rank 0"):
+                read_world()
+            context.setenv("MASTER_ADDR", "node1")
+            context.setenv("MASTER_PORT", "29500")
+            world = read_world()
+            assert (world.rank, world.size, world.local_rank, world.local_size) == (3, 4, 2, 2)
+            assert (world.launcher, world.master) == ("mpi", ("node1", 29500))
+
+
+def test_mpirun_on_one_machine_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 1, "SIZE": 2, "LOCAL_RANK": 1, "LOCAL_SIZE": 2}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "3")  # of mpirun's daemons
+    world = read_world()
+    assert (world.rank, world.size, world.launcher) == (1, 2, "mpi")
+    assert world.master is not None and world.master[0] == "127.0.0.1"
+
+
 def test_a_batch_script_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     assert world(monkeypatch, batch).size == 1

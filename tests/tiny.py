@@ -24,6 +24,7 @@ from selftask.config.schema import Config
 from selftask.data.loading.open_data import open_data
 from selftask.equivalence.tiny_recipe import make_tiny
 from selftask.logs import read_metrics
+from selftask.logs.rows import MEASURED
 from selftask.task import Task
 from selftask.task.loop import Interrupted, train_loop
 
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BATCH_SIZE = 16
 STEPS_PER_EPOCH = 5
 STEPS = 3 * STEPS_PER_EPOCH
-TIMES = ("images_per_s", "data_wait")  # of a row: differ from run to run
+TIMES = MEASURED  # of a row: differ from run to run
 
 
 def digits_file(folder: Path, name: str = "digits.npz", start: int = 0, stop: int = 80) -> Path:

@@ -84,6 +84,7 @@ __all__ = [
     "ClassyTaskNames",
     "UpdateInterval",
     "build",
+    "build_schedule",
     "has",
     "names",
     "schedulers",
@@ -113,12 +114,17 @@ class ClassyTaskNames(ClassyTask):  # type: ignore[misc]  # classy-vision ships 
     @property
     def train_phase_idx(self) -> int:
         """Index of the current or last train phase, or -1 before the first."""
-        return self.phase_begun // 2 if self.has_test_phases else self.phase_begun
+        if not self.has_test_phases:
+            return self.phase_begun
+        trained = int(self.config.eval.test_every)  # phases before each test phase
+        cycles, place = divmod(self.phase_begun, trained + 1)
+        return int(cycles * trained + min(place, trained - 1))
 
     @property
     def eval_phase_idx(self) -> int:
         """Index of the current or last test phase, or -1 before the first."""
-        return (self.phase_begun - 1) // 2 if self.has_test_phases else -1
+        trained = int(self.config.eval.test_every)
+        return (self.phase_begun - trained) // (trained + 1) if self.has_test_phases else -1
 
     @property
     def num_batches_per_phase(self) -> int:
@@ -152,10 +158,10 @@ _PACKAGES = {
 
 INSTEAD = {
     "checkpoint": "selftask saves by itself: train.checkpoint_every, train.keep_checkpoints",
-    "model_complexity": "it asks for a ClassyModel; a run's first lines say how large the model is",
-    "model_tensorboard": "it asks for a ClassyModel; hooks.classy:tensorboard_plot={} draws curves",
+    "model_complexity": "it asks for a ClassyModel; `selftask model-summary RECIPE` prints it",
+    "model_tensorboard": "it asks for a ClassyModel; hooks.tensorboard={} draws curves",
     "precise_bn": "it asks for Classy's loaders; hooks.precise_bn={} does the same",
-    "profiler": "it asks for a ClassyModel; hooks.timing={} says where the time of a step goes",
+    "profiler": "it asks for a ClassyModel; hooks.profiler={} writes traces",
     "torchscript": "it asks for a ClassyModel; `selftask export RUN` writes the backbone",
 }
 """Classy's hooks that do not work with a selftask Task, with the reason and a replacement."""
@@ -236,6 +242,25 @@ def build(kind: str, name: str, args: dict[str, Any], out: Path | None = None) -
             f"Classy Vision's {kind} {bare!r} cannot be made of {args}: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def build_schedule(name: str, args: dict[str, Any], *, num_epochs: int) -> Any:
+    """Build a schedule of Classy, such as ``classy:multistep``.
+
+    ``num_epochs`` is filled in, also in the parts of a composite, unless the schedule's own
+    arguments give the length.
+    """
+    return build("schedule", name, _with_epochs(args, num_epochs))
+
+
+def _with_epochs(args: dict[str, Any], num_epochs: int) -> dict[str, Any]:
+    if "schedulers" in args:
+        parts = [_with_epochs(part, num_epochs) for part in args["schedulers"]]
+        return {**args, "schedulers": parts}
+    has_length = len(args.get("milestones") or ()) == len(args.get("values") or ()) > 0
+    if has_length or not {"num_epochs", "num_updates"}.isdisjoint(args):
+        return args
+    return {"num_epochs": num_epochs, **args}
 
 
 def _registry(kind: str) -> dict[str, Any]:

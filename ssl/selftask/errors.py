@@ -19,6 +19,10 @@ class RunError(Exception):
     """A failed run with a known cause; its message needs no traceback."""
 
 
+class StepSkipped(Exception):
+    """Raised inside a train step, on every rank alike, to abandon it without an update."""
+
+
 class ConfigError(UserError):
     """All problems of a config, one per line."""
 
@@ -34,7 +38,7 @@ def describe_exit(code: int | None) -> str:
     return f"ended with code {code}"
 
 
-def plural(noun: str, number: int) -> str:
+def plural(noun: str, number: float) -> str:
     """Return the singular or plural of a noun: ``image`` for 1, ``images`` for 0."""
     return noun if number == 1 else f"{noun}s"
 

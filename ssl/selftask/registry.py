@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -137,7 +138,12 @@ class Registry:
         return found
 
     def summary(self, name: str) -> str:
-        """Return the first docstring line of ``name``, or of its module, read from source."""
+        """Return the first docstring line of ``name``, or of its module, read from source.
+
+        Of what is registered by a call, and not where it is defined, the object's own docstring.
+        """
+        if name in self._registered and name not in self._index():
+            return (inspect.getdoc(self._registered[name]) or "").partition("\n")[0]
         module = parse(self.address(name).path)
         doc = ast.get_docstring(self.definition(name)) or ast.get_docstring(module) or ""
         return doc.partition("\n")[0]
@@ -183,11 +189,12 @@ class Registry:
         pattern = re.compile(rf'^@{self.decorator}\(\s*"([\w.]+)"', re.MULTILINE)
         index: dict[str, Address] = {}
         for folder in spec.submodule_search_locations or [] if spec else []:
-            for path in sorted(Path(folder).glob("*.py")):
+            for path in sorted(Path(folder).rglob("*.py")):
                 text = path.read_text(encoding="utf-8")
+                module = ".".join(path.relative_to(folder).with_suffix("").parts)
                 for match in pattern.finditer(text):
                     line = text.count("\n", 0, match.start()) + 1
-                    index[match[1]] = Address(f"{self.package}.{path.stem}", path, line)
+                    index[match[1]] = Address(f"{self.package}.{module}", path, line)
         return index
 
 
@@ -226,6 +233,7 @@ REQUIREMENTS = {
 """Values of ``Method.requires``, checked by ``config.checks.requirements``."""
 
 METHODS = Registry("method", "selftask.methods", declares=("loss_reduction", REDUCTIONS))
+TASKS = Registry("task", "selftask.task")
 TRAIN_STEPS = Registry("train_step", "selftask.train_steps")
 HOOKS = Registry("hook", "selftask.hooks")
 BACKBONES = Registry("backbone", "selftask.models.backbones")
@@ -236,13 +244,14 @@ TRANSFORMS = Registry("transform", "selftask.data.transforms")
 BATCHED_TRANSFORMS = Registry(
     "batched_transform", "selftask.data.device.transforms"
 )  # under the name of the transform
-OPTIMIZERS = Registry("optimizer", "selftask.optim")
+OPTIMIZERS = Registry("optimizer", "selftask.optim.optimizers")
 SCHEDULES = Registry("schedule", "selftask.optim")
 METERS = Registry("meter", "selftask.meters")
 EVALUATIONS = Registry("evaluation", "selftask.evaluate")
 
 REGISTRIES: dict[str, Registry] = {
     "methods": METHODS,
+    "tasks": TASKS,
     "train_steps": TRAIN_STEPS,
     "hooks": HOOKS,
     "backbones": BACKBONES,
@@ -257,6 +266,7 @@ REGISTRIES: dict[str, Registry] = {
 }
 
 register_method = METHODS.register
+register_task = TASKS.register
 register_train_step = TRAIN_STEPS.register
 register_hook = HOOKS.register
 register_backbone = BACKBONES.register

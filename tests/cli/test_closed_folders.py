@@ -72,6 +72,11 @@ COMMANDS_ON_PATHS = {
     "bench data": ["bench", "data", "simclr", "data=CLOSED/x"],
     "config": ["config", "CLOSED/x.yaml"],
     "config data": ["config", "simclr", "data=CLOSED/x"],
+    "test": ["test", "CLOSED/x"],
+    "checkpoints": ["checkpoints", "CLOSED/x"],
+    "replay": ["replay", "CLOSED/x/failures/step_1"],
+    "repro": ["repro", "CLOSED/x"],
+    "model-summary": ["model-summary", "CLOSED/x.yaml"],
 }
 NO_PATHS = {"list", "env"}
 

@@ -224,7 +224,7 @@ def test_eval_of_an_exported_file(
 @pytest.fixture(scope="module")
 def exported_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A transformer of 64 pixels as a run leaves it."""
-    args = {"img_size": 64, "patch_size": 16, "depth": 1, "pool": "avg"}
+    args = {"img_size": 64, "patch_size": 16, "depth": 2, "pool": "avg"}
     component = Component(name="vit_tiny", args=args)
     transforms = [
         {"name": "resize", "size": 80, "interpolation": "bilinear"},
@@ -273,3 +273,45 @@ def test_image_size_of_a_library_s_model(images: Path) -> None:
         open_frozen(
             "timm:vit_tiny_patch16_224", [f"data={images}", "weights=none", "image_size=100"]
         )
+
+
+def test_features_of_hidden_layers_and_their_clusters(
+    exported_vit: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "features"
+    monkeypatch.chdir(images.parent)
+    words = [f"data={images.name}", f"out={out}", "data.max_unreadable=1", "train.device=cpu"]
+    words += ["image_size=96", "layers=[0,-1]", "pool=both", "clusters=2"]
+    assert main(["features", str(exported_vit), *words]) == 0
+    backbone = open_frozen(str(exported_vit), [*words[:1], *words[2:5]]).backbone.eval()
+    frozen = open_frozen(str(exported_vit), [*words[:1], *words[2:5]])
+    with (out / "images.csv").open(newline="") as file:
+        paths = [Path(row["path"]) for row in csv.DictReader(file)]
+    seen: dict[int, Tensor] = {}
+    last = len(backbone.blocks) - 1
+    for number in (0, last):
+        backbone.blocks[number].register_forward_hook(
+            lambda module, args, output, number=number: seen.update({number: output})
+        )
+    with torch.no_grad():
+        backbone(torch.stack([shown(frozen.config, path) for path in paths]))
+    for number in (0, last):
+        tokens = seen[number]
+        expected = torch.cat([tokens[:, 0], tokens[:, 1:].mean(dim=1)], dim=1)
+        found = np.load(out / f"features_layer{number}.npy")
+        assert np.allclose(found, expected.numpy(), atol=1e-5)
+    with (out / "clusters.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [Path(row["path"]) for row in table] == [path.absolute() for path in paths]
+    assert {row["label"] for row in table} == {"0", "1"}, "two clusters, none of them empty"
+
+
+def test_evaluations_of_hidden_layers(
+    exported_vit: Path, images: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"data={images}", "data.max_unreadable=1", "train.device=cpu", "image_size=96"]
+    assert main(["eval", "knn", str(exported_vit), *words, "k=[1]", "eval.layers=[0,1]"]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {"knn_top1_layer0", "knn_top1_layer1"} <= set(row)
+    assert main(["eval", "knn", str(exported_vit), *words, "k=[1]", "eval.layers=[7]"]) == 2
+    assert "eval.layers: 7; a VisionTransformer has layers 0 to" in capsys.readouterr().err

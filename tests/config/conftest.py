@@ -116,8 +116,13 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     modules = set(sys.modules)
     known = {r: (dict(r._registered), dict(r._addresses)) for r in REGISTRIES.values()}
     yield tmp_path
-    for registry, (registered, addresses) in known.items():
-        registry._registered, registry._addresses = registered, addresses
+    for registry, kept in known.items():  # what selftask itself registered meanwhile stays
+        now = registry._registered, registry._addresses
+        ours = [n for n, thing in now[0].items() if thing.__module__.startswith("selftask.")]
+        registry._registered, registry._addresses = (
+            {**before, **{name: after[name] for name in ours if name in after}}
+            for before, after in zip(kept, now, strict=True)
+        )
     for name in set(sys.modules) - modules:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]

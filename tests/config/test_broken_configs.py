@@ -54,6 +54,17 @@ CASES = {
     "missing section": Broken(r"method is missing: give the name of a method", ["~method"]),
     "no data": Broken(r"data is missing: data=FOLDER", ["~data"]),
     "section left out": Broken(rf"{CLI}epochs=3: .*did you mean 'train\.epochs'", ["epochs=3"]),
+    "null for a hook that is none": Broken(
+        rf"{CLI}hooks\.progres=null: no hook named 'progres'; did you mean 'progress'\?",
+        ["hooks.progres=null"],
+    ),
+    "address of an unknown store": Broken(
+        rf"{CLI}out=nosuch://x: out=nosuch://x: Protocol not known: nosuch", ["out=nosuch://x"]
+    ),
+    "weights at an unknown store": Broken(
+        rf"{CLI}init\.backbone=nosuch://w\.pt: init\.backbone=nosuch://w\.pt: Protocol not known",
+        ["init.backbone=nosuch://w.pt"],
+    ),
     "field of a named thing": Broken(
         rf"{CLI}method\.temprature=1: unknown key 'method\.temprature' of toy_method "
         r"\(toy\.py:\d+\); did you mean 'method\.temperature'\?",
@@ -87,14 +98,16 @@ CASES = {
     "shipped recipe": Broken(r"did you mean 'simclr/digits'\?", recipe="simclr/digit"),
     "recipe file": Broken(rf"{CLI}mine\.yaml: there is no such file", recipe="mine.yaml"),
     "whole number": Broken(
-        rf"{CLI}train\.epochs=many: train\.epochs='many': expected a whole number or null",
-        ["train.epochs=many"],
+        rf"{CLI}train\.max_steps=many: train\.max_steps='many': expected a whole number or null",
+        ["train.max_steps=many"],
     ),
     "number in a file": Broken(
         r"my\.yaml:12: optimizer\.lr='fast': expected a number or key: value pairs",
         edit=("lr: 0.1", "lr: fast"),
     ),
-    "true or false": Broken(r"train\.compile=2: expected true or false", ["train.compile=2"]),
+    "true or false": Broken(
+        r"train\.async_checkpoints=2: expected true or false", ["train.async_checkpoints=2"]
+    ),
     "choice": Broken(
         r"train\.precision='bfloat': did you mean 'bfloat16'\?", ["train.precision=bfloat"]
     ),
@@ -118,9 +131,8 @@ CASES = {
         r"my\.yaml:11: train\.batch_size=8 is the global batch .* 3 processes .*; try 6",
         ["launch.processes=3"],
     ),
-    "float16 without a GPU": Broken(
-        rf"{CLI}train\.precision=float16: .*needs a GPU",
-        ["train.precision=float16", "train.device=cpu"],
+    "index of a device": Broken(
+        rf"{CLI}train\.device=cuda:1: .*give the type only \(cuda\)", ["train.device=cuda:1"]
     ),
     "accumulate without its step": Broken(
         rf"{CLI}train\.accumulate=4: .*use train\.step=accumulate", ["train.accumulate=4"]

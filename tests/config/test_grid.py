@@ -23,18 +23,8 @@ SURELY = f"{{name: random_apply, p: 1.0, transforms: [{CROP}]}}"
 @pytest.mark.parametrize(
     ("recipe", "words", "right"),
     [
-        ("dino/images", ["backbone=vit_tiny"], "backbone.dynamic_img_size=true"),
-        ("dino/images", ["backbone=timm:vit_tiny_patch16_224"], "args.dynamic_img_size=true"),
+        ("dino/images", ["backbone=vit_tiny"], "backbone.img_size=96"),
         ("simclr/images", ["backbone=vit_tiny"], "backbone.img_size=96"),
-        (  # the digits themselves are of a size that only the data tell
-            "dino/digits",
-            [
-                "backbone=vit_micro",
-                "backbone.img_size=28",
-                f"views.a.transforms=[{CROP},normalize]",
-            ],
-            "backbone.dynamic_img_size=true",
-        ),
     ],
 )
 def test_other_sizes_than_the_grid_s(recipe: str, words: list[str], right: str) -> None:
@@ -49,7 +39,17 @@ def test_other_sizes_than_the_grid_s(recipe: str, words: list[str], right: str) 
     ("recipe", "words"),
     [
         ("dino/images", ["backbone=vit_tiny", "backbone.dynamic_img_size=true"]),
+        ("dino/images", ["backbone=vit_tiny", "backbone.img_size=96"]),
+        ("dino/images", ["backbone=timm:vit_tiny_patch16_224", "backbone.args.img_size=96"]),
         ("dino/images", ["backbone=timm:resnet18"]),
+        (  # the digits themselves are of a size that only the data tell
+            "dino/digits",
+            [
+                "backbone=vit_micro",
+                "backbone.img_size=28",
+                f"views.a.transforms=[{CROP},normalize]",
+            ],
+        ),
         ("simclr/images", ["backbone=vit_tiny", "backbone.img_size=96"]),
         ("simclr/digits", ["backbone=vit_micro", f"views.main.transforms=[{SURELY},normalize]"]),
         (
@@ -63,6 +63,7 @@ def test_what_fits_or_is_not_known_passes(recipe: str, words: list[str]) -> None
 
 
 TWO_SIZES = ["views.main.count=1", f"views.a.transforms=[{CROP},normalize]"]
+NO_PATCHES = [word.replace("32", "40") for word in TWO_SIZES]
 
 
 @pytest.mark.parametrize(
@@ -74,8 +75,20 @@ TWO_SIZES = ["views.main.count=1", f"views.a.transforms=[{CROP},normalize]"]
         ),
         (["backbone=torchvision:vit_b_32"], "set backbone.args.image_size=96$"),
         (
+            ["backbone=timm:cait_xxs24_224", *TWO_SIZES],
+            "args.img_size=96, and all views to that size",
+        ),
+        (
+            ["backbone=timm:swin_tiny_patch4_window7_224", *TWO_SIZES],
+            "set backbone.args.dynamic_img_size=true$",
+        ),
+        (
             ["backbone=torchvision:vit_b_32", *TWO_SIZES],
-            "args.image_size=96, and all views to that size",
+            r"224 pixels, .*\(views.main: 96, views.a: 32\); set backbone.args.image_size=96$",
+        ),
+        (
+            ["backbone=torchvision:vit_b_32", "backbone.args.image_size=96", *NO_PATCHES],
+            "views.a.transforms: images of 40 pixels cannot be divided .* try 32 or 64",
         ),
         (
             ["backbone=timm:vit_tiny_patch16_224", "views.main.transforms.0.size=224"],

@@ -21,6 +21,7 @@ from selftask.errors import ConfigError
 from selftask.registry import REGISTRIES
 
 SIGNED = {"bands.value_range", "contrast_noise.offset", "normalize.mean"}  # any finite number
+OF_VALUE = ("start", "end", "warmup_start", "first")  # limits are those of what is scheduled
 
 
 def has_numbers(annotation: Any) -> bool:
@@ -49,6 +50,7 @@ def numbers() -> Iterator[tuple[str, str, str]]:
                     if has_numbers(schema.types[field])
                     and not schema.fields[field].metadata.get("duration")
                     and f"{name}.{field}" not in SIGNED
+                    and not (kind == "schedules" and field in OF_VALUE)
                 )
 
 
@@ -58,14 +60,15 @@ def complaints(kind: str, name: str, field: str, value: float, whole: dict[str, 
     args = {
         key: default_of(f) if has_default(f) else filled(schema.types[key], 8)
         for key, f in schema.fields.items()
-        if "of" not in f.metadata
+        if f.metadata.get("of") in (None, "schedules")
     }
     try:
         args[field] = convert(filled(schema.types[field], value), schema.types[field])
         check_limits(args[field], schema.fields[field].metadata)
     except (Mismatch, ValueError) as error:
         return str(error)
-    if any("of" in f.metadata for f in schema.fields.values()):  # lists of transforms
+    nested = {f.metadata.get("of") for f in schema.fields.values()}
+    if nested - {None, "schedules"}:  # lists of transforms
         return ""
     found = iter_problems(Component(name=name, args=args), REGISTRIES[kind], ("x",), whole)
     return "; ".join(text for _, text in found)
@@ -93,10 +96,11 @@ def test_what_is_no_number_of_use(key: str, value: str) -> None:
 @pytest.mark.parametrize(
     ("lr", "says"),
     [
-        ("{}", r"optimizer\.lr=\{\}: a scheduler of Classy Vision needs its name"),
+        ("{}", r"optimizer\.lr\.base is missing: a number"),
         ("{name: cosin}", r"no schedule named 'cosin'; did you mean 'cosine'"),
-        ("{name: cosine}", r"schedule 'cosine' cannot be made of \{\}"),
-        ("{name: 3}", r"needs its name"),
+        ("{name: cosine}", r"optimizer\.lr: start is missing: the value at the start"),
+        ("{name: 'classy:cosine'}", r"schedule 'cosine' cannot be made of \{'num_epochs': "),
+        ("{name: 3}", r"needs the name"),
     ],
 )
 def test_a_scheduler_that_cannot_be_built(lr: str, says: str) -> None:

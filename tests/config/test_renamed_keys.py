@@ -17,6 +17,21 @@ CASES = {
     "timeout_s": ("simclr", "launch.timeout_s=60", "launch.hang_timeout_s"),
     "compress": ("simclr", "parallel.compress=bf16", "parallel.grad_compression"),
     "coverage": ("simclr", "init.coverage=0.5", "init.min_matched"),
+    "lr_scale": ("simclr", "optimizer.lr_scale=linear", "optimizer.lr"),
+    "end_weight_decay": ("dino", "optimizer.end_weight_decay=0.4", "optimizer.weight_decay"),
+    "end_momentum": ("byol", "method.end_momentum=1.0", "method.momentum"),
+    "start_momentum": ("data2vec", "method.start_momentum=0.9", "method.momentum"),
+    "momentum_warmup": ("data2vec", "method.momentum_warmup=9", "method.momentum"),
+    "start_teacher_temperature": (
+        "dino",
+        "method.start_teacher_temperature=0.04",
+        "method.teacher_temperature",
+    ),
+    "teacher_temperature_warmup": (
+        "dino",
+        "method.teacher_temperature_warmup=9",
+        "method.teacher_temperature",
+    ),
     "decay_norm_and_bias": ("simclr", "optimizer.decay_norm_and_bias=true", "optimizer.decay_1d"),
     "trust": (
         "simclr",
@@ -26,6 +41,11 @@ CASES = {
     "of": ("simclr", "eval.transforms=[{name: normalize, of: cifar10}]", f"{EVAL}.stats"),
     "shift": ("simclr", "eval.transforms=[{name: random_affine, shift: 0.1}]", f"{EVAL}.translate"),
     "turns": ("simclr", "eval.transforms=[{name: rotate_90, turns: [1]}]", f"{EVAL}.k"),
+    "per_parameter": (
+        "simclr",
+        "hooks.clip_gradients={per_parameter: true}",
+        "hooks.clip_gradients.mode",
+    ),
     "fault": ("simclr", "hooks={fault: {at: 3}}", "fault_injection"),
     "dim": ("simclr", "method.dim=64", "method.out_dim"),
     "hidden": ("simclr", "method.hidden=64", "method.hidden_dim"),

@@ -7,17 +7,15 @@ from typing import Any
 
 import cv2
 import numpy as np
-import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from imagined_device import NAME, ImaginedDevice, in_process
 from selftask.config.schema import Component, ViewConfig
 from selftask.data.device.engine import Engine
 from selftask.data.views import Views
 
 SEED, EPOCH, IMAGES = 5, 1, 24
 HEIGHT, WIDTH = 40, 48
-NEEDS_CUDA_BUILD = pytest.mark.skipif(torch.version.cuda is None, reason="this torch knows no GPUs")
 
 
 def part(name: str, **args: Any) -> Component:
@@ -93,16 +91,29 @@ def assert_close(
         assert difference.mean() <= most + 1e-4, float(difference.mean())
 
 
-def on_an_imagined_gpu(transforms: list[Component], sizes: np.ndarray, dense: bool | None) -> None:
-    """All views on a GPU that knows shapes and places only, and cannot be asked for a value."""
+def on_an_imagined_device(
+    transforms: list[Component], sizes: np.ndarray, dense: bool | None
+) -> None:
+    """All views on a device for whose values the host never waits; they are those of the CPU."""
+    in_process(_on_device, transforms, sizes, dense)
+
+
+def _on_device(transforms: list[Component], sizes: np.ndarray, dense: bool | None) -> None:
     config = views_of(transforms)
     engine = Engine(Views(config), config, dense)
     packed = engine.draw_batch(0, np.zeros(len(sizes), int), np.arange(len(sizes)), sizes)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        pixels = torch.empty((len(sizes), HEIGHT, WIDTH, 3), dtype=torch.uint8, device="cuda")
-        each = None if (sizes == sizes[0]).all() else torch.empty((len(sizes), 2), device="cuda")
-        numbers = torch.empty(packed.numbers.shape, device="cuda")
-        for view in engine(pixels, each, replace(packed, numbers=numbers)):
-            assert view.device.type == "cuda"
-            assert view.dtype == torch.float32
-            assert view.is_contiguous(memory_format=torch.channels_last)
+    pixels = torch.from_numpy(smooth_images(len(sizes), HEIGHT, WIDTH))
+    each = None if (sizes == sizes[0]).all() else torch.from_numpy(sizes).float()
+    with ImaginedDevice() as device:
+        sent = [x if x is None else x.to(NAME) for x in (pixels, each, packed.numbers)]
+        engine(*sent[:2], replace(packed, numbers=sent[2]))  # the first call sends constants
+        device.waits.clear()
+        views = engine(*sent[:2], replace(packed, numbers=sent[2]))
+        assert device.waits == []
+    expected = Engine(Views(config), config, dense=True)(pixels, each, packed)
+    for view, other in zip(views, expected, strict=True):
+        assert view.device.type == NAME
+        assert view.dtype == torch.float32
+        assert view.is_contiguous(memory_format=torch.channels_last)
+        difference = (view.values - other).abs().mean()
+        assert difference < 0.02, float(difference)  # products in float16

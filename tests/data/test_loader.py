@@ -15,7 +15,7 @@ from selftask.data.cache.on_device import CachedBatches
 from selftask.data.device.batches import DeviceDataset
 from selftask.data.device.engine import Engine
 from selftask.data.loading.dataset import BadFiles, EvalDataset, ViewDataset
-from selftask.data.loading.loader import Batches, EvalBatches
+from selftask.data.loading.loader import Batches, EvalBatches, in_equal_numbers
 from selftask.data.loading.open_data import check_data, open_data, open_source
 from selftask.data.sampling.repeated import Repeated
 from selftask.data.sampling.sampler import Pool
@@ -190,3 +190,15 @@ def test_the_key_of_a_sample_names_its_draws(
             ]
             wrong += found != by_image
     assert wrong >= 3  # index and epoch do not name them
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_every_rank_has_as_many_test_batches(size: int, world_size: int) -> None:
+    for count in range(world_size, 40):
+        ranks = [in_equal_numbers(count, size, rank, world_size) for rank in range(world_size)]
+        assert [i for batches in ranks for batch in batches for i in batch] == list(range(count))
+        assert len({len(batches) for batches in ranks}) == 1
+        assert {len(batch) for batches in ranks for batch in batches} <= {
+            *range(1, max(3, size + 1))
+        }

@@ -104,9 +104,9 @@ def test_seeds_and_epochs_make_other_orders(any_sampler: Sampler) -> None:
 @every_sampler
 def test_one_line_says_how_long_an_epoch_is(any_sampler: Sampler) -> None:
     batches = BatchSampler(any_sampler)
-    steps = batches.steps_per_epoch
-    word = "step" if steps == 1 else "steps"
-    assert f"an epoch is {steps} {word} of 12 = {steps * 12} samples" in batches.describe()
+    number = batches.steps_per_epoch
+    word = "batch" if number == 1 else "batches"
+    assert f"an epoch is {number} {word} of 12 = {number * 12} samples" in batches.describe()
 
 
 def test_epochs_drop_the_partial_batch_and_do_not_repeat() -> None:

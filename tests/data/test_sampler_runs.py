@@ -62,7 +62,7 @@ def test_the_log_says_how_long_an_epoch_is(
     task = tiny.task("simclr", tmp_path, "run", "data.sampler=balanced")
     task.prepare()
     task.data_module.close()
-    line = "sampler: balanced, 10 classes of 8 samples; an epoch is 5 steps of 16 = 80 samples"
+    line = "sampler: balanced, 10 classes of 8 samples; an epoch is 5 batches of 16 = 80 samples"
     assert line in caplog.messages
 
 

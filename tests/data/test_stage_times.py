@@ -30,6 +30,7 @@ from selftask.data.loading.open_data import Sources, open_data
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.hooks import metrics
+from selftask.logs import pace
 
 CPU = torch.device("cpu")
 
@@ -288,12 +289,12 @@ def test_a_run_that_waits_says_so_once(tmp_path: Path, monkeypatch: pytest.Monke
     """The hook in a task of 200 steps of a second, of which 0.1 and later 0.4 are waiting."""
     told, rows, clock = [], [], [0.0]
     monkeypatch.setattr(metrics.log, "warning", lambda text, *words: told.append(text % words))
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: clock[0])
     task: Any = SimpleNamespace(
         config=config_for(tmp_path, "train.log_every=10", "data.num_workers=1", "out=runs/a"),
         data_module=SimpleNamespace(data_wait_s=0.0),
         last_batch=SimpleNamespace(loss=torch.tensor(1.0), terms={}),
-        length=SimpleNamespace(batch_size=8),
+        length=SimpleNamespace(batch_size=8, total_steps=200),
         optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]),
         clock=SimpleNamespace(done=False),
         world=SimpleNamespace(local_size=2),
@@ -313,6 +314,8 @@ def test_a_run_that_waits_says_so_once(tmp_path: Path, monkeypatch: pytest.Monke
         hook.on_loss_and_meter(task)
         task.steps_done += 1
         hook.on_step(task)
+    assert [(row["step_s"], row["images_per_s"]) for row in rows] == [(1.0, 8.0)] * 20
+    assert [row["eta_s"] for row in rows] == pytest.approx([*range(190, -10, -10)])
     assert [row["data_wait"] for row in rows] == pytest.approx([0.1] * 10 + [0.4] * 10)
     (line,) = told
     assert line == (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch import nn
 
 from selftask.errors import UserError
+from selftask.evaluate import features as features_module
 from selftask.evaluate import knn
 from selftask.evaluate.features import Features, extract_features
 from selftask.evaluate.knn import KNN
@@ -117,6 +119,20 @@ def test_classes_that_are_absent() -> None:
     assert got == {"knn_top1": 0.5}
 
 
+def test_only_test_classes() -> None:
+    train, test = _set(150, 0), _set(60, 1)
+    test = test[torch.isin(test.targets, torch.tensor([1, 3]))]
+    known = torch.isin(train.targets, torch.tensor([1, 3]))
+    reference = KNeighborsClassifier(5, metric="cosine", weights=lambda d: np.exp((1 - d) / 0.07))
+    reference.fit(train.features.double().numpy()[known], train.targets.numpy()[known])
+    expected = reference.score(test.features.double().numpy(), test.targets.numpy())
+    got = KNN(k=[5], only_test_classes=True)(train, test)
+    assert got["knn_top1"] == pytest.approx(expected)
+    assert got["knn_top1"] > KNN(k=[5])(train, test)["knn_top1"]
+    with pytest.raises(UserError, match=f"there are {int(known.sum())} images to choose from"):
+        KNN(k=[100], only_test_classes=True)(train, test)
+
+
 def test_more_neighbours_than_there_are_is_refused() -> None:
     data = _set(10, 0)
     with pytest.raises(UserError, match="k: 11 neighbours are asked for, and there are 10 images"):
@@ -154,3 +170,57 @@ def test_labels_are_needed() -> None:
 def test_is_registered_with_its_fields() -> None:
     assert EVALUATIONS["knn"] is KNN
     assert set(KNN(k=[3, 4])(_set(30, 0), _set(10, 1))) == {"knn_top1", "knn_top1_k4"}
+
+
+def test_a_long_pass_logs_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(0, 1000, 2))
+    clock = SimpleNamespace(monotonic=lambda: next(seconds))
+    lines: list[str] = []
+    logger = SimpleNamespace(info=lambda text, *args: lines.append(text % args))
+    monkeypatch.setattr(features_module, "time", clock)
+    monkeypatch.setattr(features_module, "log", logger)
+    monkeypatch.setattr(features_module, "_LOG_EVERY_S", 16.0)
+    batches = [{"index": torch.arange(10)}] * 20  # 2 s each
+    assert list(features_module.log_speed(batches)) == batches
+    assert lines == [
+        "features: 5 images/s, eta 0:00:24",
+        "features: 5 images/s, eta 0:00:08",
+    ]
+
+
+class Full:
+    """A call that runs out of memory with more than ``most`` rows."""
+
+    def __init__(self, call, most: int) -> None:
+        self.call, self.most, self.rows = call, most, []
+
+    def __call__(self, first, *more):
+        self.rows.append(len(first))
+        if len(first) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.call(first, *more)
+
+
+def test_half_the_rows_if_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = nn.Sequential(nn.Flatten(), nn.Linear(48, 4))
+    draws = torch.Generator().manual_seed(0)
+    images = torch.randn(2, 11, 3, 4, 4, generator=draws)
+    number = torch.arange(11)
+    batches = [{"views": [x], "target": number, "index": number} for x in images]
+    whole = extract_features(backbone, batches, device="cpu")
+    backbone.forward = full = Full(backbone.forward, 3)
+    parts = extract_features(backbone, batches, device="cpu")
+    assert full.rows == [11, 5, 2, 2, 2, 2, 2, 1, 2, 2, 2, 2, 2, 1], "what fits is kept"
+    torch.testing.assert_close(parts.features, whole.features)
+    assert torch.equal(parts.indices, whole.indices)
+
+    full.most = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        extract_features(backbone, batches, device="cpu")
+
+    train, test = _set(60, 1), _set(30, 2)
+    expected = [KNN(k=[5])(train, test), KNN(k=[5])(train, train)]  # the second leaves one out
+    top = Full(knn._top, 7)
+    monkeypatch.setattr(knn, "_top", top)
+    assert [KNN(k=[5])(train, test), KNN(k=[5])(train, train)] == expected
+    assert top.rows[:4] == [30, 15, 7, 7]

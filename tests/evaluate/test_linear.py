@@ -67,6 +67,22 @@ def test_finds_the_minimum_that_scikit_learn_finds(
     assert held_out.loss == pytest.approx(log_loss(test.targets, expected.exp()), rel=0.02)
 
 
+def test_only_test_classes(digits: tuple[Features, Features]) -> None:
+    train, test = digits
+    train = train[torch.arange(150)]
+    test = test[torch.isin(test.targets, torch.tensor([1, 8]))]
+    x, x_test = (part.features.double().numpy() for part in linear._standardised(train, test))
+    model = LogisticRegression(C=1 / (0.01 * len(train)), max_iter=5000, tol=1e-8)
+    model.fit(x, train.targets.numpy())
+    scores = model.decision_function(x_test)[:, [1, 8]]
+    expected = (np.array([1, 8])[scores.argmax(axis=1)] == test.targets.numpy()).mean()
+    found = [
+        Linear(weight_decay=[0.01], only_test_classes=only)(train, test)["linear_top1"]
+        for only in (False, True)
+    ]
+    assert found[0] < found[1] == pytest.approx(expected, abs=1.5 / len(test))
+
+
 def test_few_labels_grow_towards_all(digits: tuple[Features, Features]) -> None:
     train, test = digits
     probe = Linear(few_labels=[1, 10], repeats=3)
@@ -75,7 +91,7 @@ def test_few_labels_grow_towards_all(digits: tuple[Features, Features]) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert got == probe(train, test)
     assert 0.3 < got["linear_1_labels_top1"] < got["linear_10_labels_top1"] < got["linear_top1"]
-    few = linear._draw(train, 10, torch.Generator().manual_seed(0))
+    few = train.draw(10, torch.Generator().manual_seed(0))
     assert few.targets.bincount().tolist() == [10] * 10
     assert len(few.indices.unique()) == 100
 

@@ -119,7 +119,8 @@ def test_predictor_is_trained_and_the_teacher_only_follows() -> None:
 
 def test_teacher_stands_still_in_the_end() -> None:
     """tau rises to 1 along a cosine: 1 - (1 - tau_base)(cos(pi k / K) + 1) / 2."""
-    momentum = BYOL(BYOL.Config(momentum=0.996)).momentum
+    cosine = {"name": "cosine", "start": 0.996, "end": 1.0}
+    momentum = MiniTask("byol", {**SMALL, "momentum": cosine}).loss.momentum_at
     for where in (0.0, 0.25, 0.5, 0.9):
         expected = 1 - (1 - 0.996) * (math.cos(math.pi * where) + 1) / 2
         assert momentum(where) == pytest.approx(expected, abs=1e-12)

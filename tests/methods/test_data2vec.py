@@ -97,7 +97,9 @@ def test_the_student_does_not_see_masked_patches_and_the_teacher_does() -> None:
 
 def test_teacher_momentum_rises_linearly_and_stays() -> None:
     """Section 3.1: from tau_0 to tau_e over the first updates, then constant; nine in all."""
-    task = _task(start_momentum=0.5, momentum=0.9, momentum_warmup="33.4%")
+    task = _task(
+        momentum={"name": "constant", "start": 0.9, "warmup": "33.4%", "warmup_start": 0.5}
+    )
     expected = [0.5, 0.5 + 0.4 / 3, 0.5 + 0.8 / 3, 0.9, 0.9]
     for momentum in expected:
         before = [p.clone() for p in task.loss.teacher.parameters()]
@@ -123,7 +125,7 @@ def test_the_teacher_drops_no_paths() -> None:
 
 
 def test_it_learns() -> None:
-    losses = _task(start_momentum=0.99, momentum=0.99).run(8).losses
+    losses = _task(momentum=0.99).run(8).losses
     assert losses[-1] < 0.98 * losses[0]
     assert all(math.isfinite(loss) for loss in losses)
 

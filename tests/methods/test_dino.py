@@ -23,7 +23,12 @@ SMALL: dict[str, Any] = {
     "out_dim": 10,
     "hidden_dim": 7,
     "bottleneck": 5,
-    "teacher_temperature_warmup": "2 epochs",
+    "teacher_temperature": {
+        "name": "constant",
+        "start": 0.07,
+        "warmup": "2 epochs",
+        "warmup_start": 0.04,
+    },
 }
 
 
@@ -70,7 +75,7 @@ def test_loss_is_that_of_the_paper(num_views: int) -> None:
 
 def test_loss_and_center_are_those_of_lightly() -> None:
     lightly = pytest.importorskip("lightly.loss")
-    task = MiniTask("dino", {**SMALL, "teacher_temperature_warmup": 0}, sizes=(8, 8, 5, 5), lr=0.0)
+    task = MiniTask("dino", {**SMALL, "teacher_temperature": 0.07}, sizes=(8, 8, 5, 5), lr=0.0)
     theirs = lightly.DINOLoss(output_dim=10, teacher_temp=0.07, student_temp=0.1).double()
     for step in range(3):
         batch = task.batch(torch.arange(8 * step, 8 * step + 8))
@@ -124,7 +129,7 @@ def test_the_center_takes_away_what_all_images_share() -> None:
 
 
 def test_temperature_and_momentum_move_as_configured() -> None:
-    config = {**SMALL, "momentum": 0.9, "end_momentum": 1.0}
+    config = {**SMALL, "momentum": {"name": "cosine", "start": 0.9, "end": 1.0}}
     task = MiniTask("dino", config, epochs=6)  # 18 updates, 6 of them with a colder teacher
     method = task.loss
     temperatures = [method.teacher_temperature_at(update / 18) for update in (0, 3, 6, 17)]
@@ -181,7 +186,7 @@ def test_autocast_rounds_nothing() -> None:
 def test_accumulated_batches_all_count_for_the_center() -> None:
     whole = MiniTask("dino", SMALL, batch_size=12).run(2)
     parts = MiniTask("dino", SMALL, batch_size=6, accumulate=2).run(2)
-    assert not parts.loss.batch_centers
+    assert not parts.loss.pending
     assert torch.allclose(whole.loss.center, parts.loss.center, atol=1e-12)
     assert largest_difference(whole.grads, parts.grads) < 1e-9
 
@@ -190,7 +195,7 @@ def test_a_test_phase_leaves_no_trace() -> None:
     task = MiniTask("dino", SMALL)
     task.train = False
     task.run(2)
-    assert not task.loss.batch_centers
+    assert not task.loss.pending
     assert not task.loss.center.any()
 
 

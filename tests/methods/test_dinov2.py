@@ -23,7 +23,7 @@ SMALL: dict[str, Any] = {
     "hidden_dim": 7,
     "bottleneck": 4,
     "freeze_last_layer": 2,
-    "teacher_temperature_warmup": 2,
+    "teacher_temperature": {"name": "constant", "start": 0.07, "warmup": 2, "warmup_start": 0.04},
     "momentum": 0.9,
 }
 NUM_PATCHES = 9

@@ -133,7 +133,7 @@ def test_an_image_is_predicted_alone_as_in_any_batch() -> None:
 
 def test_teacher_is_an_average_and_what_is_kept() -> None:
     """theta' <- m theta' + (1 - m) theta, with m rising linearly to 1."""
-    task = _task(momentum=0.9)
+    task = _task(momentum={"name": "linear", "start": 0.9, "end": 1.0})
     for update in range(3):
         where = update / 9
         teacher = [p.clone() for p in task.loss.teacher.parameters()]

@@ -123,10 +123,12 @@ def test_teacher_follows_the_updated_network() -> None:
 
 
 def test_momentum_is_constant_or_rises_along_a_cosine() -> None:
-    rising = MoCo(MoCo.Config(queue_size=8, momentum=0.99, end_momentum=0.999)).momentum
+    cosine = {"name": "cosine", "start": 0.99, "end": 0.999}
+    rising = MiniTask("moco", {**SMALL, "momentum": cosine}).loss.momentum_at
     assert [rising(where) for where in (0.0, 0.5)] == pytest.approx([0.99, 0.9945])
     assert rising(1.0 - 1e-9) == pytest.approx(0.999)
-    assert MoCo(MoCo.Config(queue_size=8, momentum=0.99)).momentum(0.7) == pytest.approx(0.99)
+    constant = MiniTask("moco", {**SMALL, "momentum": 0.99}).loss.momentum_at
+    assert constant(0.7) == pytest.approx(0.99)
 
 
 def test_resumed_is_never_stopped() -> None:

@@ -109,6 +109,16 @@ def test_draws_are_of_the_sample_and_leave_the_image_itself_out(tmp_path: Path) 
     again.close()
 
 
+def test_aligned_features_cost_nothing(tmp_path: Path) -> None:
+    """If an image's own entry were among its negatives, the loss would stay above log 2."""
+    task = started(tmp_path, "method.num_negatives=500", "method.temperature=0.001")
+    batch = next(task.batches)
+    own = task.loss.memory[batch.index]
+    terms = task.loss(torch.stack([own, own]), batch)
+    assert sum(terms.values()).item() < 1e-3
+    task.close()
+
+
 def test_the_memory_follows_the_image_half_way(tmp_path: Path) -> None:
     task = started(tmp_path)
     before = copy.deepcopy(task.loss.memory.rows)

@@ -38,6 +38,30 @@ def test_loss_is_that_of_the_paper() -> None:
     assert loss.item() == pytest.approx(total / (2 * num), rel=1e-12)
 
 
+def test_more_views_are_compared_in_pairs() -> None:
+    """Each pair among all views of other images, as loops."""
+    tau, num, count = 0.3, 4, 3
+    views = [_random(num, 5) for _ in range(count)]
+    total = 0.0
+    for a in range(count):
+        for b in range(count):
+            for i in range(num if a != b else 0):
+                positive = math.exp(_cosine(views[a][i], views[b][i]) / tau)
+                negatives = sum(
+                    math.exp(_cosine(views[a][i], views[c][k]) / tau)
+                    for c in range(count)
+                    for k in range(num)
+                    if k != i
+                )
+                total -= math.log(positive / (positive + negatives))
+    loss = info_nce(*views, temperature=tau)
+    assert loss.item() == pytest.approx(total / (num * count * (count - 1)), rel=1e-12)
+    method = MiniTask("simclr", {}, batch_size=num, sizes=(8, 8, 4)).loss
+    assert method.chance_loss == pytest.approx(
+        loss_of(method, torch.ones(count, num, 5, dtype=torch.float64)).item()
+    )
+
+
 def test_loss_is_that_of_lightly() -> None:
     theirs = pytest.importorskip("lightly.loss").NTXentLoss(temperature=0.3)
     first, second = _random(6, 5).float(), _random(6, 5).float()

@@ -23,7 +23,9 @@ def _labelled(*labels: int) -> SimpleNamespace:
 
 def _build(train: Any, val: Any = None, **config: Any) -> tuple[Supervised, nn.Module]:
     data_module = SimpleNamespace(
-        train_source=train, val_source=val, num_classes=getattr(train, "num_classes", 0)
+        train_source=train,
+        val_sources={} if val is None else {"": val},
+        num_classes=getattr(train, "num_classes", 0),
     )
     method = Supervised(Supervised.Config(**config))
     task: Any = SimpleNamespace(data_module=data_module)
@@ -125,6 +127,6 @@ class FourClasses(Supervised):
 
     def build_network(self, backbone: nn.Module, task: Any) -> nn.Module:
         source = _labelled(0, 1, 2, 3)
-        data_module = SimpleNamespace(train_source=source, val_source=None, num_classes=4)
+        data_module = SimpleNamespace(train_source=source, val_sources={}, num_classes=4)
         stand_in: Any = SimpleNamespace(data_module=data_module)
         return super().build_network(backbone, stand_in)

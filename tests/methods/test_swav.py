@@ -76,6 +76,20 @@ def test_loss_is_that_of_the_paper(num_views: int) -> None:
     assert terms["assignment_entropy"] + terms["kl"] == pytest.approx(loss.item())
 
 
+def test_hard_assignments_are_the_likeliest_prototype() -> None:
+    method, scores = _method(), _random(7, 6)
+    soft = method.assign(scores, 0)
+    method.is_hard = True
+    hard = method.assign(scores, 0)
+    assert torch.equal(hard, F.one_hot(soft.argmax(dim=1), 6).to(hard))
+    task = MiniTask("swav", {**SMALL, "hard_assignments": 2})
+    seen = []
+    for _ in range(3):
+        task.run(1)
+        seen.append(task.loss.is_hard)
+    assert seen == [True, True, False]
+
+
 def test_the_queue_joins_the_assignment_and_nothing_else() -> None:
     method, output = _method(queue_size=9), _random(3, 7, 5)
     queue = F.normalize(_random(9, 2, 5, seed=1), dim=2)

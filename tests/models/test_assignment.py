@@ -54,6 +54,13 @@ def test_sinkhorn_balances_and_does_not_overflow() -> None:
     ).requires_grad
 
 
+def test_shares_follow_a_power_law() -> None:
+    got = sinkhorn_knopp(torch.randn(64, 8), epsilon=1.0, iterations=50, power=0.5)
+    shares = torch.arange(1.0, 9.0) ** -0.5
+    assert torch.allclose(got.sum(dim=0) / 64, shares / shares.sum(), atol=1e-4)
+    assert torch.allclose(got.sum(dim=1), torch.ones(64), atol=1e-5)
+
+
 def test_sinkhorn_needs_an_iteration() -> None:
     with pytest.raises(ValueError, match="at least one"):
         sinkhorn_knopp(torch.zeros(2, 2), epsilon=0.05, iterations=0)

@@ -114,6 +114,16 @@ def test_resnet_is_torchvisions_without_fc(name: str) -> None:
     assert torch.equal(ours.eval()(x), theirs.eval()(x))
 
 
+def test_convnext_is_torchvisions_without_its_last_layer() -> None:
+    ours = _build("torchvision", model="convnext_tiny")
+    theirs = torchvision.models.convnext_tiny()
+    theirs.classifier[2] = nn.Identity()
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    x = torch.randn(2, 3, 32, 32)
+    assert embed_dim(ours) == 768
+    assert torch.equal(ours.eval()(x), theirs.eval()(x))
+
+
 def test_cifar_stem_keeps_the_size() -> None:
     sizes = {}
     for padding in (1, 2):

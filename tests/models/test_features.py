@@ -60,6 +60,7 @@ BACKBONES: dict[str, tuple[Callable[[], nn.Module], frozenset[str]]] = {
     "mobilenet": (_timm("mobilenetv3_small_050"), DENSE),
     "torchvision_resnet": (_torchvision("resnet18"), DENSE),
     "torchvision_swin": (_torchvision("swin_t"), TOKENS),
+    "torchvision_convnext": (_torchvision("convnext_tiny"), DENSE),
     "torchvision_efficientnet": (_torchvision("efficientnet_b0"), DENSE),
     "torchvision_regnet": (_torchvision("regnet_y_400mf"), DENSE),
     "torchvision_vit": (_torchvision_vit, TOKENS),

@@ -7,7 +7,9 @@ import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
 from typing import Any
 
@@ -18,9 +20,12 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from selftask.errors import UserError
+from selftask.cli.model import export
+from selftask.config.load import load_config
+from selftask.errors import ConfigError, UserError
 from selftask.models.weights.layouts import LAYOUTS
 from selftask.models.weights.load import load_weights, read_state
+from selftask.models.weights.model_source import load_init, read_weights
 
 State = dict[str, Tensor]
 
@@ -148,6 +153,33 @@ def to_detectron2(state: State) -> State:
         if "num_batches" not in key:  # frozen norms have no counter
             made[f"backbone.bottom_up.{new}"] = value
     return made
+
+
+def test_export_to_detectron2_and_vissl(tmp_path: Path) -> None:
+    """Through the command; the reference is the rule of the converters above."""
+    state = dict(resnet().state_dict())
+    torch.save(state, tmp_path / "w.pth")
+    for layout in ("detectron2", "vissl"):
+        words = ["torchvision:resnet18", f"weights={tmp_path / 'w.pth'}", "--to", layout]
+        assert export.main([*words, "--out", str(tmp_path)]) == 0
+    written = pickle.loads((tmp_path / "detectron2.pkl").read_bytes())
+    assert written["matching_heuristics"] is True
+    expected = {
+        key.removeprefix("backbone.bottom_up."): value
+        for key, value in to_detectron2(state).items()
+    }
+    assert written["model"].keys() == expected.keys()
+    assert all(np.array_equal(written["model"][key], value) for key, value in expected.items())
+    base = torch.load(tmp_path / "vissl.torch", weights_only=True)["classy_state_dict"]
+    trunk = base["base_model"]["model"]["trunk"]
+    assert trunk.keys() == {f"_feature_blocks.{key}" for key in state}
+    for name in ("detectron2.pkl", "vissl.torch"):
+        fresh = resnet()
+        load_weights(fresh, read_state(tmp_path / name), what=name)
+        assert all(torch.equal(value, state[key]) for key, value in fresh.state_dict().items())
+    words = ["timm:vit_tiny_patch16_224", "weights=none", "--to", "vissl", f"--out={tmp_path}"]
+    with pytest.raises(UserError, match=r"--to vissl is for ResNets .* not for a VisionTransf"):
+        export.main(words)
 
 
 def lightly_file(model: nn.Module) -> dict[str, Any]:
@@ -327,6 +359,48 @@ def test_two_networks_that_nothing_tells_apart_are_refused(tmp_path: Path) -> No
         load_weights(resnet(), read_state(tmp_path / "w.pth"), what="w.pth")
     torch.save({"left": state, "right": state}, tmp_path / "w.pth")
     load_weights(resnet(), read_state(tmp_path / "w.pth"))
+
+
+def test_rules_of_ones_own(tmp_path: Path) -> None:
+    """``init.prefix`` and ``init.skip``, as from the command line."""
+    weights, path = dict(resnet().state_dict()), tmp_path / "w.pth"
+    torch.save({"left": weights, "right": zeroed(weights)}, path)
+
+    def start(*words: str) -> tuple[State, State]:
+        """The backbone's first weights before and after loading."""
+        backbone = resnet()
+        before = {key: value.clone() for key, value in backbone.state_dict().items()}
+        shown = ["backbone={name: resnet18, stem: imagenet}", f"init.backbone={path}", *words]
+        config = load_config("simclr/digits", [*shown, f"out={tmp_path / 'run'}"])
+        load_init(backbone, config)
+        return before, backbone.state_dict()
+
+    _, after = start("init.prefix=right.")
+    assert not any(value.any() for value in after.values())
+    before, after = start("init.prefix=left.", "init.skip=[conv1.*, layer4.*]")
+    for key, value in after.items():
+        skipped = key.startswith(("conv1.", "layer4."))
+        assert torch.equal(value, before[key] if skipped else weights[key]), key
+    with pytest.raises(UserError, match=r"no tensor has the prefix 'rihgt\.'.*nearest is 'right"):
+        start("init.prefix=rihgt.")
+    with pytest.raises(UserError, match=r"skip: 'conv2\.\*' matches no tensor"):
+        start("init.prefix=left.", "init.skip=[conv2.*]")
+    with pytest.raises(ConfigError, match=r"init.skip=\['x'\] has no effect without init.backbone"):
+        load_config("simclr/digits", ["init.skip=[x]"])
+
+
+def test_weights_from_a_web_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("aiohttp")
+    monkeypatch.setenv("SELFTASK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    state = resnet().state_dict()
+    torch.save(state, "w.pth")
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        found = read_weights(f"http://127.0.0.1:{server.server_port}/w.pth")
+        server.shutdown()
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[key], state[key]) for key in state)
 
 
 class _Evil:

@@ -8,6 +8,7 @@ import math
 import pickle
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -38,6 +39,25 @@ def test_views_of_one_size_share_a_pass_and_keep_their_order(sizes: list[int]) -
     output = Network(backbone, nn.Identity())(views)
     assert backbone.passes == len(set(sizes))
     assert torch.allclose(output, torch.stack([v.mean(dim=(2, 3)) for v in views]))
+
+
+@pytest.mark.parametrize("per_view", [True, False])
+def test_a_fixed_vit_sees_small_views_as_a_vit_built_for_them(per_view: bool) -> None:
+    """The reference: a model of timm for each size, its positions resized by timm itself."""
+    torch.manual_seed(0)
+    arguments = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 0}
+    vit = timm.models.VisionTransformer(img_size=32, **arguments).eval()
+    small = timm.models.VisionTransformer(img_size=16, **arguments).eval()
+    state = vit.state_dict()
+    positions = timm.layers.resample_abs_pos_embed(state["pos_embed"], [2, 2], num_prefix_tokens=1)
+    small.load_state_dict({**state, "pos_embed": positions})
+    views = [torch.randn(3, 3, size, size) for size in (32, 16, 32, 16)]
+    network = Network(vit, nn.Identity(), per_view=per_view)
+    expected = [(vit if view.shape[-1] == 32 else small)(view) for view in views]
+    output = network(views)
+    assert torch.allclose(output, torch.stack(expected), atol=1e-6)
+    output[1].sum().backward()
+    assert vit.pos_embed.grad is not None and vit.pos_embed.grad[0, 1:].abs().min() > 0
 
 
 def _normalized(x: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,9 @@ import torchvision
 from fvcore.nn import ActivationCountAnalysis, FlopCountAnalysis
 from torch import nn
 
+from selftask.cli.main import main
 from selftask.config.load import load_config
-from selftask.models.summary import forward_cost, opening_lines
+from selftask.models.summary import forward_cost, module_costs, opening_lines
 
 
 def test_the_opening_lines_name_what_is_trained() -> None:
@@ -71,3 +72,46 @@ def test_what_depends_on_values_raises() -> None:
 
     with pytest.raises(RuntimeError):
         forward_cost(Chooses(), 4)
+
+
+def test_the_parts_against_fvcore_and_autograd() -> None:
+    """Multiply-adds and activations by module as fvcore's; memory as autograd keeps it."""
+    network = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+        nn.Flatten(),
+        nn.Linear(8 * 14 * 14, 10, bias=False),
+    )
+    image = torch.randn(1, 3, 16, 16)
+    macs = FlopCountAnalysis(network, image).unsupported_ops_warnings(False).by_module()
+    elements = ActivationCountAnalysis(network, image).unsupported_ops_warnings(False).by_module()
+    costs = {cost.name: cost for cost in module_costs(network, 16)}
+    assert list(costs) == ["", "0", "0.0", "0.1", "0.2", "1", "2"]
+    for name in ("0.0", "2"):
+        assert (costs[name].macs, costs[name].activations) == (macs[name], elements[name])
+    assert costs[""].macs == macs["0.0"] + macs["2"] == costs["0"].macs + costs["2"].macs
+    assert costs["0.1"].parameters == 16 and costs["0"].parameters == 16 + 8 * 27
+
+    kept: dict[int, torch.Tensor] = {}  # of a real forward pass, by address
+    own = {tensor.data_ptr() for tensor in (*network.parameters(), *network.buffers())}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = network(torch.randn(64, 3, 16, 16))
+    real = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / 64
+    assert output.requires_grad and costs[""].saved_bytes == pytest.approx(real, rel=0.01)
+    assert costs[""].saved_bytes >= costs["0"].saved_bytes > costs["0.0"].saved_bytes > 0
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simclr", "backbone=torchvision:resnet18", "--size", "224", "--depth=1"]
+    assert main(["model-summary", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    whole = next(line for line in lines if line.startswith("(all)"))
+    assert whole.split()[2:4] == ["11,176,512", "1,813,561,344"]  # without the classifier
+    assert [line.split()[0] for line in lines if " Sequential " in line] == [
+        *("layer1", "layer2", "layer3", "layer4")
+    ]

@@ -12,8 +12,8 @@ import torch
 from selftask.config.run_length import RunLength
 from selftask.config.schema import OptimizerConfig
 from selftask.optim.build import build_optimizer
-from selftask.optim.larc import LARC
-from selftask.optim.lars import LARS
+from selftask.optim.optimizers.larc import LARC
+from selftask.optim.optimizers.lars import LARS
 
 STEPS = 6
 MOMENTUM, DECAY, TRUST = 0.9, 0.1, 0.02

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 from selftask.config.run_length import RunLength
-from selftask.config.schema import OptimizerConfig
+from selftask.config.schema.optimizer import GroupRule, OptimizerConfig, ScaledLR
+from selftask.errors import UserError
 from selftask.optim.build import build_optimizer, lr_schedule
-from selftask.optim.param_groups import merge_alike, split_decay
+from selftask.optim.group_table import group_table
+from selftask.optim.param_groups import assign_settings, freeze_for_good, merge_alike
 
 LENGTH = RunLength(num_samples=80, batch_size=8, epochs=2)  # 20 updates
 
@@ -19,14 +21,20 @@ def network() -> nn.Module:
 
 
 def build(**settings: object) -> torch.optim.Optimizer:
-    config = OptimizerConfig(lr=0.1, **settings)  # type: ignore[arg-type]
+    config = OptimizerConfig(**{"lr": 0.1, **settings})  # type: ignore[arg-type]
     return build_optimizer(config, [("network", network())], LENGTH, batch=8)
 
 
+def decayed_and_plain(module: nn.Module, **settings: object) -> tuple[list[int], list[int]]:
+    """The dimensions of parameters with and without weight decay."""
+    config = OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.1, **settings)  # type: ignore
+    made = assign_settings([("network", module)], config, LENGTH, {})
+    values = [[o.parameter.value.ndim for o in made if o.weight_decay == d] for d in (0.1, 0.0)]
+    return values[0], values[1]
+
+
 def test_weights_decay_and_small_parameters_do_not() -> None:
-    decayed, plain = split_decay([("network", network())], decay_all=False)
-    assert [p.ndim for p in decayed["params"]] == [2]
-    assert [p.ndim for p in plain["params"]] == [1, 1, 1]
+    assert decayed_and_plain(network()) == ([2], [1, 1, 1])
 
 
 def test_groups_with_the_same_settings_become_one() -> None:
@@ -51,8 +59,8 @@ def test_step_sets_what_classys_own_step_sets() -> None:
     """lr and a moving weight decay at every ``where``, against Classy's ``step``."""
     from selftask.classy import ClassyOptimizer
 
-    ours = build(name="sgd", weight_decay=0.1, end_weight_decay=0.4)
-    theirs = build(name="sgd", weight_decay=0.1, end_weight_decay=0.4)
+    ours = build(name="sgd", weight_decay={"name": "cosine", "start": 0.1, "end": 0.4})
+    theirs = build(name="sgd", weight_decay={"name": "cosine", "start": 0.1, "end": 0.4})
     for where in (0.0, 0.3, 0.95):
         ours.step(where=where)
         ClassyOptimizer.step(theirs, where=where)
@@ -69,17 +77,125 @@ def test_tokens_and_positions_decay_if_asked() -> None:
     network.norm = nn.LayerNorm(4)
     network.linear = nn.Linear(4, 4)
     for tokens, num_decayed in ((False, 1), (True, 4)):
-        decayed, plain = split_decay([("network", network)], decay_all=False, decay_tokens=tokens)
-        assert len(decayed["params"]) == num_decayed
-        assert len(plain["params"]) == 7 - num_decayed
+        decayed, plain = decayed_and_plain(network, decay_tokens=tokens)
+        assert len(decayed) == num_decayed
+        assert len(plain) == 7 - num_decayed
 
 
 def test_warmup_starts_at_start_lr() -> None:
     """0.3 to 4.8 over the first half, as a line; scaled by 2 with the batch."""
     config = OptimizerConfig(
-        name="sgd", lr=2.4, start_lr=0.15, lr_scale="linear", warmup="50%", schedule="constant"
+        name="sgd",
+        lr=ScaledLR(base=2.4, per=256),
+        start_lr=0.15,
+        warmup="50%",
+        schedule="constant",
     )
     lr = lr_schedule(config, LENGTH, batch=512)
     for step in range(10):
         assert lr(step / 20) == pytest.approx(0.3 + 4.5 * step / 10)
     assert lr(0.75) == pytest.approx(4.8)
+
+
+RULES = [
+    GroupRule(match="backbone.layer1", lr=0.1, freeze="1 epoch"),
+    GroupRule(type="BatchNorm2d", weight_decay=0.02, lr=0.5),
+    GroupRule(match=["network.head", "loss.*"], lr=10.0, schedule="constant"),
+]
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Module()
+        for name in ("layer1", "layer2"):
+            layer = nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3))
+            self.backbone.add_module(name, layer)
+        self.head = nn.Linear(3, 2)
+
+
+def test_first_rule_that_matches_gives_each_setting() -> None:
+    config = OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.3, groups=RULES)
+    made = assign_settings([("network", Small())], config, LENGTH, {})
+    settings = {
+        one.parameter.name.removeprefix("network."): (
+            one.lr,
+            one.weight_decay,
+            one.frozen_steps,
+            one.schedule,
+        )
+        for one in made
+    }
+    constant = {"name": "constant"}
+    assert settings == {
+        "backbone.layer1.0.weight": (0.1, 0.3, 10, {}),
+        "backbone.layer1.1.weight": (
+            0.1,
+            0.02,
+            10,
+            {},
+        ),  # lr of the first rule, decay of the second
+        "backbone.layer1.1.bias": (0.1, 0.02, 10, {}),
+        "backbone.layer2.0.weight": (1.0, 0.3, 0, {}),
+        "backbone.layer2.1.weight": (0.5, 0.02, 0, {}),
+        "backbone.layer2.1.bias": (0.5, 0.02, 0, {}),
+        "head.weight": (10.0, 0.3, 0, constant),
+        "head.bias": (10.0, 0.0, 0, constant),
+    }
+
+
+def test_groups_follow_their_own_schedules() -> None:
+    config = OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.3, schedule="linear", groups=RULES)
+    optimizer = build_optimizer(config, [("network", Small())], LENGTH, batch=8)
+    optimizer.step(where=0.25)
+    lr = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
+    for one in optimizer.settings:
+        wanted = 1.0 if "head" in one.parameter.name else one.lr * 0.1 * 0.75
+        assert lr[id(one.parameter.value)] == pytest.approx(wanted)
+    assert len(optimizer.param_groups) == 6  # lr and weight decay: one group for equal ones
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (
+            {"match": "backbone.layer3"},
+            r"groups\.1\.match='backbone\.layer3': .*backbone\.layer[12]'",
+        ),
+        ({"type": "BatchNorm1d"}, r"groups\.1\.type='BatchNorm1d': .*did you mean 'BatchNorm2d'"),
+        ({"match": "head", "type": "Conv2d"}, r"groups\.1\.type='Conv2d': matches no trained"),
+    ],
+)
+@pytest.mark.parametrize("freeze", [True, 3])
+def test_a_rule_that_matches_nothing(rule: dict[str, str], message: str, freeze: bool) -> None:
+    rules = [GroupRule(match="head", lr=2.0), GroupRule(**rule, freeze=freeze)]  # type: ignore
+    config = OptimizerConfig(name="sgd", lr=0.1, groups=rules)
+    modules = [("network", Small())]
+    with pytest.raises(UserError, match=message):
+        freeze_for_good(modules, rules) if freeze is True else assign_settings(
+            modules, config, LENGTH, {}
+        )
+
+
+def test_scheduled_momentum_reaches_torch() -> None:
+    cycle = {"name": "one_cycle", "first": 0.95, "start": 0.85, "end": 0.95}
+    for name, args, key in (
+        ("sgd", {"sgd_momentum": cycle}, "momentum"),
+        ("adamw", {"betas": (cycle, 0.99)}, "betas"),
+    ):
+        optimizer = build(name=name, args=args)
+        optimizer.step(where=0.3)  # type: ignore[call-arg]
+        group = optimizer.param_groups[0]
+        assert group[key] == pytest.approx(0.85 if key == "momentum" else (0.85, 0.99))
+
+
+def test_table_of_groups() -> None:
+    config = OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.3, groups=RULES)
+    made = assign_settings([("network", Small())], config, LENGTH, {})
+    table = group_table(made, config, batch=8)
+    assert [" ".join(line.split()) for line in table[:3]] == [
+        "tensors parameters lr weight decay frozen until schedule names",
+        "1 9 0.1 0.3 - cosine network.backbone.layer2.0.weight",  # the full rate comes first
+        "1 9 0.01 0.3 step 10 cosine network.backbone.layer1.0.weight",
+    ]
+    assert sum(int(line.split()[0]) for line in table[1:]) == 8

@@ -1,24 +1,205 @@
-"""Schedules by name beside their formulas."""
+"""Schedules step by step beside torch's schedulers, or the formula of their paper."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch.optim import lr_scheduler
 
-from selftask.errors import UserError
+from selftask.config.load import load_config
+from selftask.config.run_length import RunLength
+from selftask.config.schema.optimizer import OptimizerConfig, ScaledLR
+from selftask.errors import ConfigError, UserError
+from selftask.optim.build import lr_schedule
 from selftask.optim.schedules import build_schedule
+from selftask.registry import SCHEDULES
+
+STEPS = 56
+LENGTH = RunLength(num_samples=7 * 8, batch_size=8, epochs=8)  # 7 steps an epoch
+
+Theirs = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
 
 
-def test_exponential_after_a_warmup() -> None:
-    schedule = build_schedule("exponential", 0.8, 0.002, warmup=0.2, warmup_start=0.1)
-    assert schedule(0.1) == pytest.approx(0.1 + 0.7 * 0.5)
-    for where in (0.2, 0.4, 0.9, 0.999):
-        progress = (where - 0.2) / 0.8
-        wanted = math.exp((1 - progress) * math.log(0.8) + progress * math.log(0.002))
-        assert schedule(where) == pytest.approx(wanted)
+def ours(section: dict[str, Any]) -> list[float]:
+    schedule = build_schedule(section, LENGTH)
+    return [schedule(step / STEPS) for step in range(STEPS)]
 
 
-def test_exponential_cannot_reach_zero() -> None:
-    with pytest.raises(UserError, match=r"exponential: from 0\.8 it cannot end at 0"):
-        build_schedule("exponential", 0.8, 0.0)
+def torchs(lr: float, build: Theirs) -> list[float]:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+    scheduler = build(optimizer)
+    values = []
+    for _ in range(STEPS):
+        values.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return values
+
+
+def _sequential(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    rise = lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=14)
+    fall = lr_scheduler.CosineAnnealingLR(optimizer, STEPS - 14, 0.05)
+    return lr_scheduler.SequentialLR(optimizer, [rise, fall], milestones=[14])
+
+
+LIKE_TORCH: dict[str, tuple[dict[str, Any], Theirs]] = {
+    "constant": ({"start": 0.8}, lambda o: lr_scheduler.ConstantLR(o, 1.0)),
+    "linear": ({"end": 0.08}, lambda o: lr_scheduler.LinearLR(o, 1.0, 0.1, total_iters=STEPS)),
+    "cosine": ({"end": 0.01}, lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS, 0.01)),
+    "cosine with restarts": (
+        {"end": 0.01, "restarts": 2, "growth": 2.0},
+        lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 8, 2, eta_min=0.01),
+    ),
+    "exponential": (
+        {"end": 0.002},
+        lambda o: lr_scheduler.ExponentialLR(o, (0.002 / 0.8) ** (1 / STEPS)),
+    ),
+    "polynomial": (
+        {"end": 0.0, "power": 0.9},
+        lambda o: lr_scheduler.PolynomialLR(o, STEPS, power=0.9),
+    ),
+    "step": ({"every": "2 epochs", "factor": 0.3}, lambda o: lr_scheduler.StepLR(o, 14, 0.3)),
+    "multistep": (
+        {"milestones": ["3 epochs", 50], "factor": 0.1},
+        lambda o: lr_scheduler.MultiStepLR(o, [21, 50], 0.1),
+    ),
+    "one_cycle": (  # torch's phases end a step early: at pct * total - 1 and total - 1
+        {"end": 0.8 / 25 / 1e4, "rise": "25%"},
+        lambda o: lr_scheduler.OneCycleLR(o, 0.8, STEPS + 1, pct_start=15 / (STEPS + 1)),
+    ),
+    "composite": (
+        {
+            "parts": [
+                {"name": "linear", "start": 0.08, "end": 0.8},
+                {"name": "cosine", "start": 0.8, "end": 0.05},
+            ],
+            "milestones": ["2 epochs"],
+        },
+        _sequential,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LIKE_TORCH)
+def test_as_torchs_scheduler(case: str) -> None:
+    section, theirs = LIKE_TORCH[case]
+    values = ours({"name": case.partition(" ")[0], "start": 0.8, **section})
+    assert values == pytest.approx(torchs(0.8, theirs), rel=1e-9)
+
+
+def test_every_schedule_has_its_reference() -> None:
+    by_formula = {"inverse_sqrt", "wsd"}
+    assert {case.partition(" ")[0] for case in LIKE_TORCH} | by_formula == set(SCHEDULES)
+
+
+def test_inverse_square_root() -> None:
+    """Vaswani et al., arXiv:1706.03762, eq. 3: min(step^-0.5, step * warmup^-1.5), scaled."""
+    values = ours({"name": "inverse_sqrt", "start": 0.8, "warmup": "2 epochs"})
+    peak = 14**-0.5
+    expected = [min(s**-0.5 if s else 1.0, s * 14**-1.5) * 0.8 / peak for s in range(STEPS)]
+    assert values == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "remaining"),
+    [
+        ("linear", lambda u: 1 - u),
+        ("cosine", lambda u: (1 + math.cos(math.pi * u)) / 2),
+        ("sqrt", lambda u: 1 - math.sqrt(u)),  # Haegele et al., arXiv:2405.18392, section 3
+    ],
+)
+def test_warmup_stable_decay(shape: str, remaining: Callable[[float], float]) -> None:
+    section = {"warmup": 7, "cooldown": "25%", "shape": shape}
+    values = ours({"name": "wsd", "start": 0.8, "end": 0.1, **section})
+    expected = [0.8 * step / 7 for step in range(7)] + [0.8] * 35
+    expected += [0.1 + 0.7 * remaining(step / 14) for step in range(14)]
+    assert values == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "value"),
+    [
+        ("linear", lambda u: 0.1 + 0.7 * u),
+        ("cosine", lambda u: 0.1 + 0.7 * (1 - math.cos(math.pi * u)) / 2),
+        ("exponential", lambda u: 0.1 * 8**u),
+        ("constant", lambda u: 0.1),
+    ],
+)
+def test_shapes_of_the_warmup(shape: str, value: Callable[[float], float]) -> None:
+    warmup = {"warmup": "20 steps", "warmup_start": 0.1, "warmup_shape": shape}
+    values = ours({"name": "exponential", "start": 0.8, "end": 0.002, **warmup})
+    expected = [value(step / 20) for step in range(20)]
+    expected += [0.8 * (0.002 / 0.8) ** ((step - 20) / 36) for step in range(20, STEPS)]
+    assert values == pytest.approx(expected)
+
+
+def test_durations_count_from_the_start_of_the_run() -> None:
+    values = ours({"name": "multistep", "start": 0.8, "milestones": [20], "warmup": 10})
+    assert values[10:] == pytest.approx([0.8] * 10 + [0.08] * 36)
+
+
+def test_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from selftask.classy import UpdateInterval
+
+    schedule = build_schedule({"name": "linear", "start": 1, "end": 0, "update": "epoch"}, LENGTH)
+    assert schedule.update_interval == UpdateInterval.EPOCH
+
+
+@pytest.mark.parametrize(
+    ("lr", "batch", "peak"),
+    [
+        (0.3, 1024, 0.3),
+        (ScaledLR(base=0.3), 1024, 1.2),  # SimCLR: 0.3 x batch / 256
+        (ScaledLR(base=0.3, per=512), 1024, 0.6),
+        (ScaledLR(base=0.075, per=1, rule="sqrt"), 4096, 4.8),  # SimCLR: 0.075 x sqrt(batch)
+    ],
+)
+def test_scaled_with_the_batch(lr: Any, batch: int, peak: float) -> None:
+    config = OptimizerConfig(name="sgd", lr=lr, end_lr=0.03, start_lr=0.015, warmup="50%")
+    schedule = lr_schedule(config, LENGTH, batch=batch)
+    factor = peak / 0.3 if isinstance(lr, float) or lr.rule == "linear" else 64
+    middle = [schedule(where) for where in (0.0, 0.5, 1 - 1e-9)]
+    assert middle == pytest.approx([0.015 * factor, peak, 0.03 * factor])
+
+
+BROKEN = {
+    r"optimizer\.schedule: exponential: from 0\.003 it cannot end at 0": "schedule=exponential",
+    r"optimizer\.schedule\.warmup: 5%; one_cycle has its own": "schedule=one_cycle",
+    r"optimizer\.schedule\.start: set by optimizer\.lr": "schedule={name: linear, start: 1.0}",
+    r"no schedule named 'cosin'; did you mean 'cosine'": "schedule={name: cosin}",
+    r"unknown key 'optimizer\.schedule\.restart' of cosine.*restarts": (
+        "schedule={name: cosine, restart: 1}"
+    ),
+    r"unknown key 'optimizer\.lr\.start_value'.* did you mean 'optimizer\.lr\.start'": (
+        "lr={name: linear, start_value: 0.1, end: 0.0}"
+    ),
+    r"optimizer\.lr: end is missing": "lr={name: linear, start: 0.1}",
+    r"optimizer\.lr\.base is missing": "lr={per: 512}",
+    r"optimizer\.schedule\.milestones: 'soon' is not a duration": (
+        "schedule={name: multistep, milestones: [soon]}"
+    ),
+    r"optimizer\.betas=.*: end is missing": "betas=[{name: linear, start: 0.9}, 0.99]",
+    r"optimizer\.weight_decay\.end=-1\.0: must be at least 0": (
+        "weight_decay={name: cosine, start: 0.1, end: -1.0}"
+    ),
+    r"unknown key 'optimizer\.lr_scale'.*; it is now 'optimizer\.lr'": "lr_scale=linear",
+    r"write optimizer\.lr=\{name: classy:step": "schedule={name: 'classy:step', values: [1.0]}",
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_broken_schedules_are_told_before_training(message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("simclr/digits", [f"optimizer.{BROKEN[message]}"])
+
+
+def test_what_depends_on_the_length_is_told_when_it_is_known() -> None:
+    with pytest.raises(UserError, match="warm-up of 25% and a cooldown of 89%"):
+        ours({"name": "wsd", "start": 1, "end": 0, "warmup": "2 epochs", "cooldown": "89.3%"})
+    parts = [{"name": "constant", "start": 1.0}] * 2
+    with pytest.raises(UserError, match=r"milestones \['9 epochs'\] are steps \[63\] of 56"):
+        ours({"name": "composite", "parts": parts, "milestones": ["9 epochs"]})

@@ -23,22 +23,34 @@ def test_short_form_and_defaults() -> None:
         (["parallel.sync_batch_norm=0"], "parallel.sync_batch_norm=0"),
         (["parallel=ddp", "parallel.grad_compression=bf16"], "use parallel.reduce=manual"),
         (["parallel.static_graph=true"], "use parallel.reduce=ddp"),
+        (["parallel=fsdp", "parallel.find_unused=true"], "use parallel.reduce=ddp"),
+        *(
+            (["parallel=ddp", f"parallel.{key}"], "use parallel.reduce=fsdp")
+            for key in ("shard_over=node", "cpu_offload=true", "prefetch=2")
+        ),
+        (["parallel=fsdp", "parallel.shard_over=0"], "parallel.shard_over=0"),
+        (
+            ["parallel=ddp", "parallel.static_graph=true", "parallel.find_unused=true"],
+            "parallel.find_unused does not go with parallel.static_graph",
+        ),
+        (
+            ["parallel=fsdp", "parallel.cpu_offload=true", "train.precision=float16"],
+            "use train.precision=bfloat16",
+        ),
         (
             ["parallel=ddp", "parallel.static_graph=true", "train.accumulate=2"],
             "parallel.static_graph does not go with train.accumulate",
         ),
-        (["parallel=fsdp", "train.precision=float16"], "use 'bfloat16'"),
         (
             ["parallel=ddp", "train.sharded_checkpoints=true"],
             "train.sharded_checkpoints=true has no effect with parallel.reduce='ddp'",
         ),
         (["train.sharded=true"], "did you mean 'train.sharded_checkpoints'"),
-        (["parallel=fsdp", "train.compile=true"], "train.compile goes with neither"),
         (["parallel.activation_checkpointing=block"], "did you mean 'blocks'?"),
         (["parallel.activation_checkpointing=8"], "for a size say what of: '8 GB'"),
         (
-            ["parallel.activation_checkpointing=blocks", "train.compile=true"],
-            "train.compile goes with neither",
+            ["parallel.activation_checkpointing=8 GB", "train.compile=model"],
+            "train.compile needs parallel.activation_checkpointing to be none or blocks",
         ),
     ],
 )

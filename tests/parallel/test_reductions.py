@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,12 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ranks import run_ranks
 from selftask.config.values.budget import Budget
 from selftask.distributed.collectives import rank, world_size
 from selftask.errors import RunError
-from selftask.hooks.clip_gradients import clip
-from selftask.optim.larc import LARC
-from selftask.optim.lars import LARS
+from selftask.optim.gradients import clip_adaptively, clip_norm, clip_value, gradients
+from selftask.optim.optimizers.lamb import LAMB
+from selftask.optim.optimizers.larc import LARC
+from selftask.optim.optimizers.lars import LARS
+from selftask.optim.optimizers.lion import Lion
+from selftask.optim.optimizers.schedule_free import ScheduleFreeAdamW
 from selftask.parallel.activation_budget import ActivationBudget
 from selftask.parallel.activation_checkpointing import checkpoint_blocks
 from selftask.parallel.blocks import find_blocks
@@ -80,7 +85,7 @@ def reduction(way: str, **more: Any) -> Reduction:
     if way == "ddp":
         return DDPReduction(bucket_mb=0.0005, **more)
     if way == "fsdp":
-        return FSDPReduction(bucket_mb=0.0005, low_precision=None)
+        return FSDPReduction(bucket_mb=0.0005, low_precision=None, **more)
     return ManualReduction(bucket_mb=0.0005, **more)
 
 
@@ -164,11 +169,16 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("manual", {}),
     ("ddp", {}),
     ("ddp", {"static_graph": True}),
+    ("ddp", {"find_unused": True}),
     ("fsdp", {}),
+    ("fsdp", {"shard_over": 1}),
+    ("fsdp", {"cpu_offload": True, "accumulate": 2}),
+    ("fsdp", {"prefetch": 2, "checkpointing": True}),
     *((way, {"checkpointing": True}) for way in WAYS),
     *((way, {"checkpointing": 0.7}) for way in WAYS),
     *((way, {"accumulate": 2}) for way in WAYS),
     *((way, {"late": True}) for way in ("manual", "fsdp")),
+    ("ddp", {"late": True, "find_unused": True}),
 ]
 RECOMPUTED = {False: [False, False], True: [True, True], 0.7: [True, False]}
 
@@ -194,6 +204,19 @@ def test_all_ways_are_one_rank(told: list[dict[str, Any]]) -> None:
         for result in (first, second):
             assert result.pop("recomputed") == RECOMPUTED[more.get("checkpointing", False)]
             assert_alike(late if "late" in more else expected, result, f"{way} {more}")
+
+
+def two_copies(rank: int) -> list[dict[str, Any]]:
+    return [train("fsdp", shard_over=n, cpu_offload=n == 2) for n in (2, 4)]
+
+
+@pytest.mark.slow
+def test_two_copies_of_two_shards_are_one_rank() -> None:
+    expected = train("manual")
+    for of_run in zip(*run_ranks(two_copies, 4), strict=True):
+        for result in of_run:
+            for key in ("gradients", "student", "teacher", "predictor"):
+                assert_alike(expected[key], result[key], key)
 
 
 def assert_alike(a: Any, b: Any, place: str = "") -> None:
@@ -340,14 +363,14 @@ def details(rank: int) -> tuple[Any, ...]:
 
 
 def test_details_of_manual_reduction(told: list[dict[str, Any]]) -> None:
-    for message, gradients, kept, counts in (of_rank["details"] for of_rank in told):
+    for message, reduced, kept, counts in (of_rank["details"] for of_rank in told):
         assert "a second backward pass" in message
         assert "network.weight" in message
         assert "task.no_sync()" in message
-        exact = gradients["none"]
+        exact = reduced["none"]
         for compression, error in (("fp16", 1.5e-3), ("bf16", 1.2e-2)):
-            assert not torch.equal(gradients[compression], exact)
-            assert torch.allclose(gradients[compression], exact, rtol=0, atol=error * 4e4)
+            assert not torch.equal(reduced[compression], exact)
+            assert torch.allclose(reduced[compression], exact, rtol=0, atol=error * 4e4)
         assert kept
         assert counts == [0, 8, 0]
 
@@ -367,34 +390,50 @@ def test_nothing_on_one_rank() -> None:
         assert sharing.full_state(state) is state
 
 
-def lars(rank: int) -> dict[str, list[Tensor]]:
-    """Norms of sharded parameters are those of whole ones, in clipping and in LARS."""
-    return {kind.__name__: [_one_update(kind, way) for way in ("manual", "fsdp")] for kind in KINDS}
+def optimizers(rank: int) -> dict[str, list[Tensor]]:
+    """Norms of sharded parameters are those of whole ones, in clipping and in optimizers."""
+    copies: dict[str, Any] = {"shard_over": 1}
+    ways: list[tuple[str, dict[str, Any]]] = [("manual", {}), ("fsdp", {}), ("fsdp", copies)]
+    return {name: [_one_update(name, way, **more) for way, more in ways] for name in KINDS}
 
 
-KINDS = (LARS, LARC)
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "lars": (LARS, {"trust_coefficient": 0.1}),
+    "larc": (LARC, {"trust_coefficient": 0.1}),
+    "lamb": (LAMB, {}),
+    "lion": (Lion, {}),
+    "schedule_free": (ScheduleFreeAdamW, {"interpolation": 0.5, "beta2": 0.9, "eps": 1e-8}),
+}
 
 
-def _one_update(kind: type[LARS], way: str) -> Tensor:
+def _one_update(name: str, way: str, **more: Any) -> Tensor:
     torch.manual_seed(0)
     student = Student().double()
-    sharing = reduction(way)
+    sharing = reduction(way, **more)
     sharing.shard([student])
     named = [(n, p) for n, p in student.named_parameters() if p.requires_grad]
     sharing.register(named)
-    groups = sharing.regroup([{"params": [p for _, p in named]}])
-    optimizer = kind(groups, lr=1.0, trust_coefficient=0.1, weight_decay=0.1)
+    groups = sharing.regroup([{"params": [p for _, p in named], "lr": 1.0, "weight_decay": 0.1}])
+    kind, options = KINDS[name]
+    optimizer = kind(groups, **options)
     sharing.wrap(student)(list(data()[0])).square().mean().backward()
     sharing.reduce()
-    clip([p for _, p in named], 0.05, per_parameter=True)
+    parameters = [p for _, p in named]
+    for order in (1.0, math.inf):
+        clip_norm(gradients(parameters), 0.05, p=order, each=order == 1.0)
+    clip_adaptively(parameters, 0.05)
+    clip_value(gradients(parameters), 0.01)
     optimizer.step()
+    if hasattr(optimizer, "eval"):
+        optimizer.eval()
     return torch.cat([whole(p).flatten() for _, p in named])
 
 
-@pytest.mark.parametrize("kind", [kind.__name__ for kind in KINDS])
-def test_lars_of_sharded_parameters(kind: str, told: list[dict[str, Any]]) -> None:
-    for manual, fsdp in (of_rank["lars"][kind] for of_rank in told):
-        torch.testing.assert_close(manual, fsdp, rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize("name", KINDS)
+def test_optimizers_of_sharded_parameters(name: str, told: list[dict[str, Any]]) -> None:
+    for manual, *sharded in (of_rank["optimizers"][name] for of_rank in told):
+        for fsdp in sharded:
+            torch.testing.assert_close(manual, fsdp, rtol=1e-9, atol=1e-12)
 
 
-ON_RANKS = (every_case, unused, one_sided, details, lars)
+ON_RANKS = (every_case, unused, one_sided, details, optimizers)

@@ -22,21 +22,26 @@ from selftask.task import Task
 from selftask.task.loop import Interrupted, train_loop
 
 LABELS = "eval.evaluations={knn: {k: [3]}}"
-OF_A_RANK = ("emb_std", "effective_rank")  # of the embeddings on the first rank
+OF_A_RANK = ("emb_std", "effective_rank", "mean_cosine")  # of the embeddings on the first rank
 CLIPPED = "hooks.clip_gradients={max_norm: 0.5}"
+AVERAGED = "hooks.ema={decay: 0.9, buffers: average}"
+WAYS: dict[str, dict[str, Any]] = {
+    "manual": {"reduce": "manual"},
+    "fsdp": {"reduce": "fsdp"},
+    "copies": {"reduce": "fsdp", "shard_over": 1, "cpu_offload": True, "prefetch": 2},
+}
 
 
 def words(folder: Path) -> list[str]:
     val = f"data.val={tiny.digits_file(folder, 'val.npz', 400, 430)}"
-    return [val, LABELS, CLIPPED, "train.max_steps=6", "train.checkpoint_every='1 epoch'"]
+    return [val, LABELS, CLIPPED, AVERAGED, "train.max_steps=6", "train.checkpoint_every='1 epoch'"]
 
 
 def train(method: str, folder: Path, out: str, way: str, *more: str) -> Task:
     """Train with everything a run has; on these ranks."""
     torch.set_num_threads(1)
     config = tiny.config(method, folder, out, *words(folder), *more)
-    chosen: Any = {"reduce": way, "sync_batch_norm": "all"}
-    config = replace(config, parallel=ParallelConfig(**chosen))
+    config = replace(config, parallel=ParallelConfig(**WAYS[way], sync_batch_norm="all"))
     task = Task(config, sources=open_data(config.data))
     task.world = World(rank(), world_size(), rank(), world_size())
     task.evaluate = evaluate_task
@@ -68,17 +73,21 @@ def test_runs_of_sharded_networks(tmp_path: Path) -> None:
         for way in ("manual", "fsdp")
     ]
     stopped = [("byol", f"byol_stopped_{n}", "fsdp", "train.stop_at=3") for n in (1, 2)]
+    in_shards = ("parallel=fsdp", "train.sharded_checkpoints=true")
+    copies = ("byol", "byol_copies", "copies", *in_shards)
+    stopped.append((*copies, "train.stop_at=3"))
     halves = ("mae", "ijepa", "dino")
     half = [(name, f"{name}_bf16", "fsdp", "train.precision=bfloat16") for name in halves]
     for told in run_ranks(on_ranks, 2, tmp_path, [*runs, *stopped, *half]):
         assert not [text for text in told if text != "done"], "\n".join(told)
-    resumed = run_ranks(on_ranks, 2, tmp_path, [("byol", "byol_stopped_2", "fsdp")])
-    assert resumed == [["done"], ["done"]], resumed
+    resumed = run_ranks(on_ranks, 2, tmp_path, [("byol", "byol_stopped_2", "fsdp"), copies])
+    assert resumed == [["done", "done"], ["done", "done"]], resumed
     train("byol", tmp_path, "byol_stopped_1", "fsdp")  # alone: resharded to one
 
     for method in ("byol", "ijepa", "swav"):
         assert_alike(tmp_path / f"{method}_manual", tmp_path / f"{method}_fsdp")
     assert_alike(tmp_path / "byol_fsdp", tmp_path / "byol_stopped_2")
+    assert_alike(tmp_path / "byol_fsdp", tmp_path / "byol_copies")
     assert_alike(tmp_path / "byol_fsdp", tmp_path / "byol_stopped_1", without=OF_A_RANK)
     for name in halves:
         losses = [row["loss"] for row in tiny.rows(tmp_path / f"{name}_bf16") if "loss" in row]

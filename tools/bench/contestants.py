@@ -84,6 +84,15 @@ class ConvConfig:
         return Conv()
 
 
+@register_backbone("bench_vit")
+@dataclass(frozen=True, kw_only=True)
+class ViTConfig:
+    """The small transformer."""
+
+    def build(self) -> nn.Module:
+        return _vit_tiny()
+
+
 @dataclass(frozen=True)
 class Model:
     """One thing to train, in the bare loop's words and in selftask's."""
@@ -102,7 +111,7 @@ class Model:
         """What selftask builds for that method, as any script would write it."""
         if self.method == "supervised":
             return nn.Sequential(Tiny(), nn.Linear(Tiny.embed_dim, 10))
-        backbone = Conv() if self.backbone == "bench_conv" else _resnet18()
+        backbone = _BUILD[self.backbone]()
         dim = backbone.embed_dim
         return TwoViews(backbone, mlp(dim, dim, 128, last_norm=True, bias=False, last_bias=False))
 
@@ -129,6 +138,7 @@ MODELS = {
     "mlp": Model("MLP 3072-16-10, batch 32, cross-entropy", "bench_tiny", "supervised", 32, 800),
     "conv": Model("two convolutions, SimCLR, 2 x 64 of 32x32", "bench_conv", "simclr", 64, 120),
     "resnet18": Model("ResNet-18, SimCLR, 2 x 64 of 32x32", "resnet18", "simclr", 64, 7),
+    "vit_tiny": Model("ViT-tiny/4, SimCLR, 2 x 32 of 32x32", "bench_vit", "simclr", 32, 7),
 }
 
 
@@ -150,6 +160,17 @@ def _resnet18() -> Any:
     model = torchvision.models.resnet18()
     model.fc, model.embed_dim = nn.Identity(), 512
     return model
+
+
+def _vit_tiny() -> Any:
+    import timm
+
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=4, num_classes=0)
+    model.embed_dim = model.num_features
+    return model
+
+
+_BUILD = {"bench_conv": Conv, "resnet18": _resnet18, "bench_vit": _vit_tiny}
 
 
 def _optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -209,13 +230,18 @@ class _Terminal(io.StringIO):
 
 
 def run_selftask(
-    model: Model, batches: Stamped, log_every: int, *, terminal: type[io.StringIO] = _Terminal
+    model: Model,
+    batches: Stamped,
+    log_every: int,
+    *,
+    terminal: type[io.StringIO] = _Terminal,
+    step: str = "standard",
 ) -> None:
-    """Its trainer, standard step and default hooks, as on a terminal; images are in memory."""
+    """Its trainer, a train step and default hooks, as on a terminal; images are in memory."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(terminal()):
         out = Path(folder) / "run"
         out.mkdir()
-        config = _selftask_config(model, Path(folder), out, batches.steps, log_every)
+        config = _selftask_config(model, Path(folder), out, batches.steps, log_every, step)
         logs.start_log(out, rank=0)
         try:
             task = _TaskInMemory(config, sources=Sources(_Images(config, batches.steps), None))
@@ -225,7 +251,9 @@ def run_selftask(
             logs.stop_log()
 
 
-def _selftask_config(model: Model, folder: Path, out: Path, steps: int, log_every: int) -> Config:
+def _selftask_config(
+    model: Model, folder: Path, out: Path, steps: int, log_every: int, step: str
+) -> Config:
     recipe = folder / "recipe.yaml"
     recipe.write_text(
         f"data: digits\n"
@@ -236,7 +264,8 @@ def _selftask_config(model: Model, folder: Path, out: Path, steps: int, log_ever
         f"train: {{max_steps: {steps}, batch_size: {model.batch_size}, log_every: {log_every}}}\n"
         f"optimizer: {{name: sgd, lr: {LR}, sgd_momentum: {MOMENTUM}}}\n"
     )
-    return load_config(str(recipe), [f"out={out}", "train.device=cpu", "train.threads=1"])
+    more = [f"out={out}", "train.device=cpu", "train.threads=1", f"train.step={step}"]
+    return load_config(str(recipe), more)
 
 
 class _TaskInMemory(Task):
@@ -378,6 +407,7 @@ ENTRIES: dict[str, Entry] = {
     "bare loop": run_bare,
     "selftask": run_selftask,
     "selftask without bar": partial(run_selftask, terminal=io.StringIO),
+    "selftask compiled": partial(run_selftask, step="compiled"),
     "classy LocalTrainer": run_classy,
     "lightning": run_lightning,
     "lightning + self.log": run_lightning_log,

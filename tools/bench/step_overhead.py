@@ -1,6 +1,6 @@
 """What a trainer adds to a step: selftask, Classy's LocalTrainer and Lightning over a bare loop.
 
-    python tools/bench/step_overhead.py [--models mlp,conv,resnet18] [--rounds 20] [--log-every 50]
+    python tools/bench/step_overhead.py [--models mlp,conv] [--rounds 20] [--log-every 50]
 
 All do the same maths on the same batches, which are in memory; each gives its own loop an
 iterable that notes the time whenever it is asked for a batch, so the time between two requests is

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from selftask.logs import get_logger
@@ -22,13 +23,17 @@ def clear(folder: Path) -> None:
         discard(left_over)
 
 
-def rotate(newest: Path, keep: int) -> None:
-    """Remove all but the ``keep`` newest, and a checkpoint of the other kind of the same step."""
+def rotate(newest: Path, keep: int, spared: Collection[int] = ()) -> None:
+    """Remove all but the ``keep`` newest, and a checkpoint of the other kind of the same step.
+
+    Those of the steps ``spared`` stay, too.
+    """
     for path in checkpoints(newest.parent):
         if path != newest and step_of(path) == step_of(newest):
             discard(path)
     for path in checkpoints(newest.parent)[keep:]:
-        discard(path)
+        if step_of(path) not in spared:
+            discard(path)
 
 
 def discard(path: Path) -> None:

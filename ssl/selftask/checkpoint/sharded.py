@@ -24,6 +24,7 @@ from selftask.checkpoint import manifest
 from selftask.checkpoint.manifest import DamagedCheckpoint
 from selftask.checkpoint.restricted_pickle import RestrictedUnpickler
 from selftask.checkpoint.rotation import MANIFEST
+from selftask.distributed.shards import full_tensor
 
 T = TypeVar("T")
 
@@ -55,8 +56,8 @@ def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor]]:
     places: dict[str, list[Any]] = {}
 
     def cut(value: Any, place: list[Any]) -> Any:
-        if isinstance(value, DTensor) and value.placements != (Shard(0),):
-            return value.full_tensor().detach()
+        if isinstance(value, DTensor) and not _is_split_by_rows(value):
+            return full_tensor(value)
         if isinstance(value, DTensor):
             name = ".".join(map(str, place))
             assert name not in shards, name
@@ -72,6 +73,10 @@ def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor]]:
         return value
 
     return {"state": cut(state, []), "places": places}, shards
+
+
+def _is_split_by_rows(shards: DTensor) -> bool:
+    return [part for part in shards.placements if not part.is_replicate()] == [Shard(0)]
 
 
 def load(

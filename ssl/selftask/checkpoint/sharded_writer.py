@@ -95,7 +95,7 @@ class ShardedWriter(CheckpointWriter):
         rotation.discard(path)  # a damaged one of the same step, if any
         os.replace(aside, path)
         manifest.sync(self.folder)
-        rotation.rotate(path, self.keep)
+        self._kept.rotate(path, self.keep)
 
     def _on_first(self, work: Callable[[], None]) -> None:
         self._on_all(work if is_primary() else lambda: None)

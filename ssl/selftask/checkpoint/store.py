@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from selftask.checkpoint import sharded
+from selftask.checkpoint.kept import Kept
 from selftask.checkpoint.manifest import (
     DamagedCheckpoint,
     NoCheckpoint,
@@ -28,7 +28,7 @@ from selftask.checkpoint.manifest import (
     write_durably,
 )
 from selftask.checkpoint.mirror import local_run
-from selftask.checkpoint.rotation import MANIFEST, NAME, checkpoints, clear, rotate
+from selftask.checkpoint.rotation import MANIFEST, NAME, checkpoints, clear
 from selftask.errors import UserError
 from selftask.files.addresses import fetch
 from selftask.logs import get_logger
@@ -45,20 +45,26 @@ _ENTRIES = {
 
 
 def save(
-    state: dict[str, Any], folder: Path, step: int, *, keep: int, durable: Sequence[Path] = ()
+    state: dict[str, Any],
+    folder: Path,
+    step: int,
+    *,
+    keep: int,
+    durable: Sequence[Path] = (),
+    kept: Kept | None = None,
 ) -> Path:
     """Write ``folder/step_N.pt`` so that a kill at any instant leaves it whole or absent.
 
     Temporary file, fsync, rename, fsync of the folder; beside it a small JSON with length and
     CRC-32. The ``durable`` files, which the state refers to, are brought to the disk before the
-    rename. All but the newest ``keep`` are removed. Raises TypeError, naming the key, for a state
-    that holds anything but tensors and plain python; OSError if there is no room or no access, and
-    then leaves the folder as it was.
+    rename. All but the newest ``keep`` and those ``kept`` are removed. Raises TypeError, naming the
+    key, for a state that holds anything but tensors and plain python; OSError if there is no room
+    or no access, and then leaves the folder as it was.
     """
     check_plain(state)
     clear(folder)
     path = write(state, folder, step, durable=durable)
-    rotate(path, keep)
+    (kept or Kept()).rotate(path, keep)
     return path
 
 
@@ -171,6 +177,8 @@ def load(path: Path) -> dict[str, Any]:
     Of a sharded one every tensor is made whole.
     """
     if path.is_dir():
+        from selftask.checkpoint import sharded  # torch.distributed.checkpoint takes 0.7 s
+
         return sharded.load(path)
     manifest_path = path.with_suffix(".json")
     if (

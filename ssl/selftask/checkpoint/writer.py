@@ -8,6 +8,8 @@ and start-up time.
 from __future__ import annotations
 
 import copy
+import errno
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +20,8 @@ import torch
 from torch import Tensor
 
 from selftask.checkpoint import manifest, rotation, store
+from selftask.checkpoint.kept import Kept
+from selftask.distributed.accelerator import pins_memory, record_event
 from selftask.distributed.heartbeat import activity
 from selftask.errors import RunError
 from selftask.logs import get_logger
@@ -40,10 +44,17 @@ class CheckpointWriter:
         """``durable``: files that a state refers to, on disk before it is (``metrics.jsonl``)."""
         self.folder, self.keep, self.durable = folder, keep, durable
         self.background = background
+        self.kept = self._kept = Kept()  # with the next checkpoint, and with the one being written
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._told_of_wait = False
+
+    def keep_now(self, kept: Kept) -> None:
+        """Write which checkpoints are kept, once the one being written is on disk."""
+        self.wait()
+        self.kept = kept
+        kept.write(self.folder)
 
     def save(self, state: dict[str, Any], step: int, *, last: bool = False) -> None:
         """Copy ``state`` and return while a thread writes it.
@@ -57,6 +68,7 @@ class CheckpointWriter:
         """
         manifest.check_plain(state)
         self._wait_for_the_one_before()
+        self._kept = self.kept
         if last or not self.background:  # nothing changes the state meanwhile: no copy
             self._save_file(on_host(state), step)
             return
@@ -100,7 +112,7 @@ class CheckpointWriter:
                 waited,
             )
 
-    def _run(self, state: dict[str, Any], copying: list[torch.cuda.Event], step: int) -> None:
+    def _run(self, state: dict[str, Any], copying: list[Any], step: int) -> None:
         """Run in the thread; log an error and keep it for ``wait``."""
         try:
             for event in copying:
@@ -112,12 +124,30 @@ class CheckpointWriter:
 
     def _save_file(self, state: dict[str, Any], step: int) -> None:
         try:
+            self._check_space(state)
             self._write(state, step)
         except OSError as error:
             raise self._explain(error, step) from error
 
     def _write(self, state: dict[str, Any], step: int) -> None:
-        store.save(state, self.folder, step, keep=self.keep, durable=self.durable)
+        kept, durable = self._kept, self.durable
+        store.save(state, self.folder, step, keep=self.keep, durable=durable, kept=kept)
+
+    def _check_space(self, state: dict[str, Any]) -> None:
+        """Raise OSError before a file is begun that cannot fit on the disk."""
+        needed = 0
+
+        def count(tensor: Tensor, place: str) -> Tensor:
+            nonlocal needed
+            needed += tensor.numel() * tensor.element_size()
+            return tensor
+
+        _map_tensors(count, state)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.folder).free
+        if needed > free:
+            text = f"{needed / 1e6:.1f} MB are needed and {free / 1e6:.1f} MB free"
+            raise OSError(errno.ENOSPC, text)
 
     def _explain(self, error: OSError, step: int) -> RunError:
         before = rotation.checkpoints(self.folder)
@@ -138,7 +168,7 @@ class HostBuffers:
     def __init__(self) -> None:
         self._buffers: dict[str, tuple[Any, Tensor]] = {}  # place in the state -> what it fits
 
-    def copy(self, state: dict[str, Any]) -> tuple[dict[str, Any], list[torch.cuda.Event]]:
+    def copy(self, state: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
         """Copy a state into buffers that the next call overwrites.
 
         Returns:
@@ -152,22 +182,23 @@ class HostBuffers:
         def copied(tensor: Tensor, place: str) -> Tensor:
             if tensor.layout != torch.strided:
                 return tensor.detach().to("cpu", copy=True)
-            kind = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda)
+            pinned = pins_memory(tensor.device)
+            kind = (tensor.dtype, tensor.shape, tensor.stride(), pinned)
             same = (tensor.data_ptr(), kind)
             buffer = copies.get(same)
             if buffer is None:
                 fits, buffer = before.get(place, (None, tensor))
                 if fits != kind:
-                    buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-                if tensor.is_cuda:
+                    buffer = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+                if pinned:
                     devices.add(tensor.device)
-                buffer.copy_(tensor, non_blocking=tensor.is_cuda)  # the others are not pinned
+                buffer.copy_(tensor, non_blocking=pinned)  # the others are not pinned
                 self._buffers[place], copies[same] = (kind, buffer), buffer
             return buffer
 
         with torch.no_grad():
             result = _map_tensors(copied, state)
-        return result, [_event_after_queue(device) for device in devices]
+        return result, [record_event(device) for device in devices]
 
 
 def on_host(state: dict[str, Any]) -> dict[str, Any]:
@@ -189,10 +220,3 @@ def _map_tensors(change: Callable[[Tensor, str], Tensor], value: Any, place: str
         items = enumerate(value)
         return type(value)(_map_tensors(change, item, f"{place}[{n}]") for n, item in items)
     return value
-
-
-def _event_after_queue(device: torch.device) -> torch.cuda.Event:
-    """Record an event on the device's current stream."""
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event

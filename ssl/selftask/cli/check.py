@@ -116,7 +116,8 @@ def _heading(small: Config, steps: int) -> str:
         f"{small.method.name}: {method.__name__} at {METHODS.address(small.method.name)}\n"
         f"  declares loss_reduction = {method.loss_reduction!r}: "
         f"{REDUCTIONS[method.loss_reduction]}\n"
-        f"  in small: batch {small.train.batch_size}, {steps} steps ({small.train.step}), float64\n"
+        f"  in small: batch {small.train.batch_size}, {steps} steps ({small.train.step.name}), "
+        "float64\n"
         f"  backbone {small.backbone.to_dict()}\n  optimizer {optimizer}"
     )
 

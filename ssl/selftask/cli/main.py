@@ -20,7 +20,12 @@ COMMANDS = {
     "submit": ("selftask.cli.submit", "RECIPE [key=value ...]", "the same on SLURM; a=1,2 sweeps"),
     "jobs": ("selftask.cli.jobs", "[OUT ...]", "how submitted runs stand"),
     "cancel": ("selftask.cli.cancel", "OUT|JOBID [...]", "take them out of the queue"),
-    "eval": ("selftask.cli.model.evaluate", "knn|linear RUN_OR_MODEL data=...", "judge features"),
+    "eval": (
+        "selftask.cli.model.evaluate",
+        "knn|linear|svm RUN_OR_MODEL data=...",
+        "judge features",
+    ),
+    "test": ("selftask.cli.model.score", "RUN [data=DIR]", "score a trained classifier"),
     "finetune": (
         "selftask.cli.model.finetune",
         "RUN_OR_MODEL data=...",
@@ -28,10 +33,14 @@ COMMANDS = {
     ),
     "features": ("selftask.cli.model.features", "RUN_OR_MODEL out=DIR data=...", "keep features"),
     "export": ("selftask.cli.model.export", "RUN [--to FORMAT]", "write the backbone for others"),
+    "checkpoints": ("selftask.cli.checkpoints", "RUN", "list them: step, metric, good or not"),
+    "model-summary": ("selftask.cli.model.summary", "RECIPE [key=value ...]", "cost by module"),
+    "replay": ("selftask.cli.replay", "RUN/failures/step_N", "repeat a step that gave NaN"),
     "check": ("selftask.cli.check", "METHOD|--all [key=value ...]", "same on 1, 2, 4 ranks?"),
     "data": ("selftask.cli.data", "check|stats SOURCE, show RECIPE", "look at the images"),
     "bench": ("selftask.cli.bench", "data RECIPE [key=value ...]", "where a loader's time goes"),
     "config": ("selftask.cli.show", "RECIPE [key=value ...]", "every value and its origin"),
+    "repro": ("selftask.cli.repro", "RUN", "what differs here from that run"),
     "list": ("selftask.cli.list", "[methods|hooks|recipes|...]", "the names a config may use"),
     "env": ("selftask.cli.env", "", "versions, devices, what is supported"),
 }  # name -> module with USAGE and main(argv) -> exit code, arguments, one line
@@ -119,7 +128,7 @@ def usage() -> str:
     """Return the text of ``selftask --help``."""
     lines = ["usage: selftask COMMAND ...", ""]
     for name, (_, arguments, about) in COMMANDS.items():
-        lines.append(f"  selftask {name:<9}{arguments:<34} {about}")
+        lines.append(f"  selftask {name:<14}{arguments:<34} {about}")
     return "\n".join([*lines, "", ABOUT])
 
 

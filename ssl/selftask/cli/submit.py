@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from selftask.cli.options import take_options
-from selftask.errors import UserError
+from selftask.errors import UserError, nearest
 
 USAGE = """\
 usage: selftask submit RECIPE [key=value ...] [--dry-run]
@@ -13,9 +13,12 @@ Checks everything on this machine, prints the plan and hands the run to SLURM (t
   launch.slurm.partition=gpu               any option of sbatch, - or _ in its name
   launch.slurm.time=36:00:00               as sbatch has it: minutes, h:mm:ss, days-hours
   train.seed=1,2,3                         a comma list is a sweep: a job array, a folder each
---dry-run prints the sbatch script instead of submitting it. Then: selftask jobs OUT"""
+--dry-run prints the sbatch script instead of submitting it. Then: selftask jobs OUT
+--cluster local starts the same job on this machine, in the background; --cluster debug trains in
+this process, and an exception opens pdb."""
 
-OPTIONS = {"--dry-run": bool}
+OPTIONS = {"--dry-run": bool, "--cluster": str}
+CLUSTERS = ("slurm", "local", "debug")
 
 
 def main(argv: list[str]) -> int:
@@ -23,6 +26,11 @@ def main(argv: list[str]) -> int:
     words, options = take_options(argv, OPTIONS)
     if not words or "=" in words[0]:
         raise UserError(f"submit needs a RECIPE before any key=value\n{USAGE}")
+    cluster = options.get("--cluster", "slurm")
+    if cluster not in CLUSTERS:
+        raise UserError(f"--cluster {cluster}: {nearest(cluster, CLUSTERS)}")
+    if cluster != "slurm":
+        return _submit_here(words, cluster)
     from selftask.slurm.plan import plan
 
     planned = plan(words[0], words[1:])
@@ -33,4 +41,23 @@ def main(argv: list[str]) -> int:
     made = planned.submit()
     ids = made[0].job_id.partition("_")[0]
     print(f"submitted as job {ids}; `selftask jobs {planned.out}` shows how it stands")
+    return 0
+
+
+def _submit_here(words: list[str], cluster: str) -> int:
+    """Start local jobs, or train in this process in a debugger."""
+    from pathlib import Path
+
+    from selftask.slurm import local_job, queue
+    from selftask.slurm.plan import read_local
+
+    configs, submissions = read_local(words[0], words[1:])
+    if cluster == "debug":
+        local_job.run_in_debugger(configs, submissions)
+        return 0
+    outs = [Path(submission.out) for submission in submissions]
+    base = outs[0] if len(outs) == 1 else outs[0].parent
+    jobs = local_job.submit_locally(configs, submissions, base / "slurm")
+    queue.note(base, dict(zip(outs, jobs, strict=True)))
+    print(f"started {', '.join(jobs)}; `selftask jobs {base}` shows how it stands")
     return 0

@@ -8,18 +8,26 @@ USAGE = """\
 usage: selftask train RECIPE [key=value ...]
 
 Trains what the recipe says, with key=value on top; the same command again goes on after a stop.
-The run's folder is out=DIR; `selftask config RECIPE` shows every key and its value."""
+The run's folder is out=DIR; `selftask config RECIPE` shows every key and its value.
+A comma list (train.seed=1,2,3) is a sweep: each run has its own folder below out, and
+launch.parallel_runs=2 of them train at a time."""
 
 
 def main(argv: list[str]) -> int:
     """Check the config and the data before torch is imported, then train."""
     if not argv or "=" in argv[0]:
         raise UserError(f"train needs a RECIPE before any key=value\n{USAGE}")
+    from selftask.config.compose.sweep import expand_sweep
     from selftask.config.load import load_config
     from selftask.data.loading.open_data import check_data, open_data
     from selftask.run.early_errors import report_early_errors
     from selftask.run.local_ranks import own_command, start, starts_ranks
 
+    points = expand_sweep(argv[1:])
+    if len(points) > 1:
+        from selftask.run.local_sweep import train_sweep
+
+        return train_sweep(argv[0], points)
     config = load_config(argv[0], argv[1:])
     with report_early_errors(config.out_folder):
         sources = open_data(config.data)

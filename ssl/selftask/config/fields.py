@@ -1,8 +1,8 @@
 """Declaration of the fields of config classes: defaults, limits, kinds.
 
-Every key of a config is a field of a dataclass: a section of ``schema.py`` or the ``Config`` of a
-method, hook, transform, ... ``setting`` declares what a plain default cannot say. Does not import
-torch.
+Every key of a config is a field of a dataclass: a section of ``config.schema`` or the ``Config`` of
+a method, hook, transform, ... ``setting`` declares what a plain default cannot say. Does not
+import torch.
 """
 
 from __future__ import annotations

@@ -7,7 +7,15 @@ from typing import Any
 
 Key = tuple[str, ...]  # ("train", "epochs"); the index of a list item is a key, too
 
-NAMED = {("backbone",), ("method",), ("optimizer",), ("data", "sampler"), ("data", "tokenizer")}
+NAMED = {
+    ("backbone",),
+    ("method",),
+    ("optimizer",),
+    ("data", "sampler"),
+    ("data", "tokenizer"),
+    ("train", "step"),
+}
+SCHEDULED = {("optimizer", name) for name in ("lr", "schedule", "weight_decay")}
 SOURCES = {("data",), ("data", "val")}
 _PATHS = {
     *SOURCES,
@@ -17,8 +25,8 @@ _PATHS = {
     ("resume", "checkpoint"),
     ("out",),
 }
-_PATH_FIELDS = ("path", "root", "pattern", "labels_path", "stage_to")  # of data and data.val
-NAMED_ENTRIES = {("hooks",), ("meters",), ("eval", "evaluations")}
+_PATH_FIELDS = ("path", "root", "pattern", "labels_path", "stage_to")  # of a source
+NAMED_ENTRIES = {("hooks",), ("meters",), ("eval", "evaluations"), ("data", "val_sets")}
 
 
 def dotted(key: Key) -> str:
@@ -35,7 +43,14 @@ def is_pipeline(path: Key) -> bool:
 
 def is_path(key: Key) -> bool:
     """Return whether the value at a key is a path, so that any text is a value."""
-    return key in _PATHS or (key[:-1] in SOURCES and key[-1] in _PATH_FIELDS)
+    if key in _PATHS or is_source(key):
+        return True
+    return key[-1] in _PATH_FIELDS and is_source(key[:-1])
+
+
+def is_source(key: Key) -> bool:
+    """Return whether a key holds a source of images: ``data``, ``data.val`` or a named set."""
+    return key in SOURCES or key[:-1] == ("data", "val_sets")
 
 
 def named_places(config: dict[str, Any]) -> list[Key]:
@@ -44,7 +59,7 @@ def named_places(config: dict[str, Any]) -> list[Key]:
     lists: list[Key] = [("eval", "transforms")]
     lists += [("views", group, "transforms") for group in _mapping(config, ("views",))]
     transforms = [item for place in lists for item in _named_items(_at(config, place), place)]
-    return [*sorted(NAMED), *sorted(SOURCES), *entries, *transforms]
+    return [*sorted(NAMED | SCHEDULED | SOURCES), *entries, *transforms]
 
 
 def _named_items(value: Any, path: Key) -> Iterator[Key]:

@@ -12,12 +12,20 @@ FORMER_NAMES = {
     "timeout_s": "hang_timeout_s",  # launch
     "compress": "grad_compression",  # parallel
     "coverage": "min_matched",  # init
+    "lr_scale": "lr",  # optimizer
+    "end_weight_decay": "weight_decay",  # optimizer
+    "end_momentum": "momentum",  # methods
+    "start_momentum": "momentum",  # data2vec
+    "momentum_warmup": "momentum",  # data2vec
+    "start_teacher_temperature": "teacher_temperature",  # dino, dinov2
+    "teacher_temperature_warmup": "teacher_temperature",  # dino, dinov2
     "decay_norm_and_bias": "decay_1d",  # optimizer
     "trust": "trust_coefficient",  # lars, larc
     "of": "stats",  # normalize
     "shift": "translate",  # random_affine
     "turns": "k",  # rotate_90
     "fault": "fault_injection",  # hooks
+    "per_parameter": "mode",  # clip_gradients
     "dim": "out_dim",  # methods
     "hidden": "hidden_dim",  # methods
     "num_prototypes": "out_dim",  # dino

@@ -21,7 +21,7 @@ class RunLength:
     num_samples: int
     batch_size: int
     accumulate: int = 1
-    epochs: int | None = None
+    epochs: float | None = None
     max_steps: int | None = None
 
     @classmethod
@@ -39,7 +39,8 @@ class RunLength:
 
     @cached_property
     def total_steps(self) -> int:
-        by_epochs = None if self.epochs is None else self.epochs * self.steps_per_epoch
+        epochs, length = self.epochs, self.steps_per_epoch
+        by_epochs = None if epochs is None else max(1, round(epochs * length))
         bounds = [bound for bound in (by_epochs, self.max_steps) if bound is not None]
         return min(bounds)
 
@@ -60,17 +61,25 @@ class Clock:
 
     length: RunLength
     steps_done: int = 0  # finished steps
-    batch: int = 0  # global batches whose gradients are in the parameters
+    batch: int = 0  # global batches that have been read
     phase: int = 0  # finished phases, train and test
+    skipped: int = 0  # global batches of skipped steps, which no schedule counts
+    tested: int = 0  # `batch` at the last test phase
+    stopped: str | None = None  # why training ends before its length; not part of the state
 
     @property
     def where(self) -> float:
         """Progress in [0, 1): every schedule is a function of it."""
-        return min(self.batch / self.length.total_batches, 1.0 - 1e-9)
+        return min(self.trained_batches / self.length.total_batches, 1.0 - 1e-9)
+
+    @property
+    def trained_batches(self) -> int:
+        """Number of global batches whose gradients are in the parameters."""
+        return self.batch - self.skipped
 
     @property
     def where_of_epoch(self) -> float:
-        """``where`` as it was when this epoch began: the same before and after a resume."""
+        """``where`` when this epoch began, without skipped steps: the same after a resume."""
         return min((self.batch - self.batch_in_epoch) / self.length.total_batches, 1.0 - 1e-9)
 
     @property
@@ -84,12 +93,33 @@ class Clock:
 
     @property
     def done(self) -> bool:
-        return self.batch >= self.length.total_batches
+        return self.batch >= self.length.total_batches or self.stopped is not None
+
+    def test_is_due(self, every: int) -> bool:
+        """Return whether a test phase comes next: after so many epochs, and at the end."""
+        if self.batch == self.tested or not (self.batch_in_epoch == 0 or self.done):
+            return False
+        return self.done or self.epoch % every == 0
+
+    def advance(self, batches: int = 1) -> None:
+        """Count one finished step of ``batches`` batches."""
+        self.steps_done += 1
+        self.batch += batches
+
+    def skip(self, batches: int = 1) -> None:
+        """Count one skipped step: the data go on, ``where`` does not."""
+        self.advance(batches)
+        self.skipped += batches
 
     def state_dict(self) -> dict[str, int]:
-        return {"steps_done": self.steps_done, "batch": self.batch, "phase": self.phase}
+        return {name: getattr(self, name) for name in _COUNTERS}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.steps_done, self.batch, self.phase = (
-            state[name] for name in ("steps_done", "batch", "phase")
-        )
+        batch, phase = state["batch"], state["phase"]
+        older = {"skipped": 0, "tested": batch if phase % 2 == 0 else 0}  # runs without these
+        state = {**older, **state}
+        for name in _COUNTERS:
+            setattr(self, name, state[name])
+
+
+_COUNTERS = ("steps_done", "batch", "phase", "skipped", "tested")

@@ -16,9 +16,10 @@ from selftask.config.fields import default_of, has_default
 from selftask.config.keys import Key, dotted
 from selftask.config.renamed_keys import present_name
 from selftask.config.schema import Component
+from selftask.config.torch_names import is_torch_name
 from selftask.config.values.coerce import Mismatch, check_limits, convert, describe
 from selftask.errors import UserError, nearest, shorten
-from selftask.registry import REGISTRIES, Registry
+from selftask.registry import REGISTRIES, SCHEDULES, Registry
 
 MISSING = "???"  # how yaml says that a value must be given
 MAX_MESSAGE = 800  # characters
@@ -125,11 +126,17 @@ class Reader:
         if dataclasses.is_dataclass(kind):
             read = self.section(kind, value, key)  # type: ignore[arg-type]
             return _WRONG if read is None else read
+        if typing.get_origin(kind) is list and dataclasses.is_dataclass(typing.get_args(kind)[0]):
+            return self._sections(value, typing.get_args(kind)[0], key)
         if _holds(kind):
             inner = typing.get_args(kind)[1]
             groups = {str(k): v for k, v in self.mapping(value, key).items() if v is not None}
             made = {name: self.section(inner, v, (*key, name)) for name, v in groups.items()}
             return _WRONG if None in made.values() else made
+        return self._plain(value, field, kind, key)
+
+    def _plain(self, value: Any, field: dataclasses.Field[Any], kind: Any, key: Key) -> Any:
+        """Read a value that is no section and no named thing."""
         try:
             converted = convert(value, kind)
             check_limits(converted, field.metadata)
@@ -140,12 +147,23 @@ class Reader:
         is_path = field.metadata.get("path") and converted is not None
         return os.path.expanduser(converted) if is_path else converted
 
+    def _sections(self, value: Any, kind: type, key: Key) -> Any:
+        """Read a list of sections."""
+        self.note_place(key)
+        if not isinstance(value, list):
+            self.problem(key, f"{dotted(key)}={_shown(value)}: expected a list of sections")
+            return _WRONG
+        read = [self.section(kind, item, (*key, str(i))) for i, item in enumerate(value)]
+        return _WRONG if None in read else read
+
     def _named(self, value: Any, field: dataclasses.Field[Any], schema: Schema, key: Key) -> Any:
         """Read a named thing, or a list or mapping of them."""
         registry, kind = REGISTRIES[field.metadata["of"]], schema.types[field.name]
         self.note_place(key)
+        if registry is SCHEDULES and typing.get_origin(kind) is not list:
+            return self._scheduled(value, field, kind, key)
         if typing.get_origin(kind) is dict:
-            return self.components(value, registry, key)
+            return self.components(value, registry, key, typing.get_args(kind)[1])
         if kind == list[Component]:
             return self.pipeline(value, registry, key)
         if typing.get_origin(kind) is list:
@@ -160,6 +178,45 @@ class Reader:
             return _WRONG
         given = {name: item for name, item in ours.items() if item is not None}
         return dataclasses.replace(component, args={**component.args, **given})
+
+    def _scheduled(self, value: Any, field: dataclasses.Field[Any], kind: Any, key: Key) -> Any:
+        """Read a number, a name, or a section with the name of a schedule; keep what it sets.
+
+        A section without a name changes fields of the default.
+        """
+        options = typing.get_args(kind)
+        if typing.get_origin(kind) is tuple:
+            if not isinstance(value, list | tuple) or len(value) != len(options):
+                return self._plain(value, field, kind, key)
+            items = enumerate(zip(value, options, strict=True))
+            read = [self._scheduled(v, field, o, (*key, str(i))) for i, (v, o) in items]
+            return _WRONG if _WRONG in read else tuple(read)
+        if isinstance(value, dict):
+            default = default_of(field) if has_default(field) else None
+            other = next((option for option in options if dataclasses.is_dataclass(option)), None)
+            if "name" not in value and other is not None:
+                section = self.section(other, value, key)  # type: ignore[arg-type]
+                return _WRONG if section is None else section
+            own = default if isinstance(default, dict) and "name" not in value else {}
+            return self._schedule({**own, **value}, field, key)
+        if value is None and type(None) in options:
+            return None
+        if isinstance(value, str) and str in options:
+            read_name = self._schedule({"name": value}, field, key)
+            return _WRONG if read_name is _WRONG else value
+        return self._plain(value, field, float | dict[str, Any], key)
+
+    def _schedule(self, value: dict[str, Any], field: dataclasses.Field[Any], key: Key) -> Any:
+        component, _ = self.component(value, SCHEDULES, key)
+        if component is None:
+            return _WRONG
+        given = {name: item for name, item in component.args.items() if name in value}
+        for name in ("start", "end", "warmup_start"):
+            try:
+                check_limits(given.get(name), field.metadata)
+            except ValueError as error:
+                self.problem((*key, name), f"{dotted((*key, name))}={given[name]}: {error}")
+        return {"name": component.name, **given}
 
     def unknown_keys(self, values: dict[str, Any], key: Key, *schemas: Schema) -> None:
         """Add a problem for each key that is in no schema."""
@@ -191,35 +248,60 @@ class Reader:
         self.note_place((*key, "name"))
         own = {k: v for k, v in value.items() if k != "name" and k not in ours.fields}
         if name not in registry:
-            if classy_has(registry.kind, name):
-                for field in own:
-                    self.note_place((*key, field))
-                if registry.kind == "hook" and (refused := classy_refusal(name)):
-                    self.problem((*key, "name"), refused)
-                return Component(name=name, args=own), fixed
-            present = present_name(name, registry.names())
-            hint = f"it is now {present!r}" if present else nearest(name, registry.names())
-            if registry.kind in CLASSY_KINDS:
-                hint += "; Classy Vision's are written classy:NAME"
-            self.problem((*key, "name"), f"no {registry.kind} named {name!r}; {hint}")
-            return None, fixed
+            return self._of_others(Component(name=name, args=own), registry, key), fixed
         schema = schema_of(registry, name)
         self.unknown_keys(own, key, ours, schema)
         return Component(name=name, args=self.fields(own, schema, key)), fixed
 
-    def components(self, value: Any, registry: Registry, key: Key) -> dict[str, Component]:
-        """Return the things of ``key: {args}`` entries with optional ``name``; null removes one."""
+    def _of_others(self, component: Component, registry: Registry, key: Key) -> Component | None:
+        """Return a thing of Classy Vision or torch.optim; None, with a problem, if unknown."""
+        kind, name = registry.kind, component.name
+        if classy_has(kind, name) or is_torch_name(kind, name):
+            for field in component.args:
+                self.note_place((*key, field))
+            if kind == "hook" and (refused := classy_refusal(name)):
+                self.problem((*key, "name"), refused)
+            return component
+        present = present_name(name, registry.names())
+        hint = f"it is now {present!r}" if present else nearest(name, registry.names())
+        if kind in CLASSY_KINDS:
+            hint += "; Classy Vision's are written classy:NAME"
+        if kind == "optimizer":
+            hint += ", torch.optim's torch:NAME"
+        self.problem((*key, "name"), f"no {kind} named {name!r}; {hint}")
+        return None
+
+    def components(
+        self, value: Any, registry: Registry, key: Key, kind: type[Component]
+    ) -> dict[str, Component]:
+        """Return the things of ``key: {args}`` entries with optional ``name``; null removes one.
+
+        ``kind`` is Component, or a subclass with further fields.
+        """
         found = {}
+        ours = Schema.of(kind, without=["name", "args"])
         for name, entry in self.mapping(value, key).items():
             inner = (*key, str(name))
             self.note_place(inner)
             if entry is None:
+                if not self._removes(inner, registry):
+                    hint = nearest(str(name), registry.names())
+                    self.problem(inner, f"no {registry.kind} named {name!r}; {hint}")
                 continue
             named = {"name": name, **entry} if isinstance(entry, dict) else entry
-            component, _ = self.component(named, registry, inner)
+            component, more = self.component(named, registry, inner, ours=ours)
             if component is not None:
-                found[str(name)] = component
+                found[str(name)] = kind(name=component.name, args=component.args, **more)
         return found
+
+    def _removes(self, key: Key, registry: Registry) -> bool:
+        """Return whether null at ``key`` can remove something: a known name, or another entry."""
+        name = str(key[-1])
+        return (
+            name in registry
+            or classy_has(registry.kind, name)
+            or any(layer.value(key) is not None for layer in self.layers)
+        )
 
     def pipeline(self, value: Any, registry: Registry, key: Key) -> list[Component]:
         """Return a list of named things."""

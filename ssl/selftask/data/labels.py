@@ -90,11 +90,11 @@ def name_top_folders(paths: Sequence[str] | PathTable, labels: np.ndarray | None
     return [paths[row].partition("/")[0] for row in first[:-1].tolist()]
 
 
-def align_classes(source: Source, model: Source) -> None:
+def align_classes(source: Source, model: Source, key: str) -> None:
     """Give each class of ``source`` the number that the class of that name has in ``model``.
 
     Two sets number their classes apart, so that one class less in one of them would move all that
-    follow. Raises UserError for a class that the model lacks.
+    follow. Raises UserError, which names the config's ``key``, for a class that the model lacks.
     """
     if not isinstance(source, Source) or not isinstance(model, Source):
         return  # a user's own, which has no names
@@ -105,7 +105,7 @@ def align_classes(source: Source, model: Source) -> None:
     for name in ours:
         if name not in numbers:
             raise UserError(
-                f"data.val: its class {name!r} is none of the {len(theirs)} of data; "
-                f"{nearest(name, theirs)} (data.val=null: no evaluations)"
+                f"{key}: its class {name!r} is none of the {len(theirs)} of data; "
+                f"{nearest(name, theirs)} ({key}=null: no evaluations)"
             )
     source.renumber(np.array([numbers[name] for name in ours], dtype=np.int64))

@@ -6,6 +6,7 @@ divided by the number of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ def is_primary() -> bool:
     return rank() == 0
 
 
+def collective_device() -> torch.device:
+    """Return the device type whose tensors the default group exchanges."""
+    return torch.device({"nccl": "cuda", "xccl": "xpu"}.get(dist.get_backend(), "cpu"))
+
+
 def new_group(ranks: list[int] | None = None, *, backend: str | None = None) -> dist.ProcessGroup:
     """Create a process group whose collectives do not queue behind those of the default group.
 
@@ -44,9 +50,8 @@ def new_group(ranks: list[int] | None = None, *, backend: str | None = None) -> 
     Returns:
         The group, with the timeout of the default group.
     """
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     world: Any = dist.group.WORLD
-    options = getattr(world._get_backend(device), "options", None)
+    options = getattr(world._get_backend(collective_device()), "options", None)
     timeout = getattr(options, "_timeout", None)
     group: Any = dist.new_group(ranks, timeout=timeout, backend=backend)
     return group  # type: ignore[no-any-return]
@@ -152,10 +157,28 @@ def broadcast_buffers(module: nn.Module) -> None:
 
     Without DDP, BatchNorm statistics differ between ranks.
     """
+    broadcast_tensors(module.buffers())
+
+
+@torch.no_grad()
+def average_statistics(module: nn.Module) -> None:
+    """Replace BatchNorm's running statistics by their mean over ranks; broadcast other buffers."""
+    others = []
+    for name, buffer in module.named_buffers():
+        if name.endswith(("running_mean", "running_var")):
+            buffer.copy_(all_reduce_mean(buffer))
+        else:
+            others.append(buffer)
+    broadcast_tensors(others)
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
+    """Copy tensors from rank 0 to every rank."""
     if world_size() > 1:
         with collective_activity("broadcast of buffers"):
-            for buffer in module.buffers():
-                dist.broadcast(buffer, src=0)
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
 
 
 def gather_objects(thing: Any) -> list[Any]:

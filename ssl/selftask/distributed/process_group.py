@@ -11,13 +11,15 @@ import torch.distributed as dist
 from selftask.distributed.world import World
 from selftask.errors import UserError
 
+_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
+
 
 def join_world(world: World, device: torch.device, *, timeout_s: float = 600.0) -> None:
     """Initialize the process group if there is more than one process.
 
     Args:
         world: Rank and size of this process.
-        device: Selects the backend: NCCL for CUDA, else gloo.
+        device: Selects the backend: NCCL for CUDA, XCCL for XPU, else gloo.
         timeout_s: Time limit of a collective, in seconds; it fails on the ranks waiting in it.
 
     Raises:
@@ -25,7 +27,7 @@ def join_world(world: World, device: torch.device, *, timeout_s: float = 600.0) 
     """
     if world.size == 1 or dist.is_initialized():
         return
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = _BACKENDS.get(device.type, "gloo")
     meeting = "env://" if world.master is None else "tcp://{}:{}".format(*world.master)
     try:
         dist.init_process_group(
@@ -34,7 +36,7 @@ def join_world(world: World, device: torch.device, *, timeout_s: float = 600.0) 
             rank=world.rank,
             world_size=world.size,
             timeout=timedelta(seconds=timeout_s),
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if device.type in _BACKENDS else None,
         )
     except dist.DistError as error:
         host, port = meeting_point(world)

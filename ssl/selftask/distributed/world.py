@@ -1,4 +1,4 @@
-"""Rank and world size of this process, as set by torchrun, SLURM or selftask.
+"""Rank and world size of this process, as set by torchrun, SLURM, MPI or selftask.
 
 Does not import torch, since launchers use it, too.
 """
@@ -15,6 +15,7 @@ from selftask.errors import UserError
 # Signals that request a stop. A closed terminal sends SIGHUP.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_MPI_NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000  # below Linux's ephemeral ports
 
 
@@ -26,7 +27,7 @@ class World:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    launcher: str = "python"  # python | torchrun | slurm | selftask
+    launcher: str = "python"  # python | torchrun | slurm | selftask | mpi | submitit
     master: tuple[str, int] | None = None  # host and port of rank 0; None: MASTER_ADDR, MASTER_PORT
     attempt: str = ""  # equal on all ranks; differs after a restart
 
@@ -39,6 +40,12 @@ def read_world() -> World:
     """
     if any(name in os.environ for name in _NAMES):
         return _from_variables()
+    if "SUBMITIT_LOCAL_JOB_ID" in os.environ:  # may have been started from a SLURM job's shell
+        return _from_local_job()
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:  # before SLURM: srun may have started mpirun's daemons
+        return _from_mpi(*(f"OMPI_COMM_WORLD_{name}" for name in _MPI_NAMES))
+    if "MPI_LOCALNRANKS" in os.environ:  # MPICH, Intel MPI
+        return _from_mpi("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     if _number("SLURM_STEP_NUM_TASKS", 1) > 1:  # not in a batch script or salloc's shell
         return _from_slurm()
     return World(attempt=slurm_attempt() if "SLURM_JOB_ID" in os.environ else "")
@@ -93,6 +100,38 @@ def _from_slurm() -> World:
         launcher="slurm",
         master=(host, port),
         attempt=slurm_attempt(),
+    )
+
+
+def _from_local_job() -> World:
+    """Return the world of a task of submitit's local executor."""
+    rank, size = (_number(f"SUBMITIT_LOCAL_{name}") for name in ("GLOBALID", "NTASKS"))
+    job = _number("SUBMITIT_LOCAL_JOB_ID")
+    master = ("127.0.0.1", _FIRST_PORT + job % _NUM_PORTS)
+    return World(rank, size, rank, size, launcher="submitit", master=master, attempt=f"local:{job}")
+
+
+def _from_mpi(rank: str, size: str, local_rank: str, local_size: str) -> World:
+    """Return the world of a process of mpirun, given the names of its variables.
+
+    Ranks on several machines meet at MASTER_ADDR and MASTER_PORT. On one machine all ranks are
+    children of one process, whose id gives the port.
+    """
+    of_rank, of_size, of_local, of_local_size = (
+        _number(name) for name in (rank, size, local_rank, local_size)
+    )
+    parent = os.getppid()
+    master = ("127.0.0.1", _FIRST_PORT + parent % _NUM_PORTS)
+    if "MASTER_ADDR" in os.environ:
+        master = (os.environ["MASTER_ADDR"], _number("MASTER_PORT", _FIRST_PORT))
+    elif of_size > of_local_size:
+        raise UserError(
+            f"mpirun started {of_size} ranks on several machines: set MASTER_ADDR to the host of "
+            "rank 0 and MASTER_PORT to a free port there (mpirun -x MASTER_ADDR=... with Open MPI)"
+        )
+    attempt = f"mpi:{master[0]}:{master[1]}"
+    return World(
+        of_rank, of_size, of_local, of_local_size, launcher="mpi", master=master, attempt=attempt
     )
 
 

@@ -158,10 +158,13 @@ def _small_backbone(config: Config) -> Component:
 
 
 def _calm_optimizer(config: Config) -> OptimizerConfig:
-    args = config.optimizer.args
-    if "eps" not in args or _given(config, "optimizer.eps"):
-        return config.optimizer
-    return replace(config.optimizer, args={**args, "eps": EPS})
+    """Return the optimizer with a large eps, without rules for names of the large network."""
+    optimizer = config.optimizer
+    if not _given(config, "optimizer.groups"):
+        optimizer = replace(optimizer, groups=[])
+    if "eps" not in optimizer.args or _given(config, "optimizer.eps"):
+        return optimizer
+    return replace(optimizer, args={**optimizer.args, "eps": EPS})
 
 
 def _small_method(config: Config) -> Component:

@@ -5,17 +5,26 @@ N images, E features.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from selftask.distributed.accelerator import forked_rng
 from selftask.errors import UserError
+from selftask.evaluate.chunks import InChunks
+from selftask.logs import get_logger
 from selftask.models.build import check_images
 from selftask.models.eval_mode import in_eval_mode
+
+_WARM_UP = 5  # batches
+_LOG_EVERY_S = 30.0
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,27 @@ class Features:
     def __getitem__(self, rows: Tensor) -> Features:
         """Return a subset of the rows."""
         return Features(self.features[rows], self.targets[rows], self.indices[rows])
+
+    def draw(self, count: int, generator: torch.Generator) -> Features:
+        """Draw ``count`` images of each class, or all of a class that has fewer."""
+        order = torch.randperm(len(self), generator=generator).to(self.targets.device)
+        shuffled = self.targets[order]
+        chosen = [order[shuffled == label][:count] for label in torch.unique(self.targets)]
+        return self[torch.cat(chosen)]
+
+    def split(self, widths: Sequence[int]) -> list[Features]:
+        """Split the features into blocks of columns; targets and indices stay."""
+        blocks = self.features.split(list(widths), dim=1)
+        return [replace(self, features=block.contiguous()) for block in blocks]
+
+    def check_finite(self) -> None:
+        """Raise UserError if a feature is not finite."""
+        broken = int((~self.features.isfinite()).any(dim=1).sum())
+        if broken:
+            raise UserError(
+                f"the features of {broken} of {len(self)} images are not finite: "
+                f"the weights are damaged or training has diverged"
+            )
 
     def check_labels(self, what: str) -> None:
         """Raise UserError unless there are images and every one has a label."""
@@ -71,29 +101,57 @@ def extract_features(
         UserError: If features are not finite, or a vision transformer does not accept the size of
             the images.
     """
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    with torch.no_grad(), in_eval_mode(backbone), _keeping_random_state(device):
-        for batch in batches:
-            images = batch["views"][0].to(device, non_blocking=True)  # (B, C, H, W)
-            if not parts:
-                check_images(backbone, images)
-            features = backbone(images).float().cpu()  # (B, E)
-            parts.append((features, batch["target"].cpu(), batch["index"].cpu()))
+    parts = list(iterate_features(backbone, batches, device=device))
     if not parts:
         raise UserError("there are no images to take features of")
-    features, targets, indices = (torch.cat(column) for column in zip(*parts, strict=True))
-    broken = int((~features.isfinite()).any(dim=1).sum())
-    if broken:
-        raise UserError(
-            f"the features of {broken} of {len(features)} images are not finite: "
-            f"the weights are damaged or training has diverged"
-        )
-    return Features(features, targets, indices)
+    whole = (
+        torch.cat([getattr(part, name) for part in parts])
+        for name in ("features", "targets", "indices")
+    )
+    found = Features(*whole)
+    found.check_finite()
+    return found
 
 
-@contextmanager
-def _keeping_random_state(device: torch.device | str) -> Iterator[None]:
-    device = torch.device(device)
-    cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
-        yield
+@torch.no_grad()
+def iterate_features(
+    backbone: nn.Module, batches: Iterable[Mapping[str, Any]], *, device: torch.device | str
+) -> Iterator[Features]:
+    """Yield the features of each batch on the CPU; see ``extract_features``.
+
+    The backbone is in eval mode until the iterator ends. If the device's memory is full, it runs on
+    parts of a batch.
+    """
+    run = InChunks(lambda images: (backbone(images).float().cpu(),), "images")
+    is_first = True
+    with in_eval_mode(backbone), forked_rng():
+        for batch in log_speed(batches):
+            images = batch["views"][0].to(device, non_blocking=True)  # (B, C, H, W)
+            if is_first:
+                check_images(backbone, images)
+                is_first = False
+            (features,) = run(images)  # (B, E)
+            yield Features(features, batch["target"].cpu(), batch["index"].cpu())
+
+
+def log_speed(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the batches; log images a second, and the time left, every 30 s of a long pass.
+
+    The first batches, in which workers and kernels start, do not count. The time left is known if
+    ``batches`` has a length.
+    """
+    images, said = 0, time.monotonic()
+    for number, batch in enumerate(batches):
+        yield batch
+        now = time.monotonic()
+        if number < _WARM_UP:
+            started = now
+            continue
+        images += len(batch["index"])
+        if now - said >= _LOG_EVERY_S:
+            said = now
+            text = f"features: {images / (now - started):,.0f} images/s"
+            if isinstance(batches, Sized):
+                left = (len(batches) - number - 1) * (now - started) / (number + 1 - _WARM_UP)
+                text += f", eta {timedelta(seconds=round(left))}"
+            log.info("%s", text)

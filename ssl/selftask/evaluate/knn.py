@@ -20,6 +20,7 @@ from torch import Tensor
 
 from selftask.distributed.collectives import gather_objects, rank, world_size
 from selftask.distributed.heartbeat import track
+from selftask.evaluate.chunks import InChunks
 from selftask.evaluate.features import Features, check_targets
 from selftask.evaluate.label_counts import LabelCounts, require_labels
 from selftask.registry import register_evaluation
@@ -40,6 +41,7 @@ class KNN:
     temperature: float = 0.07  # smaller: nearer neighbours count more
     search: Literal["float32", "bfloat16"] = "float32"  # bfloat16: find candidates in it, compare
     # those in float32; faster on hardware with bfloat16, and very nearly the same neighbours
+    only_test_classes: bool = False  # neighbours are images of classes that the test set has
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.k or min(self.k) < 1:
@@ -48,6 +50,8 @@ class KNN:
             yield f"temperature: {self.temperature}; must be above 0"
 
     def label_problems(self, counts: LabelCounts) -> Iterator[str]:
+        if self.only_test_classes:
+            counts = counts.among_test_classes()
         if max(self.k) > counts.num_neighbors:
             yield (
                 f"k: {max(self.k)} neighbours are asked for, and there are {counts.num_neighbors} "
@@ -66,6 +70,9 @@ class KNN:
         targets = [torch.cat(gather_objects(part.targets)) for part in (train, test)]
         check_targets(targets[0], "k-NN, training set")
         check_targets(targets[1], "k-NN, test set")
+        if self.only_test_classes and test is not train:
+            train = train[torch.isin(train.targets, targets[1])]
+            targets[0] = targets[0][torch.isin(targets[0], targets[1])]
         labels = [part.cpu() for part in targets]
         require_labels(self, LabelCounts.of_targets(*labels, leave_one_out=test is train))
         num_classes = int(max(part.max() for part in targets)) + 1
@@ -89,6 +96,7 @@ class KNN:
         Row numbers are those of the training sets of all ranks, one after the other.
         """
         bank = Bank(train.features, search=self.search)
+        nearest = InChunks(lambda rows, out: bank.nearest(rows, max(self.k), out), "test images")
         queries = F.normalize(test.features, dim=1)
         own = torch.arange(len(test), device=queries.device)  # rows to leave out
         if test is not train:
@@ -102,7 +110,7 @@ class KNN:
             left_out = [torch.full_like(targets, -1) for _, targets in parts]
             left_out[rank()] = own[chunk]
             every = torch.cat([part for part, _ in parts])  # (B, E)
-            cosine, row = bank.nearest(every, max(self.k), torch.cat(left_out))
+            cosine, row = nearest(every, torch.cat(left_out))
             of_ranks = gather_objects((cosine, row + first_row))
             cosine, row = (torch.cat(found, dim=1) for found in zip(*of_ranks, strict=True))
             cosine, order = cosine.topk(max(self.k), dim=1)

@@ -6,7 +6,7 @@ C classes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from selftask.config.schema import Component
 from selftask.data.loading.open_data import Sources
-from selftask.errors import ConfigError, UserError
+from selftask.errors import ConfigError, UserError, plural
 from selftask.evaluate.features import Features
 from selftask.registry import EVALUATIONS
 
@@ -72,6 +72,10 @@ class LabelCounts:
         """Number of training images that a test image is compared with."""
         return int(self.train.sum()) - self.leave_one_out
 
+    def among_test_classes(self) -> LabelCounts:
+        """Return the counts without training images of classes that the test set lacks."""
+        return replace(self, train=np.where(self.test > 0, self.train, 0))
+
     def name(self, label: int) -> str:
         """Return the name of a class, or its number."""
         return repr(self.names[label]) if self.names else str(label)
@@ -118,6 +122,20 @@ def check_label_counts(evaluations: Mapping[str, Component], counts: LabelCounts
             found += [f"eval.evaluations.{key}.{p}" for p in evaluation.label_problems(counts)]
     if found:
         raise ConfigError(found)
+
+
+def few_label_problems(few_labels: Sequence[int], counts: LabelCounts) -> Iterator[str]:
+    """Yield a problem if a class has fewer training images than an entry of ``few_labels``."""
+    if not len(counts.classes):
+        return
+    rarest = min(counts.classes, key=lambda label: counts.train[label])
+    least = counts.train[rarest]
+    too_many = [count for count in few_labels if count > least]
+    if too_many:
+        yield (
+            f"few_labels: {too_many}: class {counts.name(rarest)} has {least} training "
+            f"{plural('image', least)}; use at most {least}"
+        )
 
 
 def require_labels(evaluation: Any, counts: LabelCounts) -> None:

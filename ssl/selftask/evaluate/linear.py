@@ -17,9 +17,8 @@ from torch import Tensor
 
 from selftask.config.fields import setting
 from selftask.distributed.heartbeat import activity
-from selftask.errors import plural
 from selftask.evaluate.features import Features
-from selftask.evaluate.label_counts import LabelCounts, require_labels
+from selftask.evaluate.label_counts import LabelCounts, few_label_problems, require_labels
 from selftask.registry import register_evaluation
 
 _ROWS = 8192  # images per block of logits
@@ -40,6 +39,7 @@ class Linear:
     iterations: int = setting(200, min=1)  # of L-BFGS, at most
     held_out: float = setting(0.2, min=0, max=1)  # share of the training
     # labels that picks the weight decay
+    only_test_classes: bool = False  # predict among the classes that the test set has
     seed: int = setting(0, min=0)
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -49,16 +49,7 @@ class Linear:
             yield f"weight_decay: {self.weight_decay}; one or more are expected, each at least 0"
 
     def label_problems(self, counts: LabelCounts) -> Iterator[str]:
-        if not len(counts.classes):
-            return
-        rarest = min(counts.classes, key=lambda label: counts.train[label])
-        least = counts.train[rarest]
-        too_many = [count for count in self.few_labels if count > least]
-        if too_many:
-            yield (
-                f"few_labels: {too_many}: class {counts.name(rarest)} has {least} training "
-                f"{plural('image', least)}; use at most {least}"
-            )
+        yield from few_label_problems(self.few_labels, counts)
 
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
         """Return test accuracies by metric name. The weight decay is chosen on training images."""
@@ -69,7 +60,7 @@ class Linear:
         generator = torch.Generator().manual_seed(self.seed)
         result = {"linear_top1": self._accuracy([train], test, generator)}
         for count in self.few_labels:
-            draws = [_draw(train, count, generator) for _ in range(self.repeats)]
+            draws = [train.draw(count, generator) for _ in range(self.repeats)]
             result[f"linear_{count}_labels_top1"] = self._accuracy(draws, test, generator)
         return result
 
@@ -86,7 +77,7 @@ class Linear:
         for problem, grid in zip(problems, grids, strict=True):
             start = grid[best].weights if grid[best].knows_all_classes else None
             weights = problem.fit(self.weight_decay[best], start=start)
-            hits.append(problem.accuracy(weights, test))
+            hits.append(problem.accuracy(weights, test, only_its_classes=self.only_test_classes))
         return sum(hits) / len(hits)
 
     def _grid(self, problem: _Problem, generator: torch.Generator) -> list[_HeldOut]:
@@ -195,12 +186,20 @@ class _Problem:
         num_known = max(1, int(seen[target].sum()))
         return _HeldOut(weights, float(hits) / len(z), float(loss) / num_known, bool(seen.all()))
 
-    def accuracy(self, weights: Tensor, test: Features) -> float:
-        """Return the test accuracy. Images of classes without training images count as wrong."""
+    def accuracy(self, weights: Tensor, test: Features, *, only_its_classes: bool = False) -> float:
+        """Return the test accuracy. Images of classes without training images count as wrong.
+
+        Args:
+            weights: (C, R + 1).
+            test: The test images.
+            only_its_classes: Whether to predict among the classes of the test images only.
+        """
+        absent = ~torch.isin(self.classes, test.targets) & only_its_classes  # (C,)
         hits = 0
         parts = zip(test.features.split(_ROWS), test.targets.split(_ROWS), strict=True)
         for features, targets in parts:
             logits = _logits((features - self.mean) @ self.basis, weights)
+            logits[absent] = -torch.inf
             hits += int((self.classes[logits.argmax(dim=0)] == targets).sum())
         return hits / len(test)
 
@@ -239,11 +238,3 @@ def _standardised(train: Features, test: Features) -> tuple[Features, Features]:
         for part in (train, test)
     )
     return first, second
-
-
-def _draw(train: Features, count: int, generator: torch.Generator) -> Features:
-    """Draw ``count`` images of each class, or all of a class that has fewer."""
-    order = torch.randperm(len(train), generator=generator).to(train.targets.device)
-    shuffled = train.targets[order]
-    chosen = [order[shuffled == label][:count] for label in torch.unique(train.targets)]
-    return train[torch.cat(chosen)]

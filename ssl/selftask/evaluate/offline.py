@@ -16,7 +16,7 @@ from selftask.data.views import build_pipeline
 from selftask.errors import UserError
 from selftask.evaluate.features import Features, extract_features
 from selftask.evaluate.label_counts import LabelCounts, check_label_counts, count_shared_images
-from selftask.evaluate.online import run_evaluations
+from selftask.evaluate.online import evaluate_features, of_set, with_layers
 from selftask.logs import get_logger
 
 log = get_logger(__name__)
@@ -34,8 +34,8 @@ def evaluate_backbone(
 ) -> dict[str, float]:
     """Evaluate a frozen backbone on labelled images by ``eval.evaluations``.
 
-    Without ``data.val`` the training images are also the test images; k-NN then excludes each image
-    from its own neighbours.
+    Without a validation set the training images are also the test images; k-NN then excludes each
+    image from its own neighbours. Metrics on ``data.val_sets`` are called ``NAME/knn_top1``.
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
@@ -46,47 +46,57 @@ def evaluate_backbone(
             training images.
 
     Returns:
-        Metrics by name, and ``train_images``, ``test_images``, ``classes`` and ``chance``.
+        Metrics by name, and ``train_images``, ``test_images``, ``classes`` and ``chance`` of each
+        set.
 
     Raises:
         UserError: If labels are missing or do not allow the evaluation. Known labels are checked
             before features are computed.
     """
     evaluations = config.eval.evaluations
-    if sources.val is None and set(evaluations) != {"knn"}:
+    main = {} if sources.val is None and sources.val_sets else {"": sources.val}
+    tests: dict[str, Source | None] = {**main, **sources.val_sets}  # None: the training images
+    if None in tests.values() and set(evaluations) != {"knn"}:
         raise UserError("data.val is missing: give the labelled images to test on, data.val=DIR")
-    counts = LabelCounts.of_sources(sources)
-    if counts is not None:
-        check_label_counts(evaluations, counts)
-    backbone = backbone.to(device)
+    known = {name: LabelCounts.of_sources(Sources(sources.train, s)) for name, s in tests.items()}
+    for counts in known.values():
+        if counts is not None:
+            check_label_counts(evaluations, counts)
+    backbone = with_layers(backbone, config.eval).to(device)
     train = features_of(backbone, config, sources.train, device=device)
-    test = train
-    if sources.val is not None:
-        test = features_of(backbone, config, sources.val, device=device)
-        shared = count_shared_images(train, test)
+    row: dict[str, float] = {}
+    for name, source in tests.items():
+        test = train if source is None else features_of(backbone, config, source, device=device)
+        shared = 0 if source is None else count_shared_images(train, test)
         if shared:
             tell(f"warning: {shared} of {len(test)} test images are also training images")
-    figures = run_evaluations(evaluations, train, test)
-    counts = LabelCounts.of_targets(  # of readable images only
-        train.targets,
-        test.targets,
-        names=None if counts is None else counts.names,
-        leave_one_out=test is train,
-    )
-    tell(counts.describe())
-    return {**figures, **counts.facts()}
+        figures = evaluate_features(backbone, evaluations, train, test)
+        before = known[name]
+        counts = LabelCounts.of_targets(  # of readable images only
+            train.targets,
+            test.targets,
+            names=None if before is None else before.names,
+            leave_one_out=test is train,
+        )
+        tell(f"{name}: {counts.describe()}" if name else counts.describe())
+        row |= of_set(name, {**figures, **counts.facts()})
+    return row
 
 
 def features_of(
     backbone: nn.Module, config: Config, source: Source, *, device: torch.device
 ) -> Features:
     """Return the features of every image of a source, with ``eval.transforms``."""
+    return extract_features(backbone, eval_batches(config, source, device), device=device)
+
+
+def eval_batches(config: Config, source: Source, device: torch.device) -> EvalBatches:
+    """Return the images of a source in batches, with ``eval.transforms``."""
     pipeline = build_pipeline(config.eval.transforms, "eval.transforms", channels_of(source))
-    batches = EvalBatches(
+    return EvalBatches(
         EvalDataset(source, pipeline, config.train.seed),
         batch_size=_BATCH_SIZE,
         num_workers=config.data.num_workers,
         device=device,
         bad_files=BadFiles.of(source, config.data, None),
     )
-    return extract_features(backbone, batches, device=device)

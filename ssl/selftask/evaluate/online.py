@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
+from selftask.data.loading.open_data import Sources
 from selftask.distributed.collectives import gather_objects, world_size
 from selftask.evaluate.features import Features, extract_features
 from selftask.evaluate.label_counts import LabelCounts, check_label_counts
+from selftask.evaluate.validation import validation_loss
+from selftask.models.features.pooled_layers import PooledLayers
 from selftask.registry import EVALUATIONS
 
 if TYPE_CHECKING:
-    from selftask.config.schema import Component, Config
-    from selftask.data.loading.open_data import Sources
+    from selftask.config.schema import Component, Config, EvalConfig
     from selftask.task import Task
 
 
 def evaluate_task(task: Task) -> dict[str, float]:
-    """Return the metrics of ``eval.evaluations``; none without labels. Keeps the run's state."""
+    """Return the metrics of ``eval.evaluations``, if there are labels, and of ``eval.loss``.
+
+    Those of the sets of ``data.val_sets`` are called ``NAME/knn_top1``. The state of the run does
+    not change.
+    """
+    data = task.data_module
+    losses: dict[str, float] = {}
+    for name in data.val_sources if task.config.eval.loss else ():
+        losses |= of_set(name, validation_loss(task, name))
     components = task.config.eval.evaluations
-    if not (components and task.data_module.has_test and task.data_module.num_classes):
-        return {}
-    backbone = task.export_backbone()
-    train, test = (
+    if not (components and data.labelled_sets):
+        return losses
+    backbone = with_layers(task.export_backbone(), task.config.eval)
+    started = time.perf_counter()
+    train, *tests = (
         extract_features(backbone, samples, device=task.device)
-        for samples in (task.data_module.labelled_samples(), task.data_module.test_samples())
+        for samples in (data.labelled_samples(), *map(data.test_samples, data.labelled_sets))
     )
-    return run_evaluations(components, train, test)
+    images = sum(map(len, (train, *tests))) * world_size()
+    speed = {"eval_images_per_s": images / (time.perf_counter() - started)}
+    row: dict[str, float] = {}
+    for name, test in zip(data.labelled_sets, tests, strict=True):
+        row |= of_set(name, evaluate_features(backbone, components, train, test))
+    return {**row, **losses, **speed}
+
+
+def of_set(name: str, row: dict[str, float]) -> dict[str, float]:
+    """Return metrics with the name of their validation set in front; empty for ``data.val``."""
+    return {f"{name}/{key}": value for key, value in row.items()} if name else row
 
 
 def check_evaluations(config: Config, sources: Sources) -> str | None:
@@ -36,13 +59,44 @@ def check_evaluations(config: Config, sources: Sources) -> str | None:
     Raises ConfigError if the labels do not allow them.
     """
     evaluations = config.eval.evaluations
-    counts = LabelCounts.of_sources(sources) if sources.val is not None else None
-    if counts is None or not (evaluations and len(counts.classes)):
+    told = []
+    for name, source in {"": sources.val, **sources.val_sets}.items():
+        if source is None:
+            continue
+        counts = LabelCounts.of_sources(Sources(sources.train, source))
+        if counts is None or not (evaluations and len(counts.classes)):
+            continue
+        check_label_counts(evaluations, counts)
+        told.append(f"{name}: {counts.describe()}" if name else counts.describe())
+    if not told:
         return None
-    check_label_counts(evaluations, counts)
-    told = f"evaluations ({', '.join(evaluations)}): {counts.describe()}"
-    same = config.data.val == config.data.source
-    return f"{told}; warning: data.val is data, these are training images" if same else told
+    if config.data.val == config.data.source:
+        told.append("warning: data.val is data, these are training images")
+    return f"evaluations ({', '.join(evaluations)}): {'; '.join(told)}"
+
+
+def with_layers(backbone: nn.Module, config: EvalConfig) -> nn.Module:
+    """Return the backbone, or one that outputs ``eval.layers`` if there are any."""
+    return PooledLayers(backbone, config.layers, config.pool) if config.layers else backbone
+
+
+def evaluate_features(
+    backbone: nn.Module, components: dict[str, Component], train: Features, test: Features
+) -> dict[str, float]:
+    """Run every evaluation on the features of a backbone made by ``with_layers``.
+
+    Returns:
+        Metrics by name: ``knn_top1``, or ``knn_top1_layer3`` and so on for hidden layers.
+    """
+    if not isinstance(backbone, PooledLayers):
+        return run_evaluations(components, train, test)
+    row: dict[str, float] = {}
+    columns = zip(train.split(backbone.widths), test.split(backbone.widths), strict=True)
+    for number, (of_train, of_test) in zip(backbone.numbers, columns, strict=True):
+        same = test is train  # k-NN leaves each image out of its own neighbours
+        found = run_evaluations(components, of_train, of_train if same else of_test)
+        row |= {f"{name}_layer{number}": value for name, value in found.items()}
+    return row
 
 
 def run_evaluations(

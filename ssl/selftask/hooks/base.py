@@ -4,6 +4,7 @@ on_start
 for each phase:                 # an epoch of training, or a pass over the test set
     on_phase_start
     for each step:
+        before_step             # training only: before the batch is read
         forward;  on_forward
         loss;     on_loss_and_meter
         backward; on_backward   # training only: gradients are final and unscaled
@@ -12,14 +13,20 @@ for each phase:                 # an epoch of training, or a pass over the test 
     on_phase_end
 on_end
 before_save / after_load        # around checkpoints
-on_exception                    # after any error, before the process ends
+before_evaluation               # of the frozen backbone; on several ranks, on all of them
+after_evaluation                # its row is task.last_row
+on_row                          # a row was written to the log: task.last_row; that of an
+                                # evaluation at step 0 may come before a hook's on_start
+on_exception                    # after any error (task.exception), before the process ends
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from selftask.classy import ClassyHook
+from selftask.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -27,6 +34,7 @@ if TYPE_CHECKING:
 POINTS = (
     "on_start",
     "on_phase_start",
+    "before_step",
     "on_forward",
     "on_loss_and_meter",
     "on_backward",
@@ -36,6 +44,9 @@ POINTS = (
     "on_end",
     "before_save",
     "after_load",
+    "before_evaluation",
+    "after_evaluation",
+    "on_row",
     "on_exception",
 )
 
@@ -43,8 +54,9 @@ POINTS = (
 class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
     """Base class; a subclass defines the points it needs. A misspelt point is a TypeError.
 
-    Hooks run in the order of ``priority``, lowest first, after the method. A hook with state
-    returns it from ``state_dict`` as tensors and plain python.
+    Hooks run in the order of ``priority``, lowest first, after the method; ``hooks.NAME.priority``
+    changes it for one run. A hook with state returns it from ``state_dict`` as tensors and plain
+    python.
     """
 
     priority: ClassVar[int] = 50
@@ -58,6 +70,7 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
 
     def on_start(self, task: Task) -> None: ...
     def on_phase_start(self, task: Task) -> None: ...
+    def before_step(self, task: Task) -> None: ...
     def on_forward(self, task: Task) -> None: ...
     def on_loss_and_meter(self, task: Task) -> None: ...
     def on_backward(self, task: Task) -> None: ...
@@ -67,6 +80,9 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
     def on_end(self, task: Task) -> None: ...
     def before_save(self, task: Task) -> None: ...
     def after_load(self, task: Task) -> None: ...
+    def before_evaluation(self, task: Task) -> None: ...
+    def after_evaluation(self, task: Task) -> None: ...
+    def on_row(self, task: Task) -> None: ...
     def on_exception(self, task: Task) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,3 +102,21 @@ def defines(hook: Any, point: str) -> bool:
     method = getattr(type(hook), point, None)
     idle = (getattr(Hook, point), getattr(ClassyHook, point, None), ClassyHook._noop)
     return method is not None and method not in idle
+
+
+def function_hook(*, priority: int = 50, **functions: Callable[[Task], None]) -> Hook:
+    """Return a hook of plain functions: ``function_hook(on_step=lambda task: print(task.where))``.
+
+    Args:
+        priority: Place among the hooks of a point; lower runs earlier.
+        **functions: Functions of the task, by hook point.
+
+    Raises:
+        UserError: If a name is not a hook point.
+    """
+    for name in functions:
+        if name not in POINTS:
+            raise UserError(f"function_hook: no hook point {name!r}; {nearest(name, POINTS)}")
+    calls = {name: staticmethod(function) for name, function in functions.items()}
+    made: Hook = type("FunctionHook", (Hook,), {"priority": priority, **calls})()
+    return made

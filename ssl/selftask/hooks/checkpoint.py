@@ -1,22 +1,30 @@
-"""Save checkpoints at regular intervals and at the end."""
+"""Save checkpoints at regular intervals, when a metric is best, and at the end."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from selftask.checkpoint.kept import Kept
+from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.config.values.duration import steps_in
+from selftask.distributed.collectives import gather_objects, is_primary
+from selftask.errors import nearest
 from selftask.hooks.base import Hook
+from selftask.logs import get_logger
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
     from selftask.task import Task
 
+log = get_logger(__name__)
+
 
 @register_hook("checkpoint")
 @dataclass(eq=False, kw_only=True)
 class SaveCheckpoints(Hook):
-    """Saves a checkpoint every ``train.checkpoint_every``.
+    """Saves a checkpoint every ``train.checkpoint_every``, and those that ``train.keep_*`` keep.
 
     A save due at the end of a phase comes after the phase's other hooks (evaluations, k-means), so
     that a resume neither repeats nor skips them.
@@ -25,20 +33,91 @@ class SaveCheckpoints(Hook):
     priority: ClassVar[int] = 90
 
     def on_start(self, task: Task) -> None:
-        self.every = max(1, steps_in(task.config.train.checkpoint_every, task.length))
+        train = task.config.train
+        self.wanted = train.keep_best
+        self.every = max(1, steps_in(train.checkpoint_every, task.length))
+        self.forever = 0  # steps; 0: never
+        if train.keep_every is not None:
+            self.forever = max(1, steps_in(train.keep_every, task.length))
         self.saved_at = task.steps_done
+        self.is_best = False  # whether a row of this step has a value to keep
+        self.names: set[str] | None = set()  # of values seen in rows, until the metric is
+        self.kept = self._resumed(task)
+        task.checkpoints.kept = self.kept
+
+    def _resumed(self, task: Task) -> Kept:
+        """Return what the checkpoint and the file say of checkpoints that are still there."""
+        folder = task.checkpoints.folder
+        state: dict[str, Any] = getattr(self, "loaded", {})
+        sources = [Kept.read(folder)]  # may have a newer value of the last step than the state
+        if state:
+            sources.insert(0, Kept.of(state).only(map(step_of, checkpoints(folder))))
+        kept = Kept(metric=self.wanted.metric, mode=self.wanted.mode)
+        for source in sources:
+            kept = replace(kept, every=tuple(sorted({*kept.every, *source.every})))
+            if (source.metric, source.mode) == (kept.metric, kept.mode):
+                for step, value in source.best:
+                    kept = kept.with_value(step, value, self.wanted.count)
+        return kept
+
+    def on_row(self, task: Task) -> None:
+        if not task.steps_done or self.wanted.metric is None:
+            return
+        value = task.last_row.get(self.wanted.metric)
+        if value is None:
+            if self.names is not None:
+                self.names |= task.last_row.keys()
+            return
+        self.names = None
+        value = gather_objects(float(value))[0]  # all ranks save together
+        if not math.isnan(value):
+            better = self.kept.with_value(task.steps_done, value, self.wanted.count)
+            self.is_best |= task.steps_done in dict(better.best)
+            self.kept = better
 
     def on_step(self, task: Task) -> None:
         if task.train and self._due(task) and not task.phase_finished:
             self._save(task)
 
     def on_phase_end(self, task: Task) -> None:
-        if task.train and (self._due(task) or task.clock.done):
+        after_test = self.is_best or task.clock.stopped
+        if (task.train or after_test) and (self._due(task) or task.clock.done):
             self._save(task)
 
+    def on_end(self, task: Task) -> None:
+        """Count the evaluation at the end, which comes after the last save."""
+        if is_primary():
+            task.checkpoints.keep_now(self.kept)
+        self._warn_of_missing()
+
     def _due(self, task: Task) -> bool:
-        return task.steps_done // self.every > self.saved_at // self.every
+        regular = task.steps_done // self.every > self.saved_at // self.every
+        return regular or self.is_best or self._is_kept(task.steps_done)
+
+    def _is_kept(self, step: int) -> bool:
+        return bool(self.forever) and step % self.forever == 0
 
     def _save(self, task: Task) -> None:
+        step = task.steps_done
+        if self._is_kept(step) and step not in self.kept.every:
+            self.kept = replace(self.kept, every=(*self.kept.every, step))
+        task.checkpoints.kept = self.kept
         task.save_checkpoint()
-        self.saved_at = task.steps_done
+        self.saved_at, self.is_best = step, False
+        self._warn_of_missing()
+
+    def _warn_of_missing(self) -> None:
+        """Warn once if rows have been written and none had the metric."""
+        if self.wanted.metric is not None and self.names:
+            known = nearest(self.wanted.metric, sorted(self.names))
+            log.warning(
+                "train.keep_best.metric=%s: no row has it yet; %s", self.wanted.metric, known
+            )
+            self.names = None
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = getattr(self, "kept", None)
+        return kept.to_dict() if kept is not None and kept.steps else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state

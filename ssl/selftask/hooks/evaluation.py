@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from selftask.config.values.duration import steps_in
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
+from selftask.logs.rows import is_measured
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
@@ -21,8 +23,9 @@ log = get_logger(__name__)
 class EvaluateBackbone(Hook):
     """Runs ``eval.evaluations`` at step 0, every ``eval.every``, at the end; if there are labels.
 
-    The results go to ``metrics.jsonl``. The launcher sets how to evaluate (``task.evaluate``); the
-    state of the run does not change.
+    The results go to ``metrics.jsonl``, those of averaged weights as ``ema_knn_top1``, with the
+    seconds they took, ``eval_s``. The launcher sets how to evaluate (``task.evaluate``); the state
+    of the run does not change.
     """
 
     priority: ClassVar[int] = 65
@@ -30,6 +33,7 @@ class EvaluateBackbone(Hook):
     def on_start(self, task: Task) -> None:
         every = task.config.eval.every
         self.every = 0  # steps; 0: only at the start and the end
+        self.ran_at = -1  # step of the last evaluation
         if every is not None:
             self.every = max(1, steps_in(every, task.length))
         self._warn_of_missing_labels(task)
@@ -39,7 +43,7 @@ class EvaluateBackbone(Hook):
     def _warn_of_missing_labels(self, task: Task) -> None:
         """Warn if ``data.val`` is given, but labels are missing on one side."""
         feed, names = task.data_module, ", ".join(task.config.eval.evaluations)
-        if feed.val_source is not None and names and not (feed.has_test and feed.num_classes):
+        if feed.val_source is not None and names and not _has_labels(task):
             which = "data" if feed.has_test else "data.val"
             log.warning("no %s while training: the images of %s have no labels", names, which)
 
@@ -48,9 +52,28 @@ class EvaluateBackbone(Hook):
             self._run(task)
 
     def on_end(self, task: Task) -> None:
-        self._run(task)
+        if not (task.clock.stopped and self.ran_at == task.steps_done):
+            self._run(task)
 
     def _run(self, task: Task) -> None:
-        row = task.evaluate(task) if task.evaluate is not None else {}
+        self.ran_at = task.steps_done
+        if task.evaluate is None:
+            return
+        if task.config.eval.evaluations and _has_labels(task):
+            task.run_hooks("before_evaluation")
+        started = time.perf_counter()
+        row = task.evaluate(task)
+        for name, average in task.averages.items() if row else ():
+            with average.in_place(task):
+                found = task.evaluate(task)
+            row |= {f"{name}_{key}": value for key, value in found.items() if not is_measured(key)}
         if row:
+            row["eval_s"] = time.perf_counter() - started
             task.write_row(row)
+            told = ", ".join(f"{name} {value:.4g}" for name, value in row.items())
+            task.event("evaluation", told, **row)
+            task.run_hooks("after_evaluation")
+
+
+def _has_labels(task: Task) -> bool:
+    return bool(task.data_module.labelled_sets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,14 +25,23 @@ class ExportBackbone(Hook):
     priority: ClassVar[int] = 80
 
     def on_end(self, task: Task) -> None:
-        backbone = task.export_backbone()
-        if is_primary():
-            meta = facts(task.config, task.steps_done, task.data_module.channels)
-            save_backbone(backbone, task.out / "export", meta)
+        average = next((key for key, hook in task.averages.items() if hook.export), None)
+        with task.averages[average].in_place(task) if average else nullcontext():
+            backbone = task.export_backbone()
+            if is_primary():
+                meta = facts(task.config, task.steps_done, task.data_module.channels, average)
+                save_backbone(backbone, task.out / "export", meta)
 
 
-def facts(config: Config, step: int, channels: int) -> dict[str, Any]:
-    """Return the metadata of exported weights: architecture, input, origin."""
+def facts(config: Config, step: int, channels: int, average: str | None = None) -> dict[str, Any]:
+    """Return the metadata of exported weights: architecture, input, origin.
+
+    Args:
+        config: The config of the run.
+        step: Number of finished steps.
+        channels: Number of channels of the images.
+        average: What the weights are the average of, such as ``ema``, if they are one.
+    """
     transforms = [transform.to_dict() for transform in config.eval.transforms]
     normalize = next((t for t in config.eval.transforms if t.name == "normalize"), None)
     mean, std = Normalize(**normalize.args).moments(channels) if normalize else (None, None)
@@ -45,4 +55,5 @@ def facts(config: Config, step: int, channels: int) -> dict[str, Any]:
         "method": config.method.name,
         "step": step,
         "recipe": config.recipe,
+        **({} if average is None else {"weights": average}),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
+import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from selftask.config.values.auto_values import cores
 from selftask.data.loading.data_stall import Cores, WaitWatch, wait_advice
-from selftask.distributed.collectives import all_reduce_mean, rank
-from selftask.errors import RunError
+from selftask.distributed.collectives import rank
 from selftask.hooks.base import Hook
+from selftask.hooks.failures.non_finite import REMEDY, NonFiniteLoss
 from selftask.logs import get_logger
+from selftask.logs.pace import Pace, memory_mb, over_ranks, settings_of_groups
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
@@ -24,16 +25,15 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
-class NonFiniteLoss(RunError):
-    """The loss became NaN or infinite. No checkpoint contains it."""
-
-
 @register_hook("metrics")
 @dataclass(eq=False, kw_only=True)
 class Metrics(Hook):
     """Writes a row every ``train.log_every`` steps; stops a run whose loss is not finite.
 
-    Warns once, with advice, if training keeps waiting for data.
+    ``loss`` is the mean of the steps since the row before, ``loss_median`` their median. Times,
+    ``data_wait`` and ``memory_mb`` are those of the slowest or largest rank. ``step_s`` is the mean
+    time of a step with all that happens between steps, such as evaluations; ``step_s_median``
+    leaves those out. Warns once, with advice, if training keeps waiting for data.
 
     Losses stay on the device between rows, so that the host waits for it at rows only. A loss that
     is not finite is therefore detected at the next row or before the next save; the error names the
@@ -45,8 +45,8 @@ class Metrics(Hook):
     def on_start(self, task: Task) -> None:
         self.window = [loss.to(task.device) for loss in getattr(self, "restored", ())]
         self.steps = list(getattr(self, "restored_steps", ()))  # step of each loss in the window
-        self.samples = 0  # since ``self.since``, for images_per_s
-        self.since, self.waited_s = time.perf_counter(), 0.0
+        self.samples = 0  # since the last row, for images_per_s
+        self.pace = Pace()
         self.wait_watch = WaitWatch()
 
     def on_loss_and_meter(self, task: Task) -> None:
@@ -58,8 +58,11 @@ class Metrics(Hook):
             self.samples += task.length.batch_size
 
     def on_step(self, task: Task) -> None:
+        if not task.train:
+            return
+        self.pace.step_ends()
         due = task.steps_done % task.config.train.log_every == 0
-        if task.train and (due or task.clock.done):
+        if (due or task.clock.done) and self.window:  # empty if all were skipped
             self._write(task)
 
     def on_phase_end(self, task: Task) -> None:
@@ -72,19 +75,24 @@ class Metrics(Hook):
     def _write(self, task: Task) -> None:
         losses = self._losses(task)
         steps = len(losses)
-        now = time.perf_counter()
-        seconds = max(now - self.since, 1e-9)
+        timed = len(self.pace.ends)
+        measured = {**self.pace.take(task.data_module.data_wait_s), **memory_mb(task.device)}
+        terms, slowest = over_ranks(task.last_batch.terms, measured, task.device)
         row = {
             "loss": math.fsum(losses) / len(losses),
             "lr": task.optimizer.param_groups[0]["lr"],
-            "images_per_s": self.samples / seconds,
-            "data_wait": min((task.data_module.data_wait_s - self.waited_s) / seconds, 1.0),
-            **_mean_over_ranks(task.last_batch.terms),
+            "images_per_s": self.samples / (timed * slowest["step_s"]),
+            "data_wait": slowest.pop("data_wait"),
+            "loss_median": statistics.median(losses),
+            **slowest,
+            "eta_s": self.pace.mean_s * (task.length.total_steps - task.steps_done),
+            **settings_of_groups(task.optimizer.param_groups),
+            **terms,
             **task.pop_scalars(),
         }
         self.window.clear()
         self.steps.clear()
-        self.since, self.samples, self.waited_s = now, 0, task.data_module.data_wait_s
+        self.samples = 0
         task.write_row(row)
         waiting = self.wait_watch.saw(steps, row["data_wait"])
         if waiting is not None:
@@ -98,7 +106,7 @@ class Metrics(Hook):
         losses: list[float] = torch.stack(self.window).tolist() if self.window else []
         for step, loss in zip(self.steps, losses, strict=True):
             if not math.isfinite(loss):
-                raise NonFiniteLoss(_explain(task, loss, step))
+                raise NonFiniteLoss(_explain(task, loss, step), step=step)
         return losses
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,21 +118,9 @@ class Metrics(Hook):
         self.restored, self.restored_steps = list(state["window"].unbind()), state["steps"]
 
 
-def _mean_over_ranks(terms: dict[str, Tensor]) -> dict[str, float]:
-    """Return each term of the loss averaged over ranks. Every rank must call it."""
-    if not terms:
-        return {}
-    values = torch.stack([torch.as_tensor(value).detach().float() for value in terms.values()])
-    return dict(zip(terms, all_reduce_mean(values).tolist(), strict=True))
-
-
 def _explain(task: Task, loss: float, step: int) -> str:
     terms = {name: float(value) for name, value in task.last_batch.terms.items()}
     bad = [name for name, value in terms.items() if not math.isfinite(value)]
     which = f"; terms: {', '.join(bad)}" if bad else ""
     lr = task.optimizer.param_groups[0]["lr"]
-    return (
-        f"the loss is {loss} at step {step} on rank {rank()}{which}; lr was {lr:.3g}. Try a lower "
-        "optimizer.lr, a longer optimizer.warmup or train.precision=float32; checkpoints before "
-        "this are intact"
-    )
+    return f"the loss is {loss} at step {step} on rank {rank()}{which}; lr was {lr:.3g}. {REMEDY}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -20,6 +19,7 @@ from selftask.random.permutation import epoch_order
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
+    from selftask.data.loading.data_module import DataModule
     from selftask.task import Task
 
 
@@ -39,17 +39,17 @@ class PreciseBatchNorm(Hook):
     batch_size: int = setting(64, min=2)  # images normalised together on one rank
 
     def on_start(self, task: Task) -> None:
-        task.before_export = [partial(self._recompute, task)]
+        data = task.data_module
+        task.before_export = [lambda backbone: self.recompute(backbone, data)]
 
-    def _recompute(self, task: Task, backbone: nn.Module) -> nn.Module:
+    def recompute(self, backbone: nn.Module, data: DataModule) -> nn.Module:
         """Return a copy of the backbone with precise statistics. Every rank must call it."""
         if not _norms(backbone):
             return backbone
-        data = task.data_module
-        chosen = self._batches_of_rank(task.config.train.seed, data.num_images)
+        chosen = self._batches_of_rank(data.config.train.seed, data.num_images)
         samples = data.chosen_samples(chosen.ravel(), chosen.shape[1])
         with torch.random.fork_rng(devices=()):  # for weight initialisation and the DataLoader
-            copy = build_backbone(task.config.backbone, data.channels).to(task.device)
+            copy = build_backbone(data.config.backbone, data.channels).to(data.device)
             copy.load_state_dict(backbone.state_dict())
             _set_statistics(copy, (sample["input"] for sample in samples), len(chosen))
         return copy.eval()

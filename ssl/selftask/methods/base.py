@@ -61,11 +61,17 @@ class Method(nn.Module, Hook):
     * ``"boxes"``: crop boxes of the views; ``"captions"``: a caption for each image.
     """
     outputs_logits: ClassVar[bool] = False  # True if the output is (B, C), as meters expect
+    sample_dim: ClassVar[int | None] = 1
+    """Dimension of the samples in the network's output, if that is one tensor; else None. Train
+    steps that divide a batch (``grad_cache``) need it, and samples as dimension 0 of the tensors in
+    ``batch.input``.
+    """
     per_view: ClassVar[bool] = False  # True if BatchNorm statistics are per view
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
+        self.pending: list[Any] = []  # results of the batches since the last step, for on_update
 
     @staticmethod
     def check_backbone(backbone: nn.Module) -> None:

@@ -42,14 +42,10 @@ class BYOL(Method):
         out_dim: int = setting(256, min=1, tiny=16)  # D
         # width of the hidden layers of projector and predictor
         hidden_dim: int = setting(4096, min=1, tiny=32)
-        # tau_base in section 3.2; 0.99 for 300 epochs
-        momentum: float = setting(0.996, min=0, max=1)
-        # at the end of training, along a cosine
-        end_momentum: float = setting(1.0, min=0, max=1)
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.momentum = build_schedule("cosine", config.momentum, config.end_momentum)
+        # tau in section 3.2; from 0.99 for 300 epochs
+        momentum: float | dict[str, Any] = setting(
+            {"name": "cosine", "start": 0.996, "end": 1.0}, of="schedules", min=0, max=1
+        )
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build projector and predictor. Their outputs are not normalised, unlike SimCLR's."""
@@ -61,6 +57,7 @@ class BYOL(Method):
 
     def setup(self, task: Task) -> None:
         self.teacher = Teacher(without_predictor(task.base_model))
+        self.momentum_at = build_schedule(self.config.momentum, task.length)
 
     def on_forward(self, task: Task) -> None:
         task.last_batch["projection"] = self.teacher(task.last_batch.input)  # (2, B, D)
@@ -74,7 +71,7 @@ class BYOL(Method):
     def on_update(self, task: Task) -> None:
         """Update the teacher (eq. 1) after the network's own step."""
         student = without_predictor(task.base_model)
-        self.teacher.update(student, momentum=self.momentum(task.where))
+        self.teacher.update(student, momentum=self.momentum_at(task.where))
 
 
 def without_predictor(network: Any) -> Network:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.config.values.duration import steps_in
 from selftask.errors import UserError
 from selftask.methods.base import Method
 from selftask.models.block_mask import BlockMask
@@ -27,7 +26,7 @@ from selftask.models.features.extract import FeatureExtractor, adapter_of, extra
 from selftask.models.network import Network
 from selftask.models.precision import to_float32
 from selftask.models.teacher import Teacher
-from selftask.optim.schedules import linear_then_constant
+from selftask.optim.schedules import build_schedule
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ class Data2Vec(Method):
     """Predict the mean of an EMA teacher's top blocks at masked patches."""
 
     loss_reduction = "samples"
+    sample_dim = 0
     views = 1
     requires = ("tokens", "hidden")
 
@@ -48,9 +48,8 @@ class Data2Vec(Method):
         min_block: int = setting(16, min=1, tiny=4)  # patches of the smallest masked block
         top_blocks: int = setting(6, min=1, tiny=2)  # K; the target is their mean
         beta: float = setting(2.0, above=0)  # of the smooth L1 loss, eq. 4
-        start_momentum: float = setting(0.9998, min=0, max=1)  # tau_0 of the teacher, section 3.1
-        momentum: float = setting(0.9998, min=0, max=1)  # tau_e, after the warm-up
-        momentum_warmup: int | str = setting(0, duration=True)  # linear from tau_0 to tau_e
+        # tau of the teacher, section 3.1; a warm-up is linear from tau_0 to tau_e
+        momentum: float | dict[str, Any] = setting(0.9998, of="schedules", min=0, max=1)
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             depth = config["backbone"].get("depth")
@@ -89,10 +88,9 @@ class Data2Vec(Method):
         return int(self.config.mask_ratio * grid[0] * grid[1])
 
     def setup(self, task: Task) -> None:
-        config, length = self.config, task.length
+        config = self.config
         self.teacher = Teacher(FeatureExtractor(task.base_model.backbone), drop_path=False)
-        warmup = steps_in(config.momentum_warmup, length) / length.total_steps
-        self.momentum_at = linear_then_constant(config.start_momentum, config.momentum, warmup)
+        self.momentum_at = build_schedule(config.momentum, task.length)
         self.layers = tuple(range(-config.top_blocks, 0))
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:

@@ -52,6 +52,7 @@ class DenseCL(Method):
     """MoCo on pooled features and on corresponding cells of dense feature maps; two queues."""
 
     loss_reduction = "samples"
+    sample_dim = None
     views = 2
     requires = ("dense",)
 

@@ -9,7 +9,6 @@ V: views, the first two of which are global; B: images per rank; K: outputs of t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from selftask.models.clustering import swapped_cross_entropy
 from selftask.models.heads import DINOHead
 from selftask.models.precision import to_float32
 from selftask.models.teacher import Teacher
-from selftask.optim.schedules import build_schedule, linear_then_constant
+from selftask.optim.schedules import build_schedule
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -50,28 +49,26 @@ class DINO(Method):
         num_layers: int = setting(3, min=1, max=100)  # of the head, the bottleneck's included, the
         # last layer not
         norm: bool = False  # BatchNorm in the head: for convolutional backbones
-        temperature: float = 0.1  # tau_s in eq. 1
-        teacher_temperature: float = 0.07  # tau_t after its warm-up; 0.04 is safer if it diverges
-        start_teacher_temperature: float = 0.04
-        teacher_temperature_warmup: int | str = setting("30 epochs", duration=True)
+        temperature: float = setting(0.1, above=0)  # tau_s in eq. 1
+        # tau_t; 0.04 throughout is safer if it diverges
+        teacher_temperature: float | dict[str, Any] = setting(
+            {"name": "constant", "start": 0.07, "warmup": "30 epochs", "warmup_start": 0.04},
+            of="schedules",
+            above=0,
+        )
         center_momentum: float = setting(0.9, min=0, max=1)  # m in eq. 4
-        # initial lambda of the teacher; larger for smaller batches
-        momentum: float = setting(0.996, min=0, max=1)
-        # at the end, along half a cosine
-        end_momentum: float = setting(1.0, min=0, max=1)
+        # lambda of the teacher; larger at the start for smaller batches
+        momentum: float | dict[str, Any] = setting(
+            {"name": "cosine", "start": 0.996, "end": 1.0}, of="schedules", min=0, max=1
+        )
         freeze_last_layer: int | str = setting("1 epoch", duration=True)
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            for key in ("temperature", "teacher_temperature", "start_teacher_temperature"):
-                if getattr(self, key) <= 0:
-                    yield f"{key}: {getattr(self, key)}; must be above 0"
 
     center: Tensor
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.register_buffer("center", torch.zeros(config.out_dim))  # (K,), c in eq. 4
-        self.batch_centers: list[Tensor] = []  # per batch since the last step
+        self.pending: list[Tensor] = []  # mean scores (K,) per batch since the last step
 
     def build_head(self, embed_dim: int) -> nn.Module:
         config = self.config
@@ -87,16 +84,9 @@ class DINO(Method):
     def setup(self, task: Task) -> None:
         config, length = self.config, task.length
         self.teacher = Teacher(task.base_model, drop_path=False)
-        self.momentum_at = build_schedule("cosine", config.momentum, config.end_momentum)
-        warmup, self.frozen_steps = (
-            steps_in(text, length)
-            for text in (config.teacher_temperature_warmup, config.freeze_last_layer)
-        )
-        self.teacher_temperature_at = linear_then_constant(
-            config.start_teacher_temperature,
-            config.teacher_temperature,
-            warmup / length.total_steps,
-        )
+        self.momentum_at = build_schedule(config.momentum, length)
+        self.teacher_temperature_at = build_schedule(config.teacher_temperature, length)
+        self.frozen_steps = steps_in(config.freeze_last_layer, length)
 
     def on_forward(self, task: Task) -> None:
         """Compute the teacher's targets for global views: centred (eq. 4), then sharpened."""
@@ -105,7 +95,7 @@ class DINO(Method):
         temperature = self.teacher_temperature_at(task.where)
         batch["probs"] = F.softmax((scores - self.center) / temperature, dim=2)  # (2, B, K)
         if task.train:
-            self.batch_centers.append(scores.mean(dim=(0, 1)))  # (K,)
+            self.pending.append(scores.mean(dim=(0, 1)))  # (K,)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return eq. 3, averaged over its pairs; ``output`` (V, B, K).
@@ -126,9 +116,9 @@ class DINO(Method):
     def on_update(self, task: Task) -> None:
         """Update the teacher and the centre (eq. 4)."""
         self.teacher.update(task.base_model, momentum=self.momentum_at(task.where))
-        center = all_reduce_mean(torch.stack(self.batch_centers).mean(dim=0))  # (K,)
+        center = all_reduce_mean(torch.stack(self.pending).mean(dim=0))  # (K,)
         self.center.lerp_(center, 1.0 - self.config.center_momentum)
-        self.batch_centers.clear()
+        self.pending.clear()
 
     @property
     def chance_loss(self) -> float:

@@ -32,7 +32,7 @@ from selftask.models.losses.koleo import koleo
 from selftask.models.network import Network
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.models.teacher import Teacher
-from selftask.optim.schedules import build_schedule, linear_then_constant
+from selftask.optim.schedules import build_schedule
 from selftask.random.keyed import LAYER_DRAWS, uniform
 from selftask.registry import register_method
 
@@ -81,6 +81,7 @@ class DINOv2(Method):
     """Self-distillation of images and of masked patches, with features spread over the sphere."""
 
     loss_reduction = "gathered"  # for the neighbours of KoLeo
+    sample_dim = None
     views = (2, None)
     requires = ("tokens",)
 
@@ -92,13 +93,17 @@ class DINOv2(Method):
         num_layers: int = setting(3, min=1, max=100)  # layers of a head without the last
         tied_heads: bool = False  # one head for images and patches
         temperature: float = setting(0.1, above=0)  # of the student
-        teacher_temperature: float = setting(0.07, above=0)  # after its warm-up
-        start_teacher_temperature: float = setting(0.04, above=0)
-        teacher_temperature_warmup: int | str = setting("30 epochs", duration=True)
+        teacher_temperature: float | dict[str, Any] = setting(
+            {"name": "constant", "start": 0.07, "warmup": "30 epochs", "warmup_start": 0.04},
+            of="schedules",
+            above=0,
+        )
         targets: Literal["sinkhorn", "centering"] = "sinkhorn"
         center_momentum: float = setting(0.9, min=0, max=1)  # for targets: centering
-        momentum: float = setting(0.992, min=0, max=1)  # initial momentum of the teacher
-        end_momentum: float = setting(1.0, min=0, max=1)  # at the end, along half a cosine
+        # of the teacher
+        momentum: float | dict[str, Any] = setting(
+            {"name": "cosine", "start": 0.992, "end": 1.0}, of="schedules", min=0, max=1
+        )
         freeze_last_layer: int | str = setting("1 epoch", duration=True)
         mask_probability: float = setting(0.5, min=0, max=1)  # of masking a global view
         mask_ratio: list[float] = setting([0.1, 0.5], min=0, max=1)  # smallest and largest share
@@ -141,16 +146,9 @@ class DINOv2(Method):
         config, length = self.config, task.length
         self.grid_of = adapter_of(task.base_model.backbone).grid  # type: ignore[arg-type]
         self.teacher = Teacher(task.base_model, drop_path=False)
-        self.momentum_at = build_schedule("cosine", config.momentum, config.end_momentum)
-        warmup, self.frozen_steps = (
-            steps_in(text, length)
-            for text in (config.teacher_temperature_warmup, config.freeze_last_layer)
-        )
-        self.teacher_temperature_at = linear_then_constant(
-            config.start_teacher_temperature,
-            config.teacher_temperature,
-            warmup / length.total_steps,
-        )
+        self.momentum_at = build_schedule(config.momentum, length)
+        self.teacher_temperature_at = build_schedule(config.teacher_temperature, length)
+        self.frozen_steps = steps_in(config.freeze_last_layer, length)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         views = batch.all_views

@@ -42,6 +42,7 @@ class IJEPA(Method):
     """Predict an EMA teacher's features of masked blocks; the teacher is exported."""
 
     loss_reduction = "samples"
+    sample_dim = 0
     views = 1
     requires = ("subset",)
 
@@ -61,8 +62,10 @@ class IJEPA(Method):
         # initial deviation of weights; null: larger in layers of few inputs, for networks much
         # narrower than a ViT-B, which with 0.02 pass on little but positions
         init_std: float | None = setting(0.02, above=0)
-        # of the teacher; grows linearly to 1
-        momentum: float = setting(0.996, min=0, max=1)
+        # of the teacher
+        momentum: float | dict[str, Any] = setting(
+            {"name": "linear", "start": 0.996, "end": 1.0}, of="schedules", min=0, max=1
+        )
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             backbone = config["backbone"]
@@ -84,10 +87,6 @@ class IJEPA(Method):
                     f"predictor_dim: {self.predictor_dim} must be divisible by 4 (its positions) "
                     f"and by predictor_heads={self.predictor_heads}"
                 )
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.momentum = build_schedule("linear", config.momentum, 1.0)
 
     @staticmethod
     def check_backbone(backbone: nn.Module) -> None:
@@ -130,6 +129,7 @@ class IJEPA(Method):
 
     def setup(self, task: Task) -> None:
         self.teacher = Teacher(FeatureExtractor(task.base_model.backbone))
+        self.momentum_at = build_schedule(self.config.momentum, task.length)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         (images,) = batch.all_views
@@ -159,7 +159,7 @@ class IJEPA(Method):
         return of_block.mean()
 
     def on_update(self, task: Task) -> None:
-        self.teacher.update(task.base_model.backbone, momentum=self.momentum(task.where))
+        self.teacher.update(task.base_model.backbone, momentum=self.momentum_at(task.where))
 
     def export_backbone(self, network: nn.Module) -> nn.Module:
         """Return the teacher's, as in the paper's evaluations."""

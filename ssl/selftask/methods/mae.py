@@ -38,6 +38,7 @@ class MAE(Method):
     """Encode the visible patches; a light decoder reconstructs the pixels of the others."""
 
     loss_reduction = "samples"
+    sample_dim = 0
     views = 1
     requires = ("subset",)
 

@@ -49,9 +49,8 @@ class MoCo(Method):
         hidden_dim: int | None = setting(None, min=1, tiny=32)
         queue_size: int = setting(65_536, min=1, tiny=lambda batch: 2 * batch)  # K
         temperature: float = 0.2  # tau in eq. 1; v1 has 0.07
-        momentum: float = setting(0.999, min=0, max=1)  # m in eq. 2
-        # final m of a cosine schedule; None: constant
-        end_momentum: float | None = setting(None, min=0, max=1)
+        # m in eq. 2
+        momentum: float | dict[str, Any] = setting(0.999, of="schedules", min=0, max=1)
         symmetric: bool = False  # both views are queries, each with a queue of its own (v2+)
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -69,8 +68,6 @@ class MoCo(Method):
         super().__init__(config)
         self.num_queries = 2 if config.symmetric else 1  # V
         self.queue = FeatureQueue(config.queue_size, self.num_queries, config.out_dim)
-        end = config.momentum if config.end_momentum is None else config.end_momentum
-        self.momentum = build_schedule("cosine", config.momentum, end)
         self.pending: list[Tensor] = []  # keys (V, B, D) of each batch of this step
 
     def build_head(self, embed_dim: int) -> nn.Module:
@@ -79,6 +76,7 @@ class MoCo(Method):
 
     def setup(self, task: Task) -> None:
         self.teacher = Teacher(task.base_model)
+        self.momentum_at = build_schedule(self.config.momentum, task.length)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Use view v as query v; its key is the other view."""
@@ -108,7 +106,7 @@ class MoCo(Method):
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
         """Update the teacher (eq. 2), then replace the oldest keys by those of this step."""
-        self.teacher.update(task.base_model, momentum=self.momentum(task.where))
+        self.teacher.update(task.base_model, momentum=self.momentum_at(task.where))
         for keys in self.pending:
             self.queue.update(keys.transpose(0, 1))
         self.pending.clear()

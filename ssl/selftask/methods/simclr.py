@@ -1,9 +1,9 @@
-"""SimCLR: match two views of an image among all views of the batch.
+"""SimCLR: match the views of an image among all views of the batch.
 
 Chen et al., A Simple Framework for Contrastive Learning of Visual Representations, ICML 2020,
 arXiv:2002.05709.
 
-B: images per rank, W: ranks, D: width of the head.
+V: views of an image, two in the paper; B: images per rank, W: ranks, D: width of the head.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
+from selftask.config.schema import num_views
 from selftask.distributed.collectives import gather_cat_with_grad, rank
 from selftask.methods.base import Method
 from selftask.models.heads import mlp
@@ -34,7 +35,7 @@ class SimCLR(Method):
     """In-batch negatives, gathered over ranks with gradient; no state."""
 
     loss_reduction = "gathered"  # views are negatives to those of all ranks
-    views = 2
+    views = (2, None)
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -71,37 +72,41 @@ class SimCLR(Method):
         return head
 
     def setup(self, task: Task) -> None:
-        self.num_rows = 2 * task.length.batch_size  # 2BW
+        views = sum(num_views(task.config.views).values())
+        self.num_negatives = views * (task.length.batch_size - 1)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return eq. 1 averaged over both views; ``output`` (2, B, D)."""
-        loss = info_nce(output[0], output[1], temperature=self.config.temperature)
+        """Return eq. 1 averaged over all pairs of views; ``output`` (V, B, D)."""
+        loss = info_nce(*output, temperature=self.config.temperature)
         return self.config.scale * loss
 
     @property
     def chance_loss(self) -> float:
-        """Loss if all similarities are equal: the positive is one of the 2BW - 1 other views."""
-        return self.config.scale * math.log(self.num_rows - 1)
+        """Loss if all similarities are equal: one positive among the views of other images."""
+        return self.config.scale * math.log(1 + self.num_negatives)
 
 
 @in_full_precision
-def info_nce(first: Tensor, second: Tensor, *, temperature: float) -> Tensor:
-    """NT-Xent of this rank's 2B rows against the 2BW of all ranks.
+def info_nce(*views: Tensor, temperature: float) -> Tensor:
+    """NT-Xent of this rank's VB rows against the VBW of all ranks, averaged over pairs of views.
 
-    A row is not its own negative: its similarity to itself is left out of the denominator.
+    The denominator of a pair has the positive and all views of other images. With two views it is
+    that of eq. 1; with more, the other views of the same image are left out.
 
     Args:
-        first: (B, D), of any length.
-        second: (B, D), of any length.
+        *views: (B, D) each, of any length.
         temperature: tau.
     """
-    first, second = F.normalize(first, dim=1), F.normalize(second, dim=1)
-    local = torch.cat([first, second])  # (2B, D)
-    everyone = torch.cat([gather_cat_with_grad(first), gather_cat_with_grad(second)])  # (2BW, D)
-    logits = local @ everyone.T / temperature  # (2B, 2BW)
-    num_images = len(everyone) // 2  # B * W
-    place = torch.arange(len(first), device=local.device) + rank() * len(first)  # (B,)
-    own = torch.cat([place, place + num_images])  # column of each row's own view
-    other = torch.cat([place + num_images, place])  # column of its positive
-    logits = logits.scatter(1, own[:, None], -torch.inf)
-    return F.cross_entropy(logits, other)
+    units = [F.normalize(view, dim=1) for view in views]
+    everyone = torch.cat([gather_cat_with_grad(view) for view in units])  # (VBW, D)
+    logits = torch.cat(units) @ everyone.T / temperature  # (VB, VBW)
+    count, num_images = len(views), len(everyone) // len(views)  # V, B * W
+    place = torch.arange(len(views[0]), device=logits.device) + rank() * len(views[0])  # (B,)
+    columns = torch.stack([place + view * num_images for view in range(count)])  # (V, B)
+    same = torch.stack([columns.roll(-shift, 0).flatten() for shift in range(count)])  # (V, VB)
+    losses = []
+    for positive in range(1, count):  # view v and view v + positive, modulo V
+        others = torch.cat([same[:positive], same[positive + 1 :]])
+        hidden = logits.scatter(1, others.T, -torch.inf)
+        losses.append(F.cross_entropy(hidden, same[positive]))
+    return torch.stack(losses).mean()

@@ -36,6 +36,7 @@ class SimMIM(Method):
     """One linear layer predicts the pixels of masked squares from the features of the backbone."""
 
     loss_reduction = "samples"
+    sample_dim = 0
     views = 1
     requires = ("tokens", "dense")
 

@@ -6,14 +6,18 @@ B: images per rank, E: features of the backbone, C: classes.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask import classy
 from selftask.batch import Batch
 from selftask.config.fields import setting
+from selftask.data.loading.data_module import val_key
 from selftask.errors import UserError, nearest
 from selftask.meters.accuracy import Accuracy
 from selftask.methods.base import Method
@@ -27,9 +31,14 @@ if TYPE_CHECKING:
 
 @register_method("supervised")
 class Supervised(Method):
-    """Cross-entropy, or any loss of torch.nn or Classy Vision by its name; one view."""
+    """Cross-entropy, or any loss of torch.nn or Classy Vision by its name; one view.
+
+    With ``targets`` an image has several labels, each of which is 1, 0 or, if unknown, -1. The loss
+    is then the binary cross-entropy, a mean over the known labels of an image.
+    """
 
     loss_reduction = "samples"
+    sample_dim = 0
     views = 1
     requires = ("labels",)
     outputs_logits = True
@@ -38,11 +47,19 @@ class Supervised(Method):
     class Config:
         num_classes: int | None = setting(None, min=1)  # C; None: as many as the data set has
         freeze_backbone: bool = False  # the linear probe: only the classifier is trained
+        targets: list[str] = setting([])  # names of `data.numbers`, one for each label
         loss: str = "CrossEntropyLoss"  # of torch.nn, or classy:NAME
         loss_args: dict[str, Any] = field(default_factory=dict)
 
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            if self.targets and (self.loss != "CrossEntropyLoss" or self.num_classes):
+                yield "targets: they have a loss and a number of classes of their own; leave both"
+
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Build the classifier. Raises UserError if the labels or the loss do not fit."""
+        if self.config.targets:
+            self.num_classes, self._score = len(self.config.targets), known_cross_entropy
+            return Classifier(backbone, self.num_classes, frozen=self.config.freeze_backbone)
         self.num_classes = self.config.num_classes or task.data_module.num_classes
         if not self.num_classes:
             raise UserError(
@@ -50,7 +67,8 @@ class Supervised(Method):
                 "they are read"
             )
         _check_labels("data", task.data_module.train_source, self.num_classes)
-        _check_labels("data.val", task.data_module.val_source, self.num_classes)
+        for name, source in task.data_module.val_sources.items():
+            _check_labels(val_key(name), source, self.num_classes)
         self.loss = _build_loss(self.config.loss, self.config.loss_args)
         self._score = in_full_precision(self.loss.forward)  # once, not at every step
         return Classifier(backbone, self.num_classes, frozen=self.config.freeze_backbone)
@@ -59,20 +77,39 @@ class Supervised(Method):
         """Raise UserError if a meter needs more classes, before the first test phase."""
         for meter in task.meters if task.has_test_phases else ():
             if isinstance(meter, Accuracy):
-                meter.validate((1, self.num_classes), (1,))
+                labels = (1, self.num_classes) if self.config.targets else (1,)
+                meter.validate((1, self.num_classes), labels)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         (batch.input,) = batch.all_views
+        if self.config.targets:
+            batch.labels = torch.stack([batch.extras[name] for name in self.config.targets], dim=1)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of scores ``output`` (B, C) with labels (B,)."""
+        """Return the loss of scores ``output`` (B, C) with labels (B,) or (B, C)."""
         loss: Tensor = self._score(output, batch.labels)
         return loss
 
     @property
     def chance_loss(self) -> float | None:
         """Cross-entropy of equal scores."""
+        if self.config.targets:
+            return math.log(2)
         return math.log(self.num_classes) if self.config.loss == "CrossEntropyLoss" else None
+
+
+def known_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return the binary cross-entropy over labels that are not -1, then over images.
+
+    Args:
+        scores: (B, C).
+        labels: (B, C): 1, 0, or -1 to be ignored.
+    """
+    known = (labels >= 0).float()
+    losses = F.binary_cross_entropy_with_logits(
+        scores.float(), labels.clamp(min=0).float(), weight=known, reduction="none"
+    )
+    return (losses.sum(dim=1) / known.sum(dim=1).clamp(min=1)).mean()
 
 
 class Classifier(nn.Module):

@@ -51,6 +51,10 @@ class SwAV(Method):
         temperature: float = 0.1  # tau in eq. 2
         epsilon: float = 0.05  # weight of the entropy in eq. 3
         sinkhorn_iterations: int = setting(3, min=1)
+        # prototype k gets a share of the images proportional to k ** -power; 0: equal shares
+        power: float = setting(0.0, min=0)
+        # at first assignments are hard, the most probable prototype alone; VISSL's option
+        hard_assignments: int | str = setting(0, duration=True)
         # L, images; 3840 in the paper for batches of 256, 0: no queue
         queue_size: int = setting(0, min=0, tiny=lambda batch: 2 * batch)
         queue_start: int | str = setting("15 epochs", duration=True, tiny=1)
@@ -71,25 +75,27 @@ class SwAV(Method):
         super().__init__(config)
         self.prototypes = Prototypes(config.out_dim, config.num_prototypes)  # C, trained
         self.queue = FeatureQueue(config.queue_size, NUM_ASSIGNED, config.out_dim)  # (L, 2, D)
-        self.queue_is_used = False
+        self.queue_is_used = self.is_hard = False
         self.pending: list[Tensor] = []  # features (B, 2, D) per batch since the last step
 
     def build_head(self, embed_dim: int) -> nn.Module:
         return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim, norm=self.config.norm)
 
     def setup(self, task: Task) -> None:
-        self.queue_start, self.frozen_steps = (
+        config = self.config
+        self.queue_start, self.frozen_steps, self.hard_steps = (
             steps_in(text, task.length)
-            for text in (self.config.queue_start, self.config.freeze_prototypes)
+            for text in (config.queue_start, config.freeze_prototypes, config.hard_assignments)
         )
 
     def on_forward(self, task: Task) -> None:
-        """Select whether the queue is used, which it is from ``queue_start`` on.
+        """Select whether assignments are hard and the queue is used, from ``queue_start`` on.
 
         It is filled from the first batch on. The paper's code starts to fill it at ``queue_start``
         and uses it when it is full.
         """
-        is_full = task.clock.batch * task.length.batch_size >= len(self.queue) > 0
+        is_full = task.clock.trained_batches * task.length.batch_size >= len(self.queue) > 0
+        self.is_hard = task.steps_done < self.hard_steps
         self.queue_is_used = is_full and task.steps_done >= self.queue_start
         if task.train and len(self.queue):
             assigned = to_float32(task.last_batch.output[:NUM_ASSIGNED].detach())
@@ -112,7 +118,7 @@ class SwAV(Method):
 
     @torch.no_grad()
     def assign(self, scores: Tensor, view: int) -> Tensor:
-        """Eq. 3 to 5: return soft assignments (B, K) of each image of one view.
+        """Eq. 3 to 5: return assignments (B, K) of each image of one view.
 
         They are balanced over the batch of all ranks, and over the queue if it is used; each rank
         contributes its share of the queue. Without the queue, batches much smaller than K leave
@@ -127,9 +133,14 @@ class SwAV(Method):
             share = self.queue.rows[:, view].tensor_split(world_size())[rank()]  # (L / W, D)
             scores = torch.cat([self.prototypes(share), scores])  # (L / W + B, K)
         assigned = sinkhorn_knopp(
-            scores, epsilon=config.epsilon, iterations=config.sinkhorn_iterations
-        )
-        return assigned[-batch:]
+            scores,
+            epsilon=config.epsilon,
+            iterations=config.sinkhorn_iterations,
+            power=config.power,
+        )[-batch:]
+        if self.is_hard:
+            return torch.zeros_like(assigned).scatter(1, assigned.argmax(dim=1, keepdim=True), 1.0)
+        return assigned
 
     def on_backward(self, task: Task) -> None:
         """Freeze the prototypes at first, while features are random."""

@@ -44,6 +44,7 @@ class VICRegL(Method):
     """VICReg of views, and of matched cells of their feature maps."""
 
     loss_reduction = "statistics"  # variances and covariances
+    sample_dim = None
     views = (2, None)
     requires = ("dense", "boxes")  # cells are matched by location in the image
 
@@ -114,7 +115,8 @@ class LocalNetwork(Network):
 
     def forward(self, views: Sequence[Tensor]) -> Output:  # type: ignore[override]
         heads: Any = self.head
-        features, output = [], Output(pooled=[], cells=[])
+        features = []
+        output: Output = {"pooled": [], "cells": []}  # torch.compile cannot trace Output(...)
         for number, view in enumerate(views):
             LAYER_DRAWS.enter([number])
             found = extract(self.backbone, view)

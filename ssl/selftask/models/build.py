@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from selftask.config.checks import grid, requirements
 from selftask.errors import ConfigError, UserError
 from selftask.models.eval_mode import in_eval_mode
-from selftask.models.features.extract import offers
+from selftask.models.features.extract import adapter_of, fixed_size, interpolates, offers
 from selftask.registry import BACKBONES, METHODS
 
 if TYPE_CHECKING:
@@ -39,8 +39,16 @@ def build_backbone(component: Component, channels: int = 3) -> nn.Module:
             "has no argument `channels`"
         )
     model: nn.Module = config.build() if channels == 3 else config.build(channels=channels)
+    return with_embed_dim(model, component.name, channels)
+
+
+def with_embed_dim(model: nn.Module, name: str, channels: int) -> nn.Module:
+    """Return the backbone; set its number of features as ``embed_dim`` if it has none.
+
+    Raises UserError if it does not return such features.
+    """
     if not isinstance(getattr(model, "embed_dim", None), int):
-        model.embed_dim = _count_features(model, component.name, channels)  # type: ignore[assignment]
+        model.embed_dim = count_features(model, name, channels)  # type: ignore[assignment]
     return model
 
 
@@ -75,14 +83,18 @@ def check_sizes(backbone: nn.Module, config: Config) -> None:
     """
     key, library = ("backbone", "args"), config.backbone.name
     patches: Any = getattr(backbone, "patch_embed", None)
-    image_size: Any = getattr(backbone, "image_size", None)
-    if library == "timm" and getattr(patches, "strict_img_size", False):
-        dynamic = "dynamic_img_size" in inspect.signature(type(backbone)).parameters
-        problems = grid.other_sizes(config, key, patches.img_size[0], dynamic=dynamic)
+    size = fixed_size(backbone)
+    if library in LIBRARIES and size is not None:
+        problems = grid.other_sizes(
+            config,
+            key,
+            size[0],
+            size="img_size" if library == "timm" else "image_size",
+            dynamic="dynamic_img_size" in inspect.signature(type(backbone)).parameters,
+            patch=adapter_of(backbone).patch_size[0] if interpolates(backbone) else None,
+        )
     elif library == "timm" and getattr(patches, "dynamic_img_pad", None) is False:
         problems = grid.undivided_sizes(config, patches.patch_size[0])
-    elif library == "torchvision" and image_size is not None:
-        problems = grid.other_sizes(config, key, image_size, size="image_size", dynamic=False)
     else:
         return
     if texts := [text for _, text in problems]:
@@ -93,12 +105,10 @@ def check_images(backbone: nn.Module, images: Tensor) -> None:
     """Raise UserError if a vision transformer does not accept the size of images (B, C, H, W)."""
     height, width = images.shape[-2:]
     patches: Any = getattr(backbone, "patch_embed", None)
-    taken: Any = getattr(backbone, "image_size", None)  # set by torchvision
-    if getattr(patches, "strict_img_size", False):
-        taken = patches.img_size
+    size = fixed_size(backbone)
     name, shown = type(backbone).__name__, f"eval.transforms gives images of {height}x{width}"
-    if taken is not None:
-        rows, columns = (taken, taken) if isinstance(taken, int) else taken
+    if size is not None:
+        rows, columns = size
         if (height, width) != (rows, columns):
             raise UserError(
                 f"{shown} pixels, and the backbone (a {name}) takes those of {rows}x{columns}; "
@@ -121,7 +131,7 @@ def embed_dim(backbone: nn.Module) -> int:
 
 
 @torch.no_grad()
-def _count_features(model: nn.Module, name: str, channels: int) -> int:
+def count_features(model: nn.Module, name: str, channels: int) -> int:
     """Return the number of features for a blank image. The model's state and mode are unchanged."""
     errors = []
     for size in _sizes(model):

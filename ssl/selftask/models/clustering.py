@@ -15,8 +15,12 @@ from selftask.models.precision import in_full_precision, to_float32
 
 
 @torch.no_grad()
-def sinkhorn_knopp(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor:
-    """Assign the samples of all ranks to prototypes so that each prototype gets an equal share.
+def sinkhorn_knopp(
+    scores: Tensor, *, epsilon: float, iterations: int, power: float = 0.0
+) -> Tensor:
+    """Assign the samples of all ranks to prototypes so that each prototype gets a given share.
+
+    By default the shares are equal.
 
     Eq. 3 to 5 of SwAV (arXiv:2006.09882). The paper alternates between scaling rows and columns of
     exp(scores / epsilon). Here this is done on logarithms, so that no exponential can overflow and
@@ -27,6 +31,8 @@ def sinkhorn_knopp(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor
         scores: (B, K) of this rank.
         epsilon: Weight of the entropy; smaller values give harder assignments.
         iterations: Number of alternations.
+        power: Prototype k, counted from 1, gets a share proportional to ``k ** -power``; for data
+            whose classes have a long tail.
 
     Returns:
         (B, K) assignments in full precision whose rows sum to one.
@@ -34,10 +40,12 @@ def sinkhorn_knopp(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor
     if iterations < 1:
         raise ValueError(f"sinkhorn_knopp needs at least one iteration, got {iterations}")
     logits = to_float32(scores) / epsilon  # (B, K)
+    places = torch.arange(1, scores.shape[1] + 1, device=scores.device, dtype=logits.dtype)
+    log_share = -power * places.log() if power else 0.0  # up to a constant
     for _ in range(iterations):
         local_mass = logits.logsumexp(dim=0, keepdim=True)  # (1, K)
         mass = all_gather_cat(local_mass).logsumexp(dim=0, keepdim=True)  # (1, K) over all ranks
-        logits = (logits - mass).log_softmax(dim=1)  # equal prototypes, then samples sum to one
+        logits = (logits - mass + log_share).log_softmax(dim=1)  # shares, then samples sum to one
     return logits.exp()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selftask.models.features.extract import pooled
 from selftask.random.keyed import LAYER_DRAWS
 
 
@@ -56,7 +57,7 @@ class Network(nn.Module):
         features, outputs = [], []
         for place, view in enumerate(views):
             LAYER_DRAWS.enter([place])
-            features.append(self.backbone(view))  # (B, E)
+            features.append(pooled(self.backbone, view))  # (B, E)
             outputs.append(self.head(features[-1]))  # (B, D)
         self.embedding = torch.cat(features).detach()
         return torch.stack(outputs)
@@ -69,8 +70,9 @@ class Network(nn.Module):
 def forward_by_size(backbone: nn.Module, views: Sequence[Tensor]) -> Tensor:
     """Run ``backbone`` once for each size among the views; features (V*B, E) in view order.
 
-    Views of one size need not be adjacent. Raises ValueError if they hold different numbers of
-    images.
+    Views of one size need not be adjacent. A transformer with a fixed grid of patches gets its
+    positions interpolated for views of other sizes. Raises ValueError if the views hold different
+    numbers of images.
     """
     num_images = [len(view) for view in views]
     if len(set(num_images)) != 1:
@@ -84,7 +86,7 @@ def forward_by_size(backbone: nn.Module, views: Sequence[Tensor]) -> Tensor:
         images = [views[place] for place in same_size]
         together = images[0] if len(images) == 1 else torch.cat(images)  # (views * B, C, H, W)
         LAYER_DRAWS.enter(same_size)
-        output: Tensor = backbone(together)
+        output = pooled(backbone, together)
         if len(places) == 1:
             return output  # already in view order: no copy
         features.update(zip(same_size, output.chunk(len(same_size)), strict=True))

@@ -7,15 +7,17 @@ torch 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.module_tracker import ModuleTracker
 
 from selftask.config.checks.grid import output_side
 from selftask.config.schema import num_views
@@ -115,25 +117,136 @@ def forward_cost(module: nn.Module, side: int, channels: int = 3) -> Cost:
         side: Height and width in pixels.
         channels: Channels of the image.
     """
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    on_meta = {name: tensor.detach().to("meta") for name, tensor in state.items()}
     image = torch.empty(1, channels, side, side, device="meta")
     activations = _CountActivations()
     with in_eval_mode(module), FlopCounterMode(display=False) as flops, activations:
-        functional_call(module, on_meta, (image,))
-    return Cost(flops.get_total_flops() // 2, activations.count)
+        functional_call(module, _meta_state(module), (image,))
+    whole = activations.by_module[_tracked(module, "")]
+    return Cost(flops.get_total_flops() // 2, whole)
+
+
+@dataclass(frozen=True)
+class ModuleCost:
+    """Cost of a module for one image.
+
+    Args:
+        name: Dotted name; empty for the whole model.
+        kind: Its class.
+        parameters: Number of parameters; shared ones count once in each module.
+        macs: Multiply-adds of convolutions, matrix products and attention.
+        activations: Elements in the outputs of these operations (arXiv:2003.13678, section 3.1).
+        saved_bytes: Memory kept for the backward pass in float32.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    macs: int
+    activations: int
+    saved_bytes: int
+
+
+def module_costs(
+    module: nn.Module, side: int, channels: int = 3, *, depth: int = 2
+) -> list[ModuleCost]:
+    """Return the cost of a module and of those inside it, for images of ``side`` x ``side``.
+
+    Args:
+        module: Images (B, C, H, W) -> anything.
+        side: Height and width in pixels.
+        channels: Channels of the image.
+        depth: Levels of modules below the whole.
+    """
+    image = torch.empty(1, channels, side, side, device="meta")
+    counting = _CountActivations()
+    with torch.no_grad(), in_eval_mode(module), FlopCounterMode(display=False) as flops, counting:
+        functional_call(module, _meta_state(module), (image,))
+    macs = {name: sum(of.values()) // 2 for name, of in flops.get_flop_counts().items()}
+    saved = saved_bytes(module, (torch.empty(2, channels, side, side, device="meta"),))
+    return [
+        ModuleCost(
+            name=name,
+            kind=type(inner).__name__,
+            parameters=sum(p.numel() for p in inner.parameters()),
+            macs=macs.get(_tracked(module, name), 0),
+            activations=counting.by_module[_tracked(module, name)],
+            saved_bytes=saved[name] // 2,
+        )
+        for name, inner in module.named_modules()
+        if not name or name.count(".") < depth
+    ]
+
+
+def saved_bytes(module: nn.Module, args: tuple[Any, ...]) -> Counter[str]:
+    """Return the bytes that a forward pass keeps for its backward pass, by module name.
+
+    Parameters and buffers do not count. A module's bytes include those of the modules inside it;
+    the empty name has all.
+
+    Args:
+        module: Any module, in the mode whose memory is of interest.
+        args: Its arguments, with tensors on the meta device.
+    """
+    tracker = ModuleTracker()
+    kept: list[Any] = []
+    counts: Counter[str] = Counter()
+
+    def see(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            kept.append(storage)  # alive, so that no other storage gets its place
+            counts.update(dict.fromkeys(tracker.parents, storage.nbytes()))
+        return tensor
+
+    state = _meta_state(module)
+    seen = {tensor.untyped_storage()._cdata for tensor in state.values()}
+    with tracker, torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+        functional_call(module, state, args)
+    names = {_tracked(module, name): name for name, _ in module.named_modules()}
+    return Counter({names[key]: count for key, count in counts.items() if key in names})
+
+
+def _meta_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers as tensors on the meta device."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        state[name] = parameter.detach().to("meta").requires_grad_(parameter.requires_grad)
+    for name, buffer in module.named_buffers():
+        state[name] = buffer.detach().to("meta")
+    return state
+
+
+def _tracked(module: nn.Module, name: str) -> str:
+    """Return the name that torch's trackers give to a module inside ``module``."""
+    return f"{type(module).__name__}.{name}" if name else type(module).__name__
 
 
 class _CountActivations(TorchDispatchMode):
-    """Sums the elements in the outputs of operations that have FLOPs."""
+    """Sums the elements in the outputs of operations that have FLOPs, by module."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = ModuleTracker()
+        self.by_module: Counter[str] = Counter()
+
+    def __enter__(self) -> Any:
+        self.tracker.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.tracker.__exit__(*error)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **kwargs or {})
-        if func._overloadpacket in flop_registry:
+        if func._overloadpacket in flop_registry:  # type: ignore[attr-defined]
             first = result[0] if isinstance(result, tuple) else result
-            self.count += first.numel()
+            self.by_module.update(dict.fromkeys(self.tracker.parents, first.numel()))
         return result

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,25 +14,35 @@ from selftask import classy
 from selftask.classy import ClassyOptimizer, UpdateInterval
 from selftask.config.run_length import RunLength
 from selftask.config.schema import OptimizerConfig
-from selftask.config.values.duration import steps_in
-from selftask.optim.param_groups import merge_alike, split_decay
-from selftask.optim.schedules import Schedule, build_schedule, classy_schedule
+from selftask.config.torch_names import is_torch_name
+from selftask.optim.optimizers.torch_class import TorchOptimizer
+from selftask.optim.param_groups import Settings, assign_settings, merge_alike
+from selftask.optim.schedules import Curve, Scaled, Schedule, build_schedule
 from selftask.registry import OPTIMIZERS
 
 
 class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-vision ships no types
     """A torch optimizer under Classy's contract: ``step(where=...)`` sets lr and decay first."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, settings: Sequence[Settings]) -> None:
         super().__init__()
         self.config = config
+        self.settings = settings
 
     def prepare(self, param_groups: list[dict[str, Any]]) -> None:
         self.optimizer: torch.optim.Optimizer = self.config.build(param_groups)
-        self._moving: list[list[tuple[str, Schedule]]] = [
-            [(key, value) for key, value in group.items() if _moves_each_step(value)]
-            for group in self._param_group_schedulers
-        ]
+        self._list_moving()
+
+    def _list_moving(self) -> None:
+        """List each schedule that moves with its places, so that it is evaluated once a step."""
+        moving: dict[int, tuple[Schedule, list[tuple[int, str, float | None]]]] = {}
+        for number, group in enumerate(self._param_group_schedulers):
+            for key, value in group.items():
+                if getattr(value, "update_interval", None) == UpdateInterval.STEP:
+                    is_scaled = isinstance(value, Scaled)
+                    base, factor = (value.schedule, value.factor) if is_scaled else (value, None)
+                    moving.setdefault(id(base), (base, []))[1].append((number, key, factor))
+        self._moving = list(moving.values())
 
     def step(self, *args: Any, closure: Callable[[], Any] | None = None, where: float) -> None:
         """Do one optimizer step at progress ``where`` in [0, 1).
@@ -39,10 +50,37 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
         Like Classy's own, but without building and comparing all groups at every step. Values that
         change per epoch, constants included, are set by ``on_epoch``.
         """
-        for group, moving in zip(self.optimizer.param_groups, self._moving, strict=True):
-            for key, schedule in moving:
-                group[key] = schedule(where)
+        groups = self.optimizer.param_groups
+        for schedule, places in self._moving:
+            value = schedule(where)
+            for number, key, factor in places:
+                groups[number][key] = value if factor is None else value * factor
         self.optimizer.step(closure)
+
+    def multiply_lr(self, factor: Callable[[], float]) -> None:
+        """Multiply the learning rates of all groups by a factor that may change at any step."""
+        for group in self._param_group_schedulers:
+            group["lr"] = Curve(partial(_times, group["lr"], factor))
+        self._list_moving()
+
+    def get_classy_state(self) -> dict[str, Any]:
+        """Return torch's state, and the names of the parameters, which it holds by number."""
+        return {**super().get_classy_state(), "names": self._names}
+
+    def set_classy_state(self, state: dict[str, Any]) -> None:
+        """Restore the state. Raises ValueError if the parameters are in another order."""
+        names = state.get("names", self._names)  # missing in older runs
+        for before, now in zip(names, self._names, strict=True):
+            if before != now:
+                raise ValueError(
+                    f"optimizer.groups or optimizer.layer_decay put {now!r} where the checkpoint "
+                    f"has {before!r}; keep them, or start from its weights by init.backbone"
+                )
+        super().set_classy_state(state)
+
+    @property
+    def _names(self) -> list[str]:
+        return [one.parameter.name for one in self.settings]
 
     def zero_grad(self) -> None:
         """Set all gradients to None.
@@ -55,8 +93,8 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
                 parameter.grad = None
 
 
-def _moves_each_step(value: Any) -> bool:
-    return getattr(value, "update_interval", None) == UpdateInterval.STEP
+def _times(schedule: Schedule, factor: Callable[[], float], where: float) -> float:
+    return float(schedule(where) * factor())
 
 
 def build_optimizer(
@@ -65,57 +103,93 @@ def build_optimizer(
     length: RunLength,
     *,
     batch: int,
+    depths: Mapping[str, int] | None = None,
     regroup: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
 ) -> Any:
-    """Build the optimizer of named modules: one of selftask's or ``classy:NAME``.
+    """Build the optimizer of named modules: one of selftask's, ``torch:NAME`` or ``classy:NAME``.
 
     Args:
         config: The ``optimizer`` section.
         modules: Named modules whose parameters are trained.
         length: Length of the run, for schedules.
         batch: Number of samples per step.
+        depths: Layers of the backbone's parameters by name, for ``layer_decay``.
         regroup: Applied to the final groups of parameters; see ``Reduction.regroup``.
 
     Returns:
-        A Classy optimizer with ``step(where=...)``.
+        A Classy optimizer with ``step(where=...)``; its ``settings`` has those of each parameter.
     """
-    groups = split_decay(modules, decay_all=config.decay_1d, decay_tokens=config.decay_tokens)
-    decay = weight_decay_schedule(config)
-    for group in groups:
-        group["weight_decay"] = decay if group.pop("decay") else 0.0
+    settings = assign_settings(modules, config, length, depths or {})
+    groups = _groups(settings, config, length, batch)
+    layerwise = False
     if config.name in OPTIMIZERS:
-        own = OPTIMIZERS[config.name](**config.args)
-        optimizer = ScheduledOptimizer(own)
+        kind = OPTIMIZERS[config.name]
+        moving = _moving_settings(kind, config.args, length)
+        own = kind(**{**config.args, **{key: schedule(0.0) for key, schedule in moving.items()}})
+        optimizer: Any = ScheduledOptimizer(own, settings)
+        layerwise = getattr(own, "layerwise", False)
+        # torch's key: a config says sgd_momentum since methods have a momentum, too
+        ours = {key.removeprefix("sgd_"): schedule for key, schedule in moving.items()}
+        groups = [{**group, **ours} for group in groups]
+    elif is_torch_name("optimizer", config.name):
+        of_torch = TorchOptimizer(name=config.name, args=config.args)
+        optimizer = ScheduledOptimizer(of_torch, settings)
     else:
-        own = None
         optimizer = classy.build("optimizer", config.name, {"num_epochs": 1, **config.args})
-    if not getattr(own, "layerwise", False):
+        optimizer.settings = settings
+    if not layerwise:
         groups = merge_alike([_without(group, "adapt") for group in groups])
-    optimizer.set_param_groups(regroup(groups), lr=lr_schedule(config, length, batch=batch))
+    optimizer.set_param_groups(regroup(groups))
     return optimizer
+
+
+def _groups(
+    settings: Iterable[Settings], config: OptimizerConfig, length: RunLength, batch: int
+) -> list[dict[str, Any]]:
+    """Return one group for each combination of settings; ``adapt`` marks what LARS scales."""
+    schedules: dict[str, Any] = {}  # one object for equal sections, so that groups can merge
+
+    def schedule_of(section: float | dict[str, Any]) -> Any:
+        return schedules.setdefault(str(section), build_schedule(section, length))
+
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for one in settings:
+        key = (one.decays, one.lr, str(one.schedule), str(one.weight_decay))
+        if key not in groups:
+            lr = schedule_of(config.lr_section(batch, one.schedule))
+            decay = one.weight_decay
+            groups[key] = {
+                "params": [],
+                "lr": lr if one.lr == 1.0 else Scaled(lr, one.lr),
+                "weight_decay": schedule_of(decay) if isinstance(decay, dict) else decay,
+                "adapt": one.decays,
+            }
+        groups[key]["params"].append(one.parameter.value)
+    return list(groups.values())
+
+
+def _moving_settings(kind: type, args: dict[str, Any], length: RunLength) -> dict[str, Any]:
+    """Return the schedules among an optimizer's own settings, such as momentum or betas."""
+    moving: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        value = args.get(field.name)
+        if field.metadata.get("of") != "schedules":
+            continue
+        if isinstance(value, dict):
+            moving[field.name] = build_schedule(value, length)
+        elif isinstance(value, tuple) and any(isinstance(item, dict) for item in value):
+            moving[field.name] = _together([build_schedule(item, length) for item in value])
+    return moving
+
+
+def _together(schedules: list[Schedule]) -> Curve:
+    return Curve(lambda where: tuple(schedule(where) for schedule in schedules))
 
 
 def _without(group: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != key}
 
 
-def lr_schedule(config: OptimizerConfig, length: RunLength, *, batch: int) -> Schedule:
+def lr_schedule(config: OptimizerConfig, length: RunLength, *, batch: int) -> Any:
     """Return the learning rate schedule: scaled with the batch, warmed up, then annealed."""
-    if isinstance(config.lr, dict):
-        return classy_schedule(config.lr)
-    factor = {"none": 1.0, "linear": batch / 256, "sqrt": math.sqrt(batch / 256)}[config.lr_scale]
-    warmup = steps_in(config.warmup, length)
-    return build_schedule(
-        config.schedule,
-        config.lr * factor,
-        config.end_lr * factor,
-        warmup=warmup / length.total_steps,
-        warmup_start=config.start_lr * factor,
-    )
-
-
-def weight_decay_schedule(config: OptimizerConfig) -> Schedule | float:
-    """Return the weight decay: a number, or a cosine to ``end_weight_decay`` as in DINO."""
-    if config.end_weight_decay is None:
-        return config.weight_decay
-    return build_schedule("cosine", config.weight_decay, config.end_weight_decay)
+    return build_schedule(config.lr_section(batch), length)

@@ -1,47 +1,157 @@
-"""Parameter groups by weight decay: none for biases and norms, optional for tokens."""
+"""Parameter groups: weight decay by kind, ordered rules, layer-wise rates, frozen parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
-_TOKENS = ("cls_token", "pos_embed", "mask_token", "reg_token", "dist_token")
+from selftask.config.run_length import RunLength
+from selftask.config.schema.optimizer import GroupRule, OptimizerConfig
+from selftask.config.values.duration import steps_in
+from selftask.errors import UserError, nearest
+
+_TOKENS = {
+    *("cls_token", "mask_token", "reg_token", "dist_token", "class_token"),
+    *("pos_embed", "pos_embedding", "absolute_pos_embed", "relative_position_bias_table"),
+}
+"""Names of tokens and positions in timm, torchvision and the published code of methods."""
+
+Named = Iterable[tuple[str, nn.Module]]
 
 
-def split_decay(
-    modules: Iterable[tuple[str, nn.Module]], *, decay_all: bool, decay_tokens: bool = False
-) -> list[dict[str, Any]]:
-    """Split the trainable parameters of named modules into groups with and without weight decay.
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter with its name and the class names of the module that holds it."""
 
-    A parameter shared by two modules is counted once.
+    name: str  # such as network.backbone.conv1.weight
+    value: nn.Parameter
+    kinds: frozenset[str]
+
+    def matches(self, rule: GroupRule) -> bool:
+        """Return whether the rule is about this parameter. ``network.`` may be left out."""
+        if rule.type and self.kinds.isdisjoint(_listed(rule.type)):
+            return False
+        names = (self.name, self.name.partition(".")[2])
+        patterns = [glob for text in _listed(rule.match) for glob in (text, f"{text}.*")]
+        return not patterns or any(fnmatchcase(n, glob) for n in names for glob in patterns)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a parameter: what the rules, its kind and its depth give."""
+
+    parameter: Parameter
+    decays: bool  # by its kind; LARS adapts these
+    weight_decay: float | dict[str, Any]
+    lr: float = 1.0  # times optimizer.lr
+    schedule: dict[str, Any] = field(default_factory=dict)  # instead of optimizer.schedule
+    frozen_steps: int = 0
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for parameters of the same group in the table of groups."""
+        shown = (str(self.weight_decay), self.lr, str(self.schedule), self.frozen_steps)
+        return (self.decays, *shown)
+
+
+def named_parameters(modules: Named) -> list[Parameter]:
+    """Return all parameters of named modules; one that is shared is listed once."""
+    found: dict[int, Parameter] = {}
+    for prefix, module in modules:
+        for place, part in module.named_modules(prefix=prefix):
+            kinds = frozenset(kind.__name__ for kind in type(part).__mro__)
+            for name, value in part.named_parameters(recurse=False):
+                found.setdefault(id(value), Parameter(f"{place}.{name}", value, kinds))
+    return list(found.values())
+
+
+def freeze_for_good(modules: Named, rules: Sequence[GroupRule]) -> None:
+    """Take the parameters of rules with ``freeze: true`` out of training: no gradient, no group.
+
+    Raises UserError if such a rule matches nothing.
+    """
+    parameters = named_parameters(modules)
+    for index, rule in enumerate(rules):
+        if rule.freeze is True:
+            mine = [parameter for parameter in parameters if parameter.matches(rule)]
+            _check_matches(rule, index, mine, parameters)
+            for parameter in mine:
+                parameter.value.requires_grad_(False)
+
+
+def assign_settings(
+    modules: Named, config: OptimizerConfig, length: RunLength, depths: Mapping[str, int]
+) -> list[Settings]:
+    """Return the settings of every trained parameter, in the order of the optimizer's groups.
+
+    The first rule that matches and has a key gives its value.
 
     Args:
         modules: Named modules.
-        decay_all: Apply weight decay to every parameter.
-        decay_tokens: Also apply weight decay to a transformer's learned tokens and positions.
+        config: The ``optimizer`` section.
+        length: Length of the run, for rules that freeze for a while.
+        depths: Layers of the backbone's parameters, from 0; all others lie above.
 
-    Returns:
-        Groups with ``decay: True`` and ``False``. ``adapt`` marks the parameters that LARS scales
-        layer by layer, which are those that decay (You et al., section 4).
+    Raises:
+        UserError: If a rule matches no parameter.
     """
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    seen: set[int] = set()
-    for prefix, module in modules:
-        for name, parameter in module.named_parameters(prefix):
-            if not parameter.requires_grad or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            is_token = name.rpartition(".")[2] in _TOKENS
-            decays = decay_tokens if is_token else parameter.ndim > 1
-            (decayed if decays else plain).append(parameter)
-    groups = [
-        {"params": decayed, "decay": True, "adapt": True},
-        {"params": plain, "decay": decay_all, "adapt": False},
-    ]
-    return [group for group in groups if group["params"]]
+    parameters = [p for p in named_parameters(modules) if p.value.requires_grad]
+    for index, rule in enumerate(config.groups):
+        if rule.freeze is not True:
+            _check_matches(rule, index, [p for p in parameters if p.matches(rule)], parameters)
+    settings = [_settings_of(p, config, length, depths) for p in parameters]
+    # stable; the first group, whose rate is logged as `lr`, has that of optimizer.lr if any has
+    return sorted(settings, key=lambda one: (one.lr != 1.0 or bool(one.schedule), not one.decays))
+
+
+def _settings_of(
+    parameter: Parameter, config: OptimizerConfig, length: RunLength, depths: Mapping[str, int]
+) -> Settings:
+    is_token = parameter.name.rpartition(".")[2] in _TOKENS
+    decays = config.decay_tokens if is_token else parameter.value.ndim > 1
+    top = max(depths.values(), default=-1) + 1
+    layer = config.layer_decay ** (top - depths.get(parameter.name, top))
+    given: dict[str, Any] = {}
+    for rule in config.groups:
+        if parameter.matches(rule):
+            given = {**rule.given, **given}
+    return Settings(
+        parameter,
+        decays,
+        given.get("weight_decay", config.weight_decay if decays or config.decay_1d else 0.0),
+        given.get("lr", 1.0) * layer,
+        given.get("schedule", {}),
+        steps_in(given.get("freeze") or 0, length),
+    )
+
+
+def _check_matches(
+    rule: GroupRule, index: int, matched: Sequence[Parameter], parameters: Sequence[Parameter]
+) -> None:
+    """Raise UserError with the nearest names if a rule matches nothing."""
+    if matched:
+        return
+    known: set[str] = set()
+    for parameter in parameters:
+        parts = parameter.name.split(".")
+        known |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+    if rule.match is None or any(p.matches(GroupRule(match=rule.match)) for p in parameters):
+        kinds = {kind for parameter in parameters for kind in parameter.kinds} - {"object"}
+        wanted, hint = "type", nearest(_listed(rule.type)[0], kinds)
+    else:
+        wanted, hint = "match", nearest(_listed(rule.match)[0].replace("*", ""), known)
+    raise UserError(
+        f"optimizer.groups.{index}.{wanted}={getattr(rule, wanted)!r}: matches no trained "
+        f"parameter; {hint}"
+    )
+
+
+def _listed(value: str | list[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else value or []
 
 
 def merge_alike(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,82 +1,376 @@
-"""Schedules: pure functions of progress ``where`` in [0, 1), without state."""
+"""Schedules: pure functions of progress ``where`` in [0, 1), without state.
+
+Classy Vision's and fvcore's schedulers are used where they exist. A learning rate that follows a
+metric depends on more than progress: it is the hook ``plateau``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import bisect
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from fvcore.common.param_scheduler import ExponentialParamScheduler
+from fvcore.common.param_scheduler import ExponentialParamScheduler, ParamScheduler
 
 from selftask import classy
-from selftask.classy import schedulers
+from selftask.classy import UpdateInterval, schedulers
+from selftask.config.fields import setting
+from selftask.config.run_length import RunLength
+from selftask.config.values.duration import parse_duration, steps_in
 from selftask.errors import UserError
 from selftask.registry import SCHEDULES, register_schedule
 
-Schedule = Callable[[float], float]
+Schedule = Callable[[float], Any]  # progress in [0, 1) -> value
+
+_EPSILON = 1e-9  # of a run: rounding of progress at a milestone
+
+
+class Curve(ParamScheduler):  # type: ignore[misc]  # fvcore ships no types
+    """A function of progress as a Classy scheduler, evaluated at every step."""
+
+    update_interval = UpdateInterval.STEP
+
+    def __init__(self, function: Schedule) -> None:
+        self.function = function
+
+    def __call__(self, where: float) -> Any:
+        return self.function(where)
+
+
+class Scaled(Curve):
+    """A schedule times a factor. Equal ones compare equal, so that their groups merge."""
+
+    def __init__(self, schedule: Any, factor: float) -> None:
+        super().__init__(lambda where: schedule(where) * factor)
+        self.schedule, self.factor = schedule, factor
+        self.update_interval = schedule.update_interval
+
+    def __eq__(self, other: object) -> bool:
+        mine = (self.schedule, self.factor)
+        return isinstance(other, Scaled) and mine == (other.schedule, other.factor)
+
+    def __hash__(self) -> int:
+        return hash((self.schedule, self.factor))
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of a run after the warm-up, which a schedule fills."""
+
+    length: RunLength
+    warmup: float = 0.0  # fraction of the run
+
+    def whole(self, progress: float) -> float:
+        """Return the progress of the run at ``progress`` in this part."""
+        return self.warmup + progress * (1.0 - self.warmup)
+
+    def fraction(self, duration: int | str) -> float:
+        """Return a duration, counted from the start of the run, as a fraction of the run."""
+        return steps_in(duration, self.length) / self.length.total_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Base class of schedules: fields that all have, and the warm-up.
+
+    A subclass implements ``curve``. Durations in its own fields count from the start of the run,
+    warm-up included.
+    """
+
+    # after the warm-up; optimizer.lr if it is the schedule of the learning rate
+    start: float | None = setting(None, also=["start_value", "base_value", "value"])
+    end: float | None = setting(None, also=["end_value"])  # at the end of the run
+    warmup: int | str = setting(0, duration=True)
+    warmup_start: float = 0.0
+    warmup_shape: Literal["linear", "cosine", "exponential", "constant"] = "linear"
+    update: Literal["step", "epoch"] = setting("step", also=["update_interval", "by_epoch"])
+
+    needs_end = True
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if self.start is None:
+            yield "start is missing: the value at the start of training, or after the warm-up"
+        if self.end is None and self.needs_end:
+            yield "end is missing: the value at the end of training"
+        if self.warmup_shape == "exponential" and self.warmup and not self.warmup_start > 0:
+            yield f"warmup_start: {self.warmup_start:g}; must be above 0 to rise exponentially"
+
+    @abstractmethod
+    def curve(self, start: float, end: float, span: Span) -> Schedule:
+        """Return the value as a function of progress in [0, 1) after the warm-up."""
+
+    def build(self, length: RunLength) -> Any:
+        """Return the schedule as a Classy scheduler, for a run of this length."""
+        start = 0.0 if self.start is None else self.start
+        warmup = steps_in(self.warmup, length) / length.total_steps
+        if warmup >= 1.0:
+            schedule = self._rise(start)
+        else:
+            after = self.curve(start, start if self.end is None else self.end, Span(length, warmup))
+            schedule = after if isinstance(after, ParamScheduler) else Curve(after)
+            if warmup > 0.0:
+                schedule = join([self._rise(start), schedule], [warmup, 1.0 - warmup])
+        if self.update == "epoch":
+            schedule.update_interval = UpdateInterval.EPOCH
+        return schedule
+
+    def _rise(self, start: float) -> Any:
+        return _RISES[self.warmup_shape](self.warmup_start, start)
+
+
+def join(parts: Sequence[Schedule], lengths: list[float]) -> Any:
+    """Return schedules one after the other, each stretched over its fraction of the run."""
+    return schedulers.CompositeParamScheduler(parts, lengths, ["rescaled"] * len(parts))
+
+
+def geometric(start: float, end: float) -> Schedule:
+    """Return fvcore's exponential schedule, which Classy Vision lacks."""
+    return Curve(ExponentialParamScheduler(start, end / start))
+
+
+_RISES: dict[str, Callable[[float, float], Any]] = {
+    "linear": schedulers.LinearParamScheduler,
+    "cosine": schedulers.CosineParamScheduler,
+    "exponential": geometric,
+    "constant": lambda start, end: Curve(lambda where: start),
+}
+"""Shapes of the warm-up; ``constant`` keeps its start value, then jumps."""
 
 
 @register_schedule("constant")
-def constant(start: float, end: float) -> Schedule:
+@dataclass(frozen=True, kw_only=True)
+class Constant(ScheduleConfig):
     """The start value throughout."""
-    return schedulers.ConstantParamScheduler(start)
+
+    needs_end = False
+
+    def curve(self, start: float, end: float, span: Span) -> Schedule:
+        return schedulers.ConstantParamScheduler(start)
 
 
 @register_schedule("linear")
-def linear(start: float, end: float) -> Schedule:
+@dataclass(frozen=True, kw_only=True)
+class Linear(ScheduleConfig):
     """A straight line from start to end."""
-    return schedulers.LinearParamScheduler(start, end)
+
+    def curve(self, start: float, end: float, span: Span) -> Schedule:
+        return schedulers.LinearParamScheduler(start, end)
 
 
 @register_schedule("cosine")
-def cosine(start: float, end: float) -> Schedule:
-    """Half a cosine from start to end (Loshchilov and Hutter, arXiv:1608.03983, no restarts)."""
-    return schedulers.CosineParamScheduler(start, end)
+@dataclass(frozen=True, kw_only=True)
+class Cosine(ScheduleConfig):
+    """Half a cosine from start to end, with optional restarts (SGDR, arXiv:1608.03983)."""
+
+    restarts: int = setting(0, min=0, max=1000)
+    growth: float = setting(1.0, above=0)  # of each cycle's length over the one before: T_mult
+
+    def curve(self, start: float, end: float, span: Span) -> Schedule:
+        half = schedulers.CosineParamScheduler(start, end)
+        if not self.restarts:
+            return half
+        lengths = [self.growth**cycle for cycle in range(self.restarts + 1)]
+        return join([half] * len(lengths), [cycle / sum(lengths) for cycle in lengths])
 
 
 @register_schedule("exponential")
-def exponential(start: float, end: float) -> Schedule:
-    """Exponential decay from start to end, fvcore's; Classy Vision has none."""
-    if not (start > 0 and end > 0):
-        text = f"schedule exponential: from {start:g} it cannot end at {end:g}"
-        raise UserError(f"{text}; optimizer.end_lr=VALUE above 0 is the last learning rate")
-    schedule: Schedule = ExponentialParamScheduler(start, end / start)
-    return schedule
+@dataclass(frozen=True, kw_only=True)
+class Exponential(ScheduleConfig):
+    """Exponential decay from start to end."""
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        yield from super().problems(config)
+        if self.start is not None and self.end is not None and not min(self.start, self.end) > 0:
+            yield f"exponential: from {self.start:g} it cannot end at {self.end:g}; end above 0"
+
+    def curve(self, start: float, end: float, span: Span) -> Schedule:
+        return geometric(start, end)
 
 
-def build_schedule(
-    kind: str, start: float, end: float, *, warmup: float = 0.0, warmup_start: float = 0.0
-) -> Schedule:
-    """Build a schedule of a ``kind`` from ``start`` to ``end``, with an optional warm-up.
+@register_schedule("polynomial")
+@dataclass(frozen=True, kw_only=True)
+class Polynomial(ScheduleConfig):
+    """``end + (start - end) * (1 - where) ** power``."""
+
+    power: float = setting(above=0)  # 0.9 in DeepLab; 1 is linear
+
+    def curve(self, start: float, end: float, span: Span) -> Schedule:
+        decay = schedulers.PolynomialDecayParamScheduler(start - end, self.power)
+        return lambda where: end + decay(where)
+
+
+@register_schedule("step")
+@dataclass(frozen=True, kw_only=True)
+class Step(ScheduleConfig):
+    """Multiplied by ``factor`` at equal intervals, as torch's StepLR."""
+
+    needs_end = False
+
+    every: int | str = setting(duration=True, also=["step_size"])
+    factor: float = setting(0.1, above=0, also=["gamma"])
+
+    def curve(self, start: float, end: float, span: Span) -> Schedule:
+        every = span.fraction(self.every)
+        if not every:
+            raise UserError(f"schedule step: every={self.every!r} is less than a step of this run")
+        return lambda where: start * self.factor ** int((span.whole(where) + _EPSILON) / every)
+
+
+@register_schedule("multistep")
+@dataclass(frozen=True, kw_only=True)
+class MultiStep(ScheduleConfig):
+    """Multiplied by ``factor`` at each milestone, as torch's MultiStepLR."""
+
+    needs_end = False
+
+    milestones: list[int | str]  # durations from the start, such as [60 epochs, 80 epochs]
+    factor: float = setting(0.1, above=0, also=["gamma"])
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        yield from super().problems(config)
+        yield from milestone_problems(self.milestones)
+
+    def curve(self, start: float, end: float, span: Span) -> Schedule:
+        milestones = sorted(span.fraction(milestone) for milestone in self.milestones)
+        return lambda where: (
+            start * self.factor ** bisect.bisect_right(milestones, span.whole(where) + _EPSILON)
+        )
+
+
+@register_schedule("inverse_sqrt")
+@dataclass(frozen=True, kw_only=True)
+class InverseSqrt(ScheduleConfig):
+    """``start * sqrt(warmup / where)`` after the warm-up (arXiv:1706.03762, section 5.3)."""
+
+    needs_end = False
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        yield from super().problems(config)
+        if not parse_duration(self.warmup).value:
+            yield "warmup: 0; inverse_sqrt decays from the end of a warm-up"
+
+    def curve(self, start: float, end: float, span: Span) -> Schedule:
+        return lambda where: start * math.sqrt(span.warmup / span.whole(where))
+
+
+@register_schedule("one_cycle")
+@dataclass(frozen=True, kw_only=True)
+class OneCycle(ScheduleConfig):
+    """Along half a cosine from ``first`` to start, then another to end, as torch's OneCycleLR.
+
+    Smith and Topin, Super-Convergence, arXiv:1708.07120. A momentum goes the other way:
+    ``sgd_momentum: {name: one_cycle, first: 0.95, start: 0.85, end: 0.95}``.
+    """
+
+    first: float | None = None  # value at the first step; none: start / 25
+    rise: int | str = setting("30%", duration=True, also=["pct_start"])
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        yield from super().problems(config)
+        if parse_duration(self.warmup).value:
+            yield f"warmup: {self.warmup}; one_cycle has its own, `rise`: set the warm-up to 0"
+
+    def curve(self, start: float, end: float, span: Span) -> Schedule:
+        first = start / 25 if self.first is None else self.first
+        rise, fall = (schedulers.CosineParamScheduler(*p) for p in ((first, start), (start, end)))
+        share = min(span.fraction(self.rise), 1.0)
+        return join([rise, fall], [share, 1.0 - share]) if 0.0 < share < 1.0 else fall
+
+
+@register_schedule("wsd")
+@dataclass(frozen=True, kw_only=True)
+class WarmupStableDecay(ScheduleConfig):
+    """Warm-up, constant, then a cooldown to end (WSD; Haegele et al., arXiv:2405.18392)."""
+
+    cooldown: int | str = setting("20%", duration=True)
+    shape: Literal["linear", "cosine", "sqrt"] = "linear"  # sqrt: 1 - sqrt(progress)
+
+    def curve(self, start: float, end: float, span: Span) -> Schedule:
+        cooldown = span.fraction(self.cooldown)
+        stable = 1.0 - cooldown / max(1.0 - span.warmup, _EPSILON)
+        if not 0.0 <= stable < 1.0:
+            raise UserError(
+                f"schedule wsd: a warm-up of {span.warmup:.0%} and a cooldown of {cooldown:.0%} of "
+                "the run leave no room; shorten one of them"
+            )
+        remaining: Callable[[float], float] = _COOLDOWNS[self.shape]
+
+        def value(where: float) -> float:
+            progress = max(where - stable, 0.0) / (1.0 - stable)
+            return end + (start - end) * remaining(progress)
+
+        return value
+
+
+_COOLDOWNS: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
+
+
+@register_schedule("composite")
+@dataclass(frozen=True, kw_only=True)
+class Composite(ScheduleConfig):
+    """Schedules one after the other; the next begins at each milestone, as torch's SequentialLR.
+
+    Each part has its own start and end. Durations in a part count from its beginning, and per cent
+    are of its length.
+    """
+
+    needs_end = False
+
+    parts: list[dict[str, Any]] = setting(of="schedules")
+    milestones: list[int | str]  # one less than parts
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        yield from milestone_problems(self.milestones)
+        if len(self.milestones) != len(self.parts) - 1:
+            yield (
+                f"milestones: {len(self.milestones)} for {len(self.parts)} parts; give one less "
+                "than parts, the beginning of each but the first"
+            )
+
+    def curve(self, start: float, end: float, span: Span) -> Schedule:
+        total = span.length.total_steps
+        ends = [steps_in(text, span.length) for text in self.milestones]
+        lengths = [b - a for a, b in zip([0, *ends], [*ends, total], strict=True)]
+        if min(lengths) <= 0:
+            raise UserError(
+                f"schedule composite: milestones {self.milestones} are steps {ends} of {total}; "
+                "they must rise and lie within the run"
+            )
+        parts = [
+            build_schedule(part, replace(span.length, max_steps=steps))
+            for part, steps in zip(self.parts, lengths, strict=True)
+        ]
+        return join(parts, [steps / total for steps in lengths])
+
+
+def milestone_problems(milestones: Sequence[int | str]) -> Iterator[str]:
+    for milestone in milestones:
+        try:
+            parse_duration(milestone)
+        except ValueError as error:
+            yield f"milestones: {milestone!r} is {error}"
+
+
+def build_schedule(value: float | dict[str, Any], length: RunLength) -> Any:
+    """Build the schedule of a config value.
 
     Args:
-        kind: Name of the schedule.
-        start: Value at the end of the warm-up.
-        end: Value at the end of the run.
-        warmup: Fraction of the run with a linear warm-up from ``warmup_start`` to ``start``; the
-            schedule spans the remaining fraction.
-        warmup_start: Value at the start of the warm-up.
+        value: A number, which is constant, or a section with the name of a schedule.
+        length: Length of the run.
+
+    Returns:
+        A Classy scheduler: a function of progress in [0, 1), with ``update_interval``.
     """
-    main: Schedule = SCHEDULES[kind](start, end)
-    if warmup <= 0.0:
-        return main
-    rise = schedulers.LinearParamScheduler(warmup_start, start)
-    if warmup >= 1.0:
-        return rise
-    return schedulers.CompositeParamScheduler(
-        [rise, main], [warmup, 1.0 - warmup], ["rescaled"] * 2
-    )
-
-
-def linear_then_constant(start: float, end: float, duration: float) -> Schedule:
-    """Build a schedule that is linear over the fraction ``duration`` of the run, then constant.
-
-    Used for the teacher temperature of DINO and the momentum of data2vec.
-    """
-    return build_schedule("constant", end, end, warmup=duration, warmup_start=start)
-
-
-def classy_schedule(config: dict[str, Any]) -> Schedule:
-    """Build a schedule registered with Classy Vision, such as ``{name: multistep, ...}``."""
-    args = {key: item for key, item in config.items() if key != "name"}
-    schedule: Schedule = classy.build("schedule", config["name"], args)
-    return schedule
+    if not isinstance(value, dict):
+        return schedulers.ConstantParamScheduler(value)
+    args = {key: item for key, item in value.items() if key != "name"}
+    if value["name"] in SCHEDULES:
+        return SCHEDULES[value["name"]](**args).build(length)
+    return classy.build_schedule(value["name"], args, num_epochs=length.num_epochs)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from selftask.config.values.budget import Budget, show_bytes
+from selftask.distributed.accelerator import forked_rng
 from selftask.distributed.collectives import gather_objects
 from selftask.logs import get_logger
 from selftask.parallel.activation_checkpointing import (
@@ -120,9 +121,8 @@ class _Meter:
             return tensor
 
         inputs = [tensor for tensor in given if isinstance(tensor, Tensor)]
-        devices = {tensor.device for tensor in inputs if tensor.is_cuda}
         with (
-            torch.random.fork_rng(devices=devices),
+            forked_rng(),
             keeping_statistics(block),
             torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor),
         ):

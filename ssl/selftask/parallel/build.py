@@ -30,11 +30,21 @@ def build_reduction(config: ParallelConfig, low_precision: torch.dtype | None) -
     if config.reduce == "ddp":
         from selftask.parallel.ddp import DDPReduction
 
-        return DDPReduction(bucket_mb=config.bucket_mb, static_graph=config.static_graph)
+        return DDPReduction(
+            bucket_mb=config.bucket_mb,
+            static_graph=config.static_graph,
+            find_unused=config.find_unused,
+        )
     if config.reduce == "fsdp":
         from selftask.parallel.fsdp import FSDPReduction
 
-        return FSDPReduction(bucket_mb=config.bucket_mb, low_precision=low_precision)
+        return FSDPReduction(
+            bucket_mb=config.bucket_mb,
+            low_precision=low_precision,
+            shard_over=config.shard_over,
+            cpu_offload=config.cpu_offload,
+            prefetch=config.prefetch,
+        )
     from selftask.parallel.manual import ManualReduction
 
     return ManualReduction(bucket_mb=config.bucket_mb, compression=config.grad_compression)

@@ -11,26 +11,31 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from selftask.distributed.accelerator import is_accelerator
 from selftask.errors import RunError
 from selftask.parallel.manual import ManualReduction
 from selftask.parallel.reduction import Named, Reduction
 
 _ADVICE = (
     "parallel.reduce=ddp waits for every gradient; take the parameter out of the model, freeze it "
-    "(requires_grad_(False)), or use parallel.reduce=manual, which leaves it as it is"
+    "(requires_grad_(False)), set parallel.find_unused=true, or use parallel.reduce=manual, which "
+    "leaves it as it is"
 )
 
 
 class DDPReduction(Reduction):
     """DDP from the second step on; the first step is reduced manually to find unused parameters.
 
-    Parameters without a gradient are reported by name on every rank. torch would hang, or fail one
-    step later with parameter indices only. Buffers are not synchronised, as in the other
-    reductions.
+    Parameters without a gradient are reported by name on every rank; with ``find_unused`` they keep
+    their values. torch would hang, or fail one step later with parameter indices only. Buffers are
+    not synchronised, as in the other reductions.
     """
 
-    def __init__(self, *, bucket_mb: float = 25.0, static_graph: bool = False) -> None:
+    def __init__(
+        self, *, bucket_mb: float = 25.0, static_graph: bool = False, find_unused: bool = False
+    ) -> None:
         self._bucket_mb, self._static_graph = bucket_mb, static_graph
+        self._find_unused = find_unused
         self._is_first = True
         self._method: Reduction = Reduction()  # for parameters outside the network
 
@@ -42,7 +47,8 @@ class DDPReduction(Reduction):
         inside = set(self._module.network.parameters())
         self._named = [(name, p) for name, p in named if p in inside]
         rest = [(name, p) for name, p in named if p not in inside]
-        self._all = _Strict(bucket_mb=self._bucket_mb)
+        self._all = _FirstStep(bucket_mb=self._bucket_mb)
+        self._all.strict = not self._find_unused
         self._all.register(named)
         if rest:
             self._method = ManualReduction(bucket_mb=self._bucket_mb)
@@ -65,6 +71,8 @@ class DDPReduction(Reduction):
             self._begin()
             return
         self._method.reduce()
+        if self._find_unused:
+            return
         missing = [name for name, p in self._named if p.requires_grad and p.grad is None]
         if missing:
             raise RunError(f"no gradient in this step: {', '.join(missing)}\n{_ADVICE}")
@@ -78,24 +86,29 @@ class DDPReduction(Reduction):
             warnings.simplefilter("ignore", FutureWarning)
             self._module.network = DistributedDataParallel(
                 network,
-                device_ids=[device] if device.type == "cuda" else None,
+                device_ids=[device] if is_accelerator(device) else None,
                 broadcast_buffers=False,
                 init_sync=False,  # weights are already equal
                 bucket_cap_mb=self._bucket_mb,
                 gradient_as_bucket_view=True,
                 static_graph=self._static_graph,
+                find_unused_parameters=self._find_unused,
             )
 
 
-class _Strict(ManualReduction):
+class _FirstStep(ManualReduction):
     """Reduction for the first step only. It communicates after the backward pass."""
+
+    strict = True  # every parameter must have a gradient
 
     def register(self, named: Named) -> None:
         self._named = named
         self._groups = [dist.group.WORLD]
 
     def on_unused(self, message: str) -> None:
-        raise RunError(f"{message}\n{_ADVICE}")
+        if self.strict:
+            raise RunError(f"{message}\n{_ADVICE}")
+        super().on_unused(message)
 
 
 class _Replaceable(nn.Module):

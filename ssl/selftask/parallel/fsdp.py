@@ -15,22 +15,27 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import empty as empty_shards
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
+from selftask.distributed.accelerator import is_accelerator
 from selftask.distributed.collectives import is_primary, world_size
-from selftask.errors import RunError
+from selftask.distributed.shards import full_tensor
+from selftask.errors import RunError, UserError
 from selftask.logs import get_logger
 from selftask.parallel.blocks import find_blocks
 from selftask.parallel.manual import ManualReduction
+from selftask.parallel.rank_groups import rank_groups
 from selftask.parallel.reduction import Named, Reduction
 from selftask.parallel.unused import count_ranks, describe
 
@@ -40,10 +45,28 @@ _FILLS_IN = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 class FSDPReduction(Reduction):
-    """``fully_shard`` for each block, then for the rest of a network."""
+    """``fully_shard`` for each block, then for the rest of a network.
 
-    def __init__(self, *, bucket_mb: float = 25.0, low_precision: torch.dtype | None) -> None:
+    Args:
+        bucket_mb: Size of a bucket in MiB, of parameters that are not sharded.
+        low_precision: Dtype of the forward pass; None for float32.
+        shard_over: Ranks that hold one copy together: ``all``, those of a ``node``, or a number.
+            Gradients are averaged over the copies (hybrid sharding).
+        cpu_offload: Keep shards, gradients and optimizer state on the CPU.
+        prefetch: Number of blocks to gather ahead; 0 for torch's own prefetching.
+    """
+
+    def __init__(
+        self,
+        *,
+        bucket_mb: float = 25.0,
+        low_precision: torch.dtype | None,
+        shard_over: str | int = "all",
+        cpu_offload: bool = False,
+        prefetch: int = 0,
+    ) -> None:
         self._low = low_precision
+        self._shard_over, self._cpu_offload, self._ahead = shard_over, cpu_offload, prefetch
         self._bucket_mb = bucket_mb
         self._method: Reduction = Reduction()  # for parameters that are not sharded
         self._idle: Named | None = None  # no rank had a gradient for them in the first step
@@ -51,14 +74,24 @@ class FSDPReduction(Reduction):
     def shard(self, networks: Iterable[nn.Module]) -> None:
         networks = list(networks)
         device = next(networks[0].parameters()).device
-        self._mesh = mesh = init_device_mesh(device.type, (world_size(),))
+        self._mesh = _mesh(device.type, self._shard_over)
+        offload = OffloadPolicy()
+        if self._cpu_offload:
+            offload = CPUOffloadPolicy(pin_memory=is_accelerator(device))
         networks[0].register_forward_hook(_own_memory)
         for network in networks:
-            for part in (*find_blocks(network), network):
-                # also reshard the root: between steps teachers need every parameter as a shard
+            blocks = find_blocks(network)
+            for part in (*blocks, network):
                 fully_shard(
-                    part, mesh=mesh, reshard_after_forward=True, mp_policy=self._policy(part)
+                    part,
+                    mesh=self._mesh,
+                    # also reshard the root: between steps teachers need every parameter as a shard
+                    reshard_after_forward=True,
+                    mp_policy=self._policy(part),
+                    offload_policy=offload,
                 )
+            if self._ahead:
+                _prefetch(network, blocks, self._ahead)
         self._network = cast(Any, networks[0])
         if _FILLS_IN:
             self._network.set_reduce_scatter_unused_params(True)
@@ -121,7 +154,7 @@ class FSDPReduction(Reduction):
 
     def full_state(self, state: Any) -> Any:
         if isinstance(state, DTensor):
-            full = state.full_tensor().detach()
+            full = full_tensor(state)
             return full.cpu() if is_primary() else full.new_empty(0)
         if isinstance(state, dict):
             return type(state)((key, self.full_state(value)) for key, value in state.items())
@@ -130,7 +163,9 @@ class FSDPReduction(Reduction):
         return state
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        return empty_shards(*shape, dtype=dtype, device_mesh=self._mesh, placements=[Shard(0)])
+        copies = [Replicate()] * (self._mesh.ndim - 1)
+        placements = [*copies, Shard(0)]
+        return empty_shards(*shape, dtype=dtype, device_mesh=self._mesh, placements=placements)
 
     def shard_state(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         mine = module.state_dict()
@@ -184,7 +219,7 @@ class FSDPReduction(Reduction):
 
     def unsharded(self, module: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
         full = {
-            key: value.full_tensor().detach() if isinstance(value, DTensor) else value
+            key: full_tensor(value) if isinstance(value, DTensor) else value
             for key, value in module.state_dict().items()
         }
         with torch.random.fork_rng():
@@ -192,6 +227,29 @@ class FSDPReduction(Reduction):
         copy.load_state_dict(full)
         device = next(iter(full.values())).device
         return copy.to(device).train(module.training)
+
+
+def _mesh(device_type: str, shard_over: str | int) -> DeviceMesh:
+    """Return a mesh of all ranks, or (copies, shards) if several groups hold one copy each."""
+    groups = rank_groups(shard_over, "parallel.shard_over")
+    if len({len(group) for group in groups}) > 1:
+        sizes = ", ".join(str(len(group)) for group in groups)
+        raise UserError(
+            f"parallel.shard_over={shard_over}: nodes have different numbers of processes "
+            f"({sizes}); use 'all', or a number that divides them"
+        )
+    if len(groups) == 1:
+        return DeviceMesh(device_type, groups[0])
+    return DeviceMesh(device_type, groups, mesh_dim_names=("copies", "shards"))
+
+
+def _prefetch(network: nn.Module, blocks: list[nn.Module], depth: int) -> None:
+    """Gather the next ``depth`` blocks while one computes, in both passes."""
+    forward, backward = [network, *blocks], [network, *reversed(blocks)]
+    for n in range(len(forward)):
+        part = slice(n + 1, n + 1 + depth)
+        cast(Any, forward[n]).set_modules_to_forward_prefetch(forward[part])
+        cast(Any, backward[n]).set_modules_to_backward_prefetch(backward[part])
 
 
 def _own_memory(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -244,5 +302,6 @@ def _share(value: Any, like: Any) -> Any:
     """
     if not isinstance(like, DTensor) or isinstance(value, DTensor):
         return value
-    value = value.to(device=like.device, dtype=like.dtype)
-    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    value = value.to(dtype=like.dtype)
+    shards = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    return shards.to(like.device)  # the mesh may be of another one

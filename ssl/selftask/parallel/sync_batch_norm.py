@@ -6,7 +6,6 @@ This one uses two small all-reduces forward and two backward, through autograd.
 
 from __future__ import annotations
 
-import socket
 from typing import Any
 
 import torch
@@ -15,13 +14,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from selftask.distributed.collectives import (
-    gather_objects,
     new_group,
     rank,
     sum_with_grad,
-    world_size,
 )
 from selftask.errors import UserError
+from selftask.parallel.rank_groups import rank_groups
 
 _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -117,22 +115,8 @@ def form_groups(which: str | int) -> Ranks:
     if which == "all":
         return Ranks(None)
     mine = None
-    for members in _members(which):
+    for members in rank_groups(which, "parallel.sync_batch_norm"):
         group = new_group(members)  # every rank must create every group
         if rank() in members:
             mine = group
     return Ranks(mine)
-
-
-def _members(which: str | int) -> list[list[int]]:
-    ranks = range(world_size())
-    if which == "node":
-        hosts = gather_objects(socket.gethostname())
-        return [[r for r in ranks if hosts[r] == host] for host in dict.fromkeys(hosts)]
-    size = int(which)
-    if len(ranks) % size:
-        raise UserError(
-            f"parallel.sync_batch_norm={size}: {len(ranks)} processes cannot be divided into "
-            f"groups of {size}; use a divisor, 'all' or 'node'"
-        )
-    return [list(ranks[first : first + size]) for first in ranks[::size]]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from selftask.distributed.collectives import world_size
+from selftask.distributed.collectives import collective_device, world_size
 from selftask.distributed.heartbeat import collective_activity
 
 _MAX_NAMES = 12
@@ -15,8 +15,7 @@ _MAX_NAMES = 12
 
 def count_ranks(present: Sequence[bool]) -> list[int]:
     """Return for each entry the number of ranks on which it is true. Waits for the device."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    counts = torch.tensor(present, dtype=torch.int32, device=device)
+    counts = torch.tensor(present, dtype=torch.int32, device=collective_device())
     with collective_activity("all_reduce of which parameters have gradients"):
         dist.all_reduce(counts)
     return [int(count) for count in counts.tolist()]

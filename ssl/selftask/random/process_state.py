@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from selftask.distributed import accelerator
+
 
 def seed_all(seed: int, rank: int) -> None:
     """Seed Python, NumPy and torch, differently on each rank."""
@@ -22,7 +24,7 @@ def rng_state() -> dict[str, Any]:
     version, key, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=True)
     name, keys, position, has_gauss, cached = numpy_state
-    state = {
+    return {
         "python": {"version": version, "key": list(key), "gauss": gauss},
         "numpy": {
             "name": str(name),
@@ -32,10 +34,8 @@ def rng_state() -> dict[str, Any]:
             "cached": float(cached),
         },
         "torch": torch.get_rng_state(),
+        **accelerator.rng_state(),
     }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
@@ -47,5 +47,4 @@ def set_rng_state(state: dict[str, Any]) -> None:
         (numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"])
     )
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    accelerator.set_rng_state(state)

@@ -27,6 +27,7 @@ _MAY_CHANGE = {
             "max_bytes",
             "max_scans",
             "val",
+            "val_sets",
         ),
         *("read_timeout_s", "read_retries", "stage_to", "cache"),
     )
@@ -43,9 +44,9 @@ def check_same_run(config: Config, out: Path) -> None:
     folder = out / "checkpoints"
     if not exists(saved) or not checkpoints(folder) or not uses_newest(config):
         return
-    changes = list(_changes(_fixed(_read(saved)), _fixed(config.to_dict()), ""))
-    if changes:
-        listed = "\n".join(f"  {change}" for change in changes[:8])
+    found = list(changes(_fixed(_read(saved)), _fixed(config.to_dict()), ""))
+    if found:
+        listed = "\n".join(f"  {change}" for change in found[:8])
         raise UserError(
             f"out={out} holds another run than the one asked for; use another out=, resume=never "
             f"to start anew there, or resume=CHECKPOINT to go on from it all the same\n{listed}"
@@ -83,10 +84,10 @@ def _fixed(config: dict[str, Any]) -> dict[str, Any]:
     return fixed
 
 
-def _changes(before: Any, now: Any, key: str) -> Iterator[str]:
+def changes(before: Any, now: Any, key: str) -> Iterator[str]:
     """Yield ``method.temperature: 0.1 there, 0.2 now`` for each value that differs."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in {**before, **now}:
-            yield from _changes(before.get(name), now.get(name), f"{key}.{name}".lstrip("."))
+            yield from changes(before.get(name), now.get(name), f"{key}.{name}".lstrip("."))
     elif before != now:
         yield f"{key}: {before} there, {now} now"

@@ -1,4 +1,4 @@
-"""Versions, machine and command of a run, for ``environment.json``."""
+"""Versions, code, machine and command of a run: ``environment.json`` and ``git.diff``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,69 @@ from typing import Any
 import torch
 
 import selftask
+from selftask.config.values.auto_values import cores
+from selftask.logs import write_json
+
+FILE = "environment.json"
+DIFF = "git.diff"
+MAX_DIFF = 2**20  # bytes; the rest is cut off
+
+
+def write(out: Path) -> None:
+    """Write ``environment.json``, and ``git.diff`` if there are uncommitted changes."""
+    found = describe()
+    diff = _git("diff", "HEAD", "--no-ext-diff", "--no-color") or ""
+    (out / DIFF).unlink(missing_ok=True)  # of the attempt before
+    if diff and found["git"]:
+        cut = diff.encode()[:MAX_DIFF].decode(errors="ignore")
+        (out / DIFF).write_text(f"{cut}\n", encoding="utf-8")
+        found["git"]["diff"] = DIFF
+    write_json(out / FILE, found)
+
+
+def describe() -> dict[str, Any]:
+    """Return the content of ``environment.json``: versions, code, machine, command."""
+    return {
+        "command": sys.argv,
+        "folder": os.getcwd(),
+        "selftask": {"version": selftask.__version__, "commit": _commit()},
+        "git": _checkout(),
+        "python": platform.python_version(),
+        "packages": _packages(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "cpu": _cpu(),
+        "cpus": cores(),
+        "memory_gib": _memory_gib(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+    }
+
+
+def _packages() -> dict[str, str]:
+    """Return the versions of all installed packages, as ``pip freeze`` does."""
+    found = {
+        package.metadata["Name"]: package.version for package in importlib.metadata.distributions()
+    }
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+
+
+def _checkout() -> dict[str, Any] | None:
+    """Return folder, commit and state of the git checkout around the current folder, if any."""
+    commit = _git("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "folder": _git("rev-parse", "--show-toplevel"),
+        "commit": commit,
+        "branch": _git("rev-parse", "--abbrev-ref", "HEAD"),
+        "dirty": bool(changed),
+    }
 
 
 def _commit() -> str | None:
-    """Return the git commit of the checkout or the pip installation, or None if unknown.
+    """Return the commit of selftask's checkout or pip installation, or None if unknown.
 
     The suffix ``-dirty`` marks a checkout with uncommitted changes.
     """
@@ -31,40 +91,34 @@ def _commit() -> str | None:
     root = Path(selftask.__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
-    words = [
-        "git",
-        "-C",
-        str(root),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=40",
-        "--exclude=*",
-    ]
+    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*", folder=root)
+
+
+def _git(*words: str, folder: Path | None = None) -> str | None:
+    """Return the output of a git command without its last newline, or None if it fails."""
+    command = ["git", *(["-C", str(folder)] if folder else []), *words]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=10)
+        done = subprocess.run(command, capture_output=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None
+    output = done.stdout.decode(errors="replace").removesuffix("\n")
+    return output if done.returncode == 0 else None
 
 
-def describe() -> dict[str, Any]:
-    """Return the content of ``environment.json``: versions, machine, command."""
-    packages = ("torch", "torchvision", "classy-vision", "fvcore", "iopath", "timm", "numpy")
-    versions = {}
-    for package in packages:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpus": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "packages": versions,
-        "selftask": {"version": selftask.__version__, "commit": _commit()},
-        "command": sys.argv,
-    }
+def _cpu() -> str:
+    """Return the name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float | None:
+    """Return the size of the machine's memory in GiB, or None if unknown."""
+    try:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+    return round(size / 2**30, 1)

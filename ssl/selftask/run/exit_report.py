@@ -15,11 +15,13 @@ import torch.distributed as dist
 
 from selftask.errors import RunError, UserError
 from selftask.logs import LOGGER, add_line
+from selftask.logs.events import add_event
 from selftask.run import slurm_job
 from selftask.run.failure import Failure
 from selftask.run.status import Status
 from selftask.run.watchdog import Watch
 from selftask.task import Task
+from selftask.task.memory_report import is_out_of_memory, memory_report
 
 
 class Ending:
@@ -38,9 +40,11 @@ class Ending:
         if self.first:
             self.status.write("finished", step=self.step)
         seconds = time.monotonic() - self.status.started_clock
-        LOGGER.info(
-            "RUN finished: %d steps in %.0f s, %s", self.step, seconds, self.task.config.out
-        )
+        line = f"RUN finished: {self.step} steps in {seconds:.0f} s, {self.task.config.out}"
+        if self.task.clock.stopped is not None:
+            line += f"; {self.task.clock.stopped}"
+        self.task.event("finish", line)
+        LOGGER.info("%s", line)
         return 0
 
     def interrupted(self, by: str) -> int:
@@ -64,8 +68,10 @@ class Ending:
         leaving = slurm_job.depart(by, self.task.config.launch, first=self.first)
         if self.first:
             self.status.write(leaving.state, step=self.step, by=leaving.by)
-        line = "RUN interrupted by %s at step %d; %s; %s"
-        LOGGER.info(line, leaving.by, self.step, how, leaving.outlook)
+        line = f"RUN interrupted by {leaving.by} at step {self.step}; {how}; {leaving.outlook}"
+        kind = "requeue" if leaving.state == "requeued" else "stop"
+        self.task.event(kind, line, by=leaving.by)
+        LOGGER.info("%s", line)
         return leaving.code
 
     def failed(self, error: BaseException, watch: Watch | None) -> int:
@@ -81,7 +87,10 @@ class Ending:
         trace = "".join(traceback.format_exception(error))
         self._write_error(self.task.world.rank, trace)
         known = isinstance(error, UserError | RunError)
-        failure = Failure(self.task.world.rank, explain(error), "" if known else trace.rstrip())
+        message = explain(error)
+        if is_out_of_memory(error):
+            message = "\n".join([message, *memory_report(self.task)])
+        failure = Failure(self.task.world.rank, message, "" if known else trace.rstrip())
         if watch is None:  # no process group yet
             failure.rank0_hears = self.first
         else:
@@ -101,6 +110,7 @@ class Ending:
             with _written_or_said():
                 what = {"rank": failure.rank, "error": failure.message, "lost": failure.lost}
                 self.status.write("failed", step=self.step, **what)
+                add_event(self.task.out, "failure", line, step=self.step, **what)
             self._write_error_for(failure)
         for text in (failure.details, *rest):
             if text:

@@ -24,6 +24,7 @@ from selftask.distributed.out_of_memory import ADVICE, OutOfMemoryKills
 from selftask.distributed.world import STOP_SIGNALS, is_ignored, read_world
 from selftask.errors import UserError, describe_exit
 from selftask.logs import add_line
+from selftask.logs.events import add_event
 from selftask.run.run_folder import check_free
 from selftask.run.status import Status
 
@@ -56,7 +57,9 @@ def start(config: Config, command: list[str]) -> int:
         mistake = state is None and code == 2  # a UserError, already reported
         if state in (None, "running") and not mistake:
             _tell_what_ranks_could_not(status, ranks)
-        upload_files(config.out, config.out_folder, "*.txt", "errors/*", "status.json")
+        upload_files(
+            config.out, config.out_folder, "*.txt", "events.jsonl", "errors/*", "status.json"
+        )
         if code == 2 or attempt == attempts:  # a restart cannot fix a UserError
             break
         print(f"starting again from the newest checkpoint: restart {attempt} of {attempts - 1}")
@@ -96,7 +99,7 @@ class Ranks:
             subprocess.Popen(
                 command,
                 env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                preexec_fn=_stopped_with(os.getpid()),  # safe: this process has no threads
+                preexec_fn=end_with(),  # safe: this process has no threads
             )
             for rank in range(count)
         ]
@@ -152,11 +155,12 @@ class Ranks:
 
 
 def _tell_what_ranks_could_not(status: Status, ranks: Ranks) -> None:
-    """Write the last log line and the status of a run if no rank could write them."""
+    """Write last log line, event and status of a run if no rank could write them."""
     message = ranks.describe_failure()
     status.path.parent.mkdir(parents=True, exist_ok=True)
     status.write("failed", rank=ranks.first_failed, error=message)
     line = f"RUN FAILED on rank {ranks.first_failed}: {message}"
+    add_event(status.path.parent, "failure", line, rank=ranks.first_failed, error=message)
     add_line(status.path.parent, line)
     print(line, flush=True)
 
@@ -186,23 +190,24 @@ def starts_ranks(config: Config) -> bool:
 
 
 def own_command(argv: list[str]) -> list[str]:
-    """Return the command line of a rank: this command, started in the same way.
+    """Return the command line of ``selftask train`` with these words, as this process was started.
 
     ``-m`` is used only if needed, since it puts the current folder first on the module search path.
     """
-    if sys.argv[1:] == ["train", *argv]:
-        return [sys.executable, *sys.orig_argv[1:]]
-    return [sys.executable, "-m", "selftask", "train", *argv]
+    started = ["-m", "selftask"]
+    if sys.argv[1:2] == ["train"]:
+        started = sys.orig_argv[1 : 1 - len(sys.argv)]
+    return [sys.executable, *started, "train", *argv]
 
 
-def _stopped_with(parent: int) -> Callable[[], None] | None:
-    """Return a ``preexec_fn`` that makes the kernel send SIGTERM when the parent dies.
+def end_with() -> Callable[[], None] | None:
+    """Return a ``preexec_fn`` that makes the kernel send SIGTERM when this process dies.
 
-    Otherwise the ranks of a killed parent would keep running unnoticed.
+    Otherwise the children of a killed parent would keep running unnoticed.
     """
     if not sys.platform.startswith("linux"):
         return None
-    prctl = ctypes.CDLL(None).prctl
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def arrange() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -23,19 +23,21 @@ from selftask.data.source import channels_of
 from selftask.distributed import process_group
 from selftask.distributed.collectives import barrier
 from selftask.distributed.device import (
-    bfloat16_instructions,
-    check_precision,
     keep_freed_memory,
+    precision_advice,
 )
 from selftask.distributed.world import STOP_SIGNALS, read_world
 from selftask.errors import RunError
 from selftask.evaluate.online import check_evaluations, evaluate_task
-from selftask.logs import LOGGER, lasting_output, start_log, stop_log, write_json
+from selftask.logs import LOGGER, lasting_output, start_log, stop_log
+from selftask.logs.events import WarningEvents, add_event
 from selftask.models.build import check_backbone
+from selftask.registry import TASKS
 from selftask.run import environment
 from selftask.run.compatibility import check_same_run
 from selftask.run.early_errors import watch_others
 from selftask.run.exit_report import Ending
+from selftask.run.expected import check_expected
 from selftask.run.failure import Failure
 from selftask.run.plugin_code import copy_plugins
 from selftask.run.run_folder import fetch_out, locked
@@ -53,7 +55,7 @@ def run(config: Config, sources: Sources) -> int:
         done = f"RUN finished already: {config.out} is complete"
         print(f"{done}; another out= or resume=never starts anew")
         return 0
-    return run_task(Task(config, sources=sources))
+    return run_task(TASKS[config.task](config, sources=sources))
 
 
 def run_task(task: Task, *, raises: bool = False) -> int:
@@ -72,7 +74,6 @@ def run_task(task: Task, *, raises: bool = False) -> int:
     config, world = task.config, task.world
     fetched = fetch_out(config, world)
     check_same_run(config, task.out)
-    check_precision(config.train.precision, task.device)
     sources = task.sources or open_data(config.data)
     check_backbone(config, channels_of(sources.train))
     labels = check_evaluations(config, sources)
@@ -84,6 +85,8 @@ def run_task(task: Task, *, raises: bool = False) -> int:
         mirrored(config.out, task.out, fetched) as upload,
     ):
         start_log(task.out, world.rank)
+        if world.rank == 0:
+            LOGGER.addHandler(WarningEvents(task.out))
         try:
             if fetched is not None:
                 LOGGER.info("out: works in %s, copied to %s while it runs", task.out, config.out)
@@ -96,7 +99,7 @@ def run_task(task: Task, *, raises: bool = False) -> int:
             if labels is not None:
                 LOGGER.info("%s", labels)
             LOGGER.info("threads: %d of torch, of %d cores", torch.get_num_threads(), cores())
-            if advice := _precision_advice(config, task.device):
+            if advice := precision_advice(config.train.precision, task.device):
                 LOGGER.info("precision: %s", advice)
             task.sources = copy_data(sources, config.data.stage_to)
             return _run(task, upload, raises=raises)
@@ -118,15 +121,19 @@ def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
         with _signals_told():
             if world.rank == 0:
                 write_durably(task.out / "config.yaml", to_yaml(config))
-                write_json(task.out / "environment.json", environment.describe())
+                environment.write(task.out)
                 copy_plugins(config, task.out)
                 status.write("running", world_size=world.size)
+                told = f"RUN started: {config.recipe}, world size {world.size}"
+                add_event(task.out, "start", told, world_size=world.size)
             # The watchdog reports a hang first; the collectives' longer timeout is a fallback.
             tell = partial(_tell, ending, upload)
             with watch_others(task.out, world, tell):
                 process_group.join_world(world, task.device, timeout_s=2 * timeout_s + 60)
             watch = Watch(world.rank, world.size, timeout_s=timeout_s, report=tell)
             stopped_by = _train(task)
+            if stopped_by is None:
+                check_expected(task)
             barrier()  # success means success on every rank
             watch.stop()
             upload()
@@ -186,17 +193,6 @@ def _train(task: Task) -> str | None:
     return None
 
 
-def _precision_advice(config: Config, device: torch.device) -> str | None:
-    """Return a log message if this CPU would train faster in bfloat16, or None."""
-    if device.type != "cpu" or config.train.precision != "float32":
-        return None
-    instructions = bfloat16_instructions()
-    return instructions and (
-        f"float32; this CPU has {instructions}, by which train.precision=bfloat16 took 0.5 to 0.9 "
-        "times the CPU time (docs/benchmarks.md)"
-    )
-
-
 def num_threads(config: Config, local_size: int = 1) -> int:
     """Return the number of torch's CPU threads per process.
 
@@ -206,7 +202,7 @@ def num_threads(config: Config, local_size: int = 1) -> int:
     threads than free cores are several times slower: threads synchronize at every operation, so
     all of them wait for one that has lost its core to a worker.
 
-    On a GPU, ``auto`` uses the cores that the workers leave free.
+    With an accelerator, ``auto`` uses the cores that the workers leave free.
 
     Args:
         config: The config of the run.
@@ -216,7 +212,6 @@ def num_threads(config: Config, local_size: int = 1) -> int:
     if threads != "auto":
         return int(threads)
     share = cores() // local_size
-    device = config.train.device
-    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+    if config.train.device != "cpu" and torch.accelerator.is_available():
         return max(1, share - config.data.num_workers)
     return max(1, share - max(1, share // 4))

@@ -76,6 +76,11 @@ def job_name() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
 
 
+def in_local_job() -> bool:
+    """Return True in a job of submitit's local executor."""
+    return "SUBMITIT_LOCAL_JOB_ID" in os.environ
+
+
 def depart(by: str, launch: LaunchConfig, *, first: bool) -> ExitDecision:
     """Requeue the job of an interrupted run if possible, and return how the run exits.
 
@@ -89,6 +94,8 @@ def depart(by: str, launch: LaunchConfig, *, first: bool) -> ExitDecision:
     """
     code = _exit_code(by)
     alone = ExitDecision("interrupted", by, "the same command goes on", code)
+    if by == "SIGUSR2" and in_local_job():
+        return ExitDecision("requeued", by, "the local job starts it again", 0)
     if by not in _ASKING or job_name() is None:
         return alone
     for number in (signal.SIGTERM, signal.SIGUSR2):

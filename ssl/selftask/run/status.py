@@ -63,7 +63,7 @@ class Status:
         return status.get("state") == "finished" and status.get("length") == self._length
 
     @property
-    def _length(self) -> list[int | None]:
+    def _length(self) -> list[float | None]:
         return [self.config.train.epochs, self.config.train.max_steps]
 
     def write(self, state: str, **more: Any) -> None:

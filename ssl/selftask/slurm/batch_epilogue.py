@@ -22,6 +22,7 @@ from submitit.core import utils as submitit_files
 from selftask.config.schema import LaunchConfig
 from selftask.distributed.world import slurm_attempt
 from selftask.logs import add_line, write_json
+from selftask.logs.events import add_event
 from selftask.run.early_errors import find_early_error
 from selftask.run.run_folder import is_held
 from selftask.run.slurm_job import Job, current_job, job_name, requeue
@@ -136,6 +137,8 @@ class Record:
         self.content = {**kept, "state": state, "updated": time.time(), **more}
         write_json(self.out / "status.json", self.content)
         add_line(self.out, line)
+        kind = {"requeued": "requeue", "interrupted": "stop"}.get(state, "failure")
+        add_event(self.out, kind, line, step=int(self.content.get("step", 0)))
         print(line, flush=True)
 
     def tells_of_failure(self) -> bool:

@@ -20,12 +20,14 @@ from typing import Any
 import yaml
 from submitit.core.utils import DelayedSubmission
 from submitit.helpers import clean_env
+from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 import selftask
 from selftask.config.checks.sbatch import DEFAULT_MINUTES, SUBMITIT, minutes, option
 from selftask.config.schema import Config, LaunchConfig
 from selftask.errors import RunError, UserError
+from selftask.run.slurm_job import in_local_job
 from selftask.slurm.batch_epilogue import ENDED, MARK
 
 
@@ -61,7 +63,8 @@ class Submission:
 
         Raises:
             RunError: If the run failed or was interrupted.
-            SystemExit: If the job was requeued, so that submitit records no result.
+            SystemExit: If the job was requeued, so that submitit records no result; its local job
+                starts again on the exit code 144.
         """
         os.chdir(self.folder)
         sys.path[:0] = [path for path in self.modules if path not in sys.path]
@@ -76,7 +79,7 @@ class Submission:
             code = run(config, sources)
         state = json.loads(Path(self.out, "status.json").read_text(encoding="utf-8"))
         if code == 0 and state.get("state") == "requeued":
-            sys.exit(0)
+            sys.exit(LOCAL_REQUEUE_RETURN_CODE if in_local_job() else 0)
         if code != 0:
             reason = state.get("error") or f"interrupted by {state.get('by')}"
             raise RunError(f"{ENDED}{code}: {reason}; see {self.out}/log.txt")

@@ -20,6 +20,7 @@ from selftask.errors import ConfigError, UserError
 from selftask.files.addresses import is_remote
 from selftask.run.status import Status
 from selftask.slurm import queue
+from selftask.slurm.code_snapshot import CodeSnapshot
 from selftask.slurm.job import Executor, Submission, executor, signal_delay_s, submit
 from selftask.slurm.partitions import Partition, check_time, chosen
 
@@ -40,6 +41,7 @@ class Plan:
     num_samples: int
     megabytes: float  # estimated size of a checkpoint
     notes: list[str]
+    snapshot: CodeSnapshot | None  # copied when the runs are submitted
 
     def script(self) -> str:
         """Return the sbatch script as submitit would submit it."""
@@ -47,6 +49,8 @@ class Plan:
 
     def submit(self) -> list[SlurmJob[Any]]:
         """Submit the runs, record their jobs in ``out/slurm``, and return the jobs."""
+        if self.snapshot is not None:
+            self.snapshot.copy()
         handed_in = submit(self.submissions, self.executor)
         outs = [Path(submission.out) for submission in self.submissions]
         queue.note(self.out, {out: job.job_id for out, job in zip(outs, handed_in, strict=True)})
@@ -110,14 +114,10 @@ def plan(recipe: str, overrides: list[str]) -> Plan:
     notes += [f"{out} is complete: its job will only say so" for out in complete]
     if str(base.resolve()).startswith("/tmp/"):
         notes.append(f"{base} lies in /tmp, which the nodes of a cluster do not usually share")
-    folders = [str(Path.cwd())]
-    if recipe.endswith((".yaml", ".yml")):
-        folders.append(str(recipes.locate(recipe, None).parent))
-    submissions = [
-        Submission(_settled(config, workers), str(Path.cwd()), folders) for config in configs
-    ]
+    snapshot = CodeSnapshot.of(base / "slurm" / "code") if first.launch.snapshot else None
+    submissions = [_submission(recipe, config, workers, snapshot) for config in configs]
     made = executor(first.launch, base / "slurm", base.name, **derived)
-    return Plan(configs, base, submissions, made, samples, megabytes, notes)
+    return Plan(configs, base, submissions, made, samples, megabytes, notes, snapshot)
 
 
 def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
@@ -151,10 +151,25 @@ def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
     return base, configs, samples
 
 
-def _settled(config: Config, workers: int) -> dict[str, Any]:
+def read_local(recipe: str, overrides: list[str]) -> tuple[list[Config], list[Submission]]:
+    """Check runs for this machine: their configs, and as callables. Raises as ``plan`` does."""
+    base, configs, _ = _read(recipe, expand_sweep(overrides))
+    queue.check_idle(base)
+    _check_space(configs[0], base, len(configs))
+    return configs, [_submission(recipe, config, config.data.num_workers) for config in configs]
+
+
+def _submission(
+    recipe: str, config: Config, workers: int, snapshot: CodeSnapshot | None = None
+) -> Submission:
     settled = config.to_dict()
     settled["data"]["num_workers"] = workers
-    return settled
+    folders = [str(Path.cwd())]
+    if recipe.endswith((".yaml", ".yml")):
+        folders.append(str(recipes.locate(recipe, None).parent))
+    if snapshot is not None:
+        folders = [str(snapshot.place(Path(folder))) for folder in folders]
+    return Submission(settled, str(Path.cwd()), folders)
 
 
 def _derived(config: Config, partitions: list[Partition]) -> tuple[dict[str, Any], int, list[str]]:
@@ -188,7 +203,9 @@ def _check_space(config: Config, out: Path, runs: int) -> float:
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"out={out}: {existing} cannot be written to")
     megabytes = _checkpoint_megabytes(config)
-    needed = megabytes * (config.train.keep_checkpoints + 1) * runs
+    best = config.train.keep_best
+    kept = config.train.keep_checkpoints + (best.count if best.metric else 0)
+    needed = megabytes * (kept + 1) * runs
     free = shutil.disk_usage(existing).free / 1e6
     if free < needed:
         raise UserError(

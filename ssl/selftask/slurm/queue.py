@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from selftask.logs import read_json, write_json
 from selftask.run.slurm_job import command
 
 WAITING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "STOPPED")
+LOCAL = "local-"  # id of a job on this machine, before the id of its process
 _NEWEST_BYTES = 1 << 16  # read from the end of a log to find its last line
 
 
@@ -108,7 +111,7 @@ def queue(ids: list[str]) -> dict[str, str]:
     from ``sacct`` if the cluster has accounting. Jobs unknown to SLURM are left out.
     """
     listed = lines("squeue", "--noheader", "--array", "--format=%i|%T|%r", "--me")
-    states = {}
+    states = {job: _state_of_local(job) for job in ids if _is_local(job)}
     for job, state, reason in (line.split("|", 2) for line in listed if line.count("|") > 1):
         states[job] = f"{state} ({reason})" if state == "PENDING" else state
     for job in ids:
@@ -129,9 +132,34 @@ def queue(ids: list[str]) -> dict[str, str]:
 
 def cancel(ids: list[str]) -> None:
     """Cancel jobs; raise UserError with the message of ``scancel`` if it fails."""
+    for job in filter(_is_local, ids):
+        _cancel_local(job)
+    ids = [job for job in ids if not _is_local(job)]
+    if not ids:
+        return
     done = command("scancel", *ids, timeout_s=60)
     if done.returncode != 0:
         raise UserError(f"scancel {' '.join(ids)}: {done.stderr.strip()}")
+
+
+def _is_local(job: str) -> bool:
+    return job.startswith(LOCAL)
+
+
+def _state_of_local(job: str) -> str:
+    try:
+        os.kill(int(job.removeprefix(LOCAL)), 0)
+    except ProcessLookupError:
+        return "gone"
+    return "RUNNING"
+
+
+def _cancel_local(job: str) -> None:
+    """Send SIGTERM to the ranks of a local job: they save a checkpoint and stop."""
+    try:
+        os.kill(int(job.removeprefix(LOCAL)), signal.SIGTERM)
+    except ProcessLookupError:
+        raise UserError(f"{job}: is not running on this machine") from None
 
 
 def lines(*words: str) -> list[str]:

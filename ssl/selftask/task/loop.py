@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from selftask.task.task import Task
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from selftask.hooks.failures.non_finite import NonFiniteLoss
+from selftask.task.numerics import numerics
+from selftask.task.repeat import recover
+
+if TYPE_CHECKING:
+    from selftask.task.task import Task
 
 
 class Interrupted(Exception):
@@ -10,22 +18,40 @@ class Interrupted(Exception):
 
 
 def train_loop(task: Task) -> None:
-    """Prepare a task, then train it phase by phase, step by step.
+    """Prepare a task, then train it to the end; see ``iterate_steps``."""
+    for _ in iterate_steps(task):
+        pass
 
-    Every hook's ``on_exception`` runs before an exception leaves this function.
+
+def iterate_steps(task: Task) -> Iterator[int]:
+    """Prepare a task, then train it phase by phase; yield the number of each finished step.
+
+    Every hook's ``on_exception`` runs before an exception leaves this function. If the iteration is
+    abandoned, the task is closed.
 
     Raises:
         Interrupted: If a stop was requested; a checkpoint has been saved.
     """
+    with numerics(task.config.train):
+        yield from _iterate(task)
+
+
+def _iterate(task: Task) -> Iterator[int]:
     try:
         task.prepare()
         task.on_start()
         while not task.done_training():
-            task.on_phase_start()
-            _run_phase(task)
-            task.on_phase_end()
+            try:
+                task.on_phase_start()
+                yield from _run_phase(task)
+                task.on_phase_end()
+            except NonFiniteLoss as error:
+                recover(task, error)
+                continue
             _stop_if_asked(task)
         task.on_end()
+    except GeneratorExit:
+        raise
     except BaseException:
         task.on_exception()
         raise
@@ -33,7 +59,8 @@ def train_loop(task: Task) -> None:
         task.close()
 
 
-def _run_phase(task: Task) -> None:
+def _run_phase(task: Task) -> Iterator[int]:
+    """Do the steps of a train or test phase; yield those of training."""
     while True:
         try:
             task.step()
@@ -41,6 +68,8 @@ def _run_phase(task: Task) -> None:
             return
         if task.interrupted_by is not None and not task.phase_finished:
             _stop_if_asked(task)
+        if task.train:
+            yield task.steps_done
 
 
 def _stop_if_asked(task: Task) -> None:

@@ -6,43 +6,45 @@ the method, optimizer and hooks, in this order. A checkpoint is loaded last.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from functools import cached_property
-from itertools import chain, islice
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from selftask import classy
 from selftask.batch import Batch
 from selftask.classy import ClassyTaskNames
 from selftask.config.load import to_yaml
 from selftask.config.run_length import Clock, RunLength
-from selftask.config.schema import Component, Config
+from selftask.config.schema import Config
 from selftask.data.fingerprint import check_same_on_all_ranks
 from selftask.data.loading.data_module import DataModule
 from selftask.data.loading.open_data import Sources, open_data
 from selftask.distributed import device, process_group
-from selftask.distributed.collectives import broadcast_buffers, broadcast_module, is_primary
+from selftask.distributed.collectives import average_statistics, broadcast_buffers, is_primary
 from selftask.distributed.heartbeat import HEARTBEAT
 from selftask.distributed.world import read_world
-from selftask.errors import UserError
-from selftask.hooks.base import POINTS, defines
-from selftask.logs import MetricsFile, format_row, get_logger
-from selftask.models.build import build_backbone, check_offers, check_sizes
-from selftask.models.dropout import draw_per_sample
+from selftask.errors import StepSkipped, UserError
+from selftask.hooks.averages.weight_average import WeightAverage
+from selftask.logs import MetricsFile, get_logger
+from selftask.models.build import build_backbone
 from selftask.models.summary import opening_lines
-from selftask.models.teacher import Teacher
-from selftask.models.weights.model_source import load_init
-from selftask.optim.build import build_optimizer
-from selftask.parallel.build import build_reduction, save_activations, synchronize
+from selftask.optim.arithmetic import arithmetic
+from selftask.optim.loss_scaler import NoScaler
+from selftask.parallel.activation_budget import ActivationBudget
+from selftask.parallel.reduction import Reduction
 from selftask.random import process_state
 from selftask.random.keyed import LAYER_DRAWS
-from selftask.registry import HOOKS, METERS, METHODS, TRAIN_STEPS, Registry
-from selftask.task import task_state
+from selftask.registry import register_task
+from selftask.task import build, loop, task_state
+from selftask.task.averaged_weights import averaged_weights, begin_phase
+from selftask.task.recorder import Recorder
+from selftask.task.scoring import score
 
 log = get_logger(__name__)
 
@@ -50,31 +52,60 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _FULL_PRECISION: AbstractContextManager[None] = nullcontext()
 
 
-class Task(ClassyTaskNames):
+@register_task("standard")
+class Task(Recorder, ClassyTaskNames):
     """Model, loss, meters, optimizer and hooks of one run; also usable by Classy's trainers.
 
     Args:
         config: The config of the run.
         sources: Opened data; None opens what ``config.data`` names.
+        backbone: The module to train; None builds what ``config.backbone`` names.
     """
 
-    def __init__(self, config: Config, *, sources: Sources | None = None) -> None:
+    # built by ``prepare``
+    data_module: DataModule
+    length: RunLength
+    clock: Clock
+    loss: Any  # the method
+    base_model: Any  # the network, neither wrapped nor compiled
+    model: Any  # the network as train steps call it
+    networks: list[nn.Module]  # the network and its teachers
+    trained: list[tuple[str, nn.Module]]  # named modules whose parameters the optimizer has
+    activations: ActivationBudget
+    reduction: Reduction
+    optimizer: Any
+    grad_scaler: NoScaler  # or its subclass LossScaler
+    meters: list[Any]
+    named_hooks: dict[str, Any]
+    hooks: list[Any]  # in the order of their calls, the method first
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        sources: Sources | None = None,
+        backbone: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.sources = sources
+        self.backbone = backbone
         self.out = config.out_folder
         self.world = read_world()
         self.device = device.pick_device(config.train.device, self.world)
         self.evaluate: Callable[[Task], dict[str, float]] | None = None  # set by the launcher
         self.before_export: list[Callable[[nn.Module], nn.Module]] = []  # return a changed copy
-        self._low_precision = _DTYPES.get(config.train.precision)  # None: float32
-        self.train_step_function: Callable[[Task], None] = TRAIN_STEPS[config.train.step]
+        self.averages: dict[str, WeightAverage] = {}  # of the weights, by their hooks' keys
+        self.low_precision = _DTYPES.get(config.train.precision)  # None: float32
+        self.train_step_function = build.train_step(config.train.step)
         self.train = True
-        self.scalars: dict[str, Any] = {}  # values for the next row of the log
         self.losses: list[Tensor] = []  # of this phase; stay on the device
+        self.added_hooks: dict[str, Any] = {}  # by ``add_hook``, beside those of the config
+        self.exception: BaseException | None = None  # what ends the run, for ``on_exception``
         self.interrupted_by: str | None = None  # stop reason; stops after this step
-        self.last_row: dict[str, Any] = {}  # of metrics.jsonl
-        self._calls: dict[str, list[Callable[[Task], None]]] = {}  # hook point -> methods of hooks
+        self.calls: dict[str, list[Callable[[Task], None]]] = {}  # hook point -> methods of hooks
+        self.rollbacks = 0  # returns to a checkpoint because of NaN
+        self.resume_from: str | None = None  # instead of ``resume.checkpoint``
         self.saved: tuple[int, int] | None = None  # step and phase of the newest checkpoint
         self.checkpoints = task_state.open_writer(config, self.out)
 
@@ -96,80 +127,24 @@ class Task(ClassyTaskNames):
         sources = self.sources or open_data(self.config.data)
         check_same_on_all_ranks(sources.train, "data")
         check_same_on_all_ranks(sources.val, "data.val")
+        for name, source in sources.val_sets.items():
+            check_same_on_all_ranks(source, f"data.val_sets.{name}")
         self.data_module = DataModule(self.config, sources, self.world, self.device)
         self.length = RunLength.of(train, self.data_module.num_samples)
         self.clock = Clock(self.length)
-        self._build_model()
-        self._build_optimizer()
-        self._build_hooks()
+        build.model(self)
+        build.optimizer(self)
+        build.hooks(self)
         channels = self.data_module.channels
         for line in opening_lines(self.config, self.base_model, self.loss, channels):
             log.info("%s", line)
+        for line in arithmetic(self.config, self.length, self.world.size):
+            log.info("%s", line)
+        build.show_groups(self)
         process_state.seed_all(train.seed, self.world.rank)
         self.rows = MetricsFile(self.out / "metrics.jsonl") if is_primary() else None
         self.resumed = task_state.resume(self)
         self.batches: Iterator[Batch] = iter(())
-
-    def _build_model(self) -> None:
-        config = self.config
-        backbone = build_backbone(config.backbone, self.data_module.channels)
-        check_sizes(backbone, config)
-        check_offers(backbone, config)
-        load_init(backbone, config)
-        method = METHODS[config.method.name]
-        self.loss = method(method.Config(**config.method.args))
-        self.base_model = self.loss.build_network(backbone, self).to(self.device)
-        synchronize(config.parallel, [self.base_model, self.loss])
-        self.loss.setup(self)
-        self.loss.to(self.device)
-        draw_per_sample([self.base_model, self.loss], config.train.seed)
-        for module in (self.base_model, self.loss):
-            broadcast_module(module)
-        self.activations = save_activations(config.parallel, self.base_model)
-        self._distribute()
-
-    def _distribute(self) -> None:
-        """Shard or wrap the network as ``parallel`` requests; compile it if requested."""
-        config = self.config
-        self.reduction = build_reduction(config.parallel, self._low_precision)
-        teachers = [part.network for part in self.loss.modules() if isinstance(part, Teacher)]
-        self.networks = [self.base_model, *teachers]
-        self.reduction.shard(self.networks)
-        called: Any = torch.compile(self.base_model) if config.train.compile else self.base_model
-        self.model = self.reduction.wrap(called)
-
-    def _build_optimizer(self) -> None:
-        train = self.config.train
-        self.trained = [("network", self.base_model), ("loss", self.loss)]
-        batch = train.batch_size * train.accumulate
-        self.optimizer = build_optimizer(
-            self.config.optimizer,
-            self.trained,
-            self.length,
-            batch=batch,
-            regroup=self.reduction.regroup,
-        )
-        self.grad_scaler = torch.amp.GradScaler(
-            self.device.type, enabled=train.precision == "float16"
-        )
-        trained = {p for group in self.optimizer.param_groups for p in group["params"]}
-        named = chain.from_iterable(module.named_parameters(name) for name, module in self.trained)
-        self.reduction.register([(name, p) for name, p in named if p in trained])
-
-    def _build_hooks(self) -> None:
-        self.named_hooks = {k: _build(HOOKS, c, self.out) for k, c in self.config.hooks.items()}
-        self.meters = [_build(METERS, c, self.out) for c in self.config.meters.values()]
-        if self.meters and not self.loss.outputs_logits:
-            raise UserError(
-                f"meters ({', '.join(self.config.meters)}) look at class scores, and "
-                f"method.name={self.config.method.name} gives none; see eval.evaluations"
-            )
-        ranked = sorted(self.named_hooks.values(), key=lambda hook: getattr(hook, "priority", 50))
-        self.hooks = [self.loss, *ranked]
-        self._calls = {
-            point: [getattr(hook, point) for hook in self.hooks if defines(hook, point)]
-            for point in POINTS
-        }
 
     # -- for train steps and hooks --------------------------------------------------------------
 
@@ -185,9 +160,17 @@ class Task(ClassyTaskNames):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context of ``train.precision``; it has no effect in float32."""
-        if self._low_precision is None:
+        if self.low_precision is None:
             return _FULL_PRECISION
-        return torch.autocast(self.device.type, self._low_precision)
+        return torch.autocast(self.device.type, self.low_precision)
+
+    def score(self, see: Callable[[Batch], None] | None = None) -> dict[str, float]:
+        """Return loss and meters of one pass over ``data.val``; every rank must call it.
+
+        Args:
+            see: Called with each batch after the loss.
+        """
+        return score(self, see)
 
     def update_meters(self, batch: Batch) -> None:
         """Update the meters with output and labels in a test phase; do nothing in training."""
@@ -206,58 +189,70 @@ class Task(ClassyTaskNames):
 
     def export_backbone(self) -> nn.Module:
         """Return the trained backbone, unsharded; every rank must call this method."""
+        self.sync_buffers()
         backbone = self.loss.export_backbone(self.base_model)
-        broadcast_buffers(backbone)
-        backbone = self.reduction.unsharded(
-            backbone, lambda: build_backbone(self.config.backbone, self.data_module.channels)
-        )
+        with averaged_weights(self) as averaged:
+            backbone = self.reduction.unsharded(
+                backbone, lambda: build_backbone(self.config.backbone, self.data_module.channels)
+            )
+            backbone = deepcopy(backbone) if averaged else backbone
         for change in self.before_export:
             backbone = change(backbone)
         return backbone
 
     def sync_buffers(self) -> None:
-        """Copy the buffers of rank 0 to every rank, in the network and its teachers.
+        """Give every rank the same buffers, in the network and its teachers.
 
-        BatchNorm's running statistics differ between ranks during training; those of rank 0 are
-        evaluated, exported and saved. Every rank must call this method.
+        BatchNorm's running statistics differ between ranks during training; those of rank 0, or the
+        mean (``parallel.buffers``), are evaluated, exported and saved. Every rank must call it.
         """
+        mean = self.config.parallel.buffers == "mean"
         for network in self.networks:
-            broadcast_buffers(network)
+            (average_statistics if mean else broadcast_buffers)(network)
 
     def advance(self, batches: int = 1) -> None:
         """Count one finished step of ``batches`` batches."""
-        self.clock.steps_done += 1
-        self.clock.batch += batches
+        self.clock.advance(batches)
+        HEARTBEAT.step = self.clock.steps_done
+
+    def skip_step(self) -> None:
+        """Count a step that was abandoned; only BatchNorm's running statistics have seen it."""
+        self.optimizer.zero_grad()
+        self.loss.pending.clear()
+        self.activations.finalize()
+        self.clock.skip(self.last_batch.number + 1 - self.clock.batch)
         HEARTBEAT.step = self.clock.steps_done
 
     def run_hooks(self, point: str) -> None:  # type: ignore[override]
         """Call every hook that defines ``point``, the method first."""
-        for call in self._calls.get(point, ()):
+        for call in self.calls.get(point, ()):
             call(self)
 
-    def log(self, name: str, value: Any) -> None:
-        """Add ``value``, a number or scalar tensor, to the next log row; does not synchronize."""
-        self.scalars[name] = value
+    def add_hook(self, hook: Any, name: str | None = None) -> None:
+        """Add a hook object to those of the config, before ``prepare``.
 
-    def write_row(self, row: dict[str, Any]) -> None:
-        """Write ``row``, with step and epoch, to the log and to ``metrics.jsonl``."""
-        epoch = round(self.clock.batch / self.length.batches_per_epoch, 4)
-        self.last_row = {"step": self.steps_done, "epoch": epoch, **row}
-        if self.rows is not None:
-            self.rows.write(self.last_row)
-            log.info("%s", format_row(self.last_row))
-
-    def pop_scalars(self) -> dict[str, float]:
-        """Return and clear the values passed to ``log``; synchronizes with the device."""
-        row = {name: float(value) for name, value in self.scalars.items()}
-        self.scalars.clear()
-        return row
+        Args:
+            hook: Such as ``function_hook(on_step=...)``.
+            name: Under which its state is saved; the name of its class if None.
+        """
+        name = name or f"{type(hook).__name__}_{len(self.added_hooks)}"
+        if name in self.config.hooks or name in self.added_hooks:
+            raise UserError(f"add_hook: there is a hook {name!r} already; give another name")
+        self.added_hooks[name] = hook
 
     @property
     def should_log(self) -> bool:
         """True if this step is logged; compute expensive metrics only then."""
         done = self.clock.steps_done + 1
         return done % self.config.train.log_every == 0 or done == self.length.total_steps
+
+    def steps(self) -> Iterator[int]:
+        """Train as a plain loop, hooks and checkpoints included; yield the number of each step.
+
+        ``for step in task.steps(): ...`` may read ``task.last_batch`` and change the task. The log
+        file and ``status.json`` are those of ``Trainer``.
+        """
+        return loop.iterate_steps(self)
 
     # -- phases and steps: Classy's interface ---------------------------------------------------
 
@@ -284,6 +279,7 @@ class Task(ClassyTaskNames):
         left = min(self.batches_left, self.length.total_batches - self.clock.batch)
         self._phase_stop = self.clock.batch + left
         self.batches = self._read_batches()  # reads nothing yet; hooks may wrap it
+        begin_phase(self)
         self.run_hooks("on_phase_start")
 
     def step(self) -> None:
@@ -291,13 +287,21 @@ class Task(ClassyTaskNames):
         if self.phase_begun < 0:
             raise RuntimeError("step() before on_phase_start(); Trainer().train(task) calls both")
         if self.train:
+            if self.clock.stopped:
+                raise StopIteration
+            if self.clock.batch < self._phase_stop:  # else the train step raises StopIteration
+                self.run_hooks("before_step")
             self.train_step()
         else:
             self.eval_step()
         self.run_hooks("on_step")
 
     def train_step(self) -> None:
-        self.train_step_function(self)
+        """Call the train step; after ``StepSkipped``, count the step without an update."""
+        try:
+            self.train_step_function(self)
+        except StepSkipped:
+            self.skip_step()
 
     @torch.no_grad()
     def eval_step(self) -> None:
@@ -306,7 +310,7 @@ class Task(ClassyTaskNames):
 
     def on_phase_end(self) -> None:
         """Sum the meters over ranks, and count the phase."""
-        if self.train and self.clock.batch != self._phase_stop:
+        if self.train and not self.clock.stopped and self.clock.batch != self._phase_stop:
             raise RuntimeError(
                 f"the epoch ended at batch {self.clock.batch} of {self._phase_stop}: a train step "
                 "has to call task.advance(), and nothing but the data may raise StopIteration in it"
@@ -316,6 +320,8 @@ class Task(ClassyTaskNames):
             if not self.train:
                 for name, value in meter.value.items():
                     self.log(f"test_{key}_{name}", value)
+        if not self.train:
+            self.clock.tested = self.clock.batch
         self.clock.phase += 1
         self.run_hooks("on_phase_end")
 
@@ -324,8 +330,9 @@ class Task(ClassyTaskNames):
 
     def on_exception(self) -> None:
         """Call every hook's ``on_exception``, even if one of them fails."""
+        self.exception = sys.exc_info()[1]
         self.checkpoints.finalize()
-        for call in self._calls.get("on_exception", ()):
+        for call in self.calls.get("on_exception", ()):
             try:
                 call(self)
             except Exception:
@@ -367,7 +374,8 @@ class Task(ClassyTaskNames):
         return self.train and (self.clock.batch_in_epoch == 0 or self.clock.done)
 
     def _test_is_next(self) -> bool:
-        return self.has_test_phases and self.clock.phase % 2 == 1
+        every = self.config.eval.test_every
+        return self.has_test_phases and self.clock.test_is_due(every)
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -387,10 +395,3 @@ class Task(ClassyTaskNames):
     def save_checkpoint(self) -> None:
         """Save a checkpoint unless this step has one; every rank must call this method."""
         task_state.save(self)
-
-
-def _build(registry: Registry, component: Component, out: Path) -> Any:
-    """Return the hook or meter of that name, from our registry or Classy Vision's."""
-    if component.name in registry:
-        return registry[component.name](**component.args)
-    return classy.build(registry.kind, component.name, component.args, out)

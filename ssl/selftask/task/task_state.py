@@ -23,6 +23,7 @@ from selftask.errors import UserError
 from selftask.logs import get_logger
 from selftask.optim.build import lr_schedule
 from selftask.random import process_state
+from selftask.task.averaged_weights import averaged_weights
 
 if TYPE_CHECKING:
     from selftask.task.task import Task
@@ -48,6 +49,7 @@ def take(task: Task, *, whole: bool = True) -> dict[str, Any]:
         "model": task.base_model.state_dict(),
         "method": task.loss.state_dict(),
         "optimizer": optimizer,
+        "hooks": {key: hook.get_classy_state() for key, hook in task.named_hooks.items()},
     }
     return {
         **(task.reduction.full_state(tensors) if whole else tensors),
@@ -57,9 +59,9 @@ def take(task: Task, *, whole: bool = True) -> dict[str, Any]:
         "data": task.data_module.fingerprint,
         "length": asdict(task.length),
         "clock": task.clock.state_dict(),
-        "hooks": {key: hook.get_classy_state() for key, hook in task.named_hooks.items()},
         "meters": [meter.get_classy_state() for meter in task.meters],
         "scalars": {name: float(value) for name, value in task.scalars.items()},
+        "history": task.history.state_dict(),
         "rng": gather_objects(process_state.rng_state()),
         "threads": gather_objects(torch.get_num_threads()),
         "metrics_bytes": task.rows.length if task.rows is not None else 0,
@@ -94,6 +96,7 @@ def restore(task: Task, state: dict[str, Any]) -> None:
     for meter, meter_state in zip(task.meters, state["meters"], strict=False):
         meter.set_classy_state(meter_state)
     task.scalars = dict(state["scalars"])
+    task.history.load_state_dict(state.get("history", {}))  # missing in older runs
     if task.world.rank < len(state["rng"]):
         process_state.set_rng_state(state["rng"][task.world.rank])
     if task.device.type == "cpu":
@@ -139,10 +142,12 @@ def save(task: Task) -> None:
         task.saved = now
         task.run_hooks("before_save")
         sharded = task.config.train.sharded_checkpoints
-        state = take(task, whole=False) if sharded else task.state_dict()
-        if is_primary() or sharded:
-            state = {"format": store.FORMAT, "config": task.config_text, **state}
-            task.checkpoints.save(state, task.steps_done, last=last)
+        with averaged_weights(task):
+            state = take(task, whole=False) if sharded else task.state_dict()
+            if is_primary() or sharded:
+                state = {"format": store.FORMAT, "config": task.config_text, **state}
+                task.checkpoints.save(state, task.steps_done, last=last)
+        task.event("checkpoint", f"checkpoint of step {task.steps_done}")
     if last:
         task.checkpoints.wait()
         barrier()  # if a rank exits early, the launcher stops the one that writes
@@ -193,7 +198,8 @@ def resume(task: Task) -> bool:
     """Load the checkpoint that ``resume`` selects; return True if there was one."""
     _check_space(task)
     folder = task.out / "checkpoints"
-    found = store.find(asked_checkpoint(task.config), folder, partial(_read, task))
+    asked = task.resume_from or asked_checkpoint(task.config)
+    found = store.find(asked, folder, partial(_read, task))
     if found is not None:
         _check_data(task, *found)
         try:
@@ -215,6 +221,8 @@ def resume(task: Task) -> bool:
         return False
     task.run_hooks("after_load")
     log.info("resumed from %s: step %d, epoch %d", found[1], task.steps_done, task.clock.epoch)
+    if not task.clock.done:  # a finished run may be loaded
+        task.event("resume", f"resumed from {found[1]}", epoch=task.clock.epoch)
     _log_new_length(task, found[0])
     return True
 
@@ -242,7 +250,7 @@ def _log_new_length(task: Task, state: dict[str, Any]) -> None:
     if before.total_batches == now.total_batches:
         return
     rates = []
-    wheres = [task.clock.batch / length.total_batches for length in (before, now)]
+    wheres = [task.clock.trained_batches / length.total_batches for length in (before, now)]
     for length, where in zip((before, now), wheres, strict=True):
         batch = length.batch_size * length.accumulate
         schedule = lr_schedule(task.config.optimizer, length, batch=batch)

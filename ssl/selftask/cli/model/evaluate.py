@@ -20,7 +20,7 @@ from selftask.logs import json_row
 from selftask.registry import EVALUATIONS
 
 USAGE = f"""\
-usage: selftask eval knn|linear RUN_OR_MODEL [key=value ...]
+usage: selftask eval knn|linear|svm RUN_OR_MODEL [key=value ...]
 
 {MODEL}
 data=DIR      the labelled images to learn from; default: those of the run

@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.mirror import local_run
 from selftask.cli.model.load_model import MODEL, take
 from selftask.cli.options import take_options
 from selftask.config.compose.compose import import_plugins
 from selftask.config.schema import Component
 from selftask.config.trust import TRUST, take_trust
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, nearest, plural
 from selftask.files.addresses import is_remote, output_folder
 from selftask.files.paths import exists
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from selftask.config.schema import Config
+
 USAGE = f"""\
-usage: selftask export RUN_OR_MODEL [--to torchvision|timm|safetensors|checkpoint] [--out DIR]
+usage: selftask export RUN_OR_MODEL [--out DIR]
+                       [--to torchvision|timm|safetensors|checkpoint|detectron2|vissl]
+                       [--weights ema|swa | --average N]
 
 {MODEL}
-Writes backbone.pt, backbone.safetensors and backbone.json, of a run from its newest checkpoint,
+Writes backbone.pt, backbone.safetensors and backbone.json, of a run from its newest checkpoint
+(RUN@best: from the best by train.keep_best; RUN@STEP: from that of a step),
 into RUN/export (or DIR), with the key names of the library the backbone comes from.
 --to torchvision and --to timm also check that the library's own model loads them, strictly, and
 computes the same features.
+--to detectron2 and --to vissl also write a ResNet as detectron2.pkl (MODEL.WEIGHTS) or vissl.torch.
 --to checkpoint writes a run's whole state instead, as one plain file step_N.pt: what a sharded
 checkpoint would have been without train.sharded_checkpoints.
+--weights ema (swa) exports the average that hooks.ema (hooks.swa) keeps; --average 5 the mean of
+the 5 newest checkpoints. hooks.precise_bn, if the run has it, then recomputes BatchNorm's
+statistics from the images of the run.
 weights=FILE  for timm: and torchvision: the weights of a file, of VISSL for one, or `none`
 import=[MODULE]  a plug-in, such as one with a handler for an address
 {TRUST}"""
 
-OPTIONS = {"--to": str, "--out": str}
+OPTIONS = {"--to": str, "--out": str, "--weights": str, "--average": int}
 LIBRARIES = ("torchvision", "timm")
-FORMATS = (*LIBRARIES, "safetensors", "checkpoint")
+FOREIGN = ("detectron2", "vissl")
+FORMATS = (*LIBRARIES, *FOREIGN, "safetensors", "checkpoint")
 
 
 def main(argv: list[str]) -> int:
@@ -49,13 +66,21 @@ def main(argv: list[str]) -> int:
     if to not in FORMATS:
         raise UserError(f"export: --to {to}; {nearest(to, FORMATS)}")
     import_plugins([f"import={imports}"] if imports else [])
-    run, out = Path(local_run(words[0], num_checkpoints=None)), options.get("--out")
+    checkpoint, out = named_checkpoint(words[0]), options.get("--out")
+    if checkpoint is not None:
+        words = [str(checkpoint.parent.parent)]
+    run = Path(local_run(words[0], num_checkpoints=None))
+    average = Average(options.get("--weights"), options.get("--average"))
     try:
         if exists(run / "config.yaml") and weights is None:
             out = out or f"{words[0]}/export"
             with output_folder(out) as folder:
-                path = export_run(run, folder, to=to, trust=trust)
+                path = export_run(
+                    run, folder, to=to, trust=trust, average=average, checkpoint=checkpoint
+                )
             print(f"{out}/{path.name}" if is_remote(out) else path)
+        elif average != Average():
+            raise UserError(f"export: --weights and --average: {words[0]} is no run, and has none")
         else:
             print(export_model(words[0], out, weights=weights, to=to, trust=trust))
     except OSError as error:
@@ -71,7 +96,6 @@ def export_model(
     Raises UserError as ``export_run`` does, and without a folder to write to.
     """
     from selftask.logs import info_on_stderr
-    from selftask.models.weights.export import check_library, save_backbone
     from selftask.models.weights.model_source import PRETRAINED, open_model
 
     if to == "checkpoint":
@@ -80,28 +104,60 @@ def export_model(
         raise UserError("export: of a model that no run made, --out DIR says where to")
     with info_on_stderr():
         backbone, facts = open_model(address, weights=weights or PRETRAINED, trust=trust)
-    if to in LIBRARIES:
-        check_library(backbone, Component(**facts["architecture"]), facts.get("channels", 3), to)
     with output_folder(out) as folder:
-        path = save_backbone(backbone, folder, facts)
+        path = write(backbone, folder, facts, to)
     return f"{out}/{path.name}" if is_remote(out) else str(path)
 
 
-def export_run(run: Path, out: Path, *, to: str = "safetensors", trust: bool = False) -> Path:
-    """Write the model of the newest checkpoint of ``run``; return the path of the file.
+@dataclass(frozen=True)
+class Average:
+    """Which average of weights to export: one kept by a hook, or of so many checkpoints."""
 
-    ``trust`` allows a backbone, or modules, of the user's own code that the run names.
-    Raises UserError without a checkpoint, and if the library named by ``to`` is another one.
+    kept: str | None = None
+    checkpoints: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kept is not None and self.checkpoints is not None:
+            raise UserError("export: --weights and --average: only one can be meant")
+        if self.checkpoints == 0:
+            raise UserError("export: --average 0: expected 1 or more")
+
+
+def export_run(
+    run: Path,
+    out: Path,
+    *,
+    to: str = "safetensors",
+    trust: bool = False,
+    average: Average = Average(),
+    checkpoint: Path | None = None,
+) -> Path:
+    """Write the model of a checkpoint of ``run``, the newest one; return the path of the file.
+
+    Args:
+        run: The folder of the run.
+        out: The folder to write to.
+        to: A format of ``FORMATS``.
+        trust: Allow a backbone, or modules, of the user's own code that the run names.
+        average: Which average of weights to write.
+        checkpoint: Another checkpoint of the run than the newest.
+
+    Raises:
+        UserError: Without the checkpoints, and if the library named by ``to`` is another one.
     """
     from selftask.checkpoint import store
     from selftask.config.load import load_config
     from selftask.hooks.export import facts
     from selftask.models.build import build_backbone
-    from selftask.models.weights.export import check_library, save_backbone
+    from selftask.models.weights.averages import kept_average, mean_backbone
     from selftask.models.weights.load import backbone_state, load_weights
 
     read = partial(store.load_with, {"backbone": str, "clock": dict})
-    found = store.load_newest(run / "checkpoints", read)
+    found = (
+        store.load_newest(run / "checkpoints", read)
+        if checkpoint is None
+        else (read(checkpoint), checkpoint)
+    )
     if found is None:
         raise UserError(f"{run}: has no checkpoint yet")
     state, path = found
@@ -110,7 +166,77 @@ def export_run(run: Path, out: Path, *, to: str = "safetensors", trust: bool = F
     config = load_config(str(run / "config.yaml"), [], trust=trust)
     channels = state.get("channels", 3)
     backbone = build_backbone(config.backbone, channels)
-    load_weights(backbone, backbone_state(state), what=str(path))
+    told = None
+    if average.kept is not None:
+        weights, told = kept_average(state, average.kept), average.kept
+    elif average.checkpoints is not None:
+        paths = _newest(run, average.checkpoints)
+        weights = mean_backbone(map(read, paths))
+        told = f"mean of {', '.join(path.stem for path in paths)}"
+    else:
+        weights = backbone_state(state)
+    load_weights(backbone, weights, what=str(path))
+    if told is not None:
+        backbone = _with_statistics(backbone, config)
+    step = int(state["clock"]["steps_done"])
+    return write(backbone, out, facts(config, step, channels, told), to)
+
+
+def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> Path:
+    """Write a backbone in a format of ``FORMATS``, which must suit it; return the path of the file.
+
+    Args:
+        backbone: The backbone.
+        folder: Folder to write to.
+        facts: Metadata, see ``save_backbone``.
+        to: The format.
+    """
+    from selftask.models.weights.export import check_library, save_backbone
+    from selftask.models.weights.foreign import check_foreign, save_foreign
+
     if to in LIBRARIES:
-        check_library(backbone, config.backbone, channels, to)
-    return save_backbone(backbone, out, facts(config, int(state["clock"]["steps_done"]), channels))
+        check_library(backbone, Component(**facts["architecture"]), facts.get("channels", 3), to)
+    if to in FOREIGN:
+        check_foreign(backbone, to)
+    path = save_backbone(backbone, folder, facts)
+    return save_foreign(backbone, folder, to) if to in FOREIGN else path
+
+
+def _newest(run: Path, number: int) -> list[Path]:
+    """Return the newest checkpoints of a run, newest first. Raises UserError if there are fewer."""
+    from selftask.checkpoint.rotation import checkpoints
+
+    paths = checkpoints(run / "checkpoints")
+    if len(paths) < number:
+        raise UserError(
+            f"export: --average {number}: {run} has {len(paths)} "
+            f"{plural('checkpoint', len(paths))}; train.keep_checkpoints={number} keeps as many"
+        )
+    return paths[:number]
+
+
+def _with_statistics(backbone: nn.Module, config: Config) -> nn.Module:
+    """Return the averaged backbone with its own BatchNorm statistics, if the run has the hook."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    from selftask.data.loading.data_module import DataModule
+    from selftask.data.loading.open_data import open_data
+    from selftask.distributed.device import pick_device
+    from selftask.distributed.world import World
+    from selftask.registry import HOOKS
+
+    if not any(isinstance(module, _BatchNorm) for module in backbone.modules()):
+        return backbone
+    hook = next((hook for hook in config.hooks.values() if hook.name == "precise_bn"), None)
+    if hook is None:
+        print(
+            "BatchNorm's statistics are not those of the averaged weights; "
+            "hooks.precise_bn={} in the run's config.yaml recomputes them here",
+            file=sys.stderr,
+        )
+        return backbone
+    device = pick_device(config.train.device, World())
+    data = DataModule(config, open_data(config.data), World(), device)
+    precise: nn.Module = HOOKS[hook.name](**hook.args).recompute(backbone.to(device), data)
+    data.close()
+    return precise.cpu()

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selftask.cli.model.load_model import MODEL, WEIGHTS, open_frozen
+from selftask.cli.model.load_model import MODEL, WEIGHTS, Frozen, open_frozen, take
 from selftask.errors import UserError
 from selftask.files import addresses
 from selftask.files.addresses import is_remote, output_folder
 from selftask.files.paths import exists, expand_user
 
 if TYPE_CHECKING:
-    from selftask.data.source import Source
-    from selftask.evaluate.features import Features
+    import numpy as np
 
 USAGE = f"""\
 usage: selftask features RUN_OR_MODEL out=DIR [data=DIR] [key=value ...]
@@ -24,10 +21,13 @@ usage: selftask features RUN_OR_MODEL out=DIR [data=DIR] [key=value ...]
 out=DIR       a folder for features.npy (images, features), float32; images.csv, whose rows are
               path and label of the same rows; features.json, what they were made with
 data=DIR      the images, with or without labels; default: those the run was trained on
+layers=[3,-1] hidden layers instead, each in features_layerN.npy; pool=mean|prefix|both
+clusters=K    also clusters.csv: path and cluster of each image by spherical k-means, which
+              `selftask train supervised data=DIR/clusters.csv` can be trained on (ClusterFit)
 {WEIGHTS}
 An image that cannot be read has no row."""
 
-FEATURES, IMAGES, FACTS = "features.npy", "images.csv", "features.json"
+CLUSTERS = "clusters.csv"
 
 
 def main(argv: list[str]) -> int:
@@ -38,22 +38,8 @@ def main(argv: list[str]) -> int:
     address, overrides = argv[0], argv[1:]
     if "=" in address:
         raise UserError(f"features needs a run or model before any key=value\n{USAGE}")
-    asked = [text.partition("=")[2] for text in overrides if text.startswith("out=")]
-    if not asked or not asked[-1]:
-        raise UserError("features needs out=DIR, the folder to write to")
-    out = asked[-1]
-    features = f"{out}/{FEATURES}"
-    if addresses.exists(features) if is_remote(out) else exists(expand_user(features)):
-        raise UserError(f"out: {features} is there already; choose another folder")
-    if any(text.partition("=")[0].startswith("data.val") for text in overrides):
-        raise UserError("data.val: features takes those of data= alone; call it once more for them")
-    frozen = open_frozen(address, ["data.val=null", *overrides])
-
-    from selftask.evaluate.offline import features_of
-
-    source = frozen.sources.train
-    backbone = frozen.backbone.to(frozen.device)
-    found = features_of(backbone, frozen.config, source, device=frozen.device)
+    out, clusters, overrides = _own_options(overrides)
+    frozen = open_frozen(address, ["data.val=null", "data.val_sets=null", *overrides])
     facts = {
         "model": address,
         "backbone": frozen.facts,
@@ -61,23 +47,67 @@ def main(argv: list[str]) -> int:
         "transforms": [transform.to_dict() for transform in frozen.config.eval.transforms],
     }
     with output_folder(out) as folder:
-        write(folder, found, source, facts)
-    print(f"{out}: {len(found):,} images, {found.features.shape[1]} features")
+        features = _write(folder, frozen, facts)
+        if clusters:
+            _write_clusters(folder, features, frozen.config.train.seed, clusters)
+    print(f"{out}: {len(features):,} images, {features.shape[1]} features")
     return 0
 
 
-def write(out: Path, found: Features, source: Source, facts: dict[str, Any]) -> None:
-    """Write the three files, the features last: if they exist, the others do."""
+def _own_options(overrides: list[str]) -> tuple[str, int, list[str]]:
+    """Return ``out``, the number of clusters (0: none), and the overrides of the config."""
+    asked = [text.partition("=")[2] for text in overrides if text.startswith("out=")]
+    if not asked or not asked[-1]:
+        raise UserError("features needs out=DIR, the folder to write to")
+    out = asked[-1]
+    for name in ("features.npy", "features.json"):
+        path = f"{out}/{name}"
+        if addresses.exists(path) if is_remote(out) else exists(expand_user(path)):
+            raise UserError(f"out: {path} is there already; choose another folder")
+    if any(text.partition("=")[0].startswith("data.val") for text in overrides):
+        raise UserError("data.val: features takes those of data= alone; call it once more for them")
+    clusters, overrides = take("clusters", overrides)
+    if clusters is not None and not (clusters.isdecimal() and int(clusters) > 0):
+        raise UserError(f"clusters={clusters}: expected the number of clusters, such as 1000")
+    own = ("layers", "pool")
+    overrides = [f"eval.{t}" if t.partition("=")[0] in own else t for t in overrides]
+    return out, int(clusters or 0), overrides
+
+
+def _write(folder: Path, frozen: Frozen, facts: dict[str, Any]) -> np.ndarray:
+    """Write the features batch by batch; return those of the last file, mapped into memory."""
     import numpy as np
 
-    out.mkdir(parents=True, exist_ok=True)
-    (out / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    with (out / IMAGES).open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(("path", "label"))
-        for index, label in zip(found.indices.tolist(), found.targets.tolist(), strict=True):
-            rows.writerow((source.path(index), label if label >= 0 else ""))
-    part = out / f"{FEATURES}.part"
-    with part.open("wb") as file:
-        np.save(file, found.features.numpy())
-    part.rename(out / FEATURES)
+    from selftask.evaluate.feature_files import write_features
+    from selftask.evaluate.features import iterate_features
+    from selftask.evaluate.offline import eval_batches
+    from selftask.evaluate.online import with_layers
+    from selftask.models.features.pooled_layers import PooledLayers
+
+    backbone = with_layers(frozen.backbone, frozen.config.eval).to(frozen.device)
+    source = frozen.sources.train
+    batches = eval_batches(frozen.config, source, frozen.device)
+    parts = iterate_features(backbone, batches, device=frozen.device)
+    if isinstance(backbone, PooledLayers):
+        blocks = ((part, part.split(backbone.widths)) for part in parts)
+        last = write_features(folder, blocks, source, facts, layers=backbone.numbers)
+    else:
+        last = write_features(folder, ((part, [part]) for part in parts), source, facts)
+    mapped: np.ndarray = np.load(last, mmap_mode="r")
+    return mapped
+
+
+def _write_clusters(folder: Path, features: np.ndarray, seed: int, num_clusters: int) -> None:
+    """Cluster the features and write each image's cluster as its label."""
+    import numpy as np
+    import torch
+
+    from selftask.evaluate.feature_files import IMAGES, write_table
+    from selftask.models.clustering import spherical_kmeans
+
+    if len(features) < num_clusters:
+        raise UserError(f"clusters={num_clusters}: there are {len(features)} images; ask for fewer")
+    rows = torch.from_numpy(np.array(features))
+    generator = torch.Generator().manual_seed(seed)
+    _, cluster = spherical_kmeans(rows, num_clusters, iterations=20, generator=generator)
+    write_table(folder / CLUSTERS, folder / IMAGES, cluster.tolist())

@@ -53,6 +53,7 @@ def open_frozen(address: str, overrides: list[str]) -> Frozen:
     from selftask.config.load import load_config
 
     overrides, trust = take_trust(overrides)
+    overrides = ["eval.loss=false", *overrides]  # of the method, which is not loaded
     import_plugins(overrides)  # may have a handler for the address
     weights, overrides = take("weights", overrides)
     address = local_run(address)

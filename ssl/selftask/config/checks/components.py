@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from selftask.config.config_class import config_class, config_object
@@ -20,6 +20,7 @@ from selftask.registry import (
     SAMPLERS,
     SOURCES,
     TOKENIZERS,
+    TRAIN_STEPS,
     TRANSFORMS,
     Registry,
 )
@@ -34,6 +35,7 @@ def component_problems(config: Config) -> Iterator[tuple[Key, str]]:
         (config.data.tokenizer, TOKENIZERS, ("data", "tokenizer")),
         (config.backbone, BACKBONES, ("backbone",)),
         (config.method, METHODS, ("method",)),
+        (config.train.step, TRAIN_STEPS, ("train", "step")),
         (
             Component(name=config.optimizer.name, args=config.optimizer.args),
             OPTIMIZERS,
@@ -42,7 +44,8 @@ def component_problems(config: Config) -> Iterator[tuple[Key, str]]:
     ]
     if config.data.val is not None:
         named.append((config.data.val, SOURCES, ("data", "val")))
-    groups: list[tuple[dict[str, Component], Registry, Key]] = [
+    named += [(c, SOURCES, ("data", "val_sets", k)) for k, c in config.data.val_sets.items()]
+    groups: list[tuple[Mapping[str, Component], Registry, Key]] = [
         (config.meters, METERS, ("meters",)),
         (config.hooks, HOOKS, ("hooks",)),
         (config.eval.evaluations, EVALUATIONS, ("eval", "evaluations")),
@@ -97,10 +100,10 @@ def _config_class(component: Component, registry: Registry) -> Any:
 
 
 def _named_in(value: Any, key: Key) -> Iterator[tuple[Component, Key]]:
-    """Yield the named things in a list, or in lists of lists, with their keys."""
+    """Yield the named things in a list or tuple, or in lists of lists, with their keys."""
     if isinstance(value, dict):
         args = {name: item for name, item in value.items() if name != "name"}
         yield Component(name=value["name"], args=args), key
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _named_in(item, (*key, str(index)))

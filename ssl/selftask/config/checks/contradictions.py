@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
-from selftask.config.checks import grid, requirements, sbatch
+from selftask.config import torch_names
+from selftask.config.checks import devices, grid, locations, optimizer, requirements, sbatch
 from selftask.config.checks.components import inner_components
-from selftask.config.checks.resuming import goes_on, uses_newest
 from selftask.config.classy_names import classy_has
 from selftask.config.keys import Key
-from selftask.config.schema import Component, Config, ViewConfig, num_views
+from selftask.config.schema import Component, Config, ParallelConfig, ViewConfig, num_views
 from selftask.config.values.budget import parse_budget
-from selftask.errors import UserError, nearest, plural
-from selftask.files import addresses
-from selftask.files.addresses import is_remote
-from selftask.files.paths import is_file, is_folder
+from selftask.errors import nearest, plural
 from selftask.registry import (
     BATCHED_TRANSFORMS,
     METHODS,
-    SCHEDULES,
+    TASKS,
     TRAIN_STEPS,
     TRANSFORMS,
     Registry,
@@ -31,15 +29,21 @@ def contradictions(config: Config) -> Iterator[Problem]:
     """Yield key and text of each contradiction in a config whose types are right."""
     yield from _names(config)
     yield from _length(config)
+    yield from _validation(config)
     yield from _batch(config)
-    yield from _precision(config)
+    yield from optimizer.problems(config)
+    yield from devices.problems(config)
     yield from _views(config)
     yield from requirements.of_config(config)
     yield from grid.problems(config)
     yield from _engine(config)
-    yield from _weights(config)
+    yield from locations.problems(config)
     yield from _slurm(config)
     yield from _parallel(config)
+    for name, (low, high) in config.expected.items():
+        if low > high:
+            text = f"expected.{name}=[{low:g}, {high:g}]: the lowest value comes first"
+            yield ("expected", name), text
 
 
 def _of_views(views: Mapping[str, ViewConfig]) -> dict[Key, list[Component]]:
@@ -47,20 +51,9 @@ def _of_views(views: Mapping[str, ViewConfig]) -> dict[Key, list[Component]]:
 
 
 def _names(config: Config) -> Iterator[Problem]:
-    yield from _known(TRAIN_STEPS, config.train.step, ("train", "step"))
-    lr = config.optimizer.lr
-    if not isinstance(lr, dict):
-        yield from _known(SCHEDULES, config.optimizer.schedule, ("optimizer", "schedule"))
-    elif not isinstance(lr.get("name"), str):
-        text = f"optimizer.lr={lr}: a scheduler of Classy Vision needs its name"
-        yield ("optimizer", "lr"), f"{text}, as in {{name: cosine, start_value: 0.1, end_value: 0}}"
-    else:
-        from selftask import classy  # imports torch: only if it is asked for
-
-        try:
-            classy.build("schedule", lr["name"], {k: v for k, v in lr.items() if k != "name"})
-        except UserError as error:
-            yield ("optimizer", "lr"), f"optimizer.lr: {error}"
+    if torch_names.is_torch_name("optimizer", config.optimizer.name):
+        yield from torch_names.problems(config)
+    yield from _known(TASKS, config.task, ("task",))
 
 
 def _known(registry: Registry, name: str, key: Key) -> Iterator[Problem]:
@@ -73,6 +66,21 @@ def _length(config: Config) -> Iterator[Problem]:
         yield ("train",), "train.epochs and train.max_steps are both null; give at least one"
 
 
+def _validation(config: Config) -> Iterator[Problem]:
+    """Yield problems of validation sets and of the loss on them."""
+    for name in config.data.val_sets:
+        if not re.fullmatch(r"[\w.-]+", name):
+            text = f"data.val_sets: the name {name!r} may have letters, digits and ._- only"
+            yield ("data", "val_sets", name), text
+    if not config.eval.loss:
+        return
+    if config.data.val is None and not config.data.val_sets:
+        yield ("eval", "loss"), "eval.loss=true: data.val is null; give the images to take it of"
+    if "index" in requirements.required(config.method.name):
+        text = f"{config.method.name} remembers each training image, and has no loss for others"
+        yield ("eval", "loss"), f"eval.loss=true: {text}; take it out"
+
+
 def _batch(config: Config) -> Iterator[Problem]:
     train, world = config.train, config.launch.world_size
     if train.batch_size % world:
@@ -82,18 +90,14 @@ def _batch(config: Config) -> Iterator[Problem]:
             f"the {world} processes of launch; try {right}"
         )
         yield ("train", "batch_size"), text
-    if train.accumulate > 1 and train.step == "standard":
+    step = train.step.name
+    ours = TRAIN_STEPS.address(step).module.startswith(TRAIN_STEPS.package)
+    if train.accumulate > 1 and ours and step != "accumulate":
         text = (
-            f"train.accumulate={train.accumulate} has no effect with train.step='standard'; "
-            "use train.step=accumulate"
+            f"train.accumulate={train.accumulate} has no effect with train.step={step!r}, which "
+            "uses one batch per step; use train.step=accumulate, or set it to 1"
         )
         yield ("train", "accumulate"), text
-
-
-def _precision(config: Config) -> Iterator[Problem]:
-    if config.train.precision == "float16" and config.train.device == "cpu":
-        text = "train.precision='float16' needs a GPU and train.device is 'cpu'; use 'bfloat16'"
-        yield ("train", "precision"), text
 
 
 def _views(config: Config) -> Iterator[Problem]:
@@ -208,45 +212,39 @@ def _unbatched(transform: Component, registry: Registry, key: Key) -> Iterator[P
         yield key, text
 
 
-def _weights(config: Config) -> Iterator[Problem]:
-    resume = config.resume.checkpoint
-    if resume != "never" and not uses_newest(config) and not _can_be_read(resume):
-        hint = nearest(resume, ["auto", "never"])
-        text = f"resume={resume!r}: neither 'auto', 'never' nor an existing checkpoint; {hint}"
-        yield ("resume", "checkpoint"), text
-    start = None if goes_on(config) else config.init.backbone
-    library = start is not None and start.startswith(("timm:", "torchvision:"))
-    if start is not None and not library and not _can_be_read(start):
-        text = f"init.backbone={start!r}: neither a file or run nor timm:NAME or torchvision:NAME"
-        yield ("init", "backbone"), text
-
-
-def _can_be_read(path: str) -> bool:
-    """Return whether a file or folder is there; reading a pipe would wait for ever."""
-    return addresses.exists(path) if is_remote(path) else is_file(path) or is_folder(path)
+_DEFAULT = ParallelConfig()
+_ONLY_WITH = {
+    "grad_compression": "manual",
+    "static_graph": "ddp",
+    "find_unused": "ddp",
+    "shard_over": "fsdp",
+    "cpu_offload": "fsdp",
+    "prefetch": "fsdp",
+}
 
 
 def _parallel(config: Config) -> Iterator[Problem]:
     """Yield problems of options that ``parallel.reduce`` does not support."""
     parallel, train = config.parallel, config.train
-    if parallel.grad_compression != "none" and parallel.reduce != "manual":
+    for key, way in _ONLY_WITH.items():
+        if getattr(parallel, key) != getattr(_DEFAULT, key) and parallel.reduce != way:
+            text = (
+                f"parallel.{key} has no effect with parallel.reduce={parallel.reduce!r}; "
+                f"use parallel.reduce={way}"
+            )
+            yield ("parallel", key), text
+    if parallel.static_graph and parallel.find_unused:
+        text = "parallel.find_unused does not go with parallel.static_graph; take one of them out"
+        yield ("parallel", "find_unused"), text
+    if parallel.cpu_offload and train.precision == "float16":
         text = (
-            f"parallel.grad_compression={parallel.grad_compression!r} has no effect with "
-            f"parallel.reduce={parallel.reduce!r}; use parallel.reduce=manual"
+            "parallel.cpu_offload does not go with train.precision=float16, which checks all "
+            "gradients on the device; use train.precision=bfloat16"
         )
-        yield ("parallel", "grad_compression"), text
-    if parallel.static_graph and parallel.reduce != "ddp":
-        text = (
-            "parallel.static_graph has no effect with "
-            f"parallel.reduce={parallel.reduce!r}; use parallel.reduce=ddp"
-        )
-        yield ("parallel", "static_graph"), text
+        yield ("parallel", "cpu_offload"), text
     if parallel.static_graph and train.accumulate > 1:
         text = "parallel.static_graph does not go with train.accumulate; take one of them out"
         yield ("parallel", "static_graph"), text
-    if parallel.reduce == "fsdp" and train.precision == "float16":
-        text = "train.precision='float16' does not go with parallel.reduce='fsdp'; use 'bfloat16'"
-        yield ("train", "precision"), text
     if train.sharded_checkpoints and parallel.reduce != "fsdp":
         text = (
             "train.sharded_checkpoints=true has no effect with "
@@ -261,12 +259,6 @@ def _parallel(config: Config) -> Iterator[Problem]:
                 f"parallel.activation_checkpointing={parallel.activation_checkpointing!r}: {error}"
             )
             yield ("parallel", "activation_checkpointing"), text
-    if train.compile and (parallel.reduce == "fsdp" or parallel.activation_checkpointing != "none"):
-        text = (
-            "train.compile goes with neither parallel.reduce='fsdp' nor "
-            "parallel.activation_checkpointing; take one of them out"
-        )
-        yield ("train", "compile"), text
 
 
 def _slurm(config: Config) -> Iterator[Problem]:

@@ -22,29 +22,40 @@ def problems(config: Config) -> Iterator[Problem]:
     key, args = _grid(config.backbone)
     patch = args.get("patch_size")
     if not args.get("dynamic_img_size", True):  # absent: no ViT, or no fixed grid
-        yield from other_sizes(config, key, args.get("img_size"))
+        yield from other_sizes(config, key, args.get("img_size"), patch=patch)
     elif patch and args.get("dynamic_img_size") and not args.get("dynamic_img_pad"):
         yield from undivided_sizes(config, patch)
 
 
 def other_sizes(
-    config: Config, key: Key, built: int | None, *, size: str = "img_size", dynamic: bool = True
+    config: Config,
+    key: Key,
+    built: int | None,
+    *,
+    patch: int | None,
+    size: str = "img_size",
+    dynamic: bool = True,
 ) -> Iterator[Problem]:
     """Yield problems of views and evaluation for a backbone with one fixed grid.
+
+    A backbone whose positions are interpolated takes views of other sizes besides its own.
 
     Args:
         config: the config to check.
         key: the section that holds the backbone's size.
         built: pixels that the backbone takes, or None if it is built for the size of the views.
+        patch: pixels of a patch, or None for a backbone whose positions are not interpolated.
         size: the field at ``key`` that sets the size.
         dynamic: whether the backbone takes ``dynamic_img_size``.
     """
     sides = _view_sides(config)
     known = {side for side in sides.values() if side is not None}
-    taken = min(known, default=None) if built is None else built
+    taken = max(known, default=None) if built is None else built
     name = title(config.backbone)
-    if len(known | {taken}) > 1:
-        one = len(set(sides.values())) == 1
+    if patch is not None and (taken in known or None in sides.values()):
+        yield from undivided_sizes(config, patch, evaluated=False)
+    elif len(known | {taken}) > 1:
+        one = patch is not None or len(set(sides.values())) == 1
         field = size if one or not dynamic else "dynamic_img_size"
         value = "true" if field == "dynamic_img_size" else max(known)
         shown = [f"views.{name}: {side}" for name, side in sides.items() if side is not None]
@@ -65,14 +76,14 @@ def other_sizes(
         yield ("eval", "transforms"), text
 
 
-def undivided_sizes(config: Config, patch: int) -> Iterator[Problem]:
-    """Yield problems of views and evaluation with sizes that are not multiples of ``patch``."""
+def undivided_sizes(config: Config, patch: int, *, evaluated: bool = True) -> Iterator[Problem]:
+    """Yield problems of views, and evaluation, with sizes that are not multiples of ``patch``."""
     pipelines: dict[Key, list[Component]] = {
         ("views", name, "transforms"): group.transforms
         for name, group in config.views.items()
         if group.count
     }
-    if _evaluates(config):
+    if evaluated and _evaluates(config):
         pipelines["eval", "transforms"] = config.eval.transforms
     for key, transforms in pipelines.items():
         side = output_side(transforms)
@@ -151,4 +162,5 @@ def _view_sides(config: Config) -> Mapping[str, int | None]:
 
 
 def _evaluates(config: Config) -> bool:
-    return config.data.val is not None and bool(config.eval.evaluations)
+    tested = config.data.val is not None or bool(config.data.val_sets)
+    return tested and bool(config.eval.evaluations)

@@ -49,11 +49,16 @@ def _with_drawn_size(data: DataConfig, size: int, reader: Reader) -> DataConfig:
     """The same data for a source of ours that makes its images in a size of its config (digits)."""
     if not _has_size(data.source) or not _may_set([("data", "size")], reader):
         return data
-    val = data.val
-    if val is not None and _has_size(val) and _may_set([("data", "val", "size")], reader):
-        val = replace(val, args={**val.args, "size": size})
+
+    def resized(source: Component, key: Key) -> Component:
+        if not (_has_size(source) and _may_set([(*key, "size")], reader)):
+            return source
+        return replace(source, args={**source.args, "size": size})
+
+    sets = {k: resized(c, ("data", "val_sets", k)) for k, c in data.val_sets.items()}
+    val = None if data.val is None else resized(data.val, ("data", "val"))
     source = replace(data.source, args={**data.source.args, "size": size})
-    return replace(data, source=source, val=val)
+    return replace(data, source=source, val=val, val_sets=sets)
 
 
 def _resized_views(

@@ -27,6 +27,10 @@ class Layer:
         """Return whether this layer sets ``key``."""
         return _walk(self.values, key)[0]
 
+    def value(self, key: Key) -> Any:
+        """Return the value of ``key`` in this layer, or None."""
+        return _walk(self.values, key)[1]
+
     def replaces(self, key: Key) -> bool:
         """Return whether this layer holds a list or a plain value at or above ``key``.
 

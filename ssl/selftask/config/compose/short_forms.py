@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from selftask.config.compose.data_forms import expand_source
-from selftask.config.keys import NAMED, NAMED_ENTRIES, SOURCES, Key, is_pipeline
+from selftask.config.keys import NAMED, NAMED_ENTRIES, Key, is_pipeline, is_source
 
 
 def expand(value: Any, path: Key = ()) -> Any:
@@ -37,7 +37,7 @@ def expand_backbone(text: str) -> dict[str, Any]:
 def _expand_text(text: str, path: Key) -> Any:
     if "${" in text or text == "???":  # OmegaConf's: a reference, or missing
         return text
-    if path in SOURCES:
+    if is_source(path):
         section = expand_source(text)
         return section["val"] if path != ("data",) and "val" in section else section
     if path == ("backbone",):

@@ -61,7 +61,8 @@ def describe(annotation: Any) -> str:
     if origin is Literal:
         return " or ".join(repr(choice) for choice in inner)
     if origin in (Union, types.UnionType):
-        return " or ".join(describe(option) for option in inner)
+        options = [option for option in inner if not (option is int and float in inner)]
+        return " or ".join(describe(option) for option in options)
     if origin is list:
         return f"a list, each {describe(inner[0])}" if inner else "a list"
     if origin is tuple:
@@ -73,8 +74,10 @@ def describe(annotation: Any) -> str:
 
 def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
     """Raise ValueError if the metadata of a field forbids ``value``."""
-    if metadata.get("duration") and value is not None:
-        if parse_duration(value).value < metadata.get("min", 0):
+    if metadata.get("duration") and value is not None and not isinstance(value, bool):
+        length = parse_duration(value)
+        too_short = length.value < metadata.get("min", 0)
+        if too_short and (length.unit == "step" or not length.value):  # half an epoch is fine
             raise ValueError("must be longer than nothing")
         return
     if isinstance(value, list | tuple):

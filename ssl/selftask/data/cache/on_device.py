@@ -24,6 +24,7 @@ from selftask.data.loading.workers import PREFETCH
 from selftask.data.sampling.sampler import epoch_of
 from selftask.data.source import Source, channels_of
 from selftask.data.views import Compose
+from selftask.distributed import accelerator
 from selftask.distributed.out_of_memory import available_bytes
 from selftask.errors import UserError
 from selftask.logs import get_logger
@@ -69,7 +70,7 @@ class CachedBatches(Batches):
         if self._cache is None:
             self._cache = Cache.read(self.dataset, self.num_workers, self.device, self.bad_files)
         planner = Planner(self._cache, self.dataset)
-        return PlannedAhead(planner, iter(self.sampler), pin=self.device.type == "cuda")
+        return PlannedAhead(planner, iter(self.sampler), pin=accelerator.pins_memory(self.device))
 
     def _make(self) -> dict[str, Any]:
         assert self._cache is not None and self._reader is not None
@@ -119,8 +120,7 @@ class Cache:
             for sample in batches:
                 cache.put(sample, number)
         cache.sizes *= cache.sizes.all((0, 2), keepdims=True)  # samples with an unreadable image: 0
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # other streams read it
+        accelerator.wait_for(device)  # other streams read it
         log.info(
             "data.cache=device: %d images of up to %dx%d, %.0f MiB on %s, read in %.0f s",
             (cache.sizes[..., 0] > 0).sum(),
@@ -273,10 +273,9 @@ class PlannedAhead:
 
 def free_bytes(device: torch.device) -> int:
     """Return the free memory of a device in bytes; on the host, without swapping."""
-    if device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(device)[0]
-        return free
-    available = available_bytes()
+    available = (
+        accelerator.free_bytes(device) if accelerator.is_accelerator(device) else available_bytes()
+    )
     if available is None:
         raise UserError("data.cache: this machine does not say how much memory is available")
     return available

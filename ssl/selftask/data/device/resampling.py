@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from selftask.distributed.accelerator import is_accelerator
+
 
 def filter_matrix(
     start: Tensor,
@@ -78,15 +80,15 @@ def resample(
         values: (B, C, H, W).
         down: (B, H', H).
         across: (B, W', W).
-        kind: type of the products. The default on CUDA is float16, as tensor cores make that the
-            cheapest operation instead of the most expensive; its 11 bits hold whole levels
-            exactly, and the result is within half a level.
+        kind: type of the products. The default on an accelerator is float16, as tensor cores make
+            that the cheapest operation instead of the most expensive; its 11 bits hold whole
+            levels exactly, and the result is within half a level.
 
     Returns:
         float32 (B, C, H', W').
     """
     if kind is None:
-        kind = torch.float16 if values.device.type == "cuda" else values.dtype
+        kind = torch.float16 if is_accelerator(values.device) else values.dtype
     batch, channels, height, _ = values.shape
     rows = values.to(kind).flatten(1, 2) @ across.to(kind).mT  # (B, 3 H, W')
     planes = rows.view(batch, channels, height, -1)

@@ -22,6 +22,7 @@ from selftask.data.loading.sample import Sample
 from selftask.data.loading.train_dataset import train_dataset
 from selftask.data.reading.files import BadImage, read_bytes
 from selftask.data.source import Source, Wrapped
+from selftask.distributed.accelerator import wait_for
 from selftask.distributed.world import World
 from selftask.errors import UserError
 from selftask.random.views import draw_rng
@@ -135,7 +136,7 @@ def _one_process(
 
     def to_device() -> dict[str, Any]:
         sample = batch.to_sample(device, dataset.to_float)
-        _finish(sample["index"])
+        wait_for(sample["index"].device)
         return sample
 
     to_device_s, sample = _repeat(to_device, seconds / 4)
@@ -226,12 +227,6 @@ def _repeat(work: Callable[[], T], seconds: float) -> tuple[float, T]:
     return (time.perf_counter() - started) / times, result
 
 
-def _finish(index: torch.Tensor) -> None:
-    """Wait until a batch with these indices is on the device."""
-    if index.device.type == "cuda":
-        torch.cuda.synchronize(index.device)
-
-
 def loader_rate(config: Config, sources: Sources, device: torch.device, seconds: float) -> float:
     """Return the images per second of the loader when nothing else runs.
 
@@ -241,11 +236,11 @@ def loader_rate(config: Config, sources: Sources, device: torch.device, seconds:
     try:
         batches = data_module.train_batches(0)
         for _ in range(1 + config.data.num_workers):
-            _finish(next(batches).index)
+            wait_for(next(batches).index.device)
         started, count = time.perf_counter(), 0
         least = 2 * max(1, config.data.num_workers)
         while count < least or time.perf_counter() - started < seconds:
-            _finish(next(batches).index)
+            wait_for(next(batches).index.device)
             count += 1
         return count * config.train.batch_size / (time.perf_counter() - started)
     finally:

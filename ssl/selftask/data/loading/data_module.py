@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from selftask.data.cache.on_device import CachedBatches
 from selftask.data.extras import ExtraImages, ExtrasReader
 from selftask.data.fingerprint import fingerprint
 from selftask.data.loading.dataset import BadFiles, EvalDataset, ViewDataset
-from selftask.data.loading.loader import Batches, EvalBatches
+from selftask.data.loading.loader import Batches, EvalBatches, in_batches, in_equal_numbers
 from selftask.data.loading.open_data import Sources, check_data, check_val
 from selftask.data.loading.train_dataset import train_dataset
 from selftask.data.source import channels_of, extras_of
@@ -47,13 +48,14 @@ class DataModule:
         self.config = config
         self.world = world
         self.device = device
-        self.train_source, self.val_source = sources
+        self.train_source, self.val_source, val_sets = sources
+        main = {} if self.val_source is None else {"": self.val_source}
+        self.val_sources: dict[str, Source] = {**main, **val_sets}  # "": data.val
         sampler = check_data(config, self.train_source)
         out = config.out_folder
         self.eval_pipeline = build_pipeline(
             config.eval.transforms, "eval.transforms", self.channels
         )
-        self._bad_val_list = out / "bad_files_val.txt"
         self.batches = (CachedBatches if config.data.cache == "device" else Batches)(
             train_dataset(config, self.train_source, self._extras_of(self.train_source)),
             batch_size=config.train.batch_size,
@@ -66,9 +68,9 @@ class DataModule:
             sampler=sampler,
         )
         self.batches.bad_files.refuse(self.train_source.unreadable().values())
-        if self.val_source is not None:
-            check_val(config, self.val_source)
-            self._val_bad_files().refuse(self.val_source.unreadable().values())
+        for name, source in self.val_sources.items():
+            check_val(config, source, val_key(name))
+            self._val_bad_files(name).refuse(source.unreadable().values())
         log.info("sampler: %s", self.batches.sampler.describe())
 
     @property
@@ -117,14 +119,19 @@ class DataModule:
 
     @property
     def num_test_batches(self) -> int:
-        """Batches of one test phase on this rank."""
-        share = -(-len(self.val_source or ()) // self.world.size)
-        return -(-share // self._eval_batch_size)
+        """Batches of one test phase, the same number on every rank."""
+        return len(self._test_parts())
 
     @property
     def has_test(self) -> bool:
         """Whether there are labelled images to test on."""
         return self.val_source is not None and self.val_source.labels is not None
+
+    @property
+    def labelled_sets(self) -> list[str]:
+        """Names of the validation sets that evaluations can test on; "" is ``data.val``."""
+        known = self.val_sources.items() if self.num_classes else ()
+        return [name for name, source in known if source.labels is not None]
 
     @property
     def data_wait_s(self) -> float:
@@ -172,27 +179,54 @@ class DataModule:
         """One pass over this rank's part of the training images, by the evaluation's transforms."""
         yield from self._eval_batches(self.train_source, self.batches.bad_files)
 
-    def test_samples(self) -> Iterator[dict[str, Any]]:
-        """One pass over this rank's part of the labelled images, by the evaluation's transforms."""
-        assert self.val_source is not None, "has_test says whether there is something to test on"
-        yield from self._eval_batches(self.val_source, self._val_bad_files())
+    def test_samples(self, name: str = "") -> Iterator[dict[str, Any]]:
+        """One pass over this rank's part of a validation set, by the evaluation's transforms."""
+        yield from self._eval_batches(self.val_sources[name], self._val_bad_files(name))
 
     def chosen_samples(self, indices: np.ndarray, batch_size: int) -> Iterator[dict[str, Any]]:
         """Yield these training images in batches, by the evaluation's transforms."""
         batches = self._eval_batches(self.train_source, self.batches.bad_files)
-        batches.indices, batches.batch_size = indices.tolist(), batch_size
+        batches.batches = in_batches(indices.tolist(), batch_size)
         yield from batches
 
-    def _val_bad_files(self) -> BadFiles:
-        assert self.val_source is not None
-        return BadFiles.of(self.val_source, self.config.data, self._bad_val_list)
+    def val_batches(self, name: str = "") -> Iterator[Batch]:
+        """Yield batches of a validation set in the views of training, those of epoch 0.
+
+        Batches have the same size on every rank, as losses over all ranks need; images beyond the
+        last full batch are left out. W ranks together have the batches of one.
+        """
+        source = self.val_sources[name]
+        ranks = self.world.size
+        size = min(self.config.train.batch_size, len(source) // ranks * ranks)
+        dataset = train_dataset(self.config, source, self._extras_of(source))
+        batches = self._pass(dataset, self._val_bad_files(name))
+        parts = np.arange(len(source) // size * size).reshape(-1, ranks, size // ranks)
+        batches.batches = parts[:, self.world.rank].tolist()
+        for sample in batches:
+            yield self._make_batch(sample)
+
+    def _val_bad_files(self, name: str = "") -> BadFiles:
+        return BadFiles.of(self.val_sources[name], self.config.data, self._val_list(name))
+
+    def _val_list(self, name: str) -> Path:
+        """Return the file with the unreadable images of a validation set."""
+        return self.config.out_folder / f"bad_files_val{name and f'_{name}'}.txt"
 
     def test_batches(self) -> Iterator[Batch]:
-        """The same with extras, as batches of one view, group ``eval``."""
+        """Yield ``data.val`` as ``test_samples``, with extras, in batches of one view, ``eval``.
+
+        Every rank has the same number of batches, as losses over all ranks need.
+        """
         source = self.val_source
         assert source is not None
         samples = self._eval_batches(source, self._val_bad_files(), self._extras_of(source))
+        samples.batches = self._test_parts()
         return (make_batch(sample, {"eval": 1}) for sample in samples)
+
+    def _test_parts(self) -> list[Sequence[int]]:
+        """Return the numbers of the images in this rank's test batches."""
+        world, count = self.world, len(self.val_source or ())
+        return in_equal_numbers(count, self._eval_batch_size, world.rank, world.size)
 
     def _eval_batches(
         self, source: Source, bad_files: BadFiles, extras: ExtrasReader | None = None
@@ -217,13 +251,19 @@ class DataModule:
 
     def remove_lists(self) -> None:
         """Remove the lists of bad files that another run in this folder has left."""
-        for path in (self.batches.bad_files.path, self._bad_val_list):
+        lists = self.config.out_folder.glob("bad_files_val*.txt")
+        for path in (self.batches.bad_files.path, *lists):
             if path is not None:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Stop the workers."""
         self.batches.close()
+
+
+def val_key(name: str) -> str:
+    """Return the config's key of a validation set."""
+    return f"data.val_sets.{name}" if name else "data.val"
 
 
 def make_batch(sample: dict[str, Any], views_per_group: Mapping[str, int]) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from selftask.data.loading.dataset import BadFiles, Dataset, ViewDataset
 from selftask.data.loading.workers import BatchReader
 from selftask.data.sampling.sampler import BatchSampler, Pool, Sampler
 from selftask.data.sampling.shuffled import Shuffled
+from selftask.distributed.accelerator import is_accelerator
 from selftask.errors import UserError
 
 
@@ -67,7 +69,7 @@ class Batches:
         self.close()
         self.step = self.sampler.start = step
         self._reader = self._open_reader()
-        if self.device.type == "cuda" and self.dataset.makes_views_on_device:
+        if is_accelerator(self.device) and self.dataset.makes_views_on_device:
             self._ahead = Ahead(self._make, self.device)
 
     def _open_reader(self) -> Any:
@@ -130,19 +132,41 @@ class EvalBatches:
         self.device = device or torch.device("cpu")
         self.bad_files = BadFiles(None, len(dataset)) if bad_files is None else bad_files
         share = -(-len(dataset) // world_size)
-        self.indices: Sequence[int] = range(len(dataset))[rank * share : (rank + 1) * share]
-        self.batch_size = batch_size
+        part = range(len(dataset))[rank * share : (rank + 1) * share]
+        self.batches: Sequence[Sequence[int]] = in_batches(part, batch_size)  # numbers of images
 
     def __len__(self) -> int:
-        return -(-len(self.indices) // self.batch_size)
-
-    def _keys(self) -> Iterator[list[tuple[int, int]]]:
-        for first in range(0, len(self.indices), self.batch_size):
-            yield [(0, index) for index in self.indices[first : first + self.batch_size]]
+        return len(self.batches)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in BatchReader(self.dataset, self._keys(), self.num_workers, self.device):
+        keys = ([(0, index) for index in batch] for batch in self.batches)
+        for batch in BatchReader(self.dataset, keys, self.num_workers, self.device):
             self.bad_files.add(batch.bad)
             if batch.views:
                 sample = batch.to_sample(self.device, self.dataset.to_float)
                 yield {**sample, "input": sample["views"][0]}
+
+
+def in_batches(indices: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Divide indices into batches of ``size``; the last one may be smaller."""
+    return [indices[first : first + size] for first in range(0, len(indices), size)]
+
+
+def in_equal_numbers(count: int, size: int, rank: int, world_size: int) -> list[Sequence[int]]:
+    """Return this rank's batches of ``count`` images, as many as every other rank has.
+
+    The ranks' parts follow one another. On one rank these are the batches of ``in_batches``.
+
+    Args:
+        count: Number of images; some ranks have no batch if there are fewer than ranks.
+        size: Largest number of images in a batch; 1 may become 2.
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+    if world_size == 1:
+        return in_batches(range(count), size)
+    share = -(-count // world_size)
+    num_batches = max(1, min(-(-share // size), count // world_size))
+    numbers = range(rank * num_batches, (rank + 1) * num_batches + 1)
+    edges = [number * count // (world_size * num_batches) for number in numbers]
+    return [range(first, last) for first, last in pairwise(edges) if first < last]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from selftask.config.checks.requirements import of_extras, of_labels, required
 from selftask.data.labels import align_classes, check_labels, count_unlabelled
 from selftask.data.reading.files import Policy, set_policy
+from selftask.data.relabelled import relabelled
 from selftask.data.sampling.sampler import Sampler, build_sampler, steps_per_epoch
 from selftask.data.source import Source, channels_of, extras_of
 from selftask.data.staging.staged_source import copied
@@ -26,6 +28,7 @@ class Sources(NamedTuple):
 
     train: Source
     val: Source | None
+    val_sets: Mapping[str, Source] = MappingProxyType({})  # further ones, by name
 
 
 def open_source(component: Component, max_pixels: int | None = None) -> Source:
@@ -50,15 +53,25 @@ def open_data(data: DataConfig) -> Sources:
     """
     set_policy(Policy(data.read_timeout_s, data.read_retries, data.max_bytes, data.max_scans))
     train = subset_of(open_source(data.source, data.max_pixels), data.subset)
-    val = None if data.val is None else open_source(data.val, data.max_pixels)
-    if val is not None:
-        if channels_of(val) != channels_of(train):
-            raise UserError(
-                f"data.val: its images have {channels_of(val)} channels, those of data have "
-                f"{channels_of(train)}"
-            )
-        align_classes(val, train)
-    return Sources(train, val)
+    train = relabelled(train, data.relabel)
+    val = None if data.val is None else _open_val(data.val, data, train, "data.val")
+    sets = {
+        name: _open_val(component, data, train, f"data.val_sets.{name}")
+        for name, component in data.val_sets.items()
+    }
+    return Sources(train, val, sets)
+
+
+def _open_val(component: Component, data: DataConfig, train: Source, key: str) -> Source:
+    """Open a validation set whose classes are numbered as those of the training images."""
+    source = open_source(component, data.max_pixels)
+    if channels_of(source) != channels_of(train):
+        raise UserError(
+            f"{key}: its images have {channels_of(source)} channels, those of data have "
+            f"{channels_of(train)}"
+        )
+    align_classes(source, train, key)
+    return source
 
 
 def copy_data(sources: Sources, stage_to: str | None) -> Sources:
@@ -68,9 +81,12 @@ def copy_data(sources: Sources, stage_to: str | None) -> Sources:
     """
     if stage_to is None:
         return sources
-    train, val = (None if source is None else copied(source, stage_to) for source in sources)
-    assert train is not None
-    return Sources(train, val)
+    train, val, sets = sources
+    return Sources(
+        copied(train, stage_to),
+        None if val is None else copied(val, stage_to),
+        {name: copied(source, stage_to) for name, source in sets.items()},
+    )
 
 
 def check_data(config: Config, source: Source) -> Sampler:
@@ -104,9 +120,9 @@ def check_data(config: Config, source: Source) -> Sampler:
     return sampler
 
 
-def check_val(config: Config, source: Source) -> None:
-    """Raise ConfigError if only some images of ``data.val`` have the labels the method needs."""
+def check_val(config: Config, source: Source, key: str) -> None:
+    """Raise ConfigError if only some images of a set have the labels the method needs."""
     if source.labels is not None:
-        found = of_labels(config, count_unlabelled(source), len(source), "data.val")
+        found = of_labels(config, count_unlabelled(source), len(source), key)
         if problems := list(found):
             raise ConfigError(problems)

@@ -26,6 +26,7 @@ from selftask.data.loading.collate import Allocator, Batch, BatchBuffer, broken
 from selftask.data.loading.dataset import Dataset
 from selftask.data.loading.shared_memory import SlotPool, SlotRef, SlotWriter
 from selftask.data.reading.files import last_file
+from selftask.distributed.accelerator import pins_memory
 from selftask.distributed.heartbeat import activity
 from selftask.distributed.out_of_memory import OutOfMemoryKills
 from selftask.distributed.world import STOP_SIGNALS
@@ -106,7 +107,7 @@ class BatchReader:
                 if num_workers
                 else None,  # all they need is there then
                 collate_fn=_as_it_is,
-                pin_memory=device.type == "cuda",
+                pin_memory=pins_memory(device),
                 prefetch_factor=PREFETCH if num_workers else None,
                 worker_init_fn=partial(_start_worker, os.getpid()),
                 generator=torch.Generator(),  # starting must not draw from the global one

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from selftask.errors import ConfigError, plural
+from selftask.errors import ConfigError
 from selftask.random.permutation import BLOCK, EpochOrder
 from selftask.registry import SAMPLERS
 
@@ -120,11 +120,12 @@ class BatchSampler:
 
     def describe(self) -> str:
         """Describe the length of an epoch, in one line for the log."""
-        steps, length = self.steps_per_epoch, self.sampler.num_samples
-        shown = steps * self.batch_size
+        batches, length = self.steps_per_epoch, self.sampler.num_samples
+        shown = batches * self.batch_size
         rest = f", {length - shown:,} left over" if length > shown else ""
         return (
-            f"{self.sampler.describe()}; an epoch is {steps:,} {plural('step', steps)} of "
+            f"{self.sampler.describe()}; an epoch is {batches:,} "
+            f"{'batch' if batches == 1 else 'batches'} of "
             f"{self.batch_size:,} = {shown:,} samples{rest}"
         )
 

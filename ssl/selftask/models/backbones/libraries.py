@@ -105,7 +105,6 @@ class Torchvision:
         unknown name and for arguments that the model does not take.
         """
         import torchvision
-        from torch import nn
 
         check_name("torchvision", self.model)
         _refuse_given(self, "torchvision", "weights")
@@ -113,7 +112,7 @@ class Torchvision:
         model = _call(create, "torchvision", self)
         for name in _CLASSIFIERS:
             if hasattr(model, name):
-                setattr(model, name, nn.Identity())
+                setattr(model, name, _without_classes(getattr(model, name)))
         if channels != 3:
             _widen(model, channels)
         return model
@@ -180,6 +179,20 @@ def _refuse_given(config: Timm | Torchvision, library: str, *weights: str) -> No
             f"backbone.args.num_classes={config.args['num_classes']}: a backbone ends before its "
             "classifier; leave it out"
         )
+
+
+def _without_classes(classifier: nn.Module) -> nn.Module:
+    """Return what a classifier does before its linear layer if it pools the features itself.
+
+    ConvNeXt's is LayerNorm, Flatten and Linear; those of other models take flat features.
+    """
+    from torch import nn
+
+    flattens = any(isinstance(part, nn.Flatten) for part in classifier.children())
+    if not flattens:
+        return nn.Identity()
+    kept = [part for part in classifier.children() if not isinstance(part, nn.Linear)]
+    return nn.Sequential(*kept)
 
 
 def _widen(model: nn.Module, channels: int) -> None:

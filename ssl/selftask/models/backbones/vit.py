@@ -27,7 +27,7 @@ class _ViT:
     pool: Literal["token", "avg"] = "token"  # output feature: class token or mean patch
     class_token: bool = True
     drop_path: float = setting(0.0, min=0, below=1)  # rate in the last block; grows linearly from 0
-    dynamic_img_size: bool = False  # accept other sizes with interpolated positions: for multi-crop
+    dynamic_img_size: bool = False  # the exported model also accepts other sizes
 
     def problems(self, config: dict[str, Any]) -> Any:
         if self.img_size % self.patch_size:

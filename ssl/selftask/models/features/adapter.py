@@ -27,6 +27,8 @@ class Adapter(ABC):
         built_grid: Rows and columns of patches for the image size of the constructor; (0, 0) if it
             has none.
         mask_dim: Width of a mask token, that of the patch embedding.
+        interpolates: Whether ``extract`` accepts image sizes that the backbone's own forward pass
+            refuses, by interpolating its positions.
     """
 
     offers: frozenset[str] = frozenset()
@@ -35,6 +37,7 @@ class Adapter(ABC):
     stride: int = 0
     built_grid: Grid = (0, 0)
     mask_dim: int = 0
+    interpolates: bool = False
 
     @abstractmethod
     def extract(self, images: Tensor, request: Request) -> Features:

@@ -74,6 +74,36 @@ def extract(
     return adapter.extract(images, replace(request, layers=numbers))
 
 
+def pooled(backbone: nn.Module, images: Tensor) -> Tensor:
+    """Return pooled features (B, E) of images (B, C, H, W) of any size that ``extract`` accepts.
+
+    That is ``backbone(images)``, unless it is a transformer with a grid of another size.
+    """
+    size = fixed_size(backbone)
+    if size is None or tuple(images.shape[-2:]) == size or not interpolates(backbone):
+        features: Tensor = backbone(images)
+        return features
+    return extract(backbone, images).pooled
+
+
+def fixed_size(backbone: nn.Module) -> tuple[int, int] | None:
+    """Return the only image size in pixels that a transformer's forward pass accepts, or None."""
+    patches: Any = getattr(backbone, "patch_embed", None)
+    if getattr(patches, "strict_img_size", False):  # timm
+        height, width = patches.img_size
+        return height, width
+    side: Any = getattr(backbone, "image_size", None)  # torchvision
+    return (side, side) if isinstance(side, int) else side
+
+
+def interpolates(backbone: nn.Module) -> bool:
+    """Return whether ``extract`` interpolates positions for other image sizes."""
+    try:
+        return adapter_of(backbone).interpolates
+    except UserError:
+        return False
+
+
 def offers(backbone: nn.Module) -> frozenset[str]:
     """Return what ``extract`` supports for a backbone beside pooled features; see ``Adapter``."""
     try:
@@ -102,7 +132,14 @@ class Own(Adapter):
     def __init__(self, backbone: Any) -> None:
         self.backbone = backbone
         self.offers = frozenset(backbone.offers)
-        for name in ("num_layers", "patch_size", "stride", "built_grid", "mask_dim"):
+        for name in (
+            "num_layers",
+            "patch_size",
+            "stride",
+            "built_grid",
+            "mask_dim",
+            "interpolates",
+        ):
             if hasattr(backbone, name):
                 setattr(self, name, getattr(backbone, name))
 

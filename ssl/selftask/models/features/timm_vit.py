@@ -5,11 +5,9 @@ With all patches and the image size of the constructor, each operation is that o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from selftask.models.features.adapter import Adapter
@@ -21,8 +19,8 @@ from selftask.models.features.tokens import (
     from_sequence,
     gather_tokens,
     mean_token,
+    resample,
 )
-from selftask.models.precision import to_float32
 
 if TYPE_CHECKING:
     from timm.models import VisionTransformer
@@ -32,6 +30,7 @@ class TimmViT(Adapter):
     """Adapter for any class token, registers, fixed or dynamic size, and pooling."""
 
     offers = frozenset({"dense", "hidden", "tokens", "subset"})
+    interpolates = True
 
     def __init__(self, vit: VisionTransformer) -> None:
         self.vit = vit
@@ -110,21 +109,10 @@ class TimmViT(Adapter):
         built = self.built_grid
         num_prefix = 0 if vit.no_embed_class else vit.num_prefix_tokens
         if grid != built:
-            of_patches = resample(positions[:, num_prefix:], built, grid or ())
-            positions = torch.cat([positions[:, :num_prefix], of_patches], dim=1)
+            positions = resample(positions, built, grid or (), num_prefix=num_prefix)
         if num_prefix:
             prefix = prefix + positions[:, :num_prefix]
         return prefix, positions[:, num_prefix:]
-
-
-def resample(positions: Tensor, built: Sequence[int], grid: Sequence[int]) -> Tensor:
-    """Interpolate positions (1, N, E) from one grid to another, like ``resample_abs_pos_embed``.
-
-    timm's function rounds float64 to float32, so several ranks would differ from one.
-    """
-    as_map = to_float32(positions).unflatten(1, tuple(built)).permute(0, 3, 1, 2)  # (1, E, h, w)
-    resized = F.interpolate(as_map, size=tuple(grid), mode="bicubic", antialias=True)
-    return resized.flatten(2).transpose(1, 2).to(positions.dtype)
 
 
 def _fill(x: Tensor, padding: Tensor) -> Tensor:

@@ -5,11 +5,15 @@ B images, P prefix tokens (class, registers), N patches in a grid of h x w, K of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from selftask.models.precision import to_float32
 
 Grid = tuple[int, int]
 """Rows and columns of patches."""
@@ -103,6 +107,29 @@ def mean_token(tokens: Tensor, padding: Tensor) -> Tensor:
     """Return the mean of tokens (B, K, E) without padding (B, K): (B, E)."""
     inside = ~padding[..., None]
     return (tokens * inside).sum(dim=1) / inside.sum(dim=1)
+
+
+def resample(
+    positions: Tensor, built: Sequence[int], grid: Sequence[int], *, num_prefix: int = 0
+) -> Tensor:
+    """Interpolate learned positions from one grid of patches to another.
+
+    Bicubic with antialiasing, like ``timm.layers.resample_abs_pos_embed``, which rounds float64 to
+    float32, so that several ranks would differ from one.
+
+    Args:
+        positions: (1, P + N, E), prefix tokens first.
+        built: Rows and columns of the N patches.
+        grid: Rows and columns of M patches.
+        num_prefix: Number P of prefix tokens, whose positions are unchanged.
+
+    Returns:
+        (1, P + M, E).
+    """
+    prefix, patches = positions[:, :num_prefix], positions[:, num_prefix:]
+    as_map = to_float32(patches).unflatten(1, tuple(built)).permute(0, 3, 1, 2)  # (1, E, h, w)
+    resized = F.interpolate(as_map, size=tuple(grid), mode="bicubic", antialias=True)
+    return torch.cat([prefix, resized.flatten(2).transpose(1, 2).to(positions.dtype)], dim=1)
 
 
 def attention_mask(padding: Tensor, num_prefix: int) -> Tensor:

@@ -9,13 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from selftask.models.features.adapter import Adapter
-from selftask.models.features.tokens import Features, Grid, Request, from_map, from_sequence
+from selftask.models.features.tokens import (
+    Features,
+    Grid,
+    Request,
+    from_map,
+    from_sequence,
+    resample,
+)
 
 
 class TorchvisionViT(Adapter):
     """Adapter of torchvision's VisionTransformer, also for other image sizes."""
 
     offers = frozenset({"dense", "hidden", "tokens"})
+    interpolates = True
 
     def __init__(self, vit: Any) -> None:
         self.vit = vit
@@ -54,12 +62,7 @@ class TorchvisionViT(Adapter):
     def _positions(self, grid: Grid) -> Tensor:
         if grid == self.built_grid:
             return self.positions
-        from timm.layers import resample_abs_pos_embed
-
-        resized: Tensor = resample_abs_pos_embed(
-            self.positions, list(grid), list(self.built_grid), num_prefix_tokens=1
-        )
-        return resized
+        return resample(self.positions, self.built_grid, grid, num_prefix=1)
 
 
 class TorchvisionStages(Adapter):
@@ -102,10 +105,12 @@ class TorchvisionStages(Adapter):
                 hidden[number] = from_map(x.permute(0, 3, 1, 2) if self.is_swin else x)
         if self.is_swin:
             x = model.permute(model.norm(x))
-        pooled = torch.flatten(model.avgpool(x), 1)
+        pooled = model.avgpool(x)
         for name in ("fc", "classifier", "head"):
             if hasattr(model, name):
-                pooled = getattr(model, name)(pooled)
+                last = getattr(model, name)
+                flattens = any(isinstance(part, nn.Flatten) for part in last.children())
+                pooled = last(pooled if flattens else torch.flatten(pooled, 1))
         return Features(pooled, from_map(x), hidden)
 
 

@@ -45,9 +45,9 @@ def save_backbone(backbone: nn.Module, folder: str | Path, meta: dict[str, Any])
     state = portable_state(backbone)
     facts = {"format": "selftask backbone 1", "embed_dim": embed_dim(backbone), **meta}
     text = json.dumps(facts, indent=2) + "\n"
-    _replace(folder / SAFETENSORS, lambda path: path.write_bytes(save(state)))
-    _replace(folder / META, lambda path: path.write_text(text, encoding="utf-8"))
-    _replace(folder / WEIGHTS, lambda path: write_checked(state, path))
+    write_whole(folder / SAFETENSORS, lambda path: path.write_bytes(save(state)))
+    write_whole(folder / META, lambda path: path.write_text(text, encoding="utf-8"))
+    write_whole(folder / WEIGHTS, lambda path: write_checked(state, path))
     return folder / WEIGHTS
 
 
@@ -92,7 +92,7 @@ def portable_state(module: nn.Module) -> dict[str, Tensor]:
     return clean
 
 
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     """Write a temporary file beside ``path``, sync it to disk and rename it."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:

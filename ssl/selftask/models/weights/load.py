@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from selftask.checkpoint.rotation import MANIFEST
-from selftask.errors import UserError, plural
+from selftask.errors import UserError, nearest, plural
 from selftask.files.addresses import fetch
 from selftask.files.paths import is_file, is_folder, names_in
 from selftask.logs import get_logger
@@ -94,8 +95,30 @@ def refuse_sharded(path: Path) -> None:
         )
 
 
+def with_prefix(state: State, prefix: str, what: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with ``prefix``, without it.
+
+    Raises UserError, with the parts of the file, if there are none.
+    """
+    found = {key.removeprefix(prefix): v for key, v in state.items() if key.startswith(prefix)}
+    if not found:
+        known = list(dict.fromkeys(key[: key.rfind(".") + 1] for key in state))
+        close = get_close_matches(prefix, known, n=1, cutoff=0.0)
+        raise UserError(
+            f"{what}: no tensor has the prefix {prefix!r}; the nearest is {close[0]!r}"
+            if close
+            else f"{what}: no tensor has a prefix"
+        )
+    return found
+
+
 def load_weights(
-    module: nn.Module, state: State, *, min_matched: float = 1.0, what: str = "weights"
+    module: nn.Module,
+    state: State,
+    *,
+    min_matched: float = 1.0,
+    skip: Sequence[str] = (),
+    what: str = "weights",
 ) -> None:
     """Load ``state`` into ``module``, from a file of any layout in ``layouts``.
 
@@ -106,13 +129,14 @@ def load_weights(
         state: Result of ``read_state``.
         min_matched: Minimum fraction of the module's tensors to find; the others keep their values.
             With 1.0, tensors of the file's network beyond the module must belong to a head.
+        skip: Patterns (``conv1.*``) of the module's tensors that keep their values.
         what: Name of the file in messages.
 
     Raises:
         UserError: With missing and unexpected keys, differing shapes and nearest names, or if
             several networks match. The module is then unchanged.
     """
-    match = _match(module, state, what)
+    match = _match(module, state, what, _skipped(module, skip, what))
     share = len(match.found) / max(1, match.num_wanted)
     if share < min_matched or (min_matched >= 1.0 and not match.is_complete):
         raise UserError(_explain(match, min_matched, what))
@@ -159,14 +183,32 @@ class _Match:
         return f"{len(self.found)}/{self.num_wanted} tensors ({parts})"
 
 
-def _match(module: nn.Module, state: State, what: str) -> _Match:
-    """Compare the module with the best-matching network of the file."""
-    own = module.state_dict()
+def _skipped(module: nn.Module, patterns: Sequence[str], what: str) -> set[str]:
+    """Return the names of tensors that match a pattern. Raises UserError for an idle pattern."""
+    known = list(module.state_dict())
+    skipped: set[str] = set()
+    for pattern in patterns:
+        matches = fnmatch.filter(known, pattern)
+        if not matches:
+            raise UserError(
+                f"{what}: skip: {pattern!r} matches no tensor of the backbone; "
+                f"{nearest(pattern, known)}"
+            )
+        skipped.update(matches)
+    if skipped:
+        log.info("%s: %d tensors keep their values (%s)", what, len(skipped), ", ".join(patterns))
+    return skipped
+
+
+def _match(module: nn.Module, state: State, what: str, skipped: Set[str]) -> _Match:
+    """Compare the module, without ``skipped`` tensors, with the best network of the file."""
+    own = {key: value for key, value in module.state_dict().items() if key not in skipped}
     placed = place(state, own)
     if placed.rivals:
         names = ", ".join(map(repr, (placed.prefix, *placed.rivals)))
         raise UserError(
-            f"{what}: holds several networks that fit ({names}); keep one of them in a file"
+            f"{what}: holds several networks that fit ({names}); choose one by init.prefix, or "
+            "keep one of them in a file"
         )
     known = {key: value for key, value in placed.inner.items() if key in own}
     found, misshapen = {}, {}
@@ -181,7 +223,7 @@ def _match(module: nn.Module, state: State, what: str) -> _Match:
             shapes = tuple(value.shape), tuple(fitting.shape)
             log.info("%s: %s is interpolated from %s to %s", what, key, *shapes)
         found[key] = fitting
-    beyond = [key for key in placed.inner if key not in own]
+    beyond = [key for key in placed.inner if key not in own and key not in skipped]
     heads = [placed.prefix + key for key in beyond if key.startswith(_HEADS)]
     return _Match(
         wanted=[key for key in own if key in placed.inner or not key.endswith(_COUNTER)],

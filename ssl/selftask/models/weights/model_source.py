@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from selftask.checkpoint import store
+from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.mirror import local_run
 from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.config.checks.image_size import resized_backbone, resized_pipeline, undivided
@@ -24,7 +26,13 @@ from selftask.logs import get_logger
 from selftask.models.backbones.libraries import check_name
 from selftask.models.build import build_backbone, embed_dim
 from selftask.models.weights.export import META, WEIGHTS
-from selftask.models.weights.load import load_weights, read_state, refuse_sharded
+from selftask.models.weights.load import (
+    backbone_state,
+    load_weights,
+    read_state,
+    refuse_sharded,
+    with_prefix,
+)
 
 log = get_logger(__name__)
 
@@ -120,18 +128,28 @@ def load_init(backbone: nn.Module, config: Config) -> None:
     init = config.init
     if init.backbone is not None and not goes_on(config):
         weights = read_weights(init.backbone)
-        load_weights(backbone, weights, min_matched=init.min_matched, what="init.backbone")
+        if init.prefix is not None:
+            weights = with_prefix(weights, init.prefix, "init.prefix")
+        load_weights(
+            backbone,
+            weights,
+            min_matched=init.min_matched,
+            skip=init.skip,
+            what="init.backbone",
+        )
 
 
 def read_weights(address: str) -> dict[str, Tensor]:
     """Return the weights at an address, to initialise a network (``init.backbone``).
 
-    The address is one of ``open_model``, or any file of weights. Its architecture need not be
-    known: ``load_weights`` checks whether the weights match.
+    The address is one of ``open_model``, any file of weights, or ``RUN@best`` or ``RUN@STEP``. Its
+    architecture need not be known: ``load_weights`` checks whether the weights match.
     """
     library, name = _split(address)
     if library:
         return _download(library, name)
+    if (checkpoint := named_checkpoint(address)) is not None:
+        return backbone_state(store.load(checkpoint))
     path = local_run(address)
     return read_state(_place(path).weights if is_folder(expand_user(path)) else path)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from selftask.models.features.tokens import resample
+
 
 def interpolate_positions(module: nn.Module, key: str, positions: Tensor) -> Tensor | None:
     """Resize the positions of a pretrained transformer to the grid of ``module``.
@@ -33,12 +35,7 @@ def interpolate_positions(module: nn.Module, key: str, positions: Tensor) -> Ten
         return None
     if positions.shape[2] != wanted.shape[2]:
         return None
-    from timm.layers import resample_abs_pos_embed
-
-    resized: Tensor = resample_abs_pos_embed(
-        positions, list(grid), [side, side], num_prefix_tokens=num_prefix
-    )
-    return resized
+    return resample(positions, (side, side), grid, num_prefix=num_prefix)
 
 
 def _grid(module: Any) -> tuple[int, int] | None:

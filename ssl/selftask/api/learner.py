@@ -1,0 +1,169 @@
+"""A method in anyone's training loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selftask.api.batches import as_batch
+from selftask.batch import Batch
+from selftask.config.run_length import Clock, RunLength
+from selftask.errors import UserError, nearest
+from selftask.hooks.base import defines
+from selftask.methods.base import Method
+from selftask.models.build import with_embed_dim
+from selftask.registry import METHODS
+
+
+class Learner(nn.Module):
+    """Backbone, head and method as one module whose forward pass returns the loss.
+
+    ::
+
+        learner = selftask.Learner("moco", backbone, steps=1000, batch_size=256)
+        optimizer = torch.optim.SGD(learner.parameters(), lr=0.03)
+        for views in loader:
+            loss = learner(views)
+            optimizer.zero_grad()
+            loss.backward()
+            learner.after_backward()  # DINO and SwAV freeze a layer at first
+            optimizer.step()
+            learner.update()  # teacher and queue follow
+
+    Its state dict holds network, teacher, queue and progress. In DDP each rank's loss is its part
+    of that of all ranks.
+
+    Args:
+        method: A name, or a method as an object or class.
+        backbone: Images (B, C, H, W) -> features (B, E), trained in place.
+        steps: Length of the training, for the schedules of teacher and temperatures.
+        batch_size: Samples of a batch, over all ranks.
+        num_images: Images of the data set, for methods with a memory of each of them.
+        channels: Channels of the images.
+        seed: Of masks and other draws of the method.
+        **options: Options of the method.
+    """
+
+    def __init__(
+        self,
+        method: str | Method | type[Method],
+        backbone: nn.Module,
+        *,
+        steps: int,
+        batch_size: int,
+        num_images: int | None = None,
+        channels: int = 3,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        loss = _build(method, options)
+        if defines(loss, "on_phase_start"):
+            raise UserError(
+                f"{type(loss).__name__} looks at the whole data set before each epoch; "
+                "train it with selftask.train"
+            )
+        samples = num_images or steps * batch_size
+        length = RunLength(num_samples=samples, batch_size=batch_size, max_steps=steps)
+        self._task = _TaskOfLearner(length, channels, seed)
+        backbone = with_embed_dim(backbone, type(backbone).__name__, channels)
+        loss.check_backbone(backbone)
+        self.network = self._task.base_model = loss.build_network(backbone, self._task)
+        loss.setup(self._task)
+        self.method = self._task.loss = loss
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The backbone to keep: the network's, or in some methods the teacher's."""
+        backbone: nn.Module = self.method.export_backbone(self.network)
+        return backbone
+
+    def forward(
+        self,
+        views: Tensor | list[Tensor] | Batch,
+        *,
+        labels: Tensor | None = None,
+        index: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss.
+
+        Args:
+            views: Float views (B, C, H, W) of the images, or a ``Batch`` for methods that need
+                crop boxes or captions.
+            labels: (B,), for methods with labels.
+            index: (B,), number of each image in the data set, for methods with a memory.
+        """
+        task = self._task
+        batch = as_batch(views, task.clock.batch, task.length.batches_per_epoch)
+        if labels is not None:
+            batch.labels = labels
+        if index is not None:
+            batch.index, batch.key = index, torch.stack([batch.key[:, 0], index], dim=1)
+        task.train, task.device, task.last_batch = self.training, batch.index.device, batch
+        self.method.prepare_batch(batch, task)
+        batch.output = self.network(batch.input)
+        self.method.on_forward(task)
+        batch.local_loss = self.method(batch.output, batch)
+        return batch.local_loss
+
+    def after_backward(self) -> None:
+        """Change gradients as the method wants, before the optimizer's step."""
+        self.method.on_backward(self._task)
+
+    def update(self) -> None:
+        """Move teacher, queue and schedules on, after the optimizer's step."""
+        self.method.on_update(self._task)
+        self._task.clock.advance()
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": self._task.clock.steps_done}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self._task.clock.steps_done = self._task.clock.batch = state["steps"]
+
+
+class _TaskOfLearner:
+    """The part of a task that methods ask for."""
+
+    loss: Method
+    base_model: nn.Module
+    last_batch: Batch
+    device: torch.device
+
+    def __init__(self, length: RunLength, channels: int, seed: int) -> None:
+        self.length, self.clock, self.train = length, Clock(length), True
+        self.data_module = SimpleNamespace(
+            num_images=length.num_samples, channels=channels, num_classes=0
+        )
+        self.config = SimpleNamespace(
+            train=SimpleNamespace(seed=seed), init=SimpleNamespace(backbone=None)
+        )
+        self.logged: dict[str, Any] = {}
+        self.should_log = self.has_test_phases = False
+
+    @property
+    def where(self) -> float:
+        return self.clock.where
+
+    @property
+    def steps_done(self) -> int:
+        return self.clock.steps_done
+
+    def log(self, name: str, value: Any) -> None:
+        self.logged[name] = value
+
+
+def _build(method: str | Method | type[Method], options: dict[str, Any]) -> Any:
+    """Return the method object; raise UserError for an unknown name or option."""
+    if isinstance(method, Method):
+        return method
+    kind = METHODS[method] if isinstance(method, str) else method
+    known = [field.name for field in dataclasses.fields(kind.Config)]
+    for name in options:
+        if name not in known:
+            raise UserError(f"{kind.__name__} has no option {name!r}; {nearest(name, known)}")
+    return kind(kind.Config(**options))

@@ -1,0 +1,97 @@
+"""A trained backbone with the transforms of its images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selftask.config.schema import Component
+from selftask.data.reading.image import as_picture, read_image
+from selftask.data.views import build_pipeline
+from selftask.models.weights.model_source import PRETRAINED, open_model
+from selftask.random.views import draw_rng
+
+_BATCH_SIZE = 256  # affects memory only
+
+
+class Model(nn.Module):
+    """A backbone in evaluation mode: transformed images (B, C, H, W) -> features (B, E).
+
+    Args:
+        backbone: The module.
+        facts: Its metadata, as in ``backbone.json``.
+    """
+
+    def __init__(self, backbone: nn.Module, facts: dict[str, Any]) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.facts = facts
+        self.channels: int = facts.get("channels", 3)
+        components = [
+            Component(name=t["name"], args={k: v for k, v in t.items() if k != "name"})
+            for t in facts.get("transforms", [])
+        ]
+        self._pipeline = build_pipeline(components, "transforms", self.channels)
+        self.eval()
+
+    @property
+    def embed_dim(self) -> int:
+        """Number of features, E."""
+        return int(self.facts["embed_dim"])
+
+    def transform(self, image: Any) -> Tensor:
+        """Return the network's input (C, H, W) of one image, as in the run's evaluations.
+
+        Args:
+            image: A file, Pillow image, array (H, W, C) or tensor. Random transforms draw the same
+                for every image.
+        """
+        if isinstance(image, str | Path):
+            image = read_image(str(image))
+        pixels = self._pipeline(as_picture(image, self.channels), draw_rng(0, 0, 0, 0))
+        return self._pipeline.to_float(torch.from_numpy(pixels)[None])[0]
+
+    @torch.no_grad()
+    def features(self, images: Tensor | Sequence[Any]) -> Tensor:
+        """Return features (N, E), on the CPU.
+
+        Args:
+            images: A tensor (N, C, H, W) of transformed images, or images for ``transform``.
+        """
+        device = next(self.parameters()).device
+        parts = []
+        for first in range(0, len(images), _BATCH_SIZE):
+            part = images[first : first + _BATCH_SIZE]
+            if not isinstance(part, Tensor):
+                part = torch.stack([self.transform(image) for image in part])
+            parts.append(self(part.to(device)).cpu())
+        return torch.cat(parts)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.backbone(images)
+        return features
+
+
+def load(
+    model: str | Path,
+    *,
+    weights: str = PRETRAINED,
+    image_size: int | None = None,
+    trust: bool = False,
+) -> Model:
+    """Load a trained backbone, on the CPU and in evaluation mode.
+
+    Args:
+        model: A run folder, an exported ``backbone.pt``, ``timm:NAME`` or ``torchvision:NAME``.
+        weights: For a library's model: ``pretrained``, ``none`` (random), or a file.
+        image_size: Adapt model and transforms to images of that many pixels.
+        trust: Allow an architecture in the user's own code, which is then imported.
+
+    Raises:
+        UserError: If something is missing or does not match.
+    """
+    return Model(*open_model(str(model), weights=weights, trust=trust, image_size=image_size))

@@ -1,0 +1,104 @@
+"""Python objects where a config has names.
+
+A config is text. Data sets and backbones become attributes of this module, ``custom`` things of a
+config by their address. Classes and functions are registered under their own names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from selftask.config.keys import Key, dotted, is_source
+from selftask.errors import UserError
+from selftask.methods.base import Method
+from selftask.registry import METHODS, REGISTRIES, TASKS, TRAIN_STEPS, Registry
+
+_REGISTRIES: dict[Key, Registry] = {
+    ("method",): METHODS,
+    ("task",): TASKS,
+    ("train", "step"): TRAIN_STEPS,
+    **{(kind,): REGISTRIES[kind] for kind in ("hooks", "meters")},
+    ("eval", "evaluations"): REGISTRIES["evaluations"],
+}
+
+
+def overrides(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings as ``key=value``, with names in place of objects.
+
+    Args:
+        settings: Dotted keys or nested dicts. Accepted objects are a module as ``backbone``, a
+            map-style data set as ``data``, ``data.val`` or one of ``data.val_sets``, an instance
+            or class as ``method``, a class of torch.optim as the optimizer's name, and classes or
+            functions as names of a task, train step, hook, meter or evaluation.
+    """
+    return [
+        f"{key}={_flow(_plain(value, tuple(key.split('.'))))}" for key, value in settings.items()
+    ]
+
+
+def _plain(value: Any, key: Key) -> Any:
+    """Return what a config holds for a value at ``key``."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item, (*key, str(name))) for name, item in value.items()}
+    if key == ("backbone",) and isinstance(value, nn.Module):
+        return {"name": "custom", "model": _address("backbone", value)}
+    if isinstance(value, list | tuple):
+        return [_plain(item, (*key, str(index))) for index, item in enumerate(value)]
+    if is_source(key) and hasattr(value, "__getitem__"):
+        address = _address("_".join(key), value)
+        return {"name": "custom", "dataset": address, "channels": getattr(value, "channels", 3)}
+    if isinstance(value, Method):
+        return {"name": _name(METHODS, type(value)), **dataclasses.asdict(value.config)}
+    if isinstance(value, type) and issubclass(value, torch.optim.Optimizer):
+        return f"torch:{value.__name__}"
+    registry = _registry(key)
+    if registry is not None and callable(value):
+        return _name(registry, value)
+    raise UserError(f"{dotted(key)}: {type(value).__name__} is no value of a config")
+
+
+def _registry(key: Key) -> Registry | None:
+    """Return the registry of the name at a key: of ``method``, ``method.name``, ``hooks.mine``."""
+    places = (key, key[:-1], key[:-2]) if key[-1] == "name" else (key, key[:-1])
+    return next((_REGISTRIES[place] for place in places if place in _REGISTRIES), None)
+
+
+def _address(place: str, thing: Any) -> str:
+    """Make an object importable; return ``package.module:name``, equal in the next session.
+
+    A later object of the same class takes the name. What a task trains is passed to it directly;
+    the name of a module gives a copy, which may be loaded with other weights.
+    """
+    name = f"{place}_{type(thing).__name__}"
+    globals()[name] = lambda: deepcopy(thing) if isinstance(thing, nn.Module) else thing
+    return f"{__name__}:{name}"
+
+
+def _name(registry: Registry, thing: Any) -> str:
+    """Return the name of a class or function, which is registered if it has none."""
+    known = (name for name in registry.names() if registry.imported(name) is thing)
+    name = next(known, None) or str(thing.__name__)
+    if registry.imported(name) is not thing:
+        registry.register(name)(thing)
+    return name
+
+
+def _flow(value: Any) -> str:
+    """Return a value in the grammar of ``key=value``: JSON with bare keys."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,129 @@
+"""Create and train tasks from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from selftask.api.batches import TaskOfBatches, describe
+from selftask.api.model import Model, load
+from selftask.api.objects import overrides
+from selftask.api.trainer import Trainer
+from selftask.config.compose import recipes
+from selftask.config.load import load_config
+from selftask.data.loading.open_data import open_data
+from selftask.errors import UserError
+from selftask.logs import read_metrics
+from selftask.methods.base import Method
+from selftask.registry import TASKS
+from selftask.run.local_ranks import starts_ranks
+from selftask.task import Task
+
+_BASE = "base/python.yaml"  # for a method without a recipe
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished training."""
+
+    task: Task
+
+    @property
+    def out(self) -> Path:
+        """The run folder."""
+        return self.task.out
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of ``metrics.jsonl``: losses, evaluations."""
+        return read_metrics(self.out / "metrics.jsonl")
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The last value of each metric."""
+        return {name: value for row in self.rows for name, value in row.items()}
+
+    def load(self) -> Model:
+        """Return the exported backbone, as ``selftask.load`` does."""
+        return load(self.out, trust=True)
+
+
+def train(
+    recipe: str | Method | type[Method],
+    *,
+    data: Any = None,
+    backbone: Any = None,
+    out: str | Path | None = None,
+    hooks: Iterable[Any] | Mapping[str, Any] = (),
+    **settings: Any,
+) -> Run:
+    """Train in this process, with the folder, log and resume of ``selftask train``.
+
+    ::
+
+        run = selftask.train("simclr", data="photos/", out="runs/a", train={"epochs": 100})
+        run = selftask.train("simclr", data=dataset, backbone=module, **{"train.epochs": 100})
+
+    Args:
+        recipe: A method, shipped recipe or yaml file; or a method as an object or class.
+        data: What ``data=`` is on the command line, or a map-style data set whose items are images
+            or (image, label).
+        backbone: A name, or a module: images (B, C, H, W) -> (B, E). It is trained in place.
+        out: The run folder; the same call again resumes.
+        hooks: Hook objects, or the ``hooks`` section, with names, sections or None by name.
+        **settings: Other settings by dotted key, or as nested dicts.
+
+    Raises:
+        ConfigError: With every mistake in the settings.
+        Interrupted: If a signal stopped the run; a checkpoint is saved.
+    """
+    named = {"data": data, "backbone": backbone, "out": out}
+    settings |= {key: value for key, value in named.items() if value is not None}
+    task = create_task(recipe, hooks=hooks, **settings)
+    Trainer().train(task)
+    return Run(task)
+
+
+def create_task(
+    recipe: str | Method | type[Method],
+    *,
+    batches: Iterable[Any] | None = None,
+    hooks: Iterable[Any] | Mapping[str, Any] = (),
+    **settings: Any,
+) -> Task:
+    """Create a task from names, settings and objects; ``Trainer().train(task)`` trains it.
+
+    Args:
+        recipe: As for ``train``. With ``batches`` a method only: no recipe is read.
+        batches: An epoch of batches instead of ``data``, such as a DataLoader: a tensor, a list of
+            views, (views, labels) or ``Batch`` each; views are float (B, C, H, W). It has a
+            length, and is iterated anew in each epoch, from the place of a checkpoint on a resume.
+        hooks: As for ``train``.
+        **settings: As for ``train``: ``data``, ``backbone``, ``out``, ``optimizer``, ...
+    """
+    if not isinstance(recipe, str) or batches is not None:
+        settings["method"] = recipe
+        recipe = str(recipes.folder() / _BASE)
+    if isinstance(hooks, Mapping):
+        settings["hooks"], hooks = hooks, ()
+    given = settings.get("backbone")
+    backbone = given if isinstance(given, nn.Module) else None
+    task: Task
+    if batches is None:
+        config = load_config(recipe, overrides(settings))
+        task = TASKS[config.task](config, sources=open_data(config.data), backbone=backbone)
+    else:
+        config = load_config(recipe, overrides({**describe(batches), **settings}))
+        task = TaskOfBatches(config, batches, backbone)
+    if starts_ranks(config):
+        raise UserError(
+            f"launch: {config.launch.world_size} processes cannot be started from Python; start "
+            "this script with torchrun, or use `selftask train`"
+        )
+    for hook in hooks:
+        task.add_hook(hook)
+    return task

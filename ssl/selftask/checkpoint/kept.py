@@ -1,0 +1,104 @@
+"""Checkpoints that stay beside the newest ones: the best by a metric, and every n-th for good.
+
+``checkpoints/kept.json`` names them. It is written after the checkpoint that it names, so that it
+never names one that was not there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from selftask.checkpoint import rotation
+from selftask.checkpoint.manifest import write_durably
+from selftask.checkpoint.rotation import checkpoints, step_of
+from selftask.errors import UserError
+
+FILE = "kept.json"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Steps of checkpoints that rotation must not remove."""
+
+    metric: str | None = None
+    mode: str = "max"
+    best: tuple[tuple[int, float], ...] = ()  # step and value of the metric, the best one first
+    every: tuple[int, ...] = ()
+
+    @classmethod
+    def read(cls, folder: Path) -> Kept:
+        """Return what the file in ``folder`` says, of checkpoints that are there."""
+        try:
+            kept = cls.of(json.loads((folder / FILE).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, KeyError):
+            return cls()
+        return kept.only(map(step_of, checkpoints(folder)))
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Kept:
+        """Return the object of ``to_dict``."""
+        best = tuple((int(step), float(value)) for step, value in content["best"])
+        return cls(content["metric"], content["mode"], best, tuple(content["every"]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for json and for the state of a hook."""
+        best = [[step, value] for step, value in self.best]
+        return {"metric": self.metric, "mode": self.mode, "best": best, "every": list(self.every)}
+
+    def write(self, folder: Path) -> None:
+        """Write the file, or remove it if nothing is kept."""
+        if self.steps:
+            write_durably(folder / FILE, json.dumps(self.to_dict()))
+        else:
+            (folder / FILE).unlink(missing_ok=True)
+
+    def rotate(self, newest: Path, keep: int) -> None:
+        """Write the file, and remove all checkpoints but these and the ``keep`` newest."""
+        self.write(newest.parent)
+        rotation.rotate(newest, keep, self.steps)
+
+    @property
+    def steps(self) -> set[int]:
+        return {step for step, _ in self.best} | set(self.every)
+
+    def only(self, steps: Iterable[int]) -> Kept:
+        """Return the part of these steps."""
+        there = set(steps)
+        best = tuple(pair for pair in self.best if pair[0] in there)
+        return replace(self, best=best, every=tuple(step for step in self.every if step in there))
+
+    def with_value(self, step: int, value: float, count: int) -> Kept:
+        """Return the ``count`` best of those there and a new one. The earlier of equals is better.
+
+        A later value of the same step replaces the one before.
+        """
+        sign = -1 if self.mode == "max" else 1
+        others = [pair for pair in self.best if pair[0] != step]
+        ranked = sorted([*others, (step, value)], key=lambda pair: (sign * pair[1], pair[0]))
+        return replace(self, best=tuple(ranked[:count]))
+
+
+def named_checkpoint(address: str) -> Path | None:
+    """Return the checkpoint that ``RUN@best`` or ``RUN@STEP`` names; None for other addresses.
+
+    Raises:
+        UserError: If the run has no such checkpoint.
+    """
+    run, at, which = address.rpartition("@")
+    if not at or not (which == "best" or which.isdecimal()) or Path(address).exists():
+        return None
+    folder = Path(run).expanduser() / "checkpoints"
+    there = {step_of(path): path for path in checkpoints(folder)}
+    if which == "best":
+        best = Kept.read(folder).best
+        if not best:
+            raise UserError(f"{address}: {run} has no best checkpoint; train.keep_best keeps one")
+        return there[best[0][0]]
+    if int(which) not in there:
+        steps = ", ".join(map(str, sorted(there))) or "none"
+        raise UserError(f"{address}: {run} has no checkpoint of step {which}; there are: {steps}")
+    return there[int(which)]

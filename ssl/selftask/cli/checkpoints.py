@@ -1,0 +1,95 @@
+"""``selftask checkpoints``: list the checkpoints of a run."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from selftask.errors import UserError
+
+if TYPE_CHECKING:
+    from selftask.checkpoint.kept import Kept
+
+USAGE = """\
+usage: selftask checkpoints RUN
+
+Lists the checkpoints of a run, newest first: step, epoch, size, date, metric, why it is kept, and
+whether it can be read whole. The metric is that of train.keep_best, else of the evaluations.
+`selftask train ... resume=PATH` goes on from one, init.backbone=RUN@STEP or RUN@best starts with
+its backbone, `selftask export RUN@best` writes that."""
+
+HEADS = ("step", "epoch", "size", "date", "metric", "kept as", "state")
+
+
+def main(argv: list[str]) -> int:
+    """Print the table; return 1 if a checkpoint is damaged."""
+    if len(argv) != 1:
+        raise UserError(f"checkpoints needs one RUN\n{USAGE}")
+    from selftask.checkpoint.mirror import local_run
+    from selftask.checkpoint.rotation import checkpoints
+    from selftask.files.paths import is_folder
+
+    run = Path(local_run(argv[0], num_checkpoints=None)).expanduser()
+    if not is_folder(run):
+        raise UserError(f"{argv[0]}: there is no such run")
+    paths = checkpoints(run / "checkpoints")
+    if not paths:
+        raise UserError(f"{run}: has no checkpoint yet")
+    rows = _rows(run, paths)
+    widths = [max(len(row[n]) for row in (HEADS, *rows)) for n in range(len(HEADS))]
+    for row in (HEADS, *rows):
+        print(
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
+    return int(any(row[-1] != "good" for row in rows))
+
+
+def _rows(run: Path, paths: list[Path]) -> list[tuple[str, ...]]:
+    from selftask.checkpoint.kept import Kept
+    from selftask.checkpoint.rotation import step_of
+    from selftask.config.values.budget import show_bytes
+
+    kept = Kept.read(run / "checkpoints")
+    rows: list[tuple[str, ...]] = []
+    metrics = _metrics(run, kept)
+    for number, path in enumerate(paths):
+        step = step_of(path)
+        files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+        size = show_bytes(sum(file.stat().st_size for file in files))
+        date = datetime.fromtimestamp(path.stat().st_mtime).astimezone()
+        epoch, state = _read(path)
+        reasons = [f"best {place}" for place, (s, _) in enumerate(kept.best, 1) if s == step]
+        reasons += ["for good"] * (step in kept.every) + ["newest"] * (not number)
+        shown = f"{date:%Y-%m-%d %H:%M:%S}"
+        why = ", ".join(reasons) or "recent"
+        rows.append((str(step), epoch, size, shown, metrics.get(step, "-"), why, state))
+    return rows
+
+
+def _metrics(run: Path, kept: Kept) -> dict[int, str]:
+    """Return by step the metric that is kept by, or the figures of evaluations."""
+    from selftask.logs import read_metrics
+
+    path = run / "metrics.jsonl"
+    found: dict[int, str] = {}
+    for row in read_metrics(path) if path.exists() else ():
+        names = [kept.metric] if kept.metric else [name for name in row if "top1" in name]
+        text = " ".join(f"{name} {row[name]:.4g}" for name in names if row.get(name) is not None)
+        if text:
+            found[row["step"]] = text
+    return found
+
+
+def _read(path: Path) -> tuple[str, str]:
+    """Return the epoch of a checkpoint, and whether it is good."""
+    from selftask.checkpoint import store
+    from selftask.checkpoint.manifest import DamagedCheckpoint
+    from selftask.config.run_length import RunLength
+
+    try:
+        state = store.load_with({"clock": dict}, path)
+    except (DamagedCheckpoint, OSError) as error:
+        return "-", f"damaged: {error}"
+    length = RunLength(**state["length"])
+    return f"{state['clock']['batch'] / length.batches_per_epoch:.2f}", "good"

@@ -1,0 +1,111 @@
+"""``selftask test``: score a trained network, its classifier included, on labelled images."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from selftask.checkpoint.kept import named_checkpoint
+from selftask.checkpoint.mirror import local_run
+from selftask.cli.model.load_model import take
+from selftask.config.schema import Config, ResumeConfig
+from selftask.config.trust import TRUST, take_trust
+from selftask.errors import UserError
+from selftask.files.paths import exists
+from selftask.registry import METHODS
+
+USAGE = f"""\
+usage: selftask test RUN [data=DIR] [key=value ...]
+
+Loads the newest checkpoint of RUN (RUN@best, RUN@STEP: another one) and prints, as one JSON line,
+its meters and loss on labelled images. The run stays as it is.
+data=DIR      the images to test on; default: data.val of the run
+predictions=FILE   also write path, label, predicted class and its probability of each image (CSV)
+weights=ema   the average that hooks.ema (swa) keeps, instead of the trained weights
+meters.accuracy={{topk: [1, 5]}}   other meters than those of the run
+A method without a classifier has no meters: its loss is that of data=DIR in the views of training.
+{TRUST}"""
+
+
+def main(argv: list[str]) -> int:
+    """Print the scores of a run."""
+    if not argv or "=" in argv[0]:
+        raise UserError(f"test needs a RUN before any key=value\n{USAGE}")
+    words, trust = take_trust(argv[1:])
+    checkpoint = named_checkpoint(argv[0])
+    address = argv[0] if checkpoint is None else str(checkpoint.parent.parent)
+    run = Path(local_run(address, num_checkpoints=None)).expanduser()
+    if not exists(run / "config.yaml"):
+        raise UserError(f"{argv[0]}: there is no such run")
+    average, words = take("weights", words)
+    predictions, words = take("predictions", words)
+    words = [f"data.val={w[5:]}" if w.startswith("data=") else w for w in words]
+
+    from selftask.checkpoint.rotation import checkpoints
+    from selftask.config.load import load_config
+    from selftask.logs import json_row
+
+    config = load_config(str(run / "config.yaml"), words, trust=trust)
+    found = [checkpoint] if checkpoint is not None else checkpoints(run / "checkpoints")
+    if not found:
+        raise UserError(f"{run}: has no checkpoint yet")
+    if config.data.val is None:
+        raise UserError("test: the run has no data.val; give the labelled images, data=DIR")
+    with tempfile.TemporaryDirectory() as folder:
+        row = _scores(_beside(config, found[0], Path(folder), average), predictions)
+    print(json_row(row))
+    return 0
+
+
+def _beside(config: Config, checkpoint: Path, folder: Path, average: str | None) -> Config:
+    """Return the config of a task that only loads the checkpoint, on one process."""
+    hooks = {key: hook for key, hook in config.hooks.items() if key == average}
+    if average is not None and not hooks:
+        raise UserError(f"test: weights={average}: the run has no hooks.{average}")
+    return replace(
+        config,
+        out=str(folder),
+        hooks=hooks,
+        resume=ResumeConfig(checkpoint=str(checkpoint), data="allow"),
+        launch=replace(config.launch, nodes=1, processes=1),
+        parallel=replace(config.parallel, reduce="manual"),
+        train=replace(config.train, sharded_checkpoints=False, compile=False, threads="auto"),
+    )
+
+
+def _scores(config: Config, predictions: str | None) -> dict[str, float]:
+    """Return step, loss and meters, and write predictions; or the loss in the views of training."""
+    from contextlib import nullcontext
+
+    from selftask.evaluate.predictions import prediction_file
+    from selftask.evaluate.validation import validation_loss
+    from selftask.task import Task
+
+    task = Task(config)
+    if predictions is not None and not METHODS.declared(
+        config.method.name, "outputs_logits", False
+    ):
+        raise UserError(f"predictions: {config.method.name} gives no class scores to predict by")
+    try:
+        task.prepare()
+        for hook in task.named_hooks.values():
+            hook.on_start(task)
+        average = next(iter(task.averages.values()), None)
+        if config.hooks and average is None:
+            raise UserError(
+                f"test: the checkpoint has no averaged weights ({', '.join(config.hooks)})"
+            )
+        with average.in_place(task) if average is not None else nullcontext():
+            if not task.loss.outputs_logits:
+                row = validation_loss(task)
+            elif predictions is None:
+                row = task.score()
+            else:
+                source = task.data_module.val_source
+                assert source is not None, "main has refused a run without data.val"
+                with prediction_file(Path(predictions).expanduser(), source) as append:
+                    row = task.score(append)
+    finally:
+        task.close()
+    return {"step": task.steps_done, **row}

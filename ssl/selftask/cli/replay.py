@@ -1,0 +1,28 @@
+"""``selftask replay``: repeat a dumped step and find where NaN or infinity begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from selftask.errors import UserError
+
+USAGE = """\
+usage: selftask replay RUN/failures/step_N [key=value ...]
+
+Repeats the step of a run in which loss or gradient was not finite, on one process: the state
+before it, the batches of all ranks, the random states. Names images and weights that are not
+finite, the first module whose output is not, and gradients. The loss of a run of one process on a
+CPU is the same bit for bit. data=... if the images have moved; they are opened, not read.
+Exit code 1: the loss is another one here."""
+
+
+def main(argv: list[str]) -> int:
+    """Print the report; return 1 if the loss differs from the recorded one."""
+    folders = [word for word in argv if "=" not in word]
+    if len(folders) != 1:
+        raise UserError(f"replay needs one folder\n{USAGE}")
+    from selftask.task.replay import replay  # takes seconds to import
+
+    result = replay(Path(folders[0]), [word for word in argv if "=" in word])
+    print("\n".join(result.lines()))
+    return 0 if result.same else 1

@@ -1,0 +1,36 @@
+"""``selftask repro``: what differs here from the environment of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from selftask.errors import UserError
+
+USAGE = """\
+usage: selftask repro RUN
+
+Compares packages, code, machine and config of the run with those here, and prints the commands that
+repeat it. Exit code 1 if anything differs."""
+
+SHOWN = 20  # differences of a topic
+
+
+def main(argv: list[str]) -> int:
+    """Print the differences and the commands."""
+    if len(argv) != 1 or "=" in argv[0]:
+        raise UserError(f"repro needs one RUN\n{USAGE}")
+    from selftask.run.reproduction import command, differences, read_environment
+
+    run = Path(argv[0])
+    there = read_environment(run)
+    found = differences(run)
+    for topic, lines in found.items():
+        print(f"{topic}: {'the same' if not lines else ''}".rstrip())
+        for line in lines[:SHOWN]:
+            print(f"  {line}")
+        if len(lines) > SHOWN:
+            print(f"  and {len(lines) - SHOWN} more")
+    print("to repeat it:")
+    for line in command(run, there):
+        print(f"  {line}")
+    return 1 if any(found.values()) else 0

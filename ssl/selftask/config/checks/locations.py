@@ -1,0 +1,52 @@
+"""Files and addresses that a config names: ``out``, ``resume`` and ``init.backbone``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from selftask.config.checks.resuming import goes_on, uses_newest
+from selftask.config.keys import Key
+from selftask.config.schema import Config
+from selftask.errors import UserError, nearest
+from selftask.files import addresses
+from selftask.files.addresses import is_remote
+from selftask.files.paths import is_file, is_folder
+
+Problem = tuple[Key, str]
+
+
+def problems(config: Config) -> Iterator[Problem]:
+    """Yield problems of what cannot be read, and of an ``out`` that is no known address."""
+    try:
+        if is_remote(config.out):
+            addresses.manager(config.out)
+        newest, resumed = uses_newest(config), goes_on(config)
+    except UserError as error:
+        yield ("out",), f"out={error}"
+        return
+    resume, start = config.resume.checkpoint, config.init.backbone
+    if resume != "never" and not newest:
+        hint = nearest(resume, ["auto", "never"])
+        wanted = f"neither 'auto', 'never' nor an existing checkpoint; {hint}"
+        yield from _unreadable(("resume", "checkpoint"), "resume", resume, wanted)
+    for name in ("prefix", "skip"):
+        if start is None and (given := getattr(config.init, name)):
+            yield ("init", name), f"init.{name}={given!r} has no effect without init.backbone"
+    if start is None or resumed or start.startswith(("timm:", "torchvision:")):
+        return
+    run, at, which = start.rpartition("@")
+    of_run = at and (which == "best" or which.isdecimal()) and is_folder(run)
+    if not of_run:  # a checkpoint of a run is looked up when weights are read
+        wanted = "neither a file or run nor timm:NAME or torchvision:NAME"
+        yield from _unreadable(("init", "backbone"), "init.backbone", start, wanted)
+
+
+def _unreadable(key: Key, name: str, path: str, wanted: str) -> Iterator[Problem]:
+    """Yield a problem if no file or folder is there; reading a pipe would wait for ever."""
+    try:
+        found = addresses.exists(path) if is_remote(path) else is_file(path) or is_folder(path)
+    except UserError as error:
+        yield key, f"{name}={error}"
+        return
+    if not found:
+        yield key, f"{name}={path!r}: {wanted}"

@@ -1,0 +1,38 @@
+"""The sections of a config, with types, defaults, limits and units.
+
+The fields of a *named* thing (method, backbone, hook, ...) are not here: its ``Config``, beside
+its code, is their schema, and in the yaml they stand flat beside ``name``.
+
+``config/load.py`` makes these objects; everybody else only reads them.
+"""
+
+from selftask.config.schema.component import Component, HookComponent, plain
+from selftask.config.schema.config import DEFAULT_HOOKS, SHARED, Config
+from selftask.config.schema.data import DataConfig
+from selftask.config.schema.evaluation import EvalConfig
+from selftask.config.schema.launch import LaunchConfig, ParallelConfig
+from selftask.config.schema.optimizer import OptimizerConfig
+from selftask.config.schema.resume import InitConfig, ResumeConfig
+from selftask.config.schema.train import CompileConfig, GradScalerConfig, TrainConfig
+from selftask.config.schema.views import ViewConfig, num_views
+
+__all__ = [
+    "DEFAULT_HOOKS",
+    "SHARED",
+    "CompileConfig",
+    "Component",
+    "Config",
+    "DataConfig",
+    "EvalConfig",
+    "GradScalerConfig",
+    "HookComponent",
+    "InitConfig",
+    "LaunchConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "ResumeConfig",
+    "TrainConfig",
+    "ViewConfig",
+    "num_views",
+    "plain",
+]

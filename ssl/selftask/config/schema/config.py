@@ -1,0 +1,112 @@
+"""The complete config of a training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from selftask.config.fields import setting
+from selftask.config.keys import Key
+from selftask.config.schema.component import Component, HookComponent, entries
+from selftask.config.schema.data import DataConfig
+from selftask.config.schema.evaluation import EvalConfig
+from selftask.config.schema.launch import LaunchConfig, ParallelConfig
+from selftask.config.schema.optimizer import OptimizerConfig
+from selftask.config.schema.resume import InitConfig, ResumeConfig
+from selftask.config.schema.train import TrainConfig
+from selftask.config.schema.views import ViewConfig
+from selftask.files.addresses import work_folder
+
+DEFAULT_HOOKS = (
+    "health",
+    "evaluation",
+    "metrics",
+    "progress",
+    "export",
+    "checkpoint",
+    "preemption",
+)
+"""Hooks that every run has unless its config takes them out: ``hooks.health=null``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Complete config of a training; equal configs give equal trainings."""
+
+    recipe: str  # as given on the command line
+    task: str = "standard"  # registered name of a class: Task, or a subclass of one's own
+    data: DataConfig = setting(missing="data=FOLDER takes any tree of images")
+    views: dict[str, ViewConfig]  # in the order in which they reach the method
+    backbone: Component = setting(of="backbones", missing="give the name of a backbone")
+    method: Component = setting(of="methods", missing="give the name of a method")
+    train: TrainConfig
+    optimizer: OptimizerConfig = setting(missing="give its name and lr")
+    meters: dict[str, Component] = setting(of="meters")
+    hooks: dict[str, HookComponent] = setting(of="hooks")
+    eval: EvalConfig
+    # lowest and highest last value of metrics, {knn_top1: [0.66, 0.74]}; else the run has failed
+    expected: dict[str, tuple[float, float]] = setting({}, also=["expected_results"])
+    init: InitConfig
+    resume: ResumeConfig
+    parallel: ParallelConfig
+    launch: LaunchConfig
+    out: str = setting(path=True)  # the run folder
+    imports: list[str]  # yaml `import`: the user's own modules
+    places: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+    # dotted key -> where its value comes from; read through `place`
+
+    @property
+    def out_folder(self) -> Path:
+        """Local folder of the run: ``out``, or the local copy of its address."""
+        return work_folder(self.out)
+
+    def place(self, key: str) -> str:
+        """Return where a key was set: ``file.yaml:14``, ``command line: ...`` or a default.
+
+        A key without a place of its own has that of the section around it.
+        """
+        while key not in self.places and "." in key:
+            key = key.rpartition(".")[0]
+        return self.places.get(key, "default")
+
+    @property
+    def pipelines(self) -> dict[Key, list[Component]]:
+        """Every list of transforms by its key."""
+        lists: dict[Key, list[Component]] = {
+            ("views", name, "transforms"): group.transforms for name, group in self.views.items()
+        }
+        return {**lists, ("eval", "transforms"): self.eval.transforms}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of ``config.yaml``, which loads back to an equal Config."""
+        return {
+            "recipe": self.recipe,
+            "import": list(self.imports),
+            **({} if self.task == "standard" else {"task": self.task}),
+            "data": self.data.to_dict(),
+            "views": {name: view.to_dict() for name, view in self.views.items()},
+            "backbone": self.backbone.to_dict(),
+            "method": self.method.to_dict(),
+            "train": self.train.to_dict(),
+            "optimizer": self.optimizer.to_dict(),
+            "meters": entries(self.meters),
+            "hooks": {
+                **dict.fromkeys([n for n in DEFAULT_HOOKS if n not in self.hooks]),
+                **entries(self.hooks),
+            },
+            "eval": self.eval.to_dict(),
+            "expected": {name: list(bounds) for name, bounds in self.expected.items()},
+            "init": self.init.to_dict(),
+            "resume": self.resume.to_dict(),
+            "parallel": self.parallel.to_dict(),
+            "launch": self.launch.to_dict(),
+            "out": self.out,
+        }
+
+
+SHARED: dict[Key, frozenset[str]] = {
+    ("data",): frozenset(f.name for f in fields(DataConfig)) - {"source", "val", "val_sets"},
+    ("optimizer",): frozenset(f.name for f in fields(OptimizerConfig)) - {"name", "args"},
+}
+"""Fields of sections with a name that stay if the config names another thing there."""

@@ -1,0 +1,115 @@
+"""The ``optimizer`` section."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from selftask.config.fields import setting
+from selftask.config.schema.component import own, plain
+
+_COMMON = ("start", "end", "warmup", "warmup_start", "warmup_shape", "update")
+"""Fields that every schedule has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledLR:
+    """A learning rate for a reference batch, scaled with the batch of a step."""
+
+    base: float = setting(min=0)
+    per: int = setting(256, min=1)  # samples: the batch for which ``base`` is meant
+    rule: Literal["linear", "sqrt"] = "linear"  # times batch / per, or its root
+
+    def factor(self, batch: int) -> float:
+        """Return the factor for a batch: all samples of a step, on all ranks."""
+        ratio = batch / self.per
+        return ratio if self.rule == "linear" else math.sqrt(ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRule:
+    """A rule for some parameters, by name, by type of their module, or by both."""
+
+    # patterns with *, or names of modules: backbone.layer1, *.norm*, loss.prototypes
+    match: str | list[str] | None = None
+    type: str | list[str] | None = None  # class names of modules: BatchNorm2d, LayerNorm
+    lr: float | None = setting(None, min=0)  # times optimizer.lr
+    weight_decay: float | dict[str, Any] | None = setting(None, of="schedules", min=0)
+    # instead of optimizer.schedule; start, end and warmup are the learning rate's unless given
+    schedule: str | dict[str, Any] | None = setting(None, of="schedules")
+    # keep the values for this long; true: for the whole training, without computing gradients
+    freeze: bool | int | str | None = setting(None, duration=True)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Return the settings that the rule makes; the schedule as a section."""
+        made = {name: getattr(self, name) for name in ("lr", "weight_decay", "schedule", "freeze")}
+        if isinstance(self.schedule, str):
+            made["schedule"] = {"name": self.schedule}
+        return {name: value for name, value in made.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Optimizer, learning rate and weight decay over the training.
+
+    Values that may change during training are a number, or a section with the name of a schedule:
+    ``{name: cosine, start: 0.04, end: 0.4}``.
+    """
+
+    name: str = setting(of="optimizers", flat=True)
+    args: dict[str, Any] = field(default_factory=dict)  # the named optimizer's own fields
+    # peak; {base, per, rule} scales it with the batch; {name: ...} is a complete schedule, for
+    # which the five keys below have no effect
+    lr: float | ScaledLR | dict[str, Any] = setting(
+        of="schedules", min=0, also=["learning_rate", "base_lr", "blr"]
+    )
+    # from lr to end_lr; a section may set the schedule's own fields
+    schedule: str | dict[str, Any] = setting(
+        "cosine", of="schedules", also=["scheduler", "lr_schedule", "lr_scheduler"]
+    )
+    warmup: int | str = setting(0, duration=True, also=["warmup_epochs", "warmup_steps"])
+    warmup_shape: Literal["linear", "cosine", "exponential", "constant"] = setting(
+        "linear", also=["warmup_method"]
+    )
+    # of the warm-up; scaled as lr is
+    start_lr: float = setting(0.0, min=0, also=["warmup_lr", "start_warmup"])
+    # at the end of training; scaled as lr is
+    end_lr: float = setting(0.0, min=0, also=["min_lr", "final_lr"])
+    weight_decay: float | dict[str, Any] = setting(0.0, of="schedules", min=0, also=["wd"])
+    decay_1d: bool = False  # whether one-dimensional parameters decay too
+    decay_tokens: bool = False  # whether a transformer's tokens and learned positions do
+    # lr of a layer of the backbone over that of the layer above; the head is the highest layer
+    layer_decay: float = setting(1.0, above=0, max=1, also=["layer_wise_lr_decay", "llrd"])
+    # settings of some parameters; for each setting the first rule that matches counts
+    groups: list[GroupRule] = setting([], also=["param_groups", "paramwise_cfg", "custom_keys"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the section as in the yaml, the optimizer's fields beside ours."""
+        return {"name": self.name, **plain(self.args), **own(self, without=("name", "args"))}
+
+    def lr_section(self, batch: int, instead: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the schedule of the learning rate, complete.
+
+        Args:
+            batch: Samples of a step.
+            instead: Schedule of some parameters, instead of ``schedule``.
+        """
+        if isinstance(self.lr, dict):
+            kept = {key: self.lr[key] for key in _COMMON if key in self.lr}
+            return {**kept, **instead} if instead else self.lr
+        peak, factor = (
+            (self.lr.base, self.lr.factor(batch))
+            if isinstance(self.lr, ScaledLR)
+            else (self.lr, 1.0)
+        )
+        shape = {"name": self.schedule} if isinstance(self.schedule, str) else self.schedule
+        return {
+            "start": peak * factor,
+            "end": self.end_lr * factor,
+            "warmup": self.warmup,
+            "warmup_shape": self.warmup_shape,
+            "warmup_start": self.start_lr * factor,
+            **(instead or shape),
+        }

@@ -1,0 +1,38 @@
+"""The sections ``init`` and ``resume``: where a run starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from selftask.config.fields import setting
+from selftask.config.schema.component import own
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    """Weights to start from; not to be confused with ``resume``."""
+
+    backbone: str | None = setting(None, path=True)  # a file, a run, timm:NAME or torchvision:NAME;
+    # RUN@best (train.keep_best) and RUN@STEP take it from that checkpoint
+    min_matched: float = setting(1.0, min=0, max=1)  # least share of the backbone's tensors loaded
+    prefix: str | None = setting(None, also=["remove_prefix"])  # of the tensors to take from a file
+    # with several networks, such as state_dict.encoder_k.; none: the network that matches best
+    skip: list[str] = setting([], also=["skip_layers"])  # patterns of the backbone's tensors that
+    # keep their random values: ["conv1.*"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the section as in the yaml."""
+        return own(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeConfig:
+    """Which checkpoint to resume from; ``resume=auto`` is short for ``resume.checkpoint=auto``."""
+
+    checkpoint: str = setting("auto", path=True)  # auto: the newest of ``out``; never; or a path
+    data: Literal["refuse", "allow"] = "refuse"  # if images, names or classes are not as they were
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the section as in the yaml."""
+        return own(self)

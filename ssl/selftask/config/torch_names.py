@@ -1,0 +1,87 @@
+"""``torch:NAME``: optimizers of torch.optim by the names of their classes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from selftask.config.keys import Key
+from selftask.config.schema import Config, OptimizerConfig
+from selftask.errors import UserError, nearest
+
+PREFIX = "torch:"
+_OURS = ("params", "lr", "weight_decay")  # arguments set from the section's own fields
+_REFUSED = {
+    "LBFGS": "it evaluates the loss several times a step",
+    "SparseAdam": "it takes sparse gradients only",
+    "Muon": "it takes matrices only; optimizer.name=muon also trains all other parameters",
+}
+_NOT_SHARDED = ("Adafactor",)  # torch has no form of it for DTensors
+
+
+def is_torch_name(kind: str, name: str) -> bool:
+    """Return whether ``name`` is written as an optimizer of torch.optim."""
+    return kind == "optimizer" and name.startswith(PREFIX)
+
+
+def torch_optimizer(name: str, args: dict[str, Any], params: Any) -> Any:
+    """Build the optimizer ``torch:NAME``; lists in ``args`` become tuples, as betas are.
+
+    Raises UserError if there is no such class.
+    """
+    tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in args.items()}
+    return _class(name)(params, **tuples)
+
+
+def _class(name: str) -> Any:
+    import torch  # slow: only if asked for
+
+    kinds = {
+        word: kind
+        for word, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    del kinds["Optimizer"]
+    bare = name.removeprefix(PREFIX)
+    if bare in _REFUSED:
+        raise UserError(f"torch.optim.{bare} does not work here: {_REFUSED[bare]}")
+    if bare not in kinds:
+        raise UserError(f"torch.optim has no optimizer {bare!r}; {nearest(bare, kinds)}")
+    return kinds[bare]
+
+
+def problems(whole: Config) -> Iterator[tuple[Key, str]]:
+    """Yield problems of an optimizer of torch.optim and its arguments."""
+    config = whole.optimizer
+    try:
+        arguments = inspect.signature(_class(config.name)).parameters
+    except UserError as error:
+        yield ("optimizer", "name"), str(error)
+        return
+    owner = f"torch.optim.{config.name.removeprefix(PREFIX)}"
+    if whole.parallel.reduce == "fsdp" and owner.rpartition(".")[2] in _NOT_SHARDED:
+        text = f"parallel.reduce='fsdp': {owner} needs whole tensors; use 'ddp' or 'manual'"
+        yield ("parallel", "reduce"), text
+    if config.weight_decay and "weight_decay" not in arguments:
+        text = f"optimizer.weight_decay={config.weight_decay}: {owner} has no weight decay"
+        yield ("optimizer", "weight_decay"), f"{text}; set it to 0"
+    known = [word for word in arguments if word not in _OURS]
+    for word, value in config.args.items():
+        if word not in known:
+            text = f"unknown key 'optimizer.{word}': {owner} has no such argument"
+            yield ("optimizer", word), f"{text}; {nearest(word, known)}"
+        elif isinstance(arguments[word].default, bool) and not isinstance(value, bool):
+            yield ("optimizer", word), f"optimizer.{word}={value!r}: expected true or false"
+    if set(config.args) <= set(known):
+        yield from _refused_values(config, owner)
+
+
+def _refused_values(config: OptimizerConfig, owner: str) -> Iterator[tuple[Key, str]]:
+    """Yield what torch itself says about the values, by building the optimizer."""
+    import torch
+
+    try:
+        torch_optimizer(config.name, config.args, [torch.zeros(1, requires_grad=True)])
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        yield ("optimizer",), f"{owner} refuses {config.args}: {error}"

@@ -1,0 +1,37 @@
+"""Labels that are not those of the data: the number of the image, 0, or none."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from selftask.data.source import Source, Wrapped
+
+
+class Relabelled(Wrapped):
+    """The images of a source with other labels, for instance classes of one image each."""
+
+    def __init__(self, source: Source, kind: Literal["index", "zero", "none"]) -> None:
+        super().__init__(source)
+        rows = np.arange(len(source), dtype=np.int64)
+        self.labels = {"index": rows, "zero": np.zeros_like(rows), "none": None}[kind]
+        self.kind = kind
+
+    @property
+    def num_classes(self) -> int:
+        return 0 if self.labels is None else int(self.labels.max(initial=-1)) + 1
+
+    def class_names(self) -> None:
+        """Return None: the classes have no names."""
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        return self.source[index][0], self.label_of(index)
+
+    def describe(self) -> str:
+        return f"{self.source.describe()}; labels: {self.kind} (data.relabel)"
+
+
+def relabelled(source: Source, kind: str) -> Source:
+    """Return the source with the labels that ``data.relabel`` asks for."""
+    return source if kind == "no" else Relabelled(source, kind)  # type: ignore[arg-type]

@@ -1,0 +1,133 @@
+"""Several sources as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from selftask.config.fields import setting
+from selftask.config.schema import Component
+from selftask.data.loading.open_data import open_source
+from selftask.data.reading.files import BadImage
+from selftask.data.source import NO_LABEL, Source, channels_of, extras_of
+from selftask.errors import UserError
+from selftask.registry import register_source
+
+
+@register_source("concat")
+class Concat(Source):
+    """Sources one after another in one index space; an epoch shows some of them several times.
+
+    With weights [1, 3] an epoch holds each image of the first source once and each of the second
+    three times, under three indices, with draws of their own. Classes of the same name are one.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        sources: list[Any] = setting(of="sources")
+        weights: list[int] = setting([], min=1)  # times an epoch shows each image; none: once
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            if not self.sources:
+                yield "sources: there is none; at least one is needed"
+            if self.weights and len(self.weights) != len(self.sources):
+                yield f"weights: {len(self.weights)} numbers for {len(self.sources)} sources"
+
+    def __init__(self, config: Config) -> None:
+        self.sources = [open_source(_component(section)) for section in config.sources]
+        self.channels = channels_of(self.sources[0])
+        for number, source in enumerate(self.sources):
+            if channels_of(source) != self.channels:
+                raise UserError(
+                    f"data.sources.{number}: its images have {channels_of(source)} channels, "
+                    f"those of the first source {self.channels}"
+                )
+        self.extras = {
+            name: kind
+            for name, kind in extras_of(self.sources[0]).items()
+            if all(extras_of(source).get(name) == kind for source in self.sources)
+        }
+        times = config.weights or [1] * len(self.sources)
+        lengths = [len(source) * n for source, n in zip(self.sources, times, strict=True)]
+        self.ends = np.cumsum(lengths)
+        names = [source.class_names() for source in self.sources]
+        self._classes = _union(names)
+        self.labels = self._labels(times, names)
+
+    def _labels(self, times: list[int], names: list[list[str] | None]) -> np.ndarray | None:
+        """Return the labels of all indices; None unless all sources know theirs, or have none."""
+        parts = []
+        for source, n, own in zip(self.sources, times, names, strict=True):
+            labels = source.labels
+            if labels is None:
+                labels = np.full(len(source), NO_LABEL, dtype=np.int64)
+            elif self._classes is not None and own:
+                numbers = [self._classes.index(name) for name in own]
+                labels = np.append(numbers, NO_LABEL)[labels]
+            parts.append(np.tile(labels, n))
+        joined = np.concatenate(parts)
+        return joined if (joined >= 0).any() else None
+
+    def _at(self, index: int) -> tuple[Source, int]:
+        """Return the source of an index, and its index there."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"image {index} of {len(self)}")
+        number = int(self.ends.searchsorted(index, "right"))
+        source = self.sources[number]
+        first = int(self.ends[number - 1]) if number else 0
+        return source, (index - first) % len(source)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        source, row = self._at(index)
+        return source[row][0], self.label_of(index)
+
+    def extra(self, index: int, name: str) -> Any:
+        source, row = self._at(index)
+        return source.extra(row, name)
+
+    def extra_path(self, index: int, name: str) -> str:
+        source, row = self._at(index)
+        return source.extra_path(row, name)
+
+    def path(self, index: int) -> str:
+        source, row = self._at(index)
+        return source.path(row)
+
+    def hash_names(self, add: Callable[[bytes], None]) -> None:
+        for source, end in zip(self.sources, self.ends.tolist(), strict=True):
+            add(b"%d\0" % end)
+            source.hash_names(add)
+
+    def class_names(self) -> list[str] | None:
+        return self._classes
+
+    def describe(self) -> str:
+        """``3000 images of 2 sources, 10 classes: ...``."""
+        parts = "; ".join(source.describe() for source in self.sources)
+        number = f"{len(self)} images of {len(self.sources)} sources"
+        return f"{number}, {self.describe_labels()}: {parts}"
+
+    def unreadable(self) -> dict[int, BadImage]:
+        first = 0
+        found: dict[int, BadImage] = {}
+        for source, end in zip(self.sources, self.ends.tolist(), strict=True):
+            for row, bad in source.unreadable().items():
+                found |= dict.fromkeys(range(first + row, end, len(source)), bad)
+            first = end
+        return found
+
+
+def _component(section: dict[str, Any]) -> Component:
+    return Component(name=section["name"], args={k: v for k, v in section.items() if k != "name"})
+
+
+def _union(names: list[list[str] | None]) -> list[str] | None:
+    """Return all class names in order of appearance, None if there are none."""
+    known = [own for own in names if own]
+    return list(dict.fromkeys(name for own in known for name in own)) or None

@@ -1,0 +1,114 @@
+"""Streams, events, memory and generators of any accelerator: CUDA, XPU, MPS or one of a plugin.
+
+torch has a module for each type of device (``torch.cuda``, ``torch.xpu``, ``torch.mps``) with the
+same functions, of which some lack a few. On the CPU all of this does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+_PINNED = ("cuda", "xpu")  # copy from page-locked host memory while the host goes on
+
+
+def names() -> list[str]:
+    """Return the name of each accelerator, such as ``NVIDIA H200``."""
+    device = torch.accelerator.current_accelerator()
+    if device is None or not torch.accelerator.is_available():
+        return []
+    name = getattr(_module(device), "get_device_name", lambda index: device.type)
+    return [name(index) for index in range(torch.accelerator.device_count())]
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return True if the device runs operations while the host goes on."""
+    return device.type not in ("cpu", "meta")
+
+
+def pins_memory(device: torch.device) -> bool:
+    """Return True if copies to the device are faster from page-locked host memory."""
+    return device.type in _PINNED
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has run everything that was launched."""
+    if is_accelerator(device):
+        _module(device).synchronize()
+
+
+def side_stream(device: torch.device) -> Any:
+    """Return a new stream beside the current one, or None if the device has none."""
+    has_streams = is_accelerator(device) and hasattr(_module(device), "Stream")
+    return _module(device).Stream(device) if has_streams else None
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the stream on which operations are launched now."""
+    return _module(device).current_stream(device)
+
+
+def on_stream(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context whose operations are launched on ``stream``; None: on the current one."""
+    if stream is None:
+        return nullcontext()
+    context: AbstractContextManager[Any] = _module(device).stream(stream)
+    return context
+
+
+def record_event(device: torch.device, *, timing: bool = False) -> Any:
+    """Return an event at the end of what the current stream has to do.
+
+    Args:
+        device: An accelerator.
+        timing: Whether ``start.elapsed_time(end)`` will be asked for.
+    """
+    event = _module(device).Event(enable_timing=timing)
+    event.record()
+    return event
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the free memory of the device, or None if it is unknown."""
+    if not is_accelerator(device) or not hasattr(_module(device), "mem_get_info"):
+        return None
+    return int(_module(device).mem_get_info(device)[0])
+
+
+def empty_cache(device: torch.device) -> None:
+    """Return cached memory to the driver. The next allocations are slow."""
+    if is_accelerator(device):
+        _module(device).empty_cache()
+
+
+def rng_state() -> dict[str, torch.Tensor]:
+    """Return the state of the current device's generator by its type; empty on a CPU."""
+    device = torch.accelerator.current_accelerator()
+    if device is None or not torch.accelerator.is_available():
+        return {}
+    return {device.type: _module(device).get_rng_state()}
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore ``rng_state``; a state of another type of device is ignored."""
+    device = torch.accelerator.current_accelerator()
+    if device is not None and device.type in state and torch.accelerator.is_available():
+        _module(device).set_rng_state(state[device.type])
+
+
+@contextmanager
+def forked_rng() -> Iterator[None]:
+    """Context that leaves torch's generators, on the CPU and the device, as they were."""
+    before = rng_state()
+    with torch.random.fork_rng(devices=()):
+        try:
+            yield
+        finally:
+            set_rng_state(before)
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)

@@ -1,0 +1,27 @@
+"""Sharded tensors (FSDP): which ranks hold one, and the whole of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def full_tensor(shards: DTensor) -> Tensor:
+    """Return the whole tensor, detached. Every rank must call it.
+
+    Shards that are kept on the CPU are gathered by way of the mesh's device.
+    """
+    on_device: Any = shards.detach().to(shards.device_mesh.device_type)
+    whole: Tensor = on_device.full_tensor()
+    return whole
+
+
+def ranks_of_shards(shards: DTensor) -> list[int]:
+    """Return the ranks that together hold one copy of the tensor, in the order of its rows."""
+    mesh = shards.device_mesh
+    ranks: list[int] = mesh.mesh.flatten()[: mesh.size(-1)].tolist()
+    return ranks

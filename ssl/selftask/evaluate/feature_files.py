@@ -1,0 +1,112 @@
+"""Features as files: ``features.npy``, ``images.csv`` and ``features.json`` in one folder.
+
+Rows are written batch by batch, so that memory does not grow with the number of images.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from selftask.data.source import Source
+from selftask.errors import UserError
+from selftask.evaluate.features import Features
+from selftask.files.addresses import is_remote
+
+IMAGES, FACTS = "images.csv", "features.json"
+
+
+def features_name(layer: int | None = None) -> str:
+    """Return the name of the file of a layer, or of the backbone's own output."""
+    return "features.npy" if layer is None else f"features_layer{layer}.npy"
+
+
+def write_features(
+    out: Path,
+    parts: Iterable[tuple[Features, Sequence[Features]]],
+    source: Source,
+    facts: dict[str, Any],
+    layers: Sequence[int | None] = (None,),
+) -> Path:
+    """Write the folder, the features last: if they exist, the other files do.
+
+    Args:
+        out: The folder.
+        parts: Batches, each with its features split by layer.
+        source: The images, for their paths.
+        facts: Content of ``features.json``.
+        layers: Numbers of the layers; None is the backbone's own output.
+
+    Returns:
+        The file of the last layer.
+
+    Raises:
+        UserError: If there are no images.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    files: list[_NpyFile] = []
+    with (out / IMAGES).open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(("path", "label"))
+        for batch, blocks in parts:
+            batch.check_finite()
+            for index, label in zip(batch.indices.tolist(), batch.targets.tolist(), strict=True):
+                rows.writerow((source.path(index), label if label >= 0 else ""))
+            files = files or [
+                _NpyFile(out / features_name(layer), block.features.shape[1])
+                for layer, block in zip(layers, blocks, strict=True)
+            ]
+            for npy, block in zip(files, blocks, strict=True):
+                npy.append(block.features.numpy())
+    if not files:
+        raise UserError("there are no images to take features of")
+    (out / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    for npy in files:
+        npy.close()
+    return files[-1].path
+
+
+def write_table(path: Path, images: Path, labels: Iterable[int]) -> None:
+    """Write the images of ``images.csv`` with other labels, as a table that ``data=`` can read.
+
+    Relative paths become absolute: a table's own are relative to its folder.
+    """
+    with (
+        images.open(encoding="utf-8", errors="surrogateescape", newline="") as given,
+        path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file,
+    ):
+        rows = csv.writer(file)
+        rows.writerow(("path", "label"))
+        for row, label in zip(csv.DictReader(given), labels, strict=True):
+            name = row["path"]
+            rows.writerow((name if is_remote(name) else os.path.abspath(name), label))
+
+
+class _NpyFile:
+    """A ``.npy`` file of float32 rows whose number is known at the end."""
+
+    def __init__(self, path: Path, width: int) -> None:
+        self.path, self.width, self.rows = path, width, 0
+        self.file = path.with_name(f"{path.name}.part").open("wb")
+        self._write_header()
+
+    def append(self, rows: np.ndarray) -> None:
+        self.file.write(np.ascontiguousarray(rows, dtype="<f4").data)
+        self.rows += len(rows)
+
+    def close(self) -> None:
+        """Write the number of rows and give the file its name."""
+        self.file.seek(0)
+        self._write_header()  # numpy leaves room for more digits: the length stays
+        self.file.close()
+        Path(self.file.name).rename(self.path)
+
+    def _write_header(self) -> None:
+        header = {"descr": "<f4", "fortran_order": False, "shape": (self.rows, self.width)}
+        np.lib.format.write_array_header_1_0(self.file, header)

@@ -1,0 +1,121 @@
+"""Linear support vector machines on frozen features, with all labels and with few.
+
+Goyal et al., Scaling and Benchmarking Self-Supervised Visual Representation Learning, ICCV 2019,
+arXiv:1905.01235, section 5.1: one machine for each class against the others on features of unit
+length, twice the weight for its own class, and the cost chosen by cross-validation.
+
+N images, E features, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from selftask.config.fields import setting
+from selftask.distributed.heartbeat import track
+from selftask.evaluate.features import Features
+from selftask.evaluate.label_counts import LabelCounts, few_label_problems, require_labels
+from selftask.registry import register_evaluation
+
+
+@register_evaluation("svm")
+@dataclass(frozen=True, kw_only=True)
+class SVM:
+    """Linear SVM: svm_top1 and svm_map with all labels, svm_4_labels_top1 and so on with few.
+
+    ``map`` is the mean over classes of the average precision, the area under the curve of precision
+    over recall. The cost is chosen on training images only.
+    """
+
+    few_labels: list[int] = field(default_factory=list)  # labels per class; two metrics each
+    repeats: int = setting(5, min=1)  # random draws of few labels, whose results are averaged
+    costs: list[float] = field(default_factory=lambda: [0.01, 0.1, 1.0, 10.0])  # C, the weight of
+    # the hinge loss
+    folds: int = setting(3, min=2)  # of the cross-validation that picks the cost
+    iterations: int = setting(2000, min=1)  # of liblinear, at most
+    only_test_classes: bool = False  # top-1: predict among the classes that the test set has
+    seed: int = setting(0, min=0)
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if self.few_labels and min(self.few_labels) < 1:
+            yield f"few_labels: {self.few_labels}; each must be at least 1 label a class"
+        if not self.costs or min(self.costs) <= 0:
+            yield f"costs: {self.costs}; one or more are expected, each above 0"
+
+    def label_problems(self, counts: LabelCounts) -> Iterator[str]:
+        yield from few_label_problems(self.few_labels, counts)
+
+    def __call__(self, train: Features, test: Features) -> dict[str, float]:
+        """Return the accuracy and mean average precision of test images, by metric name."""
+        train.check_labels("SVM, training set")
+        test.check_labels("SVM, test set")
+        require_labels(self, LabelCounts.of_targets(train.targets.cpu(), test.targets.cpu()))
+        generator = torch.Generator().manual_seed(self.seed)
+        row = self._mean([train], test, "svm")
+        for count in self.few_labels:
+            draws = [train.draw(count, generator) for _ in range(self.repeats)]
+            row |= self._mean(draws, test, f"svm_{count}_labels")
+        return row
+
+    def _mean(self, draws: list[Features], test: Features, name: str) -> dict[str, float]:
+        found = np.mean([self._fit_and_test(draw, test) for draw in track("SVM", draws)], axis=0)
+        return {f"{name}_top1": float(found[0]), f"{name}_map": float(found[1])}
+
+    def _fit_and_test(self, train: Features, test: Features) -> tuple[float, float]:
+        """Return top-1 accuracy and mean average precision of the test images."""
+        from sklearn.metrics import average_precision_score
+
+        x, y = _unit_rows(train), train.targets.cpu().numpy()
+        x_test, y_test = _unit_rows(test), test.targets.cpu().numpy()
+        classes = np.unique(y)
+        scores = np.stack([self._scores(x, y == label, x_test) for label in classes], axis=1)
+        precision = [
+            average_precision_score(y_test == label, scores[:, column])
+            for column, label in enumerate(classes)
+            if (y_test == label).any()
+        ]
+        if self.only_test_classes:
+            scores[:, ~np.isin(classes, y_test)] = -np.inf
+        top1 = float((classes[scores.argmax(axis=1)] == y_test).mean())
+        return top1, float(np.mean(precision))
+
+    def _scores(self, x: np.ndarray, is_class: np.ndarray, x_test: np.ndarray) -> np.ndarray:
+        """Return the decision function (N,) of test images for one class against the others."""
+        from sklearn.model_selection import StratifiedKFold, cross_val_score
+
+        cost = self.costs[0]
+        folds = min(self.folds, int(is_class.sum()), int((~is_class).sum()))
+        if len(self.costs) > 1 and folds > 1:
+            split = StratifiedKFold(folds)
+            means = [
+                cross_val_score(
+                    self._machine(cost), x, is_class, cv=split, scoring="average_precision"
+                ).mean()
+                for cost in self.costs
+            ]
+            cost = self.costs[int(np.argmax(means))]
+        scores: np.ndarray = self._machine(cost).fit(x, is_class).decision_function(x_test)
+        return scores
+
+    def _machine(self, cost: float) -> Any:
+        from sklearn.svm import LinearSVC
+
+        weights = {True: 2.0, False: 1.0}
+        return LinearSVC(
+            C=cost,
+            dual=True,
+            class_weight=weights,
+            max_iter=self.iterations,
+            random_state=self.seed,
+        )
+
+
+def _unit_rows(part: Features) -> np.ndarray:
+    rows: np.ndarray = F.normalize(part.features.double(), dim=1).cpu().numpy()
+    return rows

@@ -1,0 +1,71 @@
+"""The method's own loss on images that are not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from selftask.data.loading.data_module import val_key
+from selftask.distributed.accelerator import forked_rng
+from selftask.distributed.collectives import all_reduce_mean, world_size
+from selftask.errors import UserError
+from selftask.models.eval_mode import in_eval_mode
+from selftask.task.averaged_weights import averaged_weights
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@torch.no_grad()
+def validation_loss(task: Task, name: str = "") -> dict[str, float]:
+    """Return ``val_loss``, and ``val_NAME`` of each term: means over the batches of a set.
+
+    The views are those of training, with the draws of epoch 0: the same at each evaluation and on
+    any number of ranks. Network, teachers and method are in eval mode, so no statistics move.
+
+    Args:
+        task: The task.
+        name: The set of ``data.val_sets``; empty for ``data.val``.
+
+    Raises:
+        UserError: If there are fewer images than ranks.
+    """
+    number = len(task.data_module.val_sources[name])
+    if number < world_size():
+        raise UserError(
+            f"eval.loss=true: {val_key(name)} has {number} images, on {world_size()} ranks"
+        )
+    sums: dict[str, torch.Tensor] = {}
+    batches = 0
+    with _beside_training(task), in_eval_mode(task.base_model), in_eval_mode(task.loss):
+        for batch in task.data_module.val_batches(name):
+            task.last_batch = batch
+            task.loss.prepare_batch(batch, task)
+            with task.autocast():
+                batch.output = task.base_model(batch.input)
+                task.loss.on_forward(task)
+                batch.local_loss = task.loss(batch.output, batch)
+            for term, value in {"loss": batch.local_loss, **batch.terms}.items():
+                sums[term] = sums.get(term, 0.0) + value.detach().double()
+            batches += 1
+    terms = sorted(sums)
+    means = all_reduce_mean(torch.stack([sums[term] for term in terms]) / batches)
+    return {f"val_{term}": value for term, value in zip(terms, means.tolist(), strict=True)}
+
+
+@contextmanager
+def _beside_training(task: Task) -> Iterator[None]:
+    """Context of a forward pass beside training: what it logs and draws is forgotten."""
+    train, scalars = task.train, dict(task.scalars)
+    batch = getattr(task, "last_batch", None)
+    task.sync_buffers()
+    task.train = False
+    try:
+        with forked_rng(), averaged_weights(task):
+            yield
+    finally:
+        task.train, task.scalars = train, scalars
+        task.last_batch = batch

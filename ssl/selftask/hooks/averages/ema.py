@@ -1,0 +1,54 @@
+"""Exponential moving average of the trained weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from selftask.config.fields import setting
+from selftask.hooks.averages.weight_average import WeightAverage
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_hook("ema")
+@dataclass(eq=False, kw_only=True)
+class ExponentialAverage(WeightAverage):
+    """Averages the weights exponentially (arXiv:1806.05594): w <- d w + (1 - d) w of the network.
+
+    d is ``decay``, or that of a ``half_life``. In the warm-up d is at most (1 + t) / (10 + t) after
+    t steps, so that the initial weights are forgotten.
+    """
+
+    name: ClassVar[str] = "ema"
+
+    decay: float | None = setting(None, min=0, below=1)  # of a step; none: 0.9999
+    half_life: int | None = setting(None, min=1)  # instead of decay: images after which old weights
+    # count half; does not depend on the batch size
+    warmup: bool = True
+    every: int = setting(1, min=1)  # steps between updates, each with d to this power
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        yield from super().problems(config)
+        if self.decay is not None and self.half_life is not None:
+            yield "half_life: decay is given too, and only one can count; take one of them out"
+
+    def on_start(self, task: Task) -> None:
+        super().on_start(task)
+        if not self.weights:
+            self._begin(task)
+        self.decay_of_step = 0.9999 if self.decay is None else self.decay
+        if self.half_life is not None:
+            samples = task.length.batch_size * task.length.accumulate
+            self.decay_of_step = 0.5 ** (samples / self.half_life)
+
+    def on_update(self, task: Task) -> None:
+        step = task.steps_done + 1
+        if step % self.every == 0:
+            decay = self.decay_of_step
+            if self.warmup:
+                decay = min(decay, (1 + step) / (10 + step))
+            self.update(1.0 - decay**self.every)

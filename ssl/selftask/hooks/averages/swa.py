@@ -1,0 +1,48 @@
+"""Equal average of the weights of the last part of the training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from selftask.config.fields import setting
+from selftask.config.values.duration import steps_in
+from selftask.errors import UserError
+from selftask.hooks.averages.weight_average import WeightAverage
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_hook("swa")
+@dataclass(eq=False, kw_only=True)
+class StochasticWeightAverage(WeightAverage):
+    """Averages the weights equally over the last part of the training (SWA, arXiv:1803.05407).
+
+    The paper holds the learning rate up meanwhile and recomputes BatchNorm's statistics, which
+    ``hooks.precise_bn`` does.
+    """
+
+    name: ClassVar[str] = "swa"
+
+    start: int | str = setting("75 %", duration=True, min=0)  # of the first weights to count
+    every: int | str = setting("1 epoch", duration=True, min=1)  # between weights that count
+
+    def on_start(self, task: Task) -> None:
+        super().on_start(task)
+        self.first = max(1, steps_in(self.start, task.length))
+        self.period = max(1, steps_in(self.every, task.length))
+        if self.first > task.length.total_steps:
+            raise UserError(
+                f"hooks.swa.start={self.start}: is step {self.first}, after the last one, "
+                f"{task.length.total_steps}"
+            )
+
+    def on_update(self, task: Task) -> None:
+        step = task.steps_done + 1
+        if step < self.first or (step - self.first) % self.period:
+            return
+        if not self.weights:
+            self._begin(task)
+        self.update(1.0 / (self.updates + 1))

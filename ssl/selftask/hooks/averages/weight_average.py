@@ -1,0 +1,134 @@
+"""Averages of the trained weights, for any method: base class of the hooks ``ema`` and ``swa``.
+
+An average is a list of tensors beside the network. For evaluations, test phases and exports they
+take the place of the network's own, and the own ones come back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from selftask.distributed.collectives import broadcast_tensors
+from selftask.hooks.base import Hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@dataclass(eq=False, kw_only=True)
+class WeightAverage(Hook):
+    """Base class of hooks that average the weights of the network, evaluated beside them.
+
+    Rows get the figures of the average under the hook's name: ``ema_knn_top1``. If the method
+    exports a teacher, the average of the student is evaluated in its place.
+    """
+
+    priority: ClassVar[int] = 40  # before evaluation
+    name: ClassVar[str]  # the registered one
+
+    buffers: Literal["copy", "average"] = "copy"  # BatchNorm's statistics: those of the network now
+    # (hooks.precise_bn computes the average's own), or averaged as weights are
+    device: Literal["same", "cpu"] = "same"  # where the average is kept: memory for time
+    export: bool = False  # whether the run exports the average instead of the weights
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if self.device == "cpu" and config["parallel"]["reduce"] == "fsdp":
+            yield "device: 'cpu' does not go with parallel.reduce=fsdp, which shards averages"
+        if config["optimizer"]["name"].startswith("schedule_free"):
+            yield f"hooks.{self.name}: optimizer.name averages the weights itself; take one out"
+        exported = [
+            key
+            for key, other in config["hooks"].items()
+            if other and other.get("name", key) in ("ema", "swa") and other.get("export")
+        ]
+        if self.export and len(exported) > 1 and exported[0] == self.name:
+            yield f"export: only one average can be exported, and {' and '.join(exported)} both ask"
+
+    def on_start(self, task: Task) -> None:
+        (self.key,) = (key for key, hook in task.named_hooks.items() if hook is self)
+        loaded: dict[str, Any] = getattr(self, "loaded", {})
+        self.updates: int = loaded.get("updates", 0)
+        self.weights: dict[str, Tensor] = {}
+        if loaded.get("weights"):
+            self._begin(task, task.reduction.shard_state(task.base_model, loaded["weights"]))
+
+    def _begin(self, task: Task, values: dict[str, Tensor] | None = None) -> None:
+        """Start the average from ``values``, or from the network's weights."""
+        network = task.base_model
+        own: dict[str, Tensor] = dict(network.named_parameters())
+        saved = network.state_dict().keys()  # not all buffers are
+        buffers = network.named_buffers() if self.buffers == "average" else ()
+        averaged = {name: b for name, b in buffers if name in saved and b.is_floating_point()}
+        current = {**own, **averaged}
+        self.weights = {
+            name: value.detach().to(
+                "cpu" if self.device == "cpu" else current[name].device, copy=True
+            )
+            for name, value in (values or current).items()
+        }
+        self.averaged_buffers = list(averaged)
+        self.pairs = [  # of the average and the network; parameters may be sharded, buffers are not
+            ([self.weights[name] for name in part], list(part.values()))
+            for part in (own, averaged)
+            if part
+        ]
+        task.averages[self.key] = self
+
+    @torch.no_grad()
+    def update(self, weight: float) -> None:
+        """Move the average by ``weight`` of the way to the current weights."""
+        for average, own in self.pairs:
+            pairs = zip(average, own, strict=True)
+            torch._foreach_lerp_(average, [value.to(mine.device) for mine, value in pairs], weight)
+        self.updates += 1
+
+    @contextmanager
+    def in_place(self, task: Task) -> Iterator[None]:
+        """Context in which network and exported backbone have the averaged weights."""
+        task.sync_buffers()
+        self._sync_buffers()
+        network = task.base_model.state_dict()
+        pairs = [(network[name], value) for name, value in self.weights.items()]
+        exported = task.loss.export_backbone(task.base_model)
+        if all(module is not exported for module in task.base_model.modules()):
+            for name, own in exported.state_dict().items():
+                inner = f"backbone.{name}"
+                pairs.append((own, self.weights.get(inner, network[inner])))
+        saved = [own.clone() for own, _ in pairs]
+        with torch.no_grad():
+            for own, value in pairs:
+                own.copy_(value)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (own, _), value in zip(pairs, saved, strict=True):
+                    own.copy_(value)
+
+    def on_phase_end(self, task: Task) -> None:
+        """Repeat a test phase with the average."""
+        if not task.train and self.weights:
+            with self.in_place(task):
+                for name, value in task.score().items():
+                    task.log(f"{self.key}_test_{name}", value)
+
+    def _sync_buffers(self) -> None:
+        """Copy averaged buffers of rank 0 to every rank, as those of the network are."""
+        broadcast_tensors(self.weights[name] for name in getattr(self, "averaged_buffers", ()))
+
+    def before_save(self, task: Task) -> None:
+        self._sync_buffers()
+
+    def state_dict(self) -> dict[str, Any]:
+        if not hasattr(self, "weights"):
+            return getattr(self, "loaded", {})
+        return {"updates": self.updates, "weights": dict(self.weights)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state

@@ -1,0 +1,34 @@
+"""Return the accelerator's cached memory to the driver from time to time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from selftask.config.fields import setting
+from selftask.distributed.accelerator import empty_cache
+from selftask.hooks.base import Hook
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_hook("empty_cache")
+@dataclass(eq=False, kw_only=True)
+class EmptyCache(Hook):
+    """Empties the allocator's cache every ``every`` steps and at the end of each epoch.
+
+    Helps if memory is fragmented, or shared with another process. The next steps allocate again,
+    which is slow.
+    """
+
+    priority: ClassVar[int] = 90
+    every: int = setting(1000, min=1)  # steps
+
+    def on_step(self, task: Task) -> None:
+        if task.train and task.steps_done % self.every == 0:
+            empty_cache(task.device)
+
+    def on_phase_end(self, task: Task) -> None:
+        empty_cache(task.device)

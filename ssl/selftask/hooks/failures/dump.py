@@ -1,0 +1,96 @@
+"""What ``selftask replay`` needs to repeat one step: state before it, batch and random state.
+
+``failures/step_N/`` holds ``config.yaml``, the state as a checkpoint, ``rank_R.pt`` with the batch
+and the generators of each rank, and ``failure.json`` for people.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from selftask.batch import Batch, Draws, Extras
+from selftask.checkpoint import store
+from selftask.distributed.collectives import barrier, gather_objects, is_primary, rank, world_size
+from selftask.logs import write_json
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+_HOST = torch.device("cpu")
+_FIELDS = ("views", "labels", "index", "key", "number", "epoch")
+
+
+def dump(task: Task, text: str, rng: dict[str, Any]) -> Path:
+    """Write the current step, which must not have changed the state yet; return the folder.
+
+    Every rank must call it.
+
+    Args:
+        task: The task, in the step.
+        text: What is wrong, for ``failure.json``.
+        rng: States of this rank's generators before the step.
+    """
+    batch = task.last_batch
+    folder = task.out / "failures" / f"step_{task.steps_done + 1}"
+    folder.mkdir(parents=True, exist_ok=True)
+    state = task.state_dict() | {"rng": gather_objects(rng)}
+    facts = {"step": task.steps_done + 1, "ranks": world_size(), "problem": text}
+    if is_primary():
+        state = {"format": store.FORMAT, "config": task.config_text, **state}
+        store.write(state, folder, task.steps_done)
+        (folder / "config.yaml").write_text(task.config_text, encoding="utf-8")
+        write_json(folder / "failure.json", facts)
+    torch.save(
+        {**facts, "loss": float(batch.local_loss.detach()), "batch": pack(batch)},
+        folder / f"rank_{rank()}.pt",
+    )
+    barrier()  # the folder is complete
+    return folder
+
+
+def pack(batch: Batch) -> dict[str, Any]:
+    """Return what the loader gave, as tensors on the CPU and plain Python."""
+    packed = {name: _to(getattr(batch, name), _HOST) for name in _FIELDS}
+    packed["extras"] = _to(dict(batch.extras), _HOST)
+    packed["draws"] = {
+        name: [_to(asdict(draws), _HOST) for draws in views] for name, views in batch.draws.items()
+    }
+    return packed
+
+
+def unpack(parts: list[dict[str, Any]], device: torch.device) -> Batch:
+    """Return the global batch from the packed batches of all ranks, in rank order."""
+    whole = _joined(parts)
+    key = whole.pop("key")
+    draws = whole.pop("draws")
+    extras = whole.pop("extras")
+    return Batch(
+        key=key,
+        extras=Extras(_to(extras, device)),
+        draws={name: [Draws(**_to(one, device)) for one in views] for name, views in draws.items()},
+        **_to(whole, device),
+    )
+
+
+def _joined(values: list[Any]) -> Any:
+    """Concatenate nested values of ranks along the batch; numbers are those of the first rank."""
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(values)
+    if isinstance(first, dict):
+        return {name: _joined([value[name] for value in values]) for name in first}
+    if isinstance(first, list):
+        return [_joined(list(items)) for items in zip(*values, strict=True)]
+    return first
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: _to(item, device) for name, item in value.items()}
+    return [_to(item, device) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,219 @@
+"""NaN and infinity: the error, and the check of every step that finds where they begin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from selftask.distributed.collectives import all_reduce_sum, gather_objects
+from selftask.errors import RunError, StepSkipped, plural
+from selftask.hooks.base import Hook
+from selftask.hooks.failures.dump import dump
+from selftask.logs import get_logger
+from selftask.optim.gradients import to_one_device
+from selftask.random import process_state
+
+if TYPE_CHECKING:
+    from selftask.batch import Batch
+    from selftask.task import Task
+
+log = get_logger(__name__)
+
+MOST_DUMPS = 3  # of one run
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+REMEDY = (
+    "Try a lower optimizer.lr, a longer optimizer.warmup or train.precision=float32; checkpoints "
+    "before this are intact"
+)
+
+
+class NonFiniteLoss(RunError):
+    """Loss or gradient became NaN or infinite. No checkpoint contains it.
+
+    Args:
+        message: What was found, and where.
+        step: The first step known to be affected.
+        exact: Whether every step before it was checked, gradients included.
+    """
+
+    def __init__(self, message: str, *, step: int, exact: bool = False) -> None:
+        super().__init__(message)
+        self.step, self.exact = step, exact
+
+
+class NonFiniteGuard(Hook):
+    """Checks loss and gradients in each step, before they reach the weights.
+
+    The host waits for the device twice a step. BatchNorm's running statistics of a step that is
+    skipped are restored. The first failures of a run are dumped in ``failures/step_N/``.
+
+    Args:
+        policy: ``train.on_nan``. ``skip`` checks the whole run. The others check while the run
+            repeats steps since its last checkpoint: ``stop`` to raise the exact cause; ``rollback``
+            to skip the affected step and all others that are repeated after it.
+        budget: Steps in a row that ``skip`` may skip.
+        until: Global batch before which steps are repeated; 0 for ``skip``.
+        cause: The error because of which they are.
+    """
+
+    priority: ClassVar[int] = 65  # after hooks that change the loss, before it is logged
+
+    def __init__(
+        self,
+        policy: Literal["stop", "skip", "rollback"],
+        *,
+        budget: int = 0,
+        until: int = 0,
+        cause: NonFiniteLoss | None = None,
+    ) -> None:
+        self.policy, self.budget, self.until, self.cause = policy, budget, until, cause
+        self.in_row = 0  # steps skipped since the last update
+        self.dumps = 0
+        self.found = False
+
+    def checks(self, task: Task) -> bool:
+        """Return whether this step is checked."""
+        return task.train and (self.policy == "skip" or task.clock.batch < self.until)
+
+    def before_step(self, task: Task) -> None:
+        if self.checks(task):
+            self.rng = process_state.rng_state()
+            self.kept = [(buffer, buffer.clone()) for buffer in _statistics(task)]
+
+    def on_forward(self, task: Task) -> None:
+        if self.policy == "rollback" and self.found and self.checks(task):
+            self._skip()
+
+    def on_loss_and_meter(self, task: Task) -> None:
+        loss = task.last_batch.loss
+        if self.checks(task) and loss is not None and not math.isfinite(loss):
+            self._handle(task, f"the loss is {float(loss)}", _cause_in(task.last_batch))
+
+    def on_backward(self, task: Task) -> None:
+        if not self.checks(task) or task.grad_scaler.is_enabled():  # the scaler has its own check
+            return
+        bad = _non_finite_gradients(task)
+        if float(all_reduce_sum(torch.tensor(float(len(bad)), device=task.device))):
+            loss = float(task.last_batch.loss)  # type: ignore[arg-type]
+            what = f"the gradient is not finite, and the loss is {loss:.4g},"
+            self._handle(task, what, Cause(0, bad[0]) if bad else None)
+
+    def on_update(self, task: Task) -> None:
+        self.in_row = 0
+
+    def on_step(self, task: Task) -> None:
+        if self.cause is None or task.clock.batch < self.until:
+            return
+        cause, self.cause = self.cause, None
+        if not self.found:
+            text = f"{cause}; all was finite when the steps were repeated, so look at the hardware"
+            if self.policy == "stop":
+                raise NonFiniteLoss(text, step=cause.step, exact=True)
+            log.warning("%s", text)
+
+    def _handle(self, task: Task, what: str, here: Cause | None) -> None:
+        """Dump the step; raise NonFiniteLoss or StepSkipped on every rank."""
+        _restore(self.kept)
+        self.found = True
+        self.in_row += 1
+        step, text = task.steps_done + 1, describe(task, what, here)
+        if self.dumps < MOST_DUMPS:
+            self.dumps += 1
+            text = f"{text}; selftask replay {dump(task, text, self.rng)} repeats the step"
+        if self.policy == "stop" or (self.policy == "skip" and self.in_row > self.budget):
+            before = f", after {self.budget} skipped steps" if self.policy == "skip" else ""
+            raise NonFiniteLoss(f"{text}{before}. {REMEDY}", step=step, exact=True)
+        log.warning("%s; the step is skipped (train.on_nan=%s)", text, self.policy)
+        raise StepSkipped
+
+    def _skip(self) -> None:
+        _restore(self.kept)
+        raise StepSkipped
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"in_row": self.in_row, "dumps": self.dumps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.in_row, self.dumps = state["in_row"], state["dumps"]
+
+
+class Cause(NamedTuple):
+    """What is not finite on a rank; a smaller ``order`` comes earlier in the step."""
+
+    order: int
+    text: str
+
+
+def describe(task: Task, what: str, here: Cause | None) -> str:
+    """Return what was found, with step, ranks, cause and learning rate. Every rank must call it.
+
+    Only the ranks with the earliest cause are named: a gathered batch carries NaN to all of them.
+
+    Args:
+        what: The same on every rank.
+        here: The cause on this rank, if any.
+    """
+    causes: list[Cause | None] = gather_objects(here)
+    first = min((cause.order for cause in causes if cause), default=None)
+    ranks = [rank for rank, cause in enumerate(causes) if cause and cause.order == first]
+    cause = f": {causes[ranks[0]].text}" if ranks else ""  # type: ignore[union-attr]
+    lr = task.optimizer.param_groups[0]["lr"]
+    step = task.steps_done + 1
+    listed = ", ".join(map(str, ranks[:8])) or ("0" if len(causes) == 1 else "unknown")
+    named = f"{plural('rank', len(ranks) or 1)} {listed}"
+    return f"{what} at step {step} on {named}{cause}; lr was {lr:.3g}"
+
+
+def _cause_in(batch: Batch) -> Cause | None:
+    """Return the first part of this rank's batch that is not finite."""
+    for name, views in batch.views.items():
+        if not all(map(is_finite, views)):
+            return Cause(0, f"its images are not finite (views {name})")
+    if not is_finite(batch.output):
+        return Cause(1, "the output of the network is not finite")
+    bad = [name for name, term in batch.terms.items() if not is_finite(term)]
+    if bad:
+        return Cause(2, f"{plural('term', len(bad))} {', '.join(bad)} of finite outputs")
+    if not is_finite(batch.local_loss.detach()):
+        return Cause(2, "the loss of finite outputs")
+    return None
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether all numbers in nested tuples, lists and dicts of tensors are finite."""
+    if isinstance(value, Tensor):
+        return bool(value.isfinite().all())
+    if isinstance(value, dict):
+        return all(map(is_finite, value.values()))
+    return all(map(is_finite, value)) if isinstance(value, list | tuple) else True
+
+
+def _non_finite_gradients(task: Task) -> list[str]:
+    named = [
+        (f"{part}.{name}", parameter.grad)
+        for part, module in task.trained
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    ]
+    sums = [grad.to_local() if hasattr(grad, "to_local") else grad for _, grad in named]
+    if not sums:
+        return []
+    finite = torch.stack(to_one_device(grad.isfinite().all() for grad in sums)).tolist()
+    return [name for (name, _), good in zip(named, finite, strict=True) if not good]
+
+
+def _statistics(task: Task) -> Iterator[Tensor]:
+    for module in (task.base_model, task.loss):
+        for name, buffer in module.named_buffers():
+            if name.rpartition(".")[2] in STATISTICS:
+                yield buffer
+
+
+@torch.no_grad()
+def _restore(kept: list[tuple[Tensor, Tensor]]) -> None:
+    for buffer, before in kept:
+        buffer.copy_(before)

@@ -1,0 +1,1 @@
+"""Gradients: clipping and statistics."""

@@ -1,0 +1,110 @@
+"""Gradient noise scale: an estimate of the largest useful batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from selftask.config.fields import setting
+from selftask.distributed.collectives import all_reduce_mean, world_size
+from selftask.hooks.base import Hook
+from selftask.logs import get_logger
+from selftask.optim.gradients import gradients, total_norm
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+log = get_logger(__name__)
+
+
+@register_hook("gradient_noise")
+@dataclass(eq=False, kw_only=True)
+class GradientNoise(Hook):
+    """Logs ``gradient_noise_scale``, in samples (arXiv:1812.06162, appendix A.1).
+
+    At log points it compares the norm of the step's gradient with those of its parts: each rank's,
+    and each accumulated batch's. It needs two parts at least, and no further pass. The formula is
+    for losses that are means over samples; of others it shows the trend only.
+    """
+
+    priority: ClassVar[int] = 15  # before clip_gradients
+    decay: float = setting(0.9, min=0, below=1)  # of the running means, per log point
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        step = config["train"]["step"]
+        step = step["name"] if isinstance(step, dict) else step
+        if step not in ("standard", "accumulate"):
+            yield f"train.step={step!r}: hooks.gradient_noise knows 'standard' and 'accumulate'"
+        if config["parallel"]["reduce"] == "fsdp":
+            yield "parallel.reduce='fsdp': hooks.gradient_noise needs 'manual' or 'ddp'"
+
+    def on_start(self, task: Task) -> None:
+        self.means: tuple[float, float] = getattr(self, "means", (0.0, 0.0))
+        self.handles: list[Any] = []
+        if world_size() * task.config.train.accumulate == 1:
+            log.warning("hooks.gradient_noise: needs several ranks or train.accumulate=2 or more")
+
+    def before_step(self, task: Task) -> None:
+        self._stop()  # the step before may have been abandoned
+        if not task.should_log:
+            return
+        self.square = torch.zeros((), device=task.device)  # summed over the parts of this rank
+        self.parts = min(task.config.train.accumulate, task.batches_left)
+        for group in task.optimizer.param_groups:
+            for parameter in group["params"]:
+                self.handles.append(parameter.register_hook(self._add))
+
+    def _add(self, grad: Tensor) -> None:
+        """Hook on a gradient before it is accumulated: that of one part, scaled as the loss is."""
+        self.square += grad.detach().float().square().sum()
+
+    def on_backward(self, task: Task) -> None:
+        if not self.handles:
+            return
+        self._stop()
+        number = self.parts * world_size()
+        if number == 1:
+            return
+        parameters = [p for group in task.optimizer.param_groups for p in group["params"]]
+        big = float(total_norm(gradients(parameters)) ** 2)
+        scale = task.grad_scaler.get_scale() / self.parts  # of a part's loss
+        small = float(all_reduce_mean(self.square)) / self.parts / scale**2
+        size = task.length.batch_size * self.parts
+        found = estimate(small, big, size / number, size)
+        self.means = tuple(  # type: ignore[assignment]
+            self.decay * mean + (1 - self.decay) * new
+            for mean, new in zip(self.means, found, strict=True)
+        )
+        noise, signal = self.means
+        if signal > 0:  # an estimate that may be negative at first
+            task.log("gradient_noise_scale", noise / signal)
+
+    def _stop(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"means": list(getattr(self, "means", (0.0, 0.0)))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.means = tuple(state["means"])
+
+
+def estimate(small: float, big: float, small_size: float, size: float) -> tuple[float, float]:
+    """Return unbiased estimates of the trace of the noise's covariance and of |G|^2.
+
+    Args:
+        small: Mean squared norm of gradients of ``small_size`` samples.
+        big: Squared norm of the gradient of ``size`` samples.
+        small_size: Samples of a part.
+        size: Samples of the step.
+    """
+    noise = (small - big) / (1 / small_size - 1 / size)
+    signal = (size * big - small_size * small) / (size - small_size)
+    return noise, signal

@@ -1,0 +1,56 @@
+"""Norms of gradients, weights and updates by part of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from selftask.config.fields import setting
+from selftask.hooks.base import Hook
+from selftask.optim.gradients import gradients, total_norm
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_hook("gradient_norms")
+@dataclass(eq=False, kw_only=True)
+class GradientNorms(Hook):
+    """Logs ``grad_norm/PART``, ``weight_norm/PART`` and ``update_ratio/PART`` at log points.
+
+    A part holds the parameters whose names begin alike, such as ``network.backbone``. The gradient
+    is that before clipping. The update ratio is the norm of a step's change of the weights over
+    that of the weights before; 1e-3 is a usual size. It needs a copy of the weights for that step.
+    """
+
+    priority: ClassVar[int] = 15  # before clip_gradients
+    depth: int = setting(2, min=1)  # components of a parameter's name that make a part
+
+    def on_start(self, task: Task) -> None:
+        trained = {p for group in task.optimizer.param_groups for p in group["params"]}
+        self.parts: dict[str, list[nn.Parameter]] = {}
+        for prefix, module in task.trained:
+            for name, parameter in module.named_parameters(prefix):
+                if parameter in trained:
+                    part = ".".join(name.split(".")[:-1][: self.depth])
+                    self.parts.setdefault(part, []).append(parameter)
+        self.before: dict[str, list[Tensor]] = {}
+
+    def on_backward(self, task: Task) -> None:
+        if not task.should_log:
+            return
+        for part, parameters in self.parts.items():
+            task.log(f"grad_norm/{part}", total_norm(gradients(parameters)))
+            self.before[part] = [p.detach().clone() for p in parameters]
+
+    def on_update(self, task: Task) -> None:
+        for part, before in self.before.items():
+            weight_norm = total_norm(before)
+            changes = torch._foreach_sub([p.detach() for p in self.parts[part]], before)
+            task.log(f"weight_norm/{part}", weight_norm)
+            task.log(f"update_ratio/{part}", total_norm(list(changes)) / weight_norm)
+        self.before.clear()

@@ -1,0 +1,112 @@
+"""Lower the learning rate when a metric stops improving."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from selftask.config.fields import setting
+from selftask.distributed.collectives import gather_objects
+from selftask.errors import nearest
+from selftask.hooks.base import Hook
+from selftask.logs import get_logger
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+log = get_logger(__name__)
+
+
+@register_hook("plateau")
+@dataclass(eq=False, kw_only=True)
+class Plateau(Hook):
+    """Multiplies the lr by ``factor`` when a metric has stopped improving (ReduceLROnPlateau).
+
+    The exception among schedules: it depends on results, not on progress alone. What it has seen is
+    state, saved in checkpoints. It works on top of ``optimizer.schedule``; use ``constant`` for a
+    learning rate that only a plateau lowers. The metric is a key of the rows, such as ``knn_top1``
+    or ``loss``, and counts each time a row has it after the first step.
+    """
+
+    priority: ClassVar[int] = 75
+    metric: str
+    mode: Literal["max", "min"] = "max"
+    factor: float = setting(0.1, above=0, below=1)
+    patience: int = setting(3, min=0)  # rows without improvement that are tolerated
+    threshold: float = setting(1e-4, min=0)  # relative improvement that counts
+    cooldown: int = setting(0, min=0)  # rows to wait after each reduction
+    min_factor: float = setting(0.0, min=0, max=1)  # lowest total factor
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        optimizer = config["optimizer"]
+        for key in ("lr", "schedule"):
+            section = optimizer[key]
+            moves = section.get("update", "step") if isinstance(section, dict) else "step"
+            if moves == "epoch":
+                yield f"plateau: needs steps, and optimizer.{key}.update is 'epoch'"
+        if optimizer["name"].startswith("classy:"):
+            yield f"plateau: does not go with {optimizer['name']}; take one of ours"
+
+    def on_start(self, task: Task) -> None:
+        self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        self.scheduler = ReduceLROnPlateau(
+            self.optimizer,
+            mode=self.mode,
+            factor=self.factor,
+            patience=self.patience,
+            threshold=self.threshold,
+            cooldown=self.cooldown,
+            min_lr=self.min_factor,
+            eps=0.0,
+        )
+        self.seen: set[str] = set()
+        restored = getattr(self, "restored", None)
+        if restored:
+            self.optimizer.param_groups[0]["lr"] = restored["scale"]
+            self.scheduler.load_state_dict(restored["scheduler"])
+        task.optimizer.multiply_lr(lambda: self.scale)
+
+    @property
+    def scale(self) -> float:
+        """Product of all reductions so far."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def on_row(self, task: Task) -> None:
+        if not task.steps_done:  # an evaluation before training, and before on_start
+            return
+        self.seen |= task.last_row.keys()
+        if self.metric not in task.last_row:
+            return
+        before = self.scale
+        self.scheduler.step(gather_objects(task.last_row[self.metric])[0])  # equal on all ranks
+        if self.scale < before:
+            log.info(
+                "step %d: %s %.4g has not improved on %.4g: learning rate times %.3g from here",
+                task.steps_done,
+                self.metric,
+                task.last_row[self.metric],
+                self.scheduler.best,
+                self.scale,
+            )
+
+    def on_phase_end(self, task: Task) -> None:
+        if self.seen and self.metric not in self.seen:
+            log.warning(
+                "hooks.plateau.metric=%r: no row has it so far, the learning rate stays; %s",
+                self.metric,
+                nearest(self.metric, self.seen),
+            )
+            self.seen.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self.scheduler.state_dict()
+        kept = {key: state[key] for key in ("best", "num_bad_epochs", "cooldown_counter")}
+        return {"scale": self.scale, "scheduler": kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.restored = state

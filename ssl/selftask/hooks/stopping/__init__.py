@@ -1,0 +1,1 @@
+"""Ends of a run: signals, early stopping, injected faults."""

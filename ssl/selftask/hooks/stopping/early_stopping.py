@@ -1,0 +1,84 @@
+"""End a run whose metric has stopped improving."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from selftask.config.fields import setting
+from selftask.distributed.collectives import gather_objects
+from selftask.errors import nearest
+from selftask.hooks.base import Hook
+from selftask.logs import get_logger
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+log = get_logger(__name__)
+
+
+@register_hook("early_stopping")
+@dataclass(eq=False, kw_only=True)
+class EarlyStopping(Hook):
+    """Ends the run, as finished, if a metric has not improved for ``patience`` rows that have it.
+
+    The end is as usual: evaluation, export, checkpoint.
+    """
+
+    priority: ClassVar[int] = 30
+
+    metric: str = "knn_top1"  # any key of metrics.jsonl, such as val_loss
+    mode: Literal["max", "min"] = "max"  # whether a large value is good
+    patience: int = setting(5, min=1)  # evaluations
+    min_delta: float = setting(0.0, min=0)  # a smaller improvement is none
+
+    def on_start(self, task: Task) -> None:
+        state: dict[str, Any] = getattr(self, "loaded", {})
+        self.best: float | None = state.get("best")
+        self.best_step: int = state.get("best_step", 0)
+        self.waited: int = state.get("waited", 0)
+        self.names: set[str] = set()  # of rows, until one has the metric
+        self._stop_if_waited(task)
+
+    def on_row(self, task: Task) -> None:
+        value = task.last_row.get(self.metric)
+        if value is None or not task.steps_done:
+            self.names |= task.last_row.keys()
+            return
+        value = gather_objects(float(value))[0]  # all ranks stop together
+        if self._improves(value):
+            self.best, self.best_step, self.waited = value, task.steps_done, 0
+        else:
+            self.waited += 1
+        self._stop_if_waited(task)
+
+    def _improves(self, value: float) -> bool:
+        if math.isnan(value):
+            return False
+        gain = 0.0 if self.best is None else value - self.best
+        return self.best is None or (gain if self.mode == "max" else -gain) > self.min_delta
+
+    def _stop_if_waited(self, task: Task) -> None:
+        if self.waited >= self.patience:
+            task.clock.stopped = (
+                f"stopped early: {self.metric} was best at step {self.best_step} "
+                f"({self._shown()}), {self.waited} evaluations before the end"
+            )
+
+    def _shown(self) -> str:
+        return "never a number" if self.best is None else f"{self.best:.4g}"
+
+    def on_end(self, task: Task) -> None:
+        if self.best is None and not self.waited:
+            known = nearest(self.metric, sorted(self.names))
+            log.warning("hooks.early_stopping.metric=%s: no row had it; %s", self.metric, known)
+
+    def state_dict(self) -> dict[str, Any]:
+        if not hasattr(self, "waited"):
+            return {}
+        return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state

@@ -1,0 +1,102 @@
+"""Statistics of the activations of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from selftask.config.fields import setting
+from selftask.hooks.base import Hook
+from selftask.hooks.watching.health import effective_rank
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+SAMPLES = 65_536  # values of a layer in its histogram
+
+
+@register_hook("activations")
+@dataclass(eq=False, kw_only=True)
+class Activations(Hook):
+    """Logs mean, std, share of zeros and effective rank of the outputs of the backbone's layers.
+
+    The columns are ``activations/LAYER/mean`` and so on, in ``metrics.jsonl`` and writers but not
+    in the lines of the log. Layers are watched in logged steps only, on rank 0's images. Writers
+    with histograms get the distribution, too. The rank is that of one vector an image: its outputs
+    averaged over positions.
+    """
+
+    priority: ClassVar[int] = 55
+    depth: int = setting(2, min=1)  # how far below the backbone: 2 are the blocks of a ViT
+    max_rows: int = setting(256, min=2)  # images used for the rank
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if config["train"]["compile"]:
+            yield "hooks.activations sees no layers in a compiled model; use train.compile=false"
+
+    def on_start(self, task: Task) -> None:
+        self.handles: list[Any] = []  # of the forward hooks, during a logged step
+        self.found: dict[str, dict[str, Tensor]] = {}
+        self.samples: dict[str, Tensor] = {}  # for histograms
+        self.takes_media = False
+
+    def before_step(self, task: Task) -> None:
+        if not task.should_log:
+            return
+        self.takes_media = task.takes_media
+        self.handles = [
+            layer.register_forward_hook(self._keeping(name))
+            for name, layer in task.base_model.backbone.named_modules()
+            if name and name.count(".") < self.depth
+        ]
+
+    def on_update(self, task: Task) -> None:
+        for name, statistics in self.found.items():
+            for statistic, value in statistics.items():
+                task.log(f"activations/{name}/{statistic}", value)
+        for name, values in self.samples.items():
+            task.log_histogram(f"activations/{name}", values)
+
+    def on_step(self, task: Task) -> None:
+        """Stop watching; also after a step that was skipped."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.found.clear()
+        self.samples.clear()
+
+    def _keeping(self, name: str) -> Any:
+        def keep(layer: nn.Module, args: Any, output: Any) -> None:
+            is_first = isinstance(output, Tensor) and output.ndim > 1 and name not in self.found
+            if not is_first:  # one of several forward passes of a step
+                return
+            # at once: the next layer may work in place
+            with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
+                self.found[name] = describe_output(output, self.max_rows)
+                if self.takes_media:
+                    self.samples[name] = output.detach().flatten()[:SAMPLES].clone()
+
+        return keep
+
+
+def describe_output(output: Tensor, max_rows: int) -> dict[str, Tensor]:
+    """Return mean, std, share of zeros and effective rank of a layer's output, as scalars.
+
+    Shape:
+        Of tokens (B, N, D), of maps (B, C, H, W) or of vectors (B, D).
+    """
+    output = output.float()
+    rows = output[:max_rows]
+    if rows.ndim > 2:
+        rows = rows.mean(dim=1) if rows.ndim == 3 else rows.flatten(2).mean(dim=2)
+    return {
+        "mean": output.mean(),
+        "std": output.std(),
+        "zeros": (output == 0).float().mean(),
+        "rank": effective_rank(rows) if len(rows) > 1 else torch.ones(()),
+    }

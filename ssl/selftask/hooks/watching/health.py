@@ -1,0 +1,183 @@
+"""Spread and rank of the embeddings, and the loss relative to chance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selftask.config.fields import setting
+from selftask.hooks.base import Hook
+from selftask.logs import get_logger
+from selftask.optim.gradients import to_one_device
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+log = get_logger(__name__)
+
+FROM_STEP = 10  # no warning before, nor at the end, where a schedule may be at 0
+UNTIL_WHERE = 0.95
+CHANCE_AT_WHERE = 0.25  # progress at which a loss should have been below chance
+CHANCE_STEPS = 50  # and steps
+AT_CHANCE = 0.99  # a chance_ratio at least this, and this share of the first one
+LEAST_MOVE = 1e-8  # of the norm of the weights, below the rounding of float32
+NUM_SAMPLED = 64  # values of each parameter, to see whether it moves
+
+
+@register_hook("health")
+@dataclass(eq=False, kw_only=True)
+class Health(Hook):
+    """Logs embedding statistics; warns, once each, of what keeps a run from learning.
+
+    ``emb_std`` is the mean standard deviation of the unit-length embeddings times sqrt(E): 1 for
+    directions spread evenly, 0 for a collapse (SimSiam, arXiv:2011.10566, section 4.1).
+    ``mean_cosine`` is the mean cosine of two embeddings, ``effective_rank`` the number of
+    directions in which they vary, ``chance_ratio`` the loss divided by that of an uninformed
+    network. All are computed for logged steps only.
+    """
+
+    priority: ClassVar[int] = 60
+    # emb_std below this is a collapse; healthy MAE on digits has 0.11
+    collapsed: float = setting(0.05, min=0, max=1)
+    min_rank: float = setting(1.2, min=1)  # effective_rank below this is a collapse too
+    max_rows: int = setting(512, min=2)  # embeddings used per log line
+
+    def __post_init__(self) -> None:
+        self.told: set[str] = set()
+        self.before: Tensor | None = None  # values of the weights before this step
+        self.ratios: list[float] = []  # the first chance_ratio of the run, and the smallest
+
+    def on_backward(self, task: Task) -> None:
+        if task.should_log and self._may_warn(task, "weights"):
+            self.before = _sample(task)
+
+    def on_update(self, task: Task) -> None:
+        if not task.should_log:
+            return
+        ratio = self._log_loss(task)
+        self._check_weights(task, ratio)
+        embedding = getattr(task.base_model, "embedding", None)
+        if embedding is not None and len(embedding) > 1:  # one row has no spread
+            self._check_embedding(task, embedding[: self.max_rows].float())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ratios": list(self.ratios)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ratios = list(state.get("ratios", ()))
+
+    def _log_loss(self, task: Task) -> float | None:
+        """Log chance_ratio; warn if the loss has stayed at chance. Return the ratio."""
+        chance = task.loss.chance_loss
+        if not chance:
+            return None
+        ratio = float(task.last_batch.loss / chance)  # type: ignore[operator]
+        task.log("chance_ratio", ratio)
+        self.ratios = self.ratios or [ratio, ratio]
+        self.ratios[1] = min(self.ratios[1], ratio)
+        first, lowest = self.ratios
+        late = task.where >= CHANCE_AT_WHERE and task.steps_done + 1 >= CHANCE_STEPS
+        if late and lowest >= AT_CHANCE * max(1.0, first):
+            self._warn(
+                task,
+                "chance",
+                "the loss is that of an uninformed network or worse and has not fallen "
+                f"(chance_ratio {first:.3g} at first, {lowest:.3g} at best): nothing is learned. "
+                f"Try another optimizer.lr (now {_peak(task):.3g}), a shorter optimizer.warmup or "
+                "weaker views.*.transforms",
+            )
+        return ratio
+
+    def _check_weights(self, task: Task, ratio: float | None) -> None:
+        before, self.before = self.before, None
+        if before is None or (_sample(task) - before).norm() > LEAST_MOVE * before.norm():
+            return
+        lr = _peak(task)
+        stays = "" if ratio is None else f", and the loss stays at {ratio:.3g} times chance"
+        if lr == 0:
+            remedy = "the learning rate is 0 here: raise optimizer.lr or optimizer.end_lr"
+        else:
+            remedy = (
+                f"the learning rate is {lr:.3g}, so it is far too small or no gradient arrives: "
+                "raise optimizer.lr, or look at what the method freezes"
+            )
+        self._warn(task, "weights", f"no weight moves{stays}; {remedy}")
+
+    def _check_embedding(self, task: Task, rows: Tensor) -> None:
+        spread, rank = float(embedding_std(rows)), float(effective_rank(rows))
+        task.log("emb_std", spread)
+        task.log("mean_cosine", mean_cosine(rows))
+        task.log("effective_rank", rank)
+        if spread < self.collapsed:
+            self._warn(
+                task,
+                "collapse",
+                f"emb_std {spread:.3f}: the embeddings of different images are almost the same "
+                "(collapse). Lower optimizer.lr, lengthen optimizer.warmup, or look at the "
+                "method's temperature and momentum (method.*)",
+            )
+        elif rank < self.min_rank:
+            self._warn(
+                task,
+                "rank",
+                f"effective_rank {rank:.2f}: the embeddings vary in one direction only "
+                "(dimensional collapse). Strengthen views.*.transforms, lower optimizer.lr or "
+                "raise optimizer.weight_decay",
+            )
+
+    def _may_warn(self, task: Task, kind: str) -> bool:
+        in_time = task.steps_done + 1 >= FROM_STEP and task.where <= UNTIL_WHERE
+        return in_time and kind not in self.told
+
+    def _warn(self, task: Task, kind: str, text: str) -> None:
+        if kind not in self.told:
+            self.told.add(kind)
+            log.warning("step %d: %s", task.steps_done + 1, text)
+
+
+def _peak(task: Task) -> float:
+    """Return the largest learning rate of this step's groups."""
+    return max(float(group["lr"]) for group in task.optimizer.param_groups)
+
+
+def _sample(task: Task) -> Tensor:
+    """Return some values of every trained parameter of this rank."""
+    values = []
+    for group in task.optimizer.param_groups:
+        for parameter in group["params"]:
+            own = parameter.detach()
+            flat = (own.to_local() if hasattr(own, "to_local") else own).flatten()
+            values.append(flat[:: max(1, flat.numel() // NUM_SAMPLED)].float())
+    return torch.cat(to_one_device(values))
+
+
+def embedding_std(rows: Tensor) -> Tensor:
+    """Return sqrt(E) times the mean standard deviation of unit-length (N, E) rows; 0 to 1."""
+    directions = F.normalize(rows, dim=1)
+    return directions.std(dim=0).mean() * rows.shape[1] ** 0.5
+
+
+def mean_cosine(rows: Tensor) -> Tensor:
+    """Return the mean cosine of two different (N, E) rows, from -1 to 1."""
+    total = F.normalize(rows, dim=1).sum(dim=0)
+    return (total.square().sum() - len(rows)) / (len(rows) * (len(rows) - 1))
+
+
+def effective_rank(rows: Tensor) -> Tensor:
+    """Return the exponential of the entropy of normalised singular values of centred (N, E) rows.
+
+    Roy and Vetterli, The effective rank, EUSIPCO 2007: between 1 and min(N, E). NaN if the rows are
+    not finite; the loss then stops the run with an explanation.
+    """
+    centred = rows - rows.mean(dim=0)
+    gram = centred @ centred.T if len(rows) < rows.shape[1] else centred.T @ centred
+    if not gram.isfinite().all():
+        return gram.new_tensor(torch.nan)  # eigvalsh would raise
+    singular = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
+    share = singular / singular.sum().clamp(min=1e-12)
+    return torch.exp(-torch.special.xlogy(share, share).sum())

@@ -1,0 +1,60 @@
+"""Snapshots of the GPU's memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from selftask.config.fields import setting
+from selftask.distributed.collectives import rank
+from selftask.errors import UserError
+from selftask.hooks.base import Hook
+from selftask.logs import get_logger
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+log = get_logger(__name__)
+
+
+@register_hook("memory_snapshot")
+@dataclass(eq=False, kw_only=True)
+class MemorySnapshot(Hook):
+    """Records every allocation on a CUDA GPU; writes them after a step and when memory is full.
+
+    ``OUT/profile/memory_NAME_rankN.pickle`` shows each block of memory with the line that allocated
+    it on https://pytorch.org/memory_viz.
+    """
+
+    priority: ClassVar[int] = 110
+    at_step: int | None = setting(None, min=1)  # also write after this step
+    max_entries: int = setting(100_000, min=1)  # allocations kept, the newest
+
+    def on_start(self, task: Task) -> None:
+        if task.device.type != "cuda":
+            raise UserError(
+                "hooks.memory_snapshot records the allocator of CUDA, and this run is on "
+                f"{task.device.type}; memory_mb in metrics.jsonl is the memory of the process, and "
+                "hooks.profiler={memory: true} records allocations on any device"
+            )
+        torch.cuda.memory._record_memory_history(max_entries=self.max_entries)
+
+    def on_step(self, task: Task) -> None:
+        if task.train and task.steps_done == self.at_step:
+            self._write(task, f"step_{task.steps_done}")
+
+    def on_end(self, task: Task) -> None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def on_exception(self, task: Task) -> None:
+        if isinstance(task.exception, torch.OutOfMemoryError):
+            self._write(task, "full")
+
+    def _write(self, task: Task, name: str) -> None:
+        path = task.out / "profile" / f"memory_{name}_rank{rank()}.pickle"
+        path.parent.mkdir(exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+        log.info("memory snapshot: %s", path)

@@ -1,0 +1,57 @@
+"""Images of the views, for writers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from selftask.config.fields import setting
+from selftask.config.values.duration import steps_in
+from selftask.hooks.base import Hook
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_hook("show_views")
+@dataclass(eq=False, kw_only=True)
+class ShowViews(Hook):
+    """Sends the views of some images to writers, as ``views/GROUP``: a column for each image.
+
+    Needs a writer that takes images (``tensorboard``, ``wandb``, ``mlflow``); does nothing without.
+    """
+
+    priority: ClassVar[int] = 55
+    every: int | str = setting("1 epoch", duration=True, min=1)  # at the next logged step
+    images: int = setting(8, min=1)  # images of rank 0's batch
+
+    def on_start(self, task: Task) -> None:
+        self.period = max(1, steps_in(self.every, task.length))
+        self.shown = -1  # period in which views were shown last
+
+    def on_update(self, task: Task) -> None:
+        if not (task.takes_media and task.should_log):
+            return
+        period = task.steps_done // self.period
+        if period == self.shown:
+            return
+        self.shown = period
+        for group, views in task.last_batch.views.items():
+            if views[0].shape[1] in (1, 3):
+                task.log_image(f"views/{group}", mosaic([view[: self.images] for view in views]))
+
+
+def mosaic(views: list[Tensor]) -> Tensor:
+    """Return one image of V views (B, C, H, W) of B images, scaled to the range from 0 to 1.
+
+    Shape:
+        (C, V * H, B * W): a row for each view, a column for each image.
+    """
+    rows = torch.stack(views).float()  # (V, B, C, H, W)
+    low, high = rows.amin(), rows.amax()
+    scaled = (rows - low) / (high - low).clamp(min=1e-12)
+    return scaled.permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2)

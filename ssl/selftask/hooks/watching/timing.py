@@ -1,0 +1,147 @@
+"""Time of each section of a step, in every row of the log and summed over the run."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from selftask.distributed.accelerator import is_accelerator, record_event
+from selftask.hooks.base import Hook
+from selftask.logs import get_logger
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.batch import Batch
+    from selftask.task import Task
+
+log = get_logger(__name__)
+
+SECTIONS = ("read", "forward", "loss", "backward", "reduce", "update", "hooks")
+
+
+@register_hook("timing")
+@dataclass(eq=False, kw_only=True)
+class Timing(Hook):
+    """Logs the milliseconds that a step spends in each section, as ``ms_forward`` and so on.
+
+    Works with any train step: sections are detected by hooks on the parts of the task. Time belongs
+    to the section that began last:
+
+    * ``read``: waiting for the batch, and the method's ``prepare_batch``;
+    * ``forward``, ``loss`` and ``backward``, with the part of the reduction that overlaps;
+    * ``reduce``: the rest of the reduction;
+    * ``update``: the optimizer;
+    * ``hooks``: everything else, such as teachers, clipping and logging.
+
+    Sections are also ranges of torch's profiler. On a GPU times come from its events, which are
+    read at log points only, so that nothing waits for the device in between.
+    """
+
+    priority: ClassVar[int] = 100
+
+    def __post_init__(self) -> None:
+        self.clock: Callable[[], Any] = time.perf_counter
+        self.listening = False  # False in test phases
+        self.marks: list[tuple[str | None, Any]] = []  # section and start time
+        self.range: Any = None  # current profiler range
+        self.steps = self.all_steps = 0
+        self.total: defaultdict[str, float] = defaultdict(float)  # ms per section
+
+    def on_start(self, task: Task) -> None:
+        if is_accelerator(task.device):
+            self.clock = partial(record_event, task.device, timing=True)
+        for name, module in (("forward", task.model), ("loss", task.loss)):
+            module.register_forward_pre_hook(self._beginning(name), prepend=True)
+            module.register_forward_hook(self._beginning("hooks"))
+        task.optimizer.optimizer.register_step_pre_hook(self._beginning("update"))
+        task.optimizer.optimizer.register_step_post_hook(self._beginning("hooks"))
+        reduce_gradients = task.reduce_gradients
+
+        def reduce() -> None:
+            self._begin("reduce")
+            reduce_gradients()
+            self._begin("hooks")
+
+        task.reduce_gradients = reduce  # type: ignore[method-assign]
+
+    def on_phase_start(self, task: Task) -> None:
+        self.listening = task.train
+        if task.train:
+            task.batches = self._reading(task.batches)
+
+    def on_loss_and_meter(self, task: Task) -> None:
+        self._begin("backward")
+
+    def on_update(self, task: Task) -> None:
+        self.steps += 1
+        if task.should_log:
+            taken = self._take()
+            for section in SECTIONS:
+                task.log(f"ms_{section}", taken[section] / self.steps)
+                self.total[section] += taken[section]
+            self.all_steps += self.steps
+            self.steps = 0
+
+    def on_phase_end(self, task: Task) -> None:
+        self._begin(None)  # evaluations are not part of a step
+
+    def on_end(self, task: Task) -> None:
+        whole = sum(self.total.values())
+        if whole:
+            parts = [
+                f"{section} {ms / self.all_steps:.1f} ({ms / whole:.0%})"
+                for section, ms in self.total.items()
+            ]
+            log.info("milliseconds a step: %s", ", ".join(parts))
+
+    def on_exception(self, task: Task) -> None:
+        self._begin(None)
+
+    def _reading(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        while True:
+            self._begin("read")
+            batch = next(batches, None)
+            self._begin("hooks")
+            if batch is None:
+                return
+            yield batch
+
+    def _beginning(self, section: str) -> Callable[..., None]:
+        def begin(*_: Any) -> None:
+            self._begin(section)
+
+        return begin
+
+    def _begin(self, section: str | None) -> None:
+        """Start ``section``; None: time is not counted."""
+        if not self.listening:
+            return
+        if self.range is not None:
+            self.range.__exit__(None, None, None)
+        self.range = None if section is None else torch.profiler.record_function(section)
+        if self.range is not None:
+            self.range.__enter__()
+        self.marks.append((section, self.clock()))
+
+    def _take(self) -> defaultdict[str, float]:
+        """Return milliseconds by section since the last call. Waits for the device."""
+        self._begin("hooks")
+        taken: defaultdict[str, float] = defaultdict(float)
+        for (section, start), (_, end) in zip(self.marks, self.marks[1:], strict=False):
+            if section is not None:
+                taken[section] += _milliseconds(start, end)
+        del self.marks[:-1]
+        return taken
+
+
+def _milliseconds(start: Any, end: Any) -> float:
+    if isinstance(end, float):
+        return float(1e3 * (end - start))
+    end.synchronize()
+    return float(start.elapsed_time(end))

@@ -1,0 +1,1 @@
+"""Writers: hooks that write the rows of a run elsewhere, too."""

@@ -1,0 +1,168 @@
+"""Base classes of writers."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from selftask.distributed.collectives import is_primary
+from selftask.hooks.base import Hook
+from selftask.logs import get_logger, read_json, write_json
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+log = get_logger(__name__)
+
+
+@dataclass(eq=False, kw_only=True)
+class Writer(Hook):
+    """Receives every row of the log on rank 0, and images and histograms if it takes them.
+
+    A subclass defines ``open`` and ``write``. If one of its methods raises, it is closed with a
+    warning, and training goes on without it. After a resume, steps after the checkpoint come again;
+    ``open`` sees to it that each is there once.
+    """
+
+    priority: ClassVar[int] = 95
+    package: ClassVar[str] = ""  # that it needs, also the name of selftask's extra
+    takes_media: ClassVar[bool] = False
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        """Yield a problem if the package is missing."""
+        if self.package and importlib.util.find_spec(self.package) is None:
+            yield (
+                f"the package {self.package} is not installed: pip install {self.package}, or "
+                f"pip install 'selftask[{self.package}]'"
+            )
+
+    def open(self, task: Task) -> None:
+        """Begin, before the first row of this attempt; ``task.resumed`` tells of an earlier one."""
+
+    def write(self, step: int, row: dict[str, float]) -> None:
+        """Write a row without its step; its values are finite."""
+        raise NotImplementedError
+
+    def write_image(self, step: int, name: str, image: Tensor) -> None:
+        """Write an image: uint8 (C, H, W) on the CPU."""
+
+    def write_histogram(self, step: int, name: str, values: Tensor) -> None:
+        """Write the distribution of a flat float32 tensor on the CPU."""
+
+    def close(self, *, failed: bool) -> None:
+        """Write everything out; ``failed`` tells whether an exception ends the run."""
+
+    def on_start(self, task: Task) -> None:
+        if is_primary():
+            self._begin(task)
+
+    def on_row(self, task: Task) -> None:
+        if not is_primary():
+            return
+        self._begin(task)  # an evaluation at step 0 comes before our on_start
+        if self.alive:
+            self._guarded(lambda: self._write_all(task))
+
+    def on_end(self, task: Task) -> None:
+        self._end(failed=False)
+
+    def on_exception(self, task: Task) -> None:
+        self._end(failed=True)
+
+    def _begin(self, task: Task) -> None:
+        if not hasattr(self, "alive"):
+            self.alive = True
+            if self.takes_media and task.media is None:
+                task.media = {}
+            self._guarded(lambda: self.open(task))
+
+    def _end(self, *, failed: bool) -> None:
+        if getattr(self, "alive", False):
+            self._guarded(lambda: self.close(failed=failed))
+            self.alive = False
+
+    def _write_all(self, task: Task) -> None:
+        row = task.last_row
+        numbers = {name: value for name, value in row.items() if _is_finite(value)}
+        step = numbers.pop("step")
+        self.write(step, numbers)
+        for name, (kind, tensor) in (task.media or {}).items():
+            if self.takes_media and kind == "image":
+                self.write_image(step, name, as_image(tensor))
+            elif self.takes_media:
+                self.write_histogram(step, name, tensor.float().flatten().cpu())
+
+    def _guarded(self, do: Callable[[], None]) -> None:
+        """Call ``do``; if it raises, warn, and write no more."""
+        try:
+            do()
+        except Exception as error:  # noqa: BLE001 - what it raises is its package's affair
+            self.alive = False
+            log.warning(
+                "hooks.%s has failed and writes no more, training goes on: %s: %s",
+                self.title,
+                type(error).__name__,
+                error,
+            )
+
+    @property
+    def title(self) -> str:
+        return self.package or type(self).__name__.lower()
+
+
+@dataclass(eq=False, kw_only=True)
+class TrackingWriter(Writer):
+    """A writer to a service that can neither remove nor replace what it has.
+
+    The service's id of the run and the last step sent are kept in ``OUT/tracking/NAME.json``. A
+    resumed run goes on under that id, and leaves out the steps that the service has.
+    """
+
+    takes_media: ClassVar[bool] = True
+
+    def connect(self, task: Task, known: str | None) -> str:
+        """Open the run named ``known``, or a new one if it is None; return its id."""
+        raise NotImplementedError
+
+    def send(self, step: int, row: dict[str, float]) -> None:
+        """Send a row that the service does not have."""
+        raise NotImplementedError
+
+    def open(self, task: Task) -> None:
+        self.record = task.out / "tracking" / f"{self.title}.json"
+        before = read_json(self.record) if task.resumed else {}
+        self.sent = int(before.get("step", -1))  # by earlier attempts
+        self.id = self.connect(task, before.get("id"))
+        self.record.parent.mkdir(exist_ok=True)
+        write_json(self.record, {"id": self.id, "step": self.sent})
+
+    def write(self, step: int, row: dict[str, float]) -> None:
+        if step > self.sent:
+            self.send(step, row)
+            write_json(self.record, {"id": self.id, "step": step})
+
+
+def as_image(image: Tensor) -> Tensor:
+    """Return a uint8 (C, H, W) image on the CPU; a batch becomes a grid, row by row.
+
+    Args:
+        image: (C, H, W) or (B, C, H, W); uint8, or floating point from 0 to 1, which is clipped.
+    """
+    if image.ndim == 4:
+        columns = math.ceil(len(image) ** 0.5)
+        empty = image.new_zeros(-len(image) % columns, *image.shape[1:])
+        rows = torch.cat([image, empty]).unflatten(0, (-1, columns))
+        image = rows.permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2)
+    if image.dtype != torch.uint8:
+        image = (image.float().clamp(0, 1) * 255).round().to(torch.uint8)
+    return image.cpu()
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -1,0 +1,48 @@
+"""The rows as a table that spreadsheets open."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from selftask.hooks.writers.base import Writer
+from selftask.logs import json_row, read_metrics
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_hook("csv")
+@dataclass(eq=False, kw_only=True)
+class Csv(Writer):
+    """Writes ``OUT/metrics.csv``, a table of ``metrics.jsonl`` with one column a name.
+
+    The table is made anew from ``metrics.jsonl`` at the first row and for each new column, so that
+    it has the rows before a resume or before the hook was switched on, too.
+    """
+
+    def open(self, task: Task) -> None:
+        self.path = task.out / "metrics.csv"
+        self.columns: list[str] = []
+
+    def write(self, step: int, row: dict[str, float]) -> None:
+        whole = {"step": step, **row}
+        if not whole.keys() <= set(self.columns):
+            self._make()
+            return
+        with self.path.open("a", encoding="utf-8", newline="") as file:
+            csv.DictWriter(file, self.columns).writerow(json.loads(json_row(whole)))
+
+    def _make(self) -> None:
+        rows: list[dict[str, Any]] = read_metrics(self.path.with_suffix(".jsonl"))
+        self.columns = list(dict.fromkeys(name for row in rows for name in row))
+        temporary = self.path.with_name(".metrics.csv.tmp")
+        with temporary.open("w", encoding="utf-8", newline="") as file:
+            table = csv.DictWriter(file, self.columns)
+            table.writeheader()
+            table.writerows(rows)
+        os.replace(temporary, self.path)

@@ -1,0 +1,72 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from selftask.hooks.writers.base import TrackingWriter
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+MAX_PARAMS = 100  # of one request
+
+
+@register_hook("mlflow")
+@dataclass(eq=False, kw_only=True)
+class MLflow(TrackingWriter):
+    """Sends rows, images and the config to MLflow; it has no histograms."""
+
+    package: ClassVar[str] = "mlflow"
+    experiment: str = "selftask"
+    run_name: str | None = None  # none: the name of the run folder
+    uri: str | None = None  # of the server; none: MLFLOW_TRACKING_URI, else MLflow's default
+
+    def connect(self, task: Task, known: str | None) -> str:
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        self.client: Any = MlflowClient(self.uri)
+        if known:
+            self.client.update_run(known, status="RUNNING")
+            return known
+        found = self.client.get_experiment_by_name(self.experiment)
+        experiment = (
+            found.experiment_id if found else self.client.create_experiment(self.experiment)
+        )
+        run = self.client.create_run(experiment, run_name=self.run_name or task.out.name)
+        params = [Param(name, str(value)[:500]) for name, value in _flat(task.config.to_dict())]
+        for first in range(0, len(params), MAX_PARAMS):
+            self.client.log_batch(run.info.run_id, params=params[first : first + MAX_PARAMS])
+        return str(run.info.run_id)
+
+    def send(self, step: int, row: dict[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        metrics = [Metric(name, float(value), now, step) for name, value in row.items()]
+        self.client.log_batch(self.id, metrics=metrics)
+
+    def write_image(self, step: int, name: str, image: Tensor) -> None:
+        if step > self.sent:
+            pixels = image.permute(1, 2, 0).numpy()
+            self.client.log_image(self.id, pixels, artifact_file=f"images/{name}/{step:09d}.png")
+
+    def close(self, *, failed: bool) -> None:
+        self.client.set_terminated(self.id, status="FAILED" if failed else "FINISHED")
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return dotted keys and their values; lists stay whole."""
+    pairs: list[tuple[str, Any]] = []
+    for name, value in config.items():
+        if isinstance(value, dict) and value:
+            pairs += _flat(value, f"{prefix}{name}.")
+        else:
+            pairs.append((f"{prefix}{name}".replace(":", "."), value))
+    return pairs

@@ -1,0 +1,65 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from torch import Tensor
+
+from selftask.hooks.writers.base import TrackingWriter
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_hook("wandb")
+@dataclass(eq=False, kw_only=True)
+class Wandb(TrackingWriter):
+    """Sends rows, images, histograms and the config to Weights & Biases.
+
+    Its environment variables hold (``WANDB_API_KEY``, ``WANDB_MODE``, ...). In offline mode, files
+    are in ``OUT/wandb``; ``wandb sync`` sends them later, those of a resumed run as one run.
+    """
+
+    package: ClassVar[str] = "wandb"
+    project: str = "selftask"
+    entity: str | None = None  # user or team; none: the account's default
+    run_name: str | None = None  # none: the name of the run folder
+    mode: Literal["online", "offline"] | None = None  # none: that of WANDB_MODE, else online
+
+    def connect(self, task: Task, known: str | None) -> str:
+        import wandb
+
+        self.run: Any = wandb.init(
+            project=self.project,
+            entity=self.entity,
+            name=self.run_name or task.out.name,
+            id=known,
+            resume="allow" if known else None,
+            mode=self.mode,
+            dir=str(task.out),
+            config=task.config.to_dict(),
+        )
+        return str(self.run.id)
+
+    def send(self, step: int, row: dict[str, float]) -> None:
+        self.run.log(row, step=step)
+
+    def write_image(self, step: int, name: str, image: Tensor) -> None:
+        import wandb
+
+        self._send_media(step, {name: wandb.Image(image.permute(1, 2, 0).numpy())})
+
+    def write_histogram(self, step: int, name: str, values: Tensor) -> None:
+        import wandb
+
+        self._send_media(step, {name: wandb.Histogram(values.tolist())})
+
+    def _send_media(self, step: int, media: dict[str, Any]) -> None:
+        if step > self.sent:
+            self.run.log(media, step=step)
+
+    def close(self, *, failed: bool) -> None:
+        self.run.finish(exit_code=1 if failed else 0)

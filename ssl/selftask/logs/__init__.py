@@ -1,0 +1,39 @@
+"""What a run writes down: lines of ``log.txt``, rows of ``metrics.jsonl``, events."""
+
+from selftask.logs.lines import (
+    LOGGER,
+    add_line,
+    draw_over,
+    get_logger,
+    info_on_stderr,
+    lasting_output,
+    show_root_lines_of,
+    start_log,
+    stop_log,
+)
+from selftask.logs.rows import (
+    MetricsFile,
+    format_row,
+    json_row,
+    read_json,
+    read_metrics,
+    write_json,
+)
+
+__all__ = [
+    "LOGGER",
+    "MetricsFile",
+    "add_line",
+    "draw_over",
+    "format_row",
+    "get_logger",
+    "info_on_stderr",
+    "json_row",
+    "lasting_output",
+    "read_json",
+    "read_metrics",
+    "show_root_lines_of",
+    "start_log",
+    "stop_log",
+    "write_json",
+]

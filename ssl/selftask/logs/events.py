@@ -1,0 +1,63 @@
+"""Events of a run in ``events.jsonl``: one JSON object a line, appended by every attempt.
+
+``time`` (ISO 8601), ``step``, ``event``, ``text``, ``data``. Events are ``start``,
+``resume``, ``checkpoint``, ``evaluation``, ``warning``, ``stop``, ``requeue``, ``failure`` and
+``finish``, and those of hooks. Unlike rows of ``metrics.jsonl`` they are never removed: after a
+resume, steps repeat. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from selftask.distributed.heartbeat import HEARTBEAT
+from selftask.logs.rows import json_row
+
+NAME = "events.jsonl"
+
+
+def add_event(folder: Path, kind: str, text: str, *, step: int = 0, **data: Any) -> None:
+    """Append an event; a failing disk is reported on stderr and does not stop the run.
+
+    Args:
+        folder: The run folder.
+        kind: What happened, in one word.
+        text: One line for people.
+        step: Number of finished steps.
+        **data: Numbers, texts, and dicts of them.
+    """
+    now = datetime.now().astimezone().isoformat(timespec="milliseconds")
+    event = {"time": now, "step": step, "event": kind, "text": text, "data": data}
+    try:
+        with (folder / NAME).open("a", encoding="utf-8") as file:
+            file.write(json_row(event) + "\n")  # one write: lines stay whole
+    except OSError as error:
+        print(f"{folder / NAME}: {error.strerror or error}", file=sys.stderr, flush=True)
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """Return the events of a run folder, oldest first; lines that were cut off are skipped."""
+    events = []
+    for line in (folder / NAME).read_text(encoding="utf-8").splitlines():
+        try:
+            events.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return events
+
+
+class WarningEvents(logging.Handler):
+    """Turns the warnings of a run into events."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(logging.WARNING)
+        self.folder = folder
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.WARNING:  # errors are part of the event `failure`
+            add_event(self.folder, "warning", record.getMessage(), step=HEARTBEAT.step)

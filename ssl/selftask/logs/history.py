@@ -1,0 +1,104 @@
+"""The last values of each column of the rows, for hooks that decide by them."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from selftask.errors import nearest
+from selftask.logs.rows import is_measured
+
+LENGTH = 200  # rows kept
+
+
+class Series:
+    """The last values of one column, oldest first.
+
+    A ``window`` is a number of values, counted from the newest; None takes all that are kept.
+    """
+
+    def __init__(self) -> None:
+        self.steps: deque[int] = deque(maxlen=LENGTH)
+        self.values: deque[float] = deque(maxlen=LENGTH)
+
+    def add(self, step: int, value: float) -> None:
+        """Add a value; a second one of the same step replaces the first."""
+        if self.steps and self.steps[-1] == step:
+            self.values[-1] = value
+            return
+        self.steps.append(step)
+        self.values.append(value)
+
+    def last(self, window: int | None = None) -> list[float]:
+        """Return the newest values."""
+        return list(self.values)[-window:] if window else list(self.values)
+
+    @property
+    def latest(self) -> float:
+        """The newest value."""
+        return self.values[-1]
+
+    def mean(self, window: int | None = None) -> float:
+        return statistics.fmean(self.last(window))
+
+    def median(self, window: int | None = None) -> float:
+        return statistics.median(self.last(window))
+
+    def min(self, window: int | None = None) -> float:
+        return min(self.last(window))
+
+    def max(self, window: int | None = None) -> float:
+        return max(self.last(window))
+
+
+class History(Mapping[str, Series]):
+    """Columns by name: ``task.history["loss"].median(20)``.
+
+    The last 200 rows are kept, on every rank. They are part of a checkpoint, except for what a
+    clock measured, such as ``images_per_s``.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, Series] = {}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add a row with its ``step``; values that are no numbers are left out."""
+        for name, value in row.items():
+            if name != "step" and isinstance(value, int | float):
+                self._columns.setdefault(name, Series()).add(row["step"], float(value))
+
+    def __getitem__(self, name: str) -> Series:
+        if name not in self._columns:
+            raise KeyError(f"no column {name!r} in the rows so far; {nearest(name, self._columns)}")
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all columns but the measured ones, as tensors."""
+        return {
+            name: {
+                "steps": torch.tensor(list(column.steps)),
+                "values": torch.tensor(list(column.values), dtype=torch.float64),
+            }
+            for name, column in self._columns.items()
+            if not is_measured(name)
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._columns.clear()
+        for name, column in state.items():
+            series = self._columns[name] = Series()
+            series.steps.extend(column["steps"].tolist())
+            series.values.extend(column["values"].tolist())

@@ -1,0 +1,168 @@
+"""Lines on the console and in ``log.txt``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+LOGGER = logging.getLogger("selftask")
+_TIME = "%Y-%m-%d %H:%M:%S"
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Return the logger of a module; it has no handlers until ``start_log``."""
+    return logging.getLogger(name if name.startswith("selftask") else f"selftask.{name}")
+
+
+def start_log(folder: Path, rank: int) -> None:
+    """Set up logging of a run.
+
+    Rank 0 logs to the console and ``log.txt``, other ranks to ``log_rankN.txt`` only.
+
+    Args:
+        folder: The run folder.
+        rank: Rank of this process.
+    """
+    stop_log()
+    LOGGER.setLevel(logging.INFO)
+    LOGGER.propagate = False
+    name = "log.txt" if rank == 0 else f"log_rank{rank}.txt"
+    file = _LogFile(folder / name, encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(message)s", _TIME))
+    LOGGER.addHandler(file)
+    if rank == 0:
+        LOGGER.addHandler(_Console())
+
+
+class _FromRoot(logging.Handler):
+    """Forwards a package's messages on the root logger to selftask's handlers."""
+
+    def __init__(self, package: str) -> None:
+        super().__init__(logging.INFO)
+        self.package = package
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.package in Path(record.pathname).parts:
+            for handler in LOGGER.handlers:
+                handler.handle(record)
+
+
+def show_root_lines_of(package: str) -> None:
+    """Log a package's messages on the root logger, until ``stop_log``."""
+    root = logging.getLogger()
+    if not any(isinstance(handler, _FromRoot) for handler in root.handlers):
+        root.addHandler(_FromRoot(package))
+        root.setLevel(min(root.level, logging.INFO))
+
+
+def stop_log() -> None:
+    """Flush and close what ``start_log`` opened."""
+    root = logging.getLogger()
+    for other in [other for other in root.handlers if isinstance(other, _FromRoot)]:
+        root.removeHandler(other)
+    for handler in list(LOGGER.handlers):
+        LOGGER.removeHandler(handler)
+        with suppress(OSError):  # a full disk was reported at the write
+            handler.close()
+
+
+@contextmanager
+def info_on_stderr() -> Iterator[None]:
+    """Context that logs INFO lines to stderr, for commands that print results to stdout."""
+    handler, level = logging.StreamHandler(), LOGGER.level
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(level)
+
+
+def add_line(folder: Path, line: str) -> None:
+    """Append a line to ``log.txt`` from a process that reports for a dead rank 0.
+
+    Args:
+        folder: The run folder.
+        line: Text without time.
+    """
+    with (folder / "log.txt").open("a", encoding="utf-8") as log:
+        log.write(f"{time.strftime(_TIME)} {line}\n")
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Context in which a failing standard stream does not end the run.
+
+    Writes fail after a pipe or terminal is closed, or if a disk is full. The log file is separate.
+    """
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_Lasting(stream) for stream in before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+class _Lasting:
+    """A text stream that switches to /dev/null after the first failed write, with a warning."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return int(self._tried(self._stream.write, text) or 0)
+
+    def flush(self) -> None:
+        self._tried(self._stream.flush)
+
+    def _tried(self, do: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return do(*args)
+        except (OSError, ValueError) as error:  # ValueError: closed
+            self._redirect()
+            LOGGER.warning("%s is lost (%s); the run goes on", self._stream.name, error)
+            return None
+
+    def _redirect(self) -> None:
+        """Redirect the file descriptor; otherwise the buffer fails again when Python exits."""
+        with suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
+            return
+        self._stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open until exit
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that reports a failed write in one line instead of a traceback."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        print(f"{self.baseFilename}: {sys.exc_info()[1]}", file=sys.stderr, flush=True)
+
+
+class _Console(logging.Handler):
+    """Prints lines, through the console of the progress bar if there is one."""
+
+    bar: Any = None  # a rich Console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record)
+        if self.bar is not None:
+            self.bar.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(line, file=sys.stdout, flush=True)
+
+
+def draw_over(console: Any) -> None:
+    """Print log lines through the rich console of a live display, or plainly if it is None."""
+    _Console.bar = console

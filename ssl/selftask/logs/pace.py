@@ -1,0 +1,100 @@
+"""What a row says besides the loss: time a step, memory, settings of parameter groups."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selftask.distributed.collectives import all_gather_cat
+
+
+class Pace:
+    """Times of steps since the last row and since the start.
+
+    On a GPU the host runs ahead of the device, so that single steps, and with them the median, are
+    the time that it takes to queue them; a row waits for the device, and its mean is exact.
+    """
+
+    def __init__(self) -> None:
+        self.begun = self.since = time.perf_counter()
+        self.waited_s = 0.0
+        self.ends: list[float] = []
+        self.steps = 0  # of the rows so far
+
+    def step_ends(self) -> None:
+        """Note the end of a step."""
+        self.ends.append(time.perf_counter())
+
+    def take(self, data_wait_s: float) -> dict[str, float]:
+        """Return the times of this rank since the last call.
+
+        Args:
+            data_wait_s: Time spent waiting for data since the start.
+        """
+        now = time.perf_counter()
+        seconds = max(now - self.since, 1e-9)
+        starts = [self.since, *self.ends[:-1]]
+        times = [end - start for start, end in zip(starts, self.ends, strict=True)]
+        measured = {
+            "data_wait": min((data_wait_s - self.waited_s) / seconds, 1.0),
+            "step_s": seconds / len(times),
+            "step_s_median": statistics.median(times),
+        }
+        self.steps += len(times)
+        self.since, self.waited_s = now, data_wait_s
+        self.ends.clear()
+        return measured
+
+    @property
+    def mean_s(self) -> float:
+        """Mean time of a step since the start, with evaluations and checkpoints."""
+        return (self.since - self.begun) / max(self.steps, 1)
+
+
+def memory_mb(device: torch.device) -> dict[str, float]:
+    """Return the largest memory so far in MiB: of this process, and allocated on its GPU."""
+    peaks = {}
+    if sys.platform != "win32":
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB; bytes on macOS
+        peaks["memory_mb"] = peak / (2**20 if sys.platform == "darwin" else 2**10)
+    if device.type == "cuda":
+        peaks["device_memory_mb"] = torch.cuda.max_memory_allocated(device) / 2**20
+    return peaks
+
+
+def over_ranks(
+    means: Mapping[str, Tensor], maxima: Mapping[str, float], device: torch.device
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return ``means`` averaged over ranks, and the maximum over ranks of each of ``maxima``.
+
+    One collective, which every rank must call with the same names.
+    """
+    terms = [torch.as_tensor(value, device=device).detach().float() for value in means.values()]
+    largest = torch.tensor(list(maxima.values()), device=device)
+    row = torch.cat([*(term.reshape(1) for term in terms), largest])
+    ranks = all_gather_cat(row.unsqueeze(0)).cpu().double()
+    mean, top = ranks.mean(dim=0).tolist(), ranks.amax(dim=0).tolist()
+    return (
+        dict(zip(means, mean, strict=False)),
+        dict(zip(maxima, top[len(terms) :], strict=True)),
+    )
+
+
+def settings_of_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the largest weight decay, and the lr of each group if they differ, as ``lr/NAME``."""
+    row: dict[str, float] = {}
+    decay = max(float(group.get("weight_decay", 0.0)) for group in groups)
+    if decay:
+        row["weight_decay"] = decay
+    rates = {str(group.get("name", number)): group["lr"] for number, group in enumerate(groups)}
+    if len(set(rates.values())) > 1:
+        row |= {f"lr/{name}": rate for name, rate in rates.items()}
+    return row

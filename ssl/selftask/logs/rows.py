@@ -1,0 +1,141 @@
+"""Rows of ``metrics.jsonl`` and small JSON files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from selftask.errors import RunError
+from selftask.files.paths import exists
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one JSON object per line; a resume truncates it to its checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file; raise RunError if it is not writable."""
+        self.path = path
+        try:
+            self._file = path.open("ab", buffering=0)  # unbuffered, so `close` cannot fail
+        except OSError as error:
+            raise RunError(f"{path}: {error.strerror or error}") from error
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append one row; raise RunError if it cannot be written, such as on a full disk."""
+        line = json_row(row).encode() + b"\n"
+        try:
+            written = self._file.write(line)
+        except OSError as error:
+            raise RunError(
+                f"{self.path}: a row could not be written: {error.strerror or error}"
+            ) from error
+        if written != len(line):
+            raise RunError(f"{self.path}: a row was written in part only: the disk is full")
+
+    @property
+    def length(self) -> int:
+        """Number of bytes written so far, which checkpoints save."""
+        return self._file.tell()
+
+    def cut(self, length: int) -> None:
+        """Truncate the file to ``length`` bytes, as saved in a checkpoint."""
+        size = os.path.getsize(self.path)
+        if length < size:
+            os.truncate(self.path, length)
+        self._file.seek(0, os.SEEK_END)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def json_row(row: dict[str, Any]) -> str:
+    """Return a row as one line of JSON; floats have 9 digits, and non-finite ones become null."""
+    return json.dumps(_plain(row))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a ``metrics.jsonl`` without an incomplete last line."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def format_row(row: dict[str, Any]) -> str:
+    """Format a row as ``step 50  epoch 1.25  loss 4.12  812 images/s  data_wait 3%``.
+
+    Columns that ``is_shown`` excludes are in ``metrics.jsonl`` only.
+    """
+    return "  ".join(
+        _FORMATS.get(name, _format_plain)(value, name)
+        for name, value in row.items()
+        if is_shown(name)
+    )
+
+
+def is_shown(name: str) -> bool:
+    """Return whether the lines of the log have a column: not if it is one of many, or constant."""
+    return name not in FILE_ONLY and not name.startswith(("lr/", "activations/"))
+
+
+def _format_plain(value: Any, name: str) -> str:
+    return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+
+
+_FORMATS: dict[str, Callable[[Any, str], str]] = {
+    "data_wait": lambda value, _: f"data_wait {100 * value:.0f}%",
+    "images_per_s": lambda value, _: f"{value:,.0f} images/s",
+    "eta_s": lambda value, _: f"eta {timedelta(seconds=round(value))}",
+    "device_memory_mb": lambda value, _: f"device_memory {value / 1024:.1f} GiB",
+}
+
+FILE_ONLY = ("loss_median", "step_s", "step_s_median", "memory_mb", "weight_decay")
+
+MEASURED = (
+    *("images_per_s", "data_wait", "step_s", "step_s_median", "eta_s"),
+    *("memory_mb", "device_memory_mb"),
+    *("eval_s", "eval_images_per_s"),
+)
+
+
+def is_measured(name: str) -> bool:
+    """Return whether a column has time or memory, which differ between equal runs."""
+    return name in MEASURED or name.startswith("ms_")  # those of hooks.timing
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a small JSON file atomically."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file, or an empty dict if it is missing or damaged."""
+    if not exists(path):
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, float):
+        return float(f"{value:.9g}") if math.isfinite(value) else None
+    return value

@@ -1,0 +1,90 @@
+"""The arithmetic of a run in words: batch, steps, samples, warm-up and learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from selftask.config.run_length import RunLength
+from selftask.config.schema import Config, OptimizerConfig
+from selftask.config.schema.optimizer import ScaledLR
+from selftask.config.values.duration import steps_in
+from selftask.errors import plural
+from selftask.optim.build import lr_schedule
+
+_POINTS = 200  # at which the highest learning rate is looked for
+
+
+def arithmetic(config: Config, length: RunLength, world_size: int) -> list[str]:
+    """Return a header, and a line each for batch, epoch, run, warm-up and learning rate."""
+    rows = [
+        ("batch", _batch(length, world_size)),
+        ("epoch", _epoch(length)),
+        ("run", _run(length)),
+        ("warm-up", _warmup(config.optimizer, length)),
+        ("lr", "; ".join(_lr(config.optimizer, length))),
+    ]
+    return ["arithmetic:", *(f"  {topic:<9}{text}" for topic, text in rows)]
+
+
+def _batch(length: RunLength, world_size: int) -> str:
+    accumulated = f" x {length.accumulate} accumulated" if length.accumulate > 1 else ""
+    return (
+        f"{length.batch_size // world_size:,} a rank x {world_size} "
+        f"{plural('rank', world_size)}{accumulated} = {_step(length):,} samples a step"
+    )
+
+
+def _epoch(length: RunLength) -> str:
+    steps, rest = length.steps_per_epoch, length.batches_per_epoch % length.accumulate
+    last = f", the last of {rest * length.batch_size:,}" if rest else ""
+    return (
+        f"{_steps(steps)} of {_step(length):,}{last} = "
+        f"{length.batches_per_epoch * length.batch_size:,} of {length.num_samples:,} samples"
+    )
+
+
+def _run(length: RunLength) -> str:
+    epochs = length.total_steps / length.steps_per_epoch
+    samples = length.total_batches * length.batch_size
+    shown = f"{epochs:.4g} {plural('epoch', epochs)}"
+    return f"{_steps(length.total_steps)} = {shown} = {samples:,} samples"
+
+
+def _warmup(config: OptimizerConfig, length: RunLength) -> str:
+    warmup = config.lr_section(_step(length)).get("warmup", 0)
+    steps = steps_in(warmup, length)
+    return f"{warmup} = {_steps(steps)}" if isinstance(warmup, str) else _steps(steps)
+
+
+def _lr(config: OptimizerConfig, length: RunLength) -> Iterator[str]:
+    """Yield the formula of the scaled rate, then the values that the schedule really gives."""
+    batch = _step(length)
+    section = config.lr_section(batch)
+    if isinstance(config.lr, ScaledLR):
+        ratio = f"{batch:,} / {config.lr.per:,}"
+        ratio = f"sqrt({ratio})" if config.lr.rule == "sqrt" else ratio
+        yield f"{config.lr.base:g} x {ratio} = {config.lr.base * config.lr.factor(batch):.4g}"
+    schedule = lr_schedule(config, length, batch=batch)
+    last = length.total_steps
+    warm = steps_in(section.get("warmup", 0), length)
+    steps = {1, warm + 1, *range(1, last + 1, max(1, last // _POINTS)), last}
+    rates = {step: _rate(schedule, step, length) for step in sorted(steps) if step <= last}
+    highest = max(rates, key=lambda step: rates[step])
+    shown = {step: rates[step] for step in sorted({1, highest, last})}
+    values = ", ".join(f"{rate:.4g} at step {step:,}" for step, rate in shown.items())
+    yield f"{section['name']}: {values}"
+
+
+def _rate(schedule: Callable[[float], float], step: int, length: RunLength) -> float:
+    """Return the learning rate of a step; the first step is 1."""
+    epochs, rest = divmod(step - 1, length.steps_per_epoch)
+    batches = epochs * length.batches_per_epoch + rest * length.accumulate
+    return schedule(batches / length.total_batches)
+
+
+def _step(length: RunLength) -> int:
+    return length.batch_size * length.accumulate
+
+
+def _steps(number: int) -> str:
+    return f"{number:,} {plural('step', number)}"

@@ -1,0 +1,127 @@
+"""Norms and clipping of gradients, also of sharded parameters (FSDP)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selftask.distributed.collectives import all_gather_cat
+from selftask.distributed.shards import ranks_of_shards
+
+_EPS = 1e-6  # added to a norm before dividing by it, as in torch's clip_grad_norm_
+
+
+def gradients(parameters: Iterable[nn.Parameter]) -> list[Any]:
+    """Return the gradients of those parameters that have one."""
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def whole_norms(tensors: list[Any], p: float = 2.0) -> Tensor:
+    """Return the p-norm of each tensor, (T,); of a shard, that of the whole tensor.
+
+    Every rank must call it if there are shards.
+    """
+    parts = [part if part.numel() else part.new_zeros(1) for part in _local(tensors)]
+    found: dict[int, Tensor] = {}
+    for places in _places_by_device(parts):
+        found.update(zip(places, torch._foreach_norm([parts[i] for i in places], p), strict=True))
+    norms = torch.stack(to_one_device(found[i] for i in range(len(parts))))
+    sharded = [i for i, tensor in enumerate(tensors) if _is_sharded(tensor)]
+    if sharded:
+        own = norms[None, sharded].to(tensors[sharded[0]].device_mesh.device_type)
+        every = all_gather_cat(own)[ranks_of_shards(tensors[sharded[0]])]  # (ranks, S)
+        norms[sharded] = torch.linalg.vector_norm(every, ord=p, dim=0).to(norms.device)
+    return norms
+
+
+def to_one_device(values: Iterable[Tensor]) -> list[Tensor]:
+    """Return values on the CPU if some of them are there (parallel.cpu_offload)."""
+    values = list(values)
+    on_cpu = any(value.device.type == "cpu" for value in values)
+    return [value.cpu() for value in values] if on_cpu else values
+
+
+@torch.no_grad()
+def total_norm(tensors: list[Any], p: float = 2.0) -> Tensor:
+    """Return the p-norm of all tensors together; 0 without any."""
+    return torch.linalg.vector_norm(whole_norms(tensors, p), p) if tensors else torch.zeros(())
+
+
+@torch.no_grad()
+def clip_norm(grads: list[Any], max_norm: float, *, p: float = 2.0, each: bool = False) -> Tensor:
+    """Scale gradients in place to a p-norm of at most ``max_norm``.
+
+    Args:
+        grads: Gradients, or shards of them.
+        max_norm: Maximum norm.
+        p: Order of the norm; infinity for the largest absolute value.
+        each: Clip the norm of each gradient instead of that of all together.
+
+    Returns:
+        The norm of all together before clipping.
+    """
+    if not grads:
+        return torch.zeros(())
+    norms = whole_norms(grads, p)
+    norm = torch.linalg.vector_norm(norms, p)
+    scale = (max_norm / ((norms if each else norm) + _EPS)).clamp(max=1.0)
+    local, scales = _local(grads), scale.unbind() if each else ()
+    for places in _places_by_device(local):
+        mine = [local[i] for i in places]
+        torch._foreach_mul_(mine, [scales[i].to(mine[0].device) for i in places] if each else scale)
+    return norm
+
+
+@torch.no_grad()
+def clip_value(grads: list[Any], max_value: float) -> None:
+    """Clamp each element of the gradients in place to [-max_value, max_value]."""
+    if grads:
+        local = _local(grads)
+        for places in _places_by_device(local):
+            torch._foreach_clamp_min_([local[i] for i in places], -max_value)
+            torch._foreach_clamp_max_([local[i] for i in places], max_value)
+
+
+@torch.no_grad()
+def clip_adaptively(
+    parameters: Iterable[nn.Parameter], max_ratio: float, *, eps: float = 1e-3
+) -> None:
+    """Clip unit-wise in place: adaptive gradient clipping, arXiv:2102.06171, equation 3.
+
+    The gradient G of a unit with weights W is scaled to max_ratio * max(|W|, eps) if its norm is
+    larger. A unit is a row: the weights of one output. Biases and gains are one unit.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        weight, grad = (_unit_norm(tensor) for tensor in (parameter.detach(), parameter.grad))
+        limit = weight.clamp(min=eps) * max_ratio
+        scale = torch.where(grad > limit, limit / grad.clamp(min=_EPS), 1.0)
+        _local([parameter.grad])[0].mul_(scale)
+
+
+def _unit_norm(tensor: Any) -> Tensor:
+    """Return the norm of each row (R, 1, ...), or of a whole vector; FSDP shards by rows."""
+    if tensor.ndim <= 1:
+        return whole_norms([tensor])[0]
+    rows: Tensor = _local([tensor])[0]
+    return torch.linalg.vector_norm(rows, dim=tuple(range(1, rows.ndim)), keepdim=True)
+
+
+def _places_by_device(tensors: list[Tensor]) -> list[list[int]]:
+    """Return the places of the tensors on each device; a foreach function takes one device."""
+    places: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        places.setdefault(tensor.device, []).append(i)
+    return list(places.values())
+
+
+def _is_sharded(tensor: Any) -> bool:
+    return hasattr(tensor, "to_local")
+
+
+def _local(tensors: list[Any]) -> list[Tensor]:
+    return [tensor.to_local() if _is_sharded(tensor) else tensor for tensor in tensors]

@@ -1,0 +1,65 @@
+"""The table of parameter groups, for the log and ``groups.txt``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+
+from selftask.config.schema.optimizer import OptimizerConfig
+from selftask.optim.param_groups import Settings
+
+_HEADER = ("tensors", "parameters", "lr", "weight decay", "frozen until", "schedule", "names")
+
+
+def group_table(
+    settings: Iterable[Settings], config: OptimizerConfig, *, batch: int, most: int = 3
+) -> list[str]:
+    """Return the table of parameter groups as lines, with a header.
+
+    Args:
+        settings: Settings of every trained parameter.
+        config: The ``optimizer`` section.
+        batch: Samples of a step.
+        most: Patterns of names to show for each group; 0 for all.
+    """
+    groups: dict[tuple[object, ...], list[Settings]] = {}
+    for one in settings:
+        groups.setdefault(one.key, []).append(one)
+    rows = [_HEADER, *(_row(group, config, batch, most) for group in groups.values())]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER) - 1)]
+    return [
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row[:-1], widths, strict=True)), row[-1]])
+        for row in rows
+    ]
+
+
+def _row(
+    group: Sequence[Settings], config: OptimizerConfig, batch: int, most: int
+) -> tuple[str, ...]:
+    one = group[0]
+    section = config.lr_section(batch, one.schedule)
+    peak = section.get("start")
+    decay = one.weight_decay
+    return (
+        str(len(group)),
+        f"{sum(member.parameter.value.numel() for member in group):,}",
+        f"x {one.lr:.4g}" if peak is None else f"{peak * one.lr:.4g}",
+        f"{decay['name']}" if isinstance(decay, dict) else f"{decay:.4g}",
+        f"step {one.frozen_steps}" if one.frozen_steps else "-",
+        section["name"],
+        _names([member.parameter.name for member in group], most),
+    )
+
+
+def _names(names: Sequence[str], most: int) -> str:
+    """Return names after the modules that all have in common, with numbers replaced by *."""
+    parts = [name.split(".") for name in names]
+    columns = zip(*(part[:-1] for part in parts), strict=False)
+    shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+    rests = [re.sub(r"\b\d+\b", "*", ".".join(part[shared:])) for part in parts]
+    patterns = list(dict.fromkeys(rests))
+    if most and len(patterns) > most:
+        patterns = [*patterns[:most], f"and {len(patterns) - most} more"]
+    inside = patterns[0] if len(patterns) == 1 else f"{{{', '.join(patterns)}}}"
+    return ".".join([*parts[0][:shared], inside])

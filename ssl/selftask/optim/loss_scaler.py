@@ -1,0 +1,122 @@
+"""Loss scaling for float16, whose smallest gradients would round to zero.
+
+The interface is that of ``torch.amp.GradScaler``, which skips a step in silence. Here a gradient
+that overflows on any rank raises StepSkipped on all of them, so that schedules, teachers, queues
+and the optimizer stay as they were. Finding out waits for the device, once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selftask.config.schema import GradScalerConfig
+from selftask.distributed.collectives import all_reduce_sum
+from selftask.errors import RunError, StepSkipped
+
+MIN_SCALE = 1e-4  # below, gradients are not finite for another reason than overflow
+
+
+class NoScaler:
+    """Leaves loss and gradients as they are."""
+
+    def is_enabled(self) -> bool:
+        return False
+
+    def get_scale(self) -> float:
+        return 1.0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def unscale_(self, optimizer: Any) -> None: ...
+
+    def step(self, optimizer: Any, *, where: float) -> None:
+        optimizer.step(where=where)
+
+    def update(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class LossScaler(NoScaler):
+    """Scales the loss. The scale falls if gradients overflow and rises after steps without.
+
+    Args:
+        config: The section ``train.grad_scaler``.
+        log: Called with ``"loss_scale"`` and the scale at each step.
+    """
+
+    def __init__(self, config: GradScalerConfig, log: Callable[[str, float], None]) -> None:
+        self._config, self._log = config, log
+        self._scale = config.init_scale
+        self._good_steps = 0  # since the scale has changed
+
+    def is_enabled(self) -> bool:
+        return True
+
+    def get_scale(self) -> float:
+        return self._scale
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self._scale
+
+    @torch.no_grad()
+    def unscale_(self, optimizer: Any) -> None:
+        """Divide the gradients by the scale; they are reduced already.
+
+        Raises:
+            StepSkipped: If a gradient is not finite, on every rank.
+            RunError: If gradients are not finite although the scale is tiny.
+        """
+        found = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        gradients = [_local(gradient) for gradient in found if gradient is not None]
+        if not gradients:
+            return
+        device = gradients[0].device
+        overflow = torch.zeros((), device=device)
+        inverse = torch.full((), 1.0 / self._scale, device=device)
+        for dtype in {gradient.dtype for gradient in gradients}:
+            alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+            torch._amp_foreach_non_finite_check_and_unscale_(alike, overflow, inverse)
+        # only shards differ between ranks, but then all have to know
+        if all_reduce_sum(overflow).item() > 0:
+            self._back_off()
+            raise StepSkipped
+
+    def update(self) -> None:
+        """Count a step without overflow."""
+        self._log("loss_scale", self._scale)
+        self._good_steps += 1
+        if self._good_steps == self._config.growth_interval:
+            self._scale *= self._config.growth_factor
+            self._good_steps = 0
+
+    def _back_off(self) -> None:
+        self._scale *= self._config.backoff_factor
+        self._good_steps = 0
+        self._log("loss_scale", self._scale)
+        if self._scale < MIN_SCALE:
+            raise RunError(
+                f"train.precision=float16: gradients are not finite at a loss scale of "
+                f"{self._scale:.0e} either; use train.precision=bfloat16 or float32, or a lower "
+                "optimizer.lr"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self._scale, "_growth_tracker": self._good_steps}  # torch's names
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._scale, self._good_steps = state["scale"], state["_growth_tracker"]
+
+
+def _local(gradient: Any) -> Tensor:
+    """Return this rank's part of a gradient, which FSDP may have sharded."""
+    local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return local

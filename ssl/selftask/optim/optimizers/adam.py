@@ -1,0 +1,26 @@
+"""Adam (Kingma and Ba, arXiv:1412.6980)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from selftask.config.fields import setting
+from selftask.registry import register_optimizer
+
+
+@register_optimizer("adam")
+@dataclass(frozen=True, kw_only=True)
+class Adam:
+    """torch.optim.Adam; weight decay is added to the gradient, unlike in AdamW."""
+
+    betas: tuple[float, float] = setting((0.9, 0.999), of="schedules", min=0, below=1)
+    eps: float = setting(1e-8, min=0)
+    amsgrad: bool = False  # divide by the largest second moment so far (arXiv:1904.09237)
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(
+            groups, betas=self.betas, eps=self.eps, amsgrad=self.amsgrad, fused=True
+        )

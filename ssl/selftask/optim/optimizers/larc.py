@@ -1,0 +1,62 @@
+"""LARC, apex's variant of LARS, which also adapts and decays norms and biases.
+
+You et al., Large Batch Training of Convolutional Networks, arXiv:1708.03888, equation 6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selftask.config.fields import setting
+from selftask.optim.optimizers.lars import LARS
+from selftask.registry import register_optimizer
+
+
+@register_optimizer("larc")
+@dataclass(frozen=True, kw_only=True)
+class LARCConfig:
+    """LARC without clipping: every parameter is adapted; SwAV and DeepCluster v2 train with it.
+
+    They decay every parameter as well: ``decay_1d: true``.
+    """
+
+    sgd_momentum: float = setting(0.9, of="schedules", min=0, below=1)
+    trust_coefficient: float = setting(1e-3, above=0)  # eta in the paper
+    eps: float = setting(1e-8, above=0)  # keeps the rate finite for a tiny gradient
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return LARC(
+            groups,
+            momentum=self.sgd_momentum,
+            trust_coefficient=self.trust_coefficient,
+            eps=self.eps,
+        )
+
+
+class LARC(LARS):
+    """LARC without clipping: the update of a parameter w with gradient g in apex's LARC with SGD::
+
+        rate <- trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)
+        g <- rate * (g + weight_decay * w)
+        v <- momentum * v + g
+        w <- w - lr * v
+
+    A parameter with zero norm, or with a gradient of zero norm, is neither adapted nor decayed.
+    """
+
+    def __init__(self, params: Any, *, eps: float = 1e-8, **defaults: Any) -> None:
+        self.eps = eps
+        super().__init__(params, **defaults)
+
+    def _adapt(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        weight_norm, grad_norm, decay = weight.norm(), grad.norm(), group["weight_decay"]
+        rate = (
+            group["trust_coefficient"] * weight_norm / (grad_norm + decay * weight_norm + self.eps)
+        )
+        alive = (weight_norm > 0) & (grad_norm > 0)
+        rate = torch.where(alive, rate, torch.ones_like(rate))
+        return (grad + weight * (decay * alive.to(weight.dtype))) * rate

@@ -1,0 +1,93 @@
+"""LARS, layer-wise adaptive rate scaling for large batches (You et al., arXiv:1708.03888)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from selftask.config.fields import setting
+from selftask.optim.per_parameter import PerParameter
+from selftask.registry import register_optimizer
+
+
+@register_optimizer("lars")
+@dataclass(frozen=True, kw_only=True)
+class LARSConfig:
+    """LARS; weights are adapted, biases and norms take the plain learning rate."""
+
+    layerwise: ClassVar[bool] = True  # groups with adapt=False are handled separately
+
+    sgd_momentum: float = setting(0.9, of="schedules", min=0, below=1)
+    trust_coefficient: float = setting(1e-3, above=0)  # eta in the paper; SimCLR and BYOL use 1e-3,
+    # solo-learn's CIFAR 2e-2
+    clip_lr: bool = False  # never exceed the global lr (LARC's clip mode)
+    classic_momentum: bool = False  # lr inside the velocity: the paper and SimCLR; BYOL: outside
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return LARS(
+            groups,
+            momentum=self.sgd_momentum,
+            trust_coefficient=self.trust_coefficient,
+            clip_lr=self.clip_lr,
+            classic_momentum=self.classic_momentum,
+        )
+
+
+class LARS(PerParameter):
+    """LARS: the update of a parameter w with gradient g, equation 6 and algorithm 1 of the paper::
+
+        g <- g + weight_decay * w
+        rate <- trust_coefficient * |w| / |g|  (1 if adapt=False or a norm is zero)
+        v <- momentum * v + rate * g
+        w <- w - lr * v
+
+    With ``classic_momentum`` lr multiplies g instead of v, which differs while lr changes. ``|g|``
+    includes weight decay, as in the code of SimCLR and BYOL. With ``clip_lr`` the rate is
+    min(rate / lr, 1), so that lr is never exceeded.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 1e-3,
+        clip_lr: bool = False,
+        classic_momentum: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "clip_lr": clip_lr,
+            "adapt": True,
+        }
+        self.classic_momentum = classic_momentum
+        super().__init__(params, defaults)
+
+    def update(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        grad = self._adapt(weight, grad, group)
+        inside, outside = (group["lr"], 1.0) if self.classic_momentum else (1.0, group["lr"])
+        state = self.state[weight]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(weight)
+        velocity = state["momentum"].mul_(group["momentum"]).add_(grad, alpha=inside)
+        weight.add_(velocity, alpha=-outside)
+
+    def _adapt(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        """Return the gradient with weight decay, scaled by the layer's rate."""
+        grad = grad.add(weight, alpha=group["weight_decay"])
+        return grad * self._rate(weight, grad, group) if group["adapt"] else grad
+
+    def _rate(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        weight_norm, grad_norm = weight.norm(), grad.norm()
+        rate = group["trust_coefficient"] * weight_norm / grad_norm
+        rate = torch.where((weight_norm > 0) & (grad_norm > 0), rate, torch.ones_like(rate))
+        if group["clip_lr"]:
+            rate = (rate / max(group["lr"], 1e-12)).clamp(max=1.0)
+        return rate

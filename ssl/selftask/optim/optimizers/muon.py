@@ -1,0 +1,84 @@
+"""Muon, orthogonalised momentum for matrices (Jordan et al., kellerjordan.github.io/posts/muon)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Literal
+
+import torch
+
+from selftask.config.fields import setting
+from selftask.registry import register_optimizer
+
+
+@register_optimizer("muon")
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig:
+    """torch.optim.Muon for two-dimensional weights, AdamW for all other parameters."""
+
+    muon_momentum: float = setting(0.95, min=0, below=1)
+    nesterov: bool = True
+    # factor of lr by a weight's shape; match_rms_adamw (arXiv:2502.16982): AdamW's lr suits both
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    betas: tuple[float, float] = setting((0.9, 0.999), min=0, below=1)  # AdamW's
+    eps: float = setting(1e-8, min=0)  # AdamW's
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        """Yield a problem if the installed torch has no Muon, or weights are sharded."""
+        version = metadata.version("torch")
+        if tuple(int(part) for part in version.split(".")[:2]) < (2, 9):
+            yield f"optimizer 'muon' needs torch 2.9 or newer, and {version} is installed"
+        if config["parallel"]["reduce"] == "fsdp":
+            yield (
+                "parallel.reduce='fsdp': optimizer 'muon' needs whole matrices; use 'ddp' or "
+                "'manual', or another optimizer"
+            )
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return Muon(
+            groups,
+            muon={
+                "momentum": self.muon_momentum,
+                "nesterov": self.nesterov,
+                "adjust_lr_fn": self.adjust_lr,
+            },
+            adamw={"betas": self.betas, "eps": self.eps, "fused": True},
+        )
+
+
+class Muon(torch.optim.Optimizer):
+    """Two of torch's optimizers with common groups and a common state.
+
+    Args:
+        params: Parameters or groups of them.
+        muon: Options of torch.optim.Muon, for the two-dimensional parameters.
+        adamw: Options of torch.optim.AdamW, for all others.
+    """
+
+    def __init__(self, params: Any, *, muon: dict[str, Any], adamw: dict[str, Any]) -> None:
+        super().__init__(params, {"lr": 1e-3, "weight_decay": 0.0})
+        kinds: list[tuple[Any, dict[str, Any], bool]] = [
+            (torch.optim.Muon, muon, True),
+            (torch.optim.AdamW, adamw, False),
+        ]
+        self._parts: list[torch.optim.Optimizer] = []
+        for kind, options, is_matrix in kinds:
+            groups = [
+                {"params": [p for p in group["params"] if (p.ndim == 2) == is_matrix]}
+                for group in self.param_groups
+            ]
+            if any(group["params"] for group in groups):
+                self._parts.append(kind(groups, **options))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Let both optimizers update their parameters, with the settings of our groups."""
+        loss = None if closure is None else closure()
+        for part in self._parts:
+            part.state = self.state
+            for own, group in zip(part.param_groups, self.param_groups, strict=True):
+                own.update({k: v for k, v in group.items() if k in own and k != "params"})
+            part.step()
+        return loss

@@ -1,0 +1,31 @@
+"""RMSprop (Tieleman and Hinton, lecture 6.5 of Neural Networks for Machine Learning, 2012)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from selftask.config.fields import setting
+from selftask.registry import register_optimizer
+
+
+@register_optimizer("rmsprop")
+@dataclass(frozen=True, kw_only=True)
+class RMSprop:
+    """torch.optim.RMSprop."""
+
+    alpha: float = setting(0.99, min=0, below=1)  # decay of the mean square of the gradient
+    eps: float = setting(1e-8, min=0)
+    sgd_momentum: float = setting(0.0, of="schedules", min=0, below=1)
+    centered: bool = False  # subtract the square of the mean gradient
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(
+            groups,
+            alpha=self.alpha,
+            eps=self.eps,
+            momentum=self.sgd_momentum,
+            centered=self.centered,
+        )

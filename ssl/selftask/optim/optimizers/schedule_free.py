@@ -1,0 +1,149 @@
+"""Schedule-free AdamW and SGD: averaged weights instead of a decaying learning rate.
+
+Defazio et al., The Road Less Scheduled, arXiv:2405.15682. Gradients are taken at y, between the
+base sequence z and its average x; x is evaluated, exported and saved. BatchNorm's running
+statistics are those of y: ``hooks.precise_bn`` recomputes them for x.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selftask.config.fields import setting
+from selftask.optim.per_parameter import PerParameter
+from selftask.registry import register_optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Config:
+    interpolation: float = setting(0.9, above=0, max=1)  # beta, beta1 of AdamW: share of x in y
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        """Yield a problem if the learning rate decays, or a hook averages weights as well."""
+        section = config["optimizer"]
+        name = section["name"]
+        key = "lr" if isinstance(section["lr"], dict) and "name" in section["lr"] else "schedule"
+        schedule = section[key]["name"] if isinstance(section[key], dict) else section[key]
+        if schedule != "constant":
+            yield (
+                f"optimizer.{key}={schedule!r}: {name} averages weights instead of lowering the "
+                "lr; set optimizer.schedule=constant (a warm-up is fine)"
+            )
+        for hook, args in config["hooks"].items():
+            if (args or {}).get("name", hook) in ("ema", "swa"):
+                yield f"hooks.{hook}: {name} averages weights itself; take one of them out"
+
+
+@register_optimizer("schedule_free_adamw")
+@dataclass(frozen=True, kw_only=True)
+class ScheduleFreeAdamWConfig(_Config):
+    """Schedule-free AdamW; needs ``schedule: constant`` and keeps three states per weight."""
+
+    beta2: float = setting(0.999, min=0, below=1)
+    eps: float = setting(1e-8, min=0)
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return ScheduleFreeAdamW(
+            groups, interpolation=self.interpolation, beta2=self.beta2, eps=self.eps
+        )
+
+
+@register_optimizer("schedule_free_sgd")
+@dataclass(frozen=True, kw_only=True)
+class ScheduleFreeSGDConfig(_Config):
+    """Schedule-free SGD; needs ``schedule: constant`` and keeps two states per weight."""
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return ScheduleFreeSGD(groups, interpolation=self.interpolation)
+
+
+class ScheduleFree(PerParameter):
+    """Base class: the update of y by the step's direction d and rate, algorithm 1 of the paper::
+
+        z <- z - rate * d - rate * weight_decay * y
+        c = rate^2 / (sum of rate^2 over all steps)
+        x <- (1 - c) * x + c * z
+        y <- (1 - interpolation) * z + interpolation * x
+
+    Parameters are y while training, and x after ``eval()``.
+    """
+
+    def __init__(self, params: Any, *, interpolation: float, **options: float) -> None:
+        self.training = True
+        super().__init__(
+            params, {"lr": 1e-3, "weight_decay": 0.0, "interpolation": interpolation, **options}
+        )
+
+    @abstractmethod
+    def direction(
+        self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> tuple[Tensor, float]:
+        """Return direction and rate of the step."""
+
+    def update(self, y: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[y]
+        if not state:
+            state.update(z=y.clone(), x=y.clone(), rates=0.0)
+        z, x = state["z"], state["x"]
+        direction, rate = self.direction(grad, state, group)
+        z.sub_(direction, alpha=rate).sub_(y, alpha=rate * group["weight_decay"])
+        state["rates"] += rate**2
+        x.lerp_(z, rate**2 / max(state["rates"], 1e-38))  # no step at a rate of zero
+        y.copy_(z.lerp(x, group["interpolation"]))
+
+    def eval(self) -> None:
+        """Put the averages x into the parameters."""
+        self._show(training=False)
+
+    def train(self) -> None:
+        """Put y into the parameters, the same as before ``eval()`` bit for bit."""
+        self._show(training=True)
+
+    @torch.no_grad()
+    def _show(self, *, training: bool) -> None:
+        self.training = training
+        for group in self.param_groups:
+            share = group["interpolation"] if training else 1.0
+            for parameter in group["params"]:
+                if state := self.state.get(parameter):
+                    parameter.copy_(state["z"].lerp(state["x"], share))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the states, and set the parameters to y: a checkpoint's weights are x."""
+        super().load_state_dict(state_dict)
+        self.train()
+
+
+class ScheduleFreeSGD(ScheduleFree):
+    """Schedule-free SGD: the direction is the gradient, the rate is lr."""
+
+    def direction(
+        self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> tuple[Tensor, float]:
+        return grad, group["lr"]
+
+
+class ScheduleFreeAdamW(ScheduleFree):
+    """Schedule-free AdamW at step t::
+
+    v <- beta2 * v + (1 - beta2) * g^2
+    d = g / (sqrt(v) + eps)
+    rate = lr * sqrt(1 - beta2^t)
+    """
+
+    def direction(
+        self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> tuple[Tensor, float]:
+        if "square" not in state:
+            state.update(step=0, square=torch.zeros_like(grad))
+        state["step"] += 1
+        beta2 = group["beta2"]
+        square = state["square"].lerp_(grad.square(), 1 - beta2)
+        rate = group["lr"] * (1 - beta2 ** state["step"]) ** 0.5
+        return grad / square.sqrt().add_(group["eps"]), rate

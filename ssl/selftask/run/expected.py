@@ -1,0 +1,32 @@
+"""Results that a config promises: ``expected: {knn_top1: [0.66, 0.74]}``."""
+
+from __future__ import annotations
+
+from selftask.errors import RunError, nearest
+from selftask.logs import LOGGER
+from selftask.task import Task
+
+
+class Missed(RunError):
+    """A finished run without the results that its config expects."""
+
+
+def check_expected(task: Task) -> None:
+    """Raise Missed if the last value of an expected metric is out of its range, or there is none.
+
+    Ranks have equal values and raise together.
+    """
+    problems = []
+    for name, (low, high) in task.config.expected.items():
+        if name not in task.history:
+            hint = nearest(name, list(task.history))
+            problems.append(f"no row of this run has {name!r}, which is expected; {hint}")
+            continue
+        value = task.history[name].latest
+        text = f"{name} is {value:.4g}, expected {low:g} to {high:g}"
+        if low <= value <= high:
+            LOGGER.info("expected: %s", text)
+        else:
+            problems.append(f"{text} ({task.config.place(f'expected.{name}')})")
+    if problems:
+        raise Missed("; ".join(problems))

@@ -1,0 +1,193 @@
+"""A sweep on this machine: the runs one after another, or several at a time.
+
+Each run is a process of ``selftask train`` with its own folder below ``out``. The parent never
+imports torch. The same command resumes: finished runs say so, the others go on.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from selftask.config.compose.sweep import Point
+from selftask.config.load import load_config
+from selftask.config.schema import Config
+from selftask.config.values.auto_values import cores
+from selftask.distributed.world import STOP_SIGNALS, is_ignored, read_world
+from selftask.errors import ConfigError, UserError
+from selftask.files.addresses import is_remote
+from selftask.logs import read_json, read_metrics
+from selftask.run.local_ranks import end_with, own_command
+
+
+@dataclass
+class Run:
+    """One run of a sweep."""
+
+    name: str
+    out: Path
+    command: list[str]
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+
+def train_sweep(recipe: str, points: Sequence[Point]) -> int:
+    """Train all runs of a sweep, then print a table of them.
+
+    Args:
+        recipe: Name or path of the recipe.
+        points: The runs.
+
+    Returns:
+        0 if all runs are finished, else the exit code of the first that is not.
+
+    Raises:
+        UserError: If a config is wrong; nothing is trained then.
+    """
+    if read_world().launcher != "python":
+        raise UserError("command line: a sweep starts its own processes; give one value a key")
+    configs = _read(recipe, points)
+    at_once = min(configs[0].launch.parallel_runs, len(points))
+    base = Path(configs[0].out)
+    runs = [
+        Run(
+            point.name,
+            base / point.name,
+            own_command([recipe, *point.overrides, *_own(base / point.name, config, at_once)]),
+        )
+        for point, config in zip(points, configs, strict=True)
+    ]
+    print(f"sweep: {len(runs)} runs in {base}, {at_once} at a time", flush=True)
+    code = Sweep(runs, at_once).wait()
+    print("\n".join(_table(runs)), flush=True)
+    return code
+
+
+def _read(recipe: str, points: Sequence[Point]) -> list[Config]:
+    """Return the config of each run. Raises ConfigError with the problems of all runs."""
+    configs: list[Config] = []
+    problems: list[str] = []
+    for point in points:
+        try:
+            configs.append(load_config(recipe, point.overrides))
+        except ConfigError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+    if problems:
+        raise ConfigError(problems)
+    if is_remote(configs[0].out):
+        raise UserError(f"out={configs[0].out}: the runs of a sweep need a local folder")
+    return configs
+
+
+def _own(out: Path, config: Config, at_once: int) -> list[str]:
+    """Return the overrides of one run: its folder, and its share of the cores."""
+    words = [f"out={out}"]
+    if at_once > 1 and config.train.threads == "auto":
+        words.append(f"train.threads={max(1, cores() // at_once)}")
+    return words
+
+
+class Sweep:
+    """Starts runs in their order, at most ``at_once`` at a time, and waits for all.
+
+    With one at a time they print to this terminal. Otherwise their lines are in ``log.txt`` alone.
+    A stop signal is sent on to the runs, and no others are started.
+    """
+
+    def __init__(self, runs: Sequence[Run], at_once: int) -> None:
+        self.runs, self.at_once = runs, at_once
+        self.stopped = False
+
+    def wait(self) -> int:
+        """Return 0, or the exit code of the first run that is not finished."""
+        heeded = [n for n in STOP_SIGNALS if n != signal.SIGHUP or not is_ignored(n)]
+        before = {number: signal.signal(number, self._pass_on) for number in heeded}
+        waiting = list(self.runs)
+        running: list[Run] = []
+        codes: dict[str, int] = {}
+        try:
+            while running or (waiting and not self.stopped):
+                while waiting and len(running) < self.at_once and not self.stopped:
+                    running.append(self._start(waiting.pop(0)))
+                for run in [run for run in running if _poll(run) is not None]:
+                    running.remove(run)
+                    codes[run.name] = _exit_code(run)
+                    self._report(run)
+                time.sleep(0.05)
+        finally:
+            for run in running:
+                assert run.process is not None
+                run.process.kill()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        failed = [codes.get(run.name, 128 + signal.SIGTERM) for run in self.runs]
+        return next((code for code in failed if code), 0)
+
+    def _start(self, run: Run) -> Run:
+        run.out.mkdir(parents=True, exist_ok=True)
+        quiet: Any = subprocess.DEVNULL if self.at_once > 1 else None
+        print(f"sweep: {run.name} starts", flush=True)
+        run.process = subprocess.Popen(
+            run.command, stdout=quiet, stderr=quiet, stdin=subprocess.DEVNULL, preexec_fn=end_with()
+        )
+        return run
+
+    def _report(self, run: Run) -> None:
+        if self.at_once > 1:
+            print(f"sweep: {run.name}: {_last_line(run)}", flush=True)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.stopped = True
+        for run in self.runs:
+            if run.process is not None and run.process.poll() is None:
+                with suppress(ProcessLookupError):
+                    run.process.send_signal(number)
+
+
+def _poll(run: Run) -> int | None:
+    return run.process.poll() if run.process is not None else None
+
+
+def _exit_code(run: Run) -> int:
+    code = _poll(run) or 0
+    return 128 - code if code < 0 else code
+
+
+def _last_line(run: Run) -> str:
+    log = run.out / "log.txt"
+    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    return lines[-1] if lines else f"exit code {_exit_code(run)}, and no log"
+
+
+def _table(runs: Sequence[Run]) -> list[str]:
+    """Return aligned lines: run, state, step, loss, and the last evaluation."""
+    rows = [_row(run) for run in runs]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns, *([row.get(column, "-") for column in columns] for row in rows)]
+    widths = [max(len(line[place]) for line in cells) for place in range(len(columns))]
+    return [
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    ]
+
+
+def _row(run: Run) -> dict[str, str]:
+    status = read_json(run.out / "status.json")
+    row = {"run": run.name, "state": str(status.get("state", "not started"))}
+    path = run.out / "metrics.jsonl"
+    metrics = read_metrics(path) if path.exists() else []
+    for values in metrics:  # the last value of each
+        is_evaluation = "loss" not in values
+        names = [key for key in values if key == "step" or key == "loss" or is_evaluation]
+        row |= {name: _show(values[name]) for name in names if name != "epoch"}
+    return row
+
+
+def _show(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,87 @@
+"""Differences between what a run was made with and what is here now."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from selftask.config.load import load_config
+from selftask.errors import ConfigError, UserError
+from selftask.files.paths import exists
+from selftask.logs import read_json
+from selftask.run import environment
+from selftask.run.compatibility import changes
+
+_MACHINE = ("python", "platform", "cpu", "cpus", "memory_gib", "gpus", "cuda")
+
+
+def read_environment(run: Path) -> dict[str, Any]:
+    """Return the ``environment.json`` of a run; raise UserError if it has none."""
+    path = run / environment.FILE
+    if not exists(path):
+        raise UserError(f"{run}: no run, or one that never began: there is no {path}")
+    return read_json(path)
+
+
+def differences(run: Path) -> dict[str, list[str]]:
+    """Return what differs here from a run, by topic; lists are empty if nothing does."""
+    there, here = read_environment(run), environment.describe()
+    return {
+        "packages": [*changes(there.get("packages", {}), here["packages"], "")],
+        "code": [*_code(there, here)],
+        "machine": [
+            *changes({k: there.get(k) for k in _MACHINE}, {k: here[k] for k in _MACHINE}, "")
+        ],
+        "config": [*_config(run, there)],
+    }
+
+
+def _code(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
+    yield from changes(there.get("selftask"), here["selftask"], "selftask")
+    if str((there.get("selftask") or {}).get("commit")).endswith("-dirty"):
+        yield "selftask: its checkout had uncommitted changes there"
+    before, now = (facts.get("git") or {} for facts in (there, here))
+    yield from changes(before.get("commit"), now.get("commit"), "git.commit")
+    if before.get("dirty"):
+        kept = before.get("diff")
+        yield f"git: there were uncommitted changes there{f', see {kept}' if kept else ''}"
+    if now.get("dirty"):
+        yield "git: there are uncommitted changes here"
+
+
+def _config(run: Path, there: dict[str, Any]) -> Iterator[str]:
+    """Yield what the recorded command would train differently now."""
+    words = recipe_words(there)
+    if not words:
+        return
+    stored = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    try:
+        now = load_config(words[0], words[1:]).to_dict()
+    except (ConfigError, UserError) as error:
+        yield f"the recipe cannot be read here: {error}"
+        return
+    yield from changes(stored, now, "")
+
+
+def recipe_words(there: dict[str, Any]) -> list[str]:
+    """Return the words after ``train`` of the recorded command; empty if it was another one."""
+    words = [str(word) for word in there.get("command", [])]
+    if words[1:2] == ["train"]:
+        return words[2:]
+    return words[1:] if words and Path(words[0]).name == "train.py" else []
+
+
+def command(run: Path, there: dict[str, Any]) -> list[str]:
+    """Return the shell lines that train the same again, in a new folder."""
+    git, folder = there.get("git") or {}, there.get("folder")
+    run = run.resolve()
+    lines = [f"cd {shlex.quote(folder)}"] if folder else []
+    if git:
+        lines.append(f"git checkout {git['commit']}")
+    if git.get("diff"):
+        lines.append(shlex.join(["git", "-C", git["folder"], "apply", str(run / git["diff"])]))
+    return [*lines, shlex.join(["selftask", "train", str(run / "config.yaml"), f"out={run}_again"])]

@@ -1,0 +1,76 @@
+"""A copy of the working tree for a job, so that edits while it waits do not change it.
+
+Modules of ``import:`` are taken from the copy; selftask itself is not, and runs as installed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from selftask.errors import UserError
+
+MAX_MB = 200.0  # code; data and runs belong into .gitignore
+
+
+@dataclass(frozen=True)
+class CodeSnapshot:
+    """The files of a git repository that git does not ignore, and where they are copied to."""
+
+    repository: Path
+    folder: Path
+
+    @classmethod
+    def of(cls, folder: Path) -> CodeSnapshot:
+        """Return the snapshot of the repository around the current folder, not yet copied.
+
+        Raises:
+            UserError: If there is no git repository.
+        """
+        top = _git("rev-parse", "--show-toplevel").strip()
+        return cls(Path(top), folder)
+
+    def place(self, path: Path) -> Path:
+        """Return where a path of the repository is copied to; other paths are unchanged."""
+        whole = path.resolve()
+        if not whole.is_relative_to(self.repository):
+            return path
+        return self.folder.absolute() / whole.relative_to(self.repository)
+
+    def copy(self) -> None:
+        """Copy tracked files, and untracked ones that are not ignored, as they are now.
+
+        Raises:
+            UserError: If they take more than ``MAX_MB``.
+        """
+        listed = _git("-C", str(self.repository), "ls-files", "-coz", "--exclude-standard")
+        files = [self.repository / name for name in listed.split("\0") if name]
+        files = [path for path in files if path.is_file()]  # not those deleted by hand
+        megabytes = sum(path.stat().st_size for path in files) / 1e6
+        if megabytes > MAX_MB:
+            largest = max(files, key=lambda path: path.stat().st_size)
+            raise UserError(
+                f"launch.snapshot: the files of {self.repository} take {megabytes:.0f} MB, "
+                f"{largest} the most; at most {MAX_MB:.0f} MB are copied: add data and runs to "
+                ".gitignore"
+            )
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for path in files:
+            copied = self.place(path)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, copied)
+
+
+def _git(*words: str) -> str:
+    try:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise UserError("launch.snapshot: git is not installed on this machine") from None
+    if done.returncode:
+        raise UserError(
+            f"launch.snapshot: {done.stderr.strip()}; submit from inside a git repository, or set "
+            "launch.snapshot=false"
+        )
+    return done.stdout

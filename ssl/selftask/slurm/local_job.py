@@ -1,0 +1,102 @@
+"""The same submission on this machine, by submitit's local and debug executors.
+
+A local job is a process of its own that outlives the command. It starts the ranks, warns them
+before the time limit, and starts them again after a requeue, as a cluster would.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from submitit import DebugExecutor, LocalExecutor
+
+from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option
+from selftask.config.schema import Config, LaunchConfig
+from selftask.errors import UserError
+from selftask.slurm.job import Submission, signal_delay_s
+from selftask.slurm.queue import LOCAL
+
+
+def submit_locally(
+    configs: Sequence[Config], submissions: Sequence[Submission], folder: Path
+) -> list[str]:
+    """Start a local job for each run, and return their ids.
+
+    Args:
+        configs: The runs.
+        submissions: The same runs as callables.
+        folder: Folder of logs and pickles.
+
+    Raises:
+        UserError: If several nodes are requested.
+    """
+    launch = configs[0].launch
+    _check_one_node(launch, "local")
+    given = {option(key): value for key, value in launch.slurm.items()}
+    limit = minutes(given.get("time")) or DEFAULT_MINUTES
+    made = LocalExecutor(folder.absolute(), max_num_timeout=launch.max_requeues)
+    made.update_parameters(
+        timeout_min=limit,
+        tasks_per_node=launch.processes,
+        gpus_per_node=int(given.get("gpus_per_node", 0)),
+        signal_delay_s=given.get("signal_delay_s", signal_delay_s(limit)),
+        setup=list(given.get("setup", [])),
+    )
+    with _as_of_nohup():
+        return [f"{LOCAL}{made.submit(submission).job_id}" for submission in submissions]
+
+
+@contextmanager
+def _as_of_nohup() -> Iterator[None]:
+    """Context whose child processes keep neither the streams nor the signals of the terminal."""
+    ignored = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGHUP)}
+    kept = [os.dup(number) for number in (1, 2)]
+    null = os.open(os.devnull, os.O_WRONLY)
+    sys.stdout.flush()
+    try:
+        for number in (1, 2):
+            os.dup2(null, number)
+        yield
+    finally:
+        for number, saved in zip((1, 2), kept, strict=True):
+            os.dup2(saved, number)
+            os.close(saved)
+        os.close(null)
+        for number, handler in ignored.items():
+            signal.signal(number, handler)
+
+
+def run_in_debugger(configs: Sequence[Config], submissions: Sequence[Submission]) -> None:
+    """Train in this process; an exception opens pdb where it was raised.
+
+    Raises:
+        UserError: If several runs or ranks are requested.
+    """
+    if len(configs) > 1 or configs[0].launch.world_size > 1:
+        raise UserError("--cluster debug trains one run in this process: no sweep, no ranks")
+    job = DebugExecutor(Path(submissions[0].out) / "slurm").submit(
+        _Debugged(**asdict(submissions[0]))
+    )
+    job.result()
+
+
+class _Debugged(Submission):
+    """A submission that raises what a run would only report."""
+
+    def __call__(self) -> str:
+        from selftask.run.run import run_task
+        from selftask.task import Task
+
+        run_task(Task(self.read_config()), raises=True)
+        return self.out
+
+
+def _check_one_node(launch: LaunchConfig, cluster: str) -> None:
+    if launch.nodes > 1:
+        raise UserError(f"launch.nodes={launch.nodes}: --cluster {cluster} is one machine")

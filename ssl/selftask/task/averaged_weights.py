@@ -1,0 +1,34 @@
+"""Weights of schedule-free optimizers: averages for evaluation, export and checkpoints.
+
+These optimizers have ``eval()`` and ``train()``, as those of the package schedulefree do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from selftask.task.task import Task
+
+
+def begin_phase(task: Task) -> None:
+    """Set the weights to those of the phase: averages in a test phase."""
+    optimizer = task.optimizer.optimizer
+    if hasattr(optimizer, "eval"):
+        optimizer.train() if task.train else optimizer.eval()
+
+
+@contextmanager
+def averaged_weights(task: Task) -> Iterator[bool]:
+    """Context in which the network has averaged weights; yields whether the optimizer has any."""
+    optimizer = task.optimizer.optimizer
+    if not hasattr(optimizer, "eval"):
+        yield False
+        return
+    optimizer.eval()
+    try:
+        yield True
+    finally:
+        begin_phase(task)

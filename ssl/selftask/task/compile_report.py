@@ -1,0 +1,80 @@
+"""Report of torch.compile: number of graphs, graph breaks, recompilations."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar
+
+from selftask.hooks.base import Hook
+from selftask.logs import get_logger
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+log = get_logger(__name__)
+
+_AFTER = 3  # steps: shapes of the first batches are known
+_MANY_GRAPHS = 8  # torch runs code eagerly after so many recompilations
+
+
+class CompileReport(Hook):
+    """Logs the number of graphs, and warns of graph breaks, fallbacks and recompilations."""
+
+    priority: ClassVar[int] = 95
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.graphs = 0, 0
+        self.before = _breaks()
+        self.graphs_before = _num_graphs()
+
+    def on_step(self, task: Task) -> None:
+        self.steps += 1
+        if self.steps == _AFTER:
+            self._report()
+
+    def on_phase_end(self, task: Task) -> None:
+        made = _num_graphs() - self.graphs_before
+        if self.graphs and made - self.graphs >= _MANY_GRAPHS:
+            log.warning(
+                "compile: %d graphs so far; torch stops compiling a function after %d: shapes "
+                "or options change from step to step; try train.compile_options.dynamic=true",
+                made,
+                _MANY_GRAPHS,
+            )
+            self.graphs = made
+
+    def _report(self) -> None:
+        self.graphs = _num_graphs() - self.graphs_before
+        breaks = _breaks() - self.before
+        if not self.graphs:
+            log.warning("compile: no graph was made, the network runs eagerly")
+            return
+        log.info("compile: %d %s", self.graphs, "graph" if self.graphs == 1 else "graphs")
+        for reason, count in breaks.most_common(3):
+            log.warning(
+                "compile: %d graph %s, after which Python goes on alone: %s",
+                count,
+                "break" if count == 1 else "breaks",
+                _shorten(reason),
+            )
+
+
+def _num_graphs() -> int:
+    from torch._dynamo.utils import counters  # slow to import
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def _breaks() -> Counter[str]:
+    from torch._dynamo.utils import counters
+
+    return Counter(counters["graph_break"]) + Counter(counters["unimplemented"])
+
+
+def _shorten(reason: str) -> str:
+    """Return the first line of a reason, and the place in the user's code if it names one."""
+    place = re.search(r'File "([^"]+)", line (\d+)', reason)
+    first = reason.strip().splitlines()[0]
+    return f"{first} ({place[1]}:{place[2]})" if place else first

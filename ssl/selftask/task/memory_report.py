@@ -1,0 +1,109 @@
+"""Memory of a step by layer, for the report of a run that ran out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from selftask.config.values.budget import show_bytes
+from selftask.distributed.out_of_memory import available_bytes
+from selftask.models.summary import saved_bytes
+from selftask.random.keyed import LAYER_DRAWS
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+LAYERS = 8  # lines of the report
+USABLE = 0.95  # share of the memory; the rest is fragmented
+_SAMPLES = 2  # of the counted pass; BatchNorm needs two
+_HALF = 0.5  # of float32, for activations in low precision
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether torch could not allocate memory, on any device."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def memory_report(task: Task) -> list[str]:
+    """Return what a step of the task takes, by layer, and the nearest batch size that fits.
+
+    Counted from shapes on the meta device: what the network keeps for its backward pass. What the
+    method adds and single operators need in between comes on top. Empty if the failure came before
+    the first batch, or if the network cannot run without values.
+    """
+    try:
+        by_layer = _bytes_of_a_sample(task)
+    except Exception:  # noqa: BLE001 - a user's module may raise anything on the meta device
+        return []
+    fixed = fixed_bytes(task)
+    sample = by_layer.pop("", 0)
+    if not sample:
+        return []
+    size, world = task.length.batch_size, task.world.size
+    text = (
+        f"memory of a rank: {show_bytes(fixed)} of weights, gradients and optimizer state; "
+        f"activations of about {show_bytes(sample)} a sample, {show_bytes(sample * size // world)} "
+        f"with train.batch_size={size}"
+    )
+    budget = budget_bytes(task, fixed)
+    fits = 0 if budget is None else nearest_size(int(USABLE * budget) // sample, world)
+    lines = [f"{text}; the nearest batch size that fits is about {fits}" if fits else text]
+    largest = sorted(by_layer.items(), key=lambda item: -item[1])
+    leaves = [(name, count) for name, count in largest if not _is_outer(name, by_layer)]
+    return lines + [f"  {name}: {show_bytes(count)} a sample" for name, count in leaves[:LAYERS]]
+
+
+def _bytes_of_a_sample(task: Task) -> dict[str, int]:
+    """Return the bytes that modules keep for the backward pass of one sample of this rank."""
+    LAYER_DRAWS.stop()
+    here = task.length.batch_size // task.world.size
+
+    def on_meta(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        rows = _SAMPLES * max(len(value) // here, 1)
+        return torch.empty(rows, *value.shape[1:], dtype=value.dtype, device="meta")
+
+    given = tree_map(on_meta, task.last_batch.input)
+    counts = saved_bytes(task.base_model, (given,))
+    share = (_HALF if task.low_precision else 1.0) / _SAMPLES
+    return {name: int(count * share) for name, count in counts.items()}
+
+
+def fixed_bytes(task: Task) -> int:
+    """Return the bytes of weights, gradients and optimizer state, whatever the batch size."""
+    trained = [p for group in task.optimizer.param_groups for p in group["params"]]
+    weights = [p for module in (*task.networks, task.loss) for p in module.parameters()]
+    state = [
+        value
+        for kept in task.optimizer.optimizer.state.values()
+        for value in kept.values()
+        if isinstance(value, Tensor)
+    ]
+    unique = {id(tensor): tensor for tensor in weights}.values()
+    return _bytes(unique) + _bytes(trained) + _bytes(state)
+
+
+def budget_bytes(task: Task, fixed: int) -> int | None:
+    """Return the bytes there are for activations, or None if unknown."""
+    if task.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(task.device)[1]) - fixed
+    available = available_bytes()  # the weights are there already
+    return None if available is None else available // task.world.local_size
+
+
+def nearest_size(fits: int, world: int) -> int:
+    """Return the batch size of all ranks for ``fits`` samples a rank: a multiple of 8 if it can."""
+    return world * (fits - fits % 8 if fits >= 8 else fits)
+
+
+def _is_outer(name: str, names: Iterable[str]) -> bool:
+    return any(other.startswith(f"{name}.") for other in names)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

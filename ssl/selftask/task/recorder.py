@@ -1,0 +1,99 @@
+"""Output of a task: rows of numbers, events, images and histograms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from selftask.config.run_length import Clock, RunLength
+from selftask.distributed.collectives import is_primary
+from selftask.logs import MetricsFile, format_row, get_logger
+from selftask.logs.events import add_event
+from selftask.logs.history import History
+
+log = get_logger(__name__)
+
+
+class Recorder:
+    """The part of a task that methods and hooks log to."""
+
+    out: Path
+    clock: Clock
+    length: RunLength
+    run_hooks: Callable[[str], None]
+    rows: MetricsFile | None = None  # on the first rank, while the task is prepared
+    # images and histograms for the next row, by name; None if no writer takes them
+    media: dict[str, tuple[str, Tensor]] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalars: dict[str, Any] = {}  # values for the next row
+        self.last_row: dict[str, Any] = {}  # of metrics.jsonl
+        self.history = History()
+
+    def log(self, name: str, value: Any) -> None:
+        """Add ``value``, a number or scalar tensor, to the next log row; does not synchronize."""
+        self.scalars[name] = value
+
+    def log_image(self, name: str, image: Tensor) -> None:
+        """Add an image to the next row, for writers such as ``tensorboard``.
+
+        Does nothing if no writer takes images (``takes_media``).
+
+        Args:
+            name: Its name; a later image of this name replaces an unwritten one.
+            image: (C, H, W), or (B, C, H, W) for a grid, with 1 or 3 channels; uint8, or floating
+                point from 0 to 1.
+
+        Raises:
+            ValueError: If the shape is another one.
+        """
+        if self.media is None:
+            return
+        if image.ndim not in (3, 4) or image.shape[-3] not in (1, 3):
+            shape = tuple(image.shape)
+            raise ValueError(f"log_image({name!r}): (C, H, W) with 1 or 3 channels, not {shape}")
+        self.media[name] = "image", image.detach()
+
+    def log_histogram(self, name: str, values: Tensor) -> None:
+        """Add the distribution of ``values``, of any shape, to the next row, as ``log_image``."""
+        if self.media is not None:
+            self.media[name] = "histogram", values.detach()
+
+    @property
+    def takes_media(self) -> bool:
+        """True if a writer takes images and histograms."""
+        return self.media is not None
+
+    def write_row(self, row: dict[str, Any]) -> None:
+        """Write ``row``, with step and epoch, to the log, ``metrics.jsonl`` and all writers."""
+        epoch = round(self.clock.batch / self.length.batches_per_epoch, 4)
+        self.last_row = {"step": self.clock.steps_done, "epoch": epoch, **row}
+        self.history.add(self.last_row)
+        if self.rows is not None:
+            self.rows.write(self.last_row)
+            log.info("%s", format_row(self.last_row))
+        self.run_hooks("on_row")
+        if self.media:
+            self.media.clear()
+
+    def pop_scalars(self) -> dict[str, float]:
+        """Return and clear the values passed to ``log``; synchronizes with the device."""
+        row = {name: float(value) for name, value in self.scalars.items()}
+        self.scalars.clear()
+        return row
+
+    def event(self, kind: str, text: str, **data: Any) -> None:
+        """Append an event to ``events.jsonl``, on the first rank.
+
+        Args:
+            kind: Such as ``checkpoint``, ``evaluation`` or a word of one's own.
+            text: One line for people.
+            **data: Numbers and texts for programs.
+        """
+        if is_primary():
+            step = self.clock.steps_done if hasattr(self, "clock") else 0
+            add_event(self.out, kind, text, step=step, **data)

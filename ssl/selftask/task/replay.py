@@ -1,0 +1,192 @@
+"""Repeat one dumped step on one process, and find the first module that is not finite."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selftask.checkpoint import store
+from selftask.config.load import load_config
+from selftask.errors import UserError
+from selftask.hooks.failures.dump import unpack
+from selftask.hooks.failures.non_finite import is_finite
+from selftask.random import process_state
+from selftask.random.keyed import LAYER_DRAWS
+from selftask.task import Task
+
+
+@dataclass
+class Replay:
+    """A repeated step beside the recorded one."""
+
+    step: int
+    ranks: int
+    problem: str  # as recorded
+    recorded: float  # loss, averaged over ranks
+    loss: float
+    terms: dict[str, float]
+    images: list[str] = field(default_factory=list)  # what is not finite among the images
+    weights: list[str] = field(default_factory=list)  # names before the step
+    module: str = ""  # the first whose output is not finite
+    gradients: list[str] = field(default_factory=list)  # in the order of the backward pass
+
+    @property
+    def same(self) -> bool:
+        """True if the loss equals the recorded one; of several ranks, within rounding."""
+        if math.isnan(self.recorded):
+            return math.isnan(self.loss)
+        tolerance = 0.0 if self.ranks == 1 else 1e-4
+        return self.loss == self.recorded or math.isclose(
+            self.loss, self.recorded, rel_tol=tolerance, abs_tol=0.0
+        )
+
+    def lines(self) -> Iterator[str]:
+        """Yield the report."""
+        yield f"recorded: {self.problem}"
+        told = "the same" if self.same else f"recorded was {self.recorded!r}"
+        yield f"step {self.step} replayed: loss {self.loss!r} ({told})"
+        for name, value in self.terms.items():
+            yield f"  term {name}: {value!r}"
+        for text in self.images:
+            yield f"images that are not finite: {text}"
+        if self.weights:
+            yield f"weights that are not finite before the step: {_listed(self.weights)}"
+        if self.module:
+            yield f"first module whose output is not finite: {self.module}"
+        if self.gradients:
+            yield f"gradients that are not finite, last layer first: {_listed(self.gradients)}"
+        found = self.images or self.weights or self.module or self.gradients
+        if not found and math.isfinite(self.loss):
+            yield (
+                "all is finite here: the cause is neither in the batch nor in weights or random "
+                "states; a hook of the run, its hardware or another rank remain"
+            )
+
+
+def replay(folder: Path, overrides: list[str]) -> Replay:
+    """Repeat the step dumped in ``failures/step_N``. The run's folder is not changed.
+
+    The batches of all ranks become one batch, since W ranks compute the same as one process.
+
+    Raises:
+        UserError: If the folder holds no dump, or the data of the run cannot be opened.
+    """
+    parts, state = _read(folder)
+    with tempfile.TemporaryDirectory() as out:
+        alone = ["launch={nodes: 1, processes: 1}", "resume=never", "parallel.reduce=manual"]
+        words = [*alone, "data.num_workers=0", "init.backbone=null", f"out={out}", *overrides]
+        task = Task(load_config(str(folder / "config.yaml"), words))
+        task.prepare()
+        try:
+            task.load_state_dict(state)
+            return _repeat(task, parts, state)
+        finally:
+            task.close()
+
+
+def _read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    folder = folder if folder.is_dir() else folder.parent
+    files = sorted(folder.glob("rank_*.pt"), key=lambda path: int(path.stem[5:]))
+    states = sorted(folder.glob("step_*.pt"))
+    if not files or not states:
+        raise UserError(f"{folder}: no dump of a failed step; they lie in RUN/failures/step_N")
+    parts = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
+    if len(parts) != parts[0]["ranks"]:
+        raise UserError(f"{folder}: batches of {len(parts)} of {parts[0]['ranks']} ranks")
+    return parts, store.load(states[-1])
+
+
+def _repeat(task: Task, parts: list[dict[str, Any]], state: dict[str, Any]) -> Replay:
+    batch = unpack([part["batch"] for part in parts], task.device)
+    result = Replay(
+        step=parts[0]["step"],
+        ranks=len(parts),
+        problem=parts[0]["problem"],
+        recorded=sum(part["loss"] for part in parts) / len(parts),
+        loss=math.nan,
+        terms={},
+        images=_bad_images(batch.views, batch.index),
+        weights=[name for name, value in _tensors(task) if not is_finite(value.detach())],
+    )
+    process_state.set_rng_state(state["rng"][0])
+    task.train, task.last_batch = True, batch
+    task.base_model.train()
+    task.loss.train()
+    task.loss.prepare_batch(batch, task)
+    if LAYER_DRAWS.num_layers:
+        LAYER_DRAWS.start(batch.key, task.device)
+    with _watched(task, result):
+        with task.autocast():
+            batch.output = task.base_model(batch.input)
+            task.loss.on_forward(task)
+            batch.local_loss = task.loss(batch.output, batch)
+        batch.local_loss.backward()
+    LAYER_DRAWS.stop()
+    result.loss = float(batch.local_loss.detach())
+    result.terms = {name: float(value) for name, value in batch.terms.items()}
+    return result
+
+
+@contextmanager
+def _watched(task: Task, result: Replay) -> Iterator[None]:
+    """Context in which outputs of modules and gradients of parameters are checked."""
+    handles: list[Any] = []
+
+    def output_of(name: str) -> Any:
+        def check(module: nn.Module, given: Any, output: Any) -> None:
+            if not result.module and not is_finite(output):
+                entering = "finite" if is_finite(given) else "not finite either"
+                result.module = f"{name} ({type(module).__name__}); its input is {entering}"
+
+        return check
+
+    def gradient_of(name: str) -> Any:
+        def check(parameter: Tensor) -> None:
+            if not is_finite(parameter.grad):
+                result.gradients.append(name)
+
+        return check
+
+    for part, root in task.trained:
+        for name, module in root.named_modules():
+            full = f"{part}.{name}" if name else part
+            handles.append(module.register_forward_hook(output_of(full)))
+        for name, parameter in root.named_parameters():
+            if parameter.requires_grad:
+                hook = gradient_of(f"{part}.{name}")
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors(task: Task) -> Iterator[tuple[str, Tensor]]:
+    for part, root in task.trained:
+        for name, value in (*root.named_parameters(), *root.named_buffers()):
+            yield f"{part}.{name}", value
+
+
+def _bad_images(views: dict[str, list[Tensor]], index: Tensor) -> list[str]:
+    told = []
+    for name, group in views.items():
+        for number, view in enumerate(group):
+            bad = (~view.isfinite()).flatten(1).any(dim=1)
+            if bad.any():
+                images = ", ".join(map(str, index[bad].tolist()[:8]))
+                told.append(f"view {name}[{number}] of {int(bad.sum())} images (index {images})")
+    return told
+
+
+def _listed(names: list[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,51 @@
+"""Scores of the whole network, its classifier included, on labelled images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from selftask.distributed.collectives import all_reduce_sum
+from selftask.models.eval_mode import in_eval_mode
+
+if TYPE_CHECKING:
+    from selftask.batch import Batch
+    from selftask.task.task import Task
+
+
+@torch.no_grad()
+def score(task: Task, see: Callable[[Batch], None] | None = None) -> dict[str, float]:
+    """Return loss and meters of one pass over ``data.val``, each image once; all ranks call it.
+
+    Args:
+        task: The task, prepared.
+        see: Called with each batch, whose ``output`` is that of the network.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=task.device)  # loss, images
+    train, task.train = task.train, False
+    for meter in task.meters:
+        meter.reset()
+    try:
+        with in_eval_mode(task.base_model), in_eval_mode(task.loss):
+            for batch in task.data_module.test_batches():
+                task.last_batch = batch
+                task.loss.prepare_batch(batch, task)
+                with task.autocast():
+                    batch.output = task.base_model(batch.input)
+                    task.loss.on_forward(task)
+                    batch.local_loss = task.loss(batch.output, batch)
+                task.update_meters(batch)
+                if see is not None:
+                    see(batch)
+                images = len(batch.labels)
+                total += torch.stack([batch.local_loss.double() * images, total.new_tensor(images)])
+    finally:
+        task.train = train
+    loss, images = all_reduce_sum(total).tolist()
+    row = {"loss": loss / images}
+    for key, meter in zip(task.config.meters, task.meters, strict=True):
+        meter.sync_state()
+        row |= {f"{key}_{name}": value for name, value in meter.value.items()}
+    return row

@@ -1,0 +1,144 @@
+"""Gradient caching: the loss of a large batch, with the memory of one chunk.
+
+Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, RepL4NLP 2021,
+arXiv:2101.06983.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.distributed.collectives import all_reduce_mean
+from selftask.errors import UserError
+from selftask.random.keyed import LAYER_DRAWS
+from selftask.random.process_state import rng_state, set_rng_state
+from selftask.registry import METHODS, register_train_step
+from selftask.task import Task
+from selftask.task.second_pass import second_pass
+
+
+@register_train_step("grad_cache")
+@dataclass(frozen=True, kw_only=True)
+class GradCache:
+    """Forward twice in chunks: a loss over the whole batch in the memory of one chunk."""
+
+    chunks: int = setting(16, min=2)  # of each rank's batch; sizes differ by one sample at most
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        method, train = config["method"]["name"], config["train"]
+        if METHODS.declared(method, "sample_dim", 1) is None:
+            yield (
+                "train.step: 'grad_cache' divides the network's output into samples, and that of "
+                f"{method} is not one tensor of samples; use train.step=accumulate"
+            )
+        if train["batch_size"] < self.chunks:
+            yield f"chunks: {self.chunks}; train.batch_size={train['batch_size']} has fewer samples"
+
+    def __call__(self, task: Task) -> None:
+        """Compute outputs without graph, loss, and its gradient at the outputs; then go backward.
+
+        The second forward pass of each chunk has a graph, and the same draws of dropout. BatchNorm
+        normalises each chunk by its own statistics, and updates the running ones once per chunk. A
+        teacher's forward pass, which has no graph, is not divided.
+        """
+        batch = task.last_batch = next(task.batches)
+        chunks = self._chunks(len(batch.index))
+
+        with task.autocast():
+            batch.output, draws = _forward(task, batch, chunks)
+            task.run_hooks("on_forward")
+            batch.local_loss = task.loss(batch.output, batch)
+
+        batch.loss = all_reduce_mean(batch.local_loss.detach())
+        task.update_meters(batch)
+        task.run_hooks("on_loss_and_meter")
+
+        if not task.train:
+            return
+
+        task.optimizer.zero_grad()
+        with task.no_sync():
+            task.grad_scaler.scale(batch.local_loss).backward()  # ends at batch.output
+        _backward(task, batch, chunks, draws)
+        task.reduce_gradients()
+        task.grad_scaler.unscale_(task.optimizer)
+        task.run_hooks("on_backward")
+
+        task.grad_scaler.step(task.optimizer, where=task.where)
+        task.grad_scaler.update()
+        task.run_hooks("on_update")
+        task.advance()
+
+    def _chunks(self, size: int) -> list[slice]:
+        number = min(self.chunks, size)
+        edges = [size * place // number for place in range(number + 1)]
+        return [slice(*pair) for pair in pairwise(edges)]
+
+
+@torch.no_grad()
+def _forward(task: Task, batch: Batch, chunks: list[slice]) -> tuple[Tensor, list[Any]]:
+    """Return the output of all chunks, and the state of the generators before each."""
+    outputs, draws = [], []
+    embeddings: list[Any] = []
+    for rows in chunks:
+        draws.append(rng_state())
+        outputs.append(_of_chunk(task, batch, rows))
+        embeddings.append(getattr(task.base_model, "embedding", None))
+    if all(embedding is not None for embedding in embeddings):
+        task.base_model.embedding = torch.cat(embeddings)
+    output = torch.cat(outputs, dim=task.loss.sample_dim)
+    if output.shape[task.loss.sample_dim] != len(batch.index):
+        raise UserError(
+            f"train.step=grad_cache: the network's output {tuple(output.shape)} does not have the "
+            f"{len(batch.index)} samples in dimension {task.loss.sample_dim}, the sample_dim of "
+            f"{type(task.loss).__name__}; correct it, or set it to None"
+        )
+    return output.requires_grad_(task.train), draws
+
+
+def _backward(task: Task, batch: Batch, chunks: list[slice], draws: list[Any]) -> None:
+    """Add the gradients of the parameters, chunk by chunk, given that of ``batch.output``."""
+    if batch.output.grad is None:
+        return
+    for rows, state in zip(chunks, draws, strict=True):
+        part = batch.output.grad.narrow(task.loss.sample_dim, rows.start, rows.stop - rows.start)
+        with nullcontext() if rows == chunks[-1] else task.no_sync():
+            with _replayed(state), second_pass(task.base_model), task.autocast():
+                output = _of_chunk(task, batch, rows)
+            output.backward(part)
+
+
+def _of_chunk(task: Task, batch: Batch, rows: slice) -> Tensor:
+    """Return the network's output for some samples of the batch."""
+    with LAYER_DRAWS.exchanged(lambda samples: samples[rows]):
+        output: Tensor = task.model(_take(batch.input, rows, len(batch.index)))
+    return output
+
+
+def _take(value: Any, rows: slice, size: int) -> Any:
+    """Return some rows of every tensor with ``size`` rows in nested lists and tuples."""
+    if isinstance(value, Tensor):
+        return value[rows] if value.ndim and len(value) == size else value
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return type(value)(_take(item, rows, size) for item in value)  # type: ignore[call-arg]
+    return value
+
+
+@contextmanager
+def _replayed(state: dict[str, Any]) -> Iterator[None]:
+    """Context in which the generators start from a saved state."""
+    now = rng_state()
+    set_rng_state(state)
+    try:
+        yield
+    finally:
+        set_rng_state(now)

@@ -1,0 +1,88 @@
+"""Sharpness-aware minimization: two gradients per step.
+
+Foret et al., Sharpness-Aware Minimization for Efficiently Improving Generalization, ICLR 2021,
+arXiv:2010.01412. Adaptive: Kwon et al., ASAM, ICML 2021, arXiv:2102.11600.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selftask.batch import total
+from selftask.config.fields import setting
+from selftask.distributed.collectives import all_reduce_mean
+from selftask.optim.gradients import total_norm
+from selftask.random.keyed import LAYER_DRAWS
+from selftask.registry import register_train_step
+from selftask.task import Task
+from selftask.task.second_pass import second_pass
+
+
+@register_train_step("sam")
+@dataclass(frozen=True, kw_only=True)
+class SAM:
+    """Update with the gradient at the weights that are worst within a radius (SAM)."""
+
+    rho: float = setting(0.05, above=0)  # the radius, eq. 2; 0.5 to 2 is usual with adaptive
+    adaptive: bool = False  # radius relative to each weight (ASAM)
+
+    def __call__(self, task: Task) -> None:
+        """Gradient, climb by ``rho`` along it, gradient there, back, optimizer step with that.
+
+        Both gradients are means over ranks. Teachers, memories, BatchNorm statistics, logs and
+        hooks see the first forward pass only; dropout draws the same in both.
+        """
+        batch = task.last_batch = next(task.batches)
+        draws = LAYER_DRAWS.words
+
+        with task.autocast():
+            batch.output = task.model(batch.input)
+            task.run_hooks("on_forward")
+            batch.local_loss = task.loss(batch.output, batch)
+        batch.loss = all_reduce_mean(batch.local_loss.detach())
+        task.update_meters(batch)
+        task.run_hooks("on_loss_and_meter")
+
+        if not task.train:
+            return
+
+        _gradient(task, batch.local_loss)
+        with self._climbed(task):
+            with LAYER_DRAWS.again(draws), second_pass(task.base_model), task.autocast():
+                uphill = total(task.loss(task.model(batch.input), batch))
+            _gradient(task, uphill)
+        task.grad_scaler.unscale_(task.optimizer)
+        task.run_hooks("on_backward")
+
+        task.grad_scaler.step(task.optimizer, where=task.where)
+        task.grad_scaler.update()
+        task.run_hooks("on_update")
+        task.advance()
+
+    @contextmanager
+    @torch.no_grad()
+    def _climbed(self, task: Task) -> Iterator[None]:
+        """Context: weights plus eq. 2, ``rho * g / ||g||``; the scale of the loss cancels out."""
+        groups = task.optimizer.param_groups
+        weights = [p for group in groups for p in group["params"] if p.grad is not None]
+        before = [p.detach().clone() for p in weights]
+        relative = [p.abs() * p.grad if self.adaptive else p.grad for p in weights]
+        length = self.rho / total_norm(relative).clamp(min=1e-12)
+        for weight, direction, start in zip(weights, relative, before, strict=True):
+            weight += length * (start.abs() * direction if self.adaptive else direction)
+        with torch.enable_grad():
+            yield
+        for weight, start in zip(weights, before, strict=True):
+            weight.copy_(start)
+
+
+def _gradient(task: Task, loss: Tensor) -> None:
+    """Set the gradients of a loss, averaged over ranks."""
+    task.optimizer.zero_grad()
+    task.grad_scaler.scale(loss).backward()
+    task.reduce_gradients()

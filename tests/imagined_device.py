@@ -1,0 +1,317 @@
+"""An imagined accelerator: it computes on the CPU, and reports what a real one would be slow at.
+
+``imagined`` is registered with torch as PrivateUse1, the place for devices outside of torch, so
+``train.device=auto`` selects it, and autocast, streams and events work. The registration cannot
+be undone; tests use it in a process of their own (``in_process``).
+
+Inside ``ImaginedDevice`` tensors can be on the device. Their values are those of the CPU. As on a
+GPU, an operation on tensors of both devices raises an error, except for 0-d tensors of the CPU.
+Operations that would make the host wait for the device are collected in ``waits``.
+"""
+
+from __future__ import annotations
+
+import linecache
+import multiprocessing
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "imagined"
+_REPOSITORY = str(Path(__file__).resolve().parents[1])
+aten = torch.ops.aten
+
+# the result, or its size, depends on values of the device
+_READS_VALUES = {
+    aten._local_scalar_dense,
+    aten._unique2,
+    aten.allclose,
+    aten.bincount,
+    aten.equal,
+    aten.is_nonzero,
+    aten.masked_select,
+    aten.nonzero,
+    aten.unique_consecutive,
+    aten.unique_dim,
+}
+_INDEXES = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+_COPIES = {aten._to_copy, aten.copy_, aten._copy_from}
+
+
+class MixedDevices(RuntimeError):
+    """An operation on tensors of both devices."""
+
+
+class OnDevice(Tensor):
+    """A tensor on the imagined device; ``values`` is the tensor on the CPU."""
+
+    values: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> OnDevice:
+        made: Any = Tensor._make_wrapper_subclass(
+            cls,
+            values.size(),
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=torch.device(NAME, 0),
+        )
+        made.values = values
+        return made  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"OnDevice({self.values!r})"
+
+    def data_ptr(self) -> int:
+        return self.values.data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self.values.untyped_storage()
+
+    def tolist(self) -> Any:
+        _report_wait("tolist")
+        return self.values.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise MixedDevices(f"{_place()}: numpy() of a tensor that is not on the CPU")
+
+    def record_stream(self, stream: Any) -> None: ...
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied: Any = self.detach().clone().requires_grad_(self.requires_grad)
+        copied = (
+            nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+        )
+        return memo.setdefault(id(self), copied)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class ImaginedDevice(TorchDispatchMode):
+    """Context in which tensors can be on the device.
+
+    ``waits`` lists where the host would have waited for it: ``file:line``, source and operation.
+    """
+
+    entered: list[ImaginedDevice] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+
+    def __enter__(self) -> ImaginedDevice:
+        _register()
+        self.entered.append(self)
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        self.entered.remove(self)
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def in_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Return ``function(*args)``, run in the process that knows the device."""
+    return _process().submit(function, *args).result()
+
+
+@cache
+def _process() -> ProcessPoolExecutor:
+    import ranks  # noqa: F401 - sets what the server imports once
+
+    context = multiprocessing.get_context("forkserver")
+    return ProcessPoolExecutor(1, mp_context=context, initializer=_start)
+
+
+def _start() -> None:
+    torch.set_num_threads(1)
+    _register()
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on the CPU; put its results on the device if it is there."""
+    tensors: list[Tensor] = []
+    tree_map(lambda x: tensors.append(x) if isinstance(x, Tensor) else None, (args, kwargs))
+    inside = any(isinstance(x, OnDevice) for x in tensors)
+    asked = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
+    if not inside and (asked is None or asked.type != NAME):
+        return func(*args, **kwargs)
+    op = func.overloadpacket
+    if inside and op not in _COPIES:
+        _check_devices(func, tensors)
+    if _makes_host_wait(op, args, kwargs, tensors):
+        _report_wait(func)
+    out = func(*tree_map(_to_cpu, args), **tree_map(_to_cpu, kwargs))
+    to_cpu = asked is not None and asked.type == "cpu"
+    if op is aten.copy_ or to_cpu:
+        return args[0] if op is aten.copy_ else out
+    same = {id(x.values): x for x in tensors if isinstance(x, OnDevice)}  # of in-place operations
+
+    def wrapped(value: Any) -> Any:
+        is_new = type(value) is Tensor and id(value) not in same
+        return OnDevice(value) if is_new else same.get(id(value), value)
+
+    return tree_map(wrapped, out)
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, OnDevice):
+        return value.values
+    is_here = isinstance(value, torch.device) and value.type == NAME
+    return torch.device("cpu") if is_here else value
+
+
+def _check_devices(func: Any, tensors: list[Tensor]) -> None:
+    indexes = func.overloadpacket in _INDEXES  # an index may be on the CPU: it is copied
+    for tensor in tensors[: 1 if indexes else None]:
+        if not isinstance(tensor, OnDevice) and tensor.ndim > 0:
+            shape = tuple(tensor.shape)
+            raise MixedDevices(f"{_place()}: {func} with a tensor {shape} on the CPU")
+
+
+def _makes_host_wait(op: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> bool:
+    """Return whether values go from one device to the other, or decide about a size."""
+    if op in _COPIES:
+        target = args[0] if op is aten.copy_ else None
+        ends = [isinstance(x, OnDevice) for x in tensors]
+        if op is aten._to_copy:
+            asked = kwargs.get("device")
+            ends.append(ends[0] if asked is None else torch.device(asked).type == NAME)
+        sent = len(set(ends)) == 2
+        waits = not kwargs.get("non_blocking", len(args) > 2 and target is not None and args[2])
+        return sent and waits
+    if op in _INDEXES:
+        return any(
+            not isinstance(x, OnDevice) or x.dtype in (torch.bool, torch.uint8)
+            for x in _indices(args)
+        )
+    if op is aten.repeat_interleave:
+        return kwargs.get("output_size") is None
+    return op in _READS_VALUES
+
+
+def _indices(args: Any) -> list[Tensor]:
+    return [index for index in args[1] if index is not None]
+
+
+def _report_wait(func: Any) -> None:
+    for mode in ImaginedDevice.entered:
+        mode.waits.append(f"{_place()}: {func}")
+
+
+def _place() -> str:
+    """Return ``file:line in function: source`` of the innermost frame in this repository."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and not _is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    source = linecache.getline(path, line).strip()
+    return f"{path}:{line} in {frame.f_code.co_name}: {source}"
+
+
+@cache
+def _is_ours(path: str) -> bool:
+    return path.startswith(_REPOSITORY) and "/.venv/" not in path and path != __file__
+
+
+# -- registration ----------------------------------------------------------------------------------
+
+# matrix products, which autocast runs in low precision on every type of device
+_LOW = ("conv1d", "conv2d", "linear", "matmul", "mm", "bmm", "addmm", "baddbmm")
+_libraries: list[Any] = []  # what a library registers ends with it
+
+
+class _Event:
+    def __init__(self, enable_timing: bool = False) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, other: _Event) -> float:
+        return 0.0
+
+
+class _Stream:
+    def __init__(self, device: Any = None) -> None: ...
+    def wait_event(self, event: _Event) -> None: ...
+
+
+class _Module:
+    """``torch.imagined``."""
+
+    Event, Stream = _Event, _Stream
+    current_stream = staticmethod(_Stream)
+    stream = staticmethod(nullcontext)
+    device_count = staticmethod(lambda: 1)
+    current_device = staticmethod(lambda: 0)
+    is_available = staticmethod(lambda: True)
+    is_initialized = staticmethod(lambda: True)
+    _is_in_bad_fork = staticmethod(lambda: False)
+    manual_seed_all = staticmethod(lambda seed: None)
+    get_rng_state = staticmethod(lambda: torch.zeros(1, dtype=torch.uint8))
+    set_rng_state = staticmethod(lambda state: None)
+    emptied = 0  # how often
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+    mem_get_info = staticmethod(lambda device: (2**40, 2**40))
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
+
+    @staticmethod
+    def synchronize(device: Any = None) -> None:
+        _report_wait("synchronize")
+
+
+def _register() -> None:
+    if _libraries:
+        return
+    _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    others = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+    others.fallback(torch.library.fallthrough_kernel)
+    products = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
+    for name in _LOW:
+        products.impl(name, _in_low_precision(getattr(aten, name)))
+    # torch.tensor, and an index that is a list, go round __torch_dispatch__ to these two
+    kernels = torch.library.Library("aten", "IMPL", "PrivateUse1")
+    kernels.impl("empty_strided", _empty_strided)
+    kernels.impl("_copy_from", _copy_from)
+    _libraries.extend([others, products, kernels])
+
+
+def _empty_strided(size: Any, stride: Any, dtype: Any = None, **place: Any) -> Tensor:
+    return OnDevice(torch.empty_strided(size, stride, dtype=dtype))
+
+
+def _copy_from(source: Tensor, target: Any, non_blocking: bool = False) -> Tensor:
+    if not non_blocking:
+        _report_wait("copy of numbers of the host")
+    target.values.copy_(source)
+    return target  # type: ignore[no-any-return]
+
+
+def _in_low_precision(op: Any) -> Any:
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+    def run(*args: Any) -> Any:
+        low = torch.get_autocast_dtype(NAME)
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            is_float = lambda x: isinstance(x, Tensor) and x.is_floating_point()  # noqa: E731
+            return op(*(x.to(low) if is_float(x) else x for x in args))
+
+    return run

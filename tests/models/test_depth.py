@@ -1,0 +1,108 @@
+"""Layers of backbones beside timm's, and rates of layers beside its param_groups_layer_decay."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torchvision
+from timm.models import group_parameters
+from timm.optim import param_groups_layer_decay
+from torch import nn
+
+from selftask.config.run_length import RunLength
+from selftask.config.schema.optimizer import OptimizerConfig
+from selftask.errors import UserError
+from selftask.models.depth import parameter_depths
+from selftask.optim.param_groups import assign_settings
+from selftask.parallel.blocks import find_blocks
+
+SMALL = {
+    "vit_tiny_patch16_224": {"depth": 3, "embed_dim": 24, "num_heads": 2},
+    "swin_tiny_patch4_window7_224": {
+        "depths": (1, 1, 2, 1),
+        "embed_dim": 12,
+        "num_heads": (1,) * 4,
+    },
+    "convnext_atto": {"depths": (1, 1, 2, 1), "dims": (8, 8, 8, 8)},
+    "resnet18": {},
+}
+
+
+class Classifier(nn.Module):
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_rates_of_layers_are_timms(name: str) -> None:
+    """For a classifier of theirs, and our network of the same backbone and a head."""
+    backbone = timm.create_model(name, num_classes=0, **SMALL[name])
+    depths = parameter_depths(backbone, find_blocks(backbone))
+    config = OptimizerConfig(name="adamw", lr=0.1, weight_decay=0.05, layer_decay=0.75)
+    ours = {
+        one.parameter.name.removeprefix("network.backbone."): (one.lr, one.weight_decay)
+        for one in assign_settings(
+            [("network", Classifier(backbone))],
+            config,
+            RunLength(num_samples=8, batch_size=8, epochs=1),
+            {f"network.backbone.{name}": depth for name, depth in depths.items()},
+        )
+    }
+    classifier = timm.create_model(name, num_classes=5, **SMALL[name])
+    exempt = getattr(classifier, "no_weight_decay", set)() - {"dist_token"}
+    groups = param_groups_layer_decay(
+        classifier, weight_decay=0.05, no_weight_decay_list=exempt, layer_decay=0.75
+    )
+    names = {id(p): n for n, p in classifier.named_parameters()}
+    theirs = {
+        names[id(p)]: (group["lr_scale"], group["weight_decay"])
+        for group in groups
+        for p in group["params"]
+    }
+    shared = {n for n, _ in backbone.named_parameters()}
+    assert {n: ours[n] for n in shared} == {n: pytest.approx(theirs[n]) for n in shared}
+    assert ours["network.head.weight"] == (1.0, 0.05)
+    assert len({lr for lr, _ in ours.values()}) >= 4
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_layers_without_timms_matcher(name: str) -> None:
+    """From the blocks alone: the same layers as timm's own list of patterns gives."""
+    backbone = timm.create_model(name, num_classes=0, **SMALL[name])
+    theirs = group_parameters(backbone, backbone.group_matcher(coarse=False), reverse=True)
+    type(backbone).group_matcher, matcher = None, type(backbone).group_matcher
+    try:
+        ours = parameter_depths(backbone, find_blocks(backbone))
+        assert {n: ours[n] for n in theirs if not n.startswith("head")} == {
+            n: theirs[n] for n in theirs if not n.startswith("head")
+        }
+    finally:
+        type(backbone).group_matcher = matcher
+
+
+@pytest.mark.parametrize(
+    ("name", "num_blocks", "first", "last"),
+    [
+        ("resnet18", 8, "conv1.weight", "layer4.1.bn2.bias"),
+        ("vit_b_16", 12, "class_token", "encoder.ln.weight"),
+        ("swin_t", 12, "features.0.0.weight", "norm.bias"),
+        ("convnext_tiny", 18, "features.0.0.weight", "features.7.2.block.0.weight"),
+    ],
+)
+def test_torchvisions_backbones(name: str, num_blocks: int, first: str, last: str) -> None:
+    import torch
+
+    with torch.device("meta"):
+        backbone = torchvision.models.get_model(name)
+    depths = parameter_depths(backbone, find_blocks(backbone))
+    assert (depths[first], depths[last]) == (0, num_blocks)
+    assert set(depths.values()) == set(range(num_blocks + 1))
+    assert list(depths) == list(reversed([n for n, _ in backbone.named_parameters()]))
+
+
+def test_a_backbone_without_blocks() -> None:
+    backbone = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with pytest.raises(UserError, match=r"layer_decay: the layers of Sequential are unknown"):
+        parameter_depths(backbone, find_blocks(backbone))

@@ -1,0 +1,161 @@
+"""Networks compiled by torch: the same runs as eager ones, whole, in blocks, and on two ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiny
+from ranks import run_ranks
+from selftask.config.load import load_config
+from selftask.config.schema import CompileConfig
+from selftask.errors import ConfigError
+from selftask.parallel.compiled import compile_blocks, compile_whole
+from selftask.task.compile_report import CompileReport
+
+EAGER = "train.compile_options.backend=aot_eager"  # traced and differentiated as by inductor
+SMOOTH = ["optimizer={name: sgd, lr: 0.05, warmup: 0}", "train.epochs=1"]  # Adam amplifies rounding
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+
+
+class Breaking(nn.Module):
+    """A network that asks for a value in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        if x.sum() > 0:
+            x = x + 1
+        result: torch.Tensor = self.layers[1](x)
+        return result
+
+
+class Disabled(nn.Module):
+    """A network that torch must not compile."""
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+def report_of(network: nn.Module) -> None:
+    report = CompileReport()
+    compiled = compile_whole(network, CompileConfig(backend="eager"))
+    for _ in range(3):
+        compiled(torch.ones(2, 3))
+        report.on_step(None)  # type: ignore[arg-type]  # does not look at the task
+
+
+def texts(caplog: pytest.LogCaptureFixture) -> list[str]:
+    ours = [record for record in caplog.records if record.name.startswith("selftask")]
+    caplog.clear()
+    return [record.getMessage() for record in ours]
+
+
+def test_graph_breaks_and_fallbacks_are_reported(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("selftask"), "propagate", True)
+    caplog.set_level("INFO", "selftask")
+    report_of(nn.Linear(3, 3))
+    assert texts(caplog) == ["compile: 1 graph"]
+    report_of(Breaking())
+    graphs, breaks = texts(caplog)
+    assert graphs == "compile: 2 graphs"
+    assert "1 graph break" in breaks
+    assert "test_compile.py" in breaks
+    report_of(Disabled())
+    assert texts(caplog) == ["compile: no graph was made, the network runs eagerly"]
+
+
+def test_blocks_keep_their_names() -> None:
+    network = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.ReLU()) for _ in range(2)])
+    names, x = list(network.state_dict()), torch.ones(2, 3)
+    before = network(x)
+    compile_blocks(network, CompileConfig(backend="eager"))
+    assert list(network.state_dict()) == names
+    assert torch.equal(network(x), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["train.compile=model", "parallel.activation_checkpointing=0.5"], "none or blocks"),
+        (["train.compile=step"], r"train\.step=compiled"),
+    ],
+)
+def test_refused(options: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        load_config("simclr/digits", options)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def losses(method: str, folder: Path, out: str, *more: str) -> list[float]:
+    tiny.train(method, folder, out, *SMOOTH, *more)
+    return [row["loss"] for row in tiny.rows(folder / out) if "loss" in row]
+
+
+@pytest.mark.slow
+@NEEDS_COMPILER
+def test_inductor_trains_as_eager_and_resumes(tmp_path: Path) -> None:
+    """Sums are in another order than in eager mode, hence not bit for bit."""
+    eager = losses("mae", tmp_path, "eager")
+    compiled = losses("mae", tmp_path, "compiled", "train.compile=model")
+    assert compiled == pytest.approx(eager, rel=1e-5)
+    losses("mae", tmp_path, "parts", "train.compile=model", "train.stop_at=2")
+    torch.compiler.reset()
+    resumed = losses("mae", tmp_path, "parts", "train.compile=model", "train.stop_at=null")
+    assert resumed == pytest.approx(compiled, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["mae", "simclr"])  # a transformer, and BatchNorm
+@pytest.mark.parametrize("checkpointing", ["none", "blocks"])
+def test_compiled_with_checkpointing(method: str, checkpointing: str, tmp_path: Path) -> None:
+    more = f"parallel.activation_checkpointing={checkpointing}"
+    expected = losses(method, tmp_path, "eager", more)
+    found = losses(method, tmp_path, "compiled", more, "train.compile=model", EAGER)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def on_rank(rank: int, folder: Path, out: str, *more: str) -> list[float]:
+    numbers = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
+    task: Any = tiny.task("mae", folder, out, *SMOOTH, *more)
+    task.prepare()
+    task.on_start()
+    task.on_phase_start()
+    found = []
+    for _ in range(4):
+        task.step()
+        found.append(float(task.last_batch.loss))
+    task.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "reduce",
+    ["manual", "ddp", "fsdp", "{reduce: fsdp, activation_checkpointing: blocks}"],
+)
+def test_compiled_on_two_ranks(reduce: str, tmp_path: Path) -> None:
+    tiny.digits_file(tmp_path)
+    parallel = f"parallel={reduce}"
+    expected = run_ranks(on_rank, 2, tmp_path, "eager", parallel)
+    options = ("train.compile=model", EAGER)
+    found = run_ranks(on_rank, 2, tmp_path, "compiled", parallel, *options)
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert found[0] == found[1]

@@ -1,0 +1,166 @@
+"""Averaged weights beside the formulas of their papers, in double precision."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
+
+import tiny
+from selftask.cli.main import main
+from selftask.config.load import to_yaml
+from selftask.data.loading.open_data import open_data
+from selftask.errors import ConfigError
+from selftask.evaluate.offline import evaluate_backbone
+from selftask.evaluate.online import evaluate_task
+from selftask.hooks.base import Hook
+from selftask.models.weights.model_source import open_model
+from selftask.registry import register_hook
+from selftask.task import Task
+from selftask.task.loop import Interrupted, train_loop
+
+EMA = "hooks.ema={decay: 0.8, every: 2, buffers: average}"
+SWA = "hooks.swa={start: 40%, every: 2 steps, device: cpu}"
+KNN = "eval.evaluations={knn: {k: [3]}}"
+SEEN: list[dict[str, Tensor]] = []  # the network at the start and after each update
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("averaging")
+
+
+def train(folder: Path, out: str, *more: str, method: str = "byol") -> Task:
+    """Ten steps of a tiny run with k-NN, every 5 steps and at both ends."""
+    val = f"data.val={tiny.digits_file(folder, 'val.npz', 400, 430)}"
+    every = "eval.every='5 steps'"
+    task = tiny.task(method, folder, out, val, KNN, every, "train.epochs=2", *more)
+    task.evaluate = evaluate_task
+    task.out.mkdir(exist_ok=True)
+    (task.out / "config.yaml").write_text(to_yaml(task.config))
+    try:
+        train_loop(task)
+    except Interrupted:
+        assert task.config.train.stop_at
+    return task
+
+
+def test_averages_are_those_of_the_papers(folder: Path) -> None:
+    @register_hook("weights_seen")
+    class WeightsSeen(Hook):
+        def on_start(self, task: Task) -> None:
+            SEEN[:] = [self.network(task)]
+
+        def on_update(self, task: Task) -> None:
+            SEEN.append(self.network(task))
+
+        def network(self, task: Task) -> dict[str, Tensor]:
+            return {k: v.double().clone() for k, v in task.base_model.state_dict().items()}
+
+    task = train(folder, "formulas", EMA, SWA, "hooks.weights_seen={}")
+    assert len(SEEN) == 11
+
+    share = [1.0]  # of each of the weights seen in the exponential average
+    for step in range(1, 11):
+        share.append(0.0)
+        if step % 2 == 0:
+            kept = min(0.8, (1 + step) / (10 + step)) ** 2
+            share = [kept * part for part in share[:-1]] + [1 - kept]
+    ema, swa = task.averages["ema"].weights, task.averages["swa"].weights
+    theirs = AveragedModel(nn.ParameterDict(), avg_fn=get_swa_avg_fn())
+    for name, got in ema.items():
+        mean = sum(part * seen[name] for part, seen in zip(share, SEEN, strict=True))
+        torch.testing.assert_close(got.double(), mean, rtol=1e-5, atol=1e-6)
+    assert any("running_var" in name for name in ema)
+    assert not any("running_var" in name for name in swa)
+    for name, got in swa.items():
+        counted = [SEEN[step][name] for step in (4, 6, 8, 10)]
+        mean = counted[0].clone()
+        for number, value in enumerate(counted):
+            mean = theirs.avg_fn(mean, value, number)  # type: ignore[misc]
+        torch.testing.assert_close(got.double(), mean, rtol=1e-5, atol=1e-6)
+
+
+def test_half_life_counts_images(folder: Path) -> None:
+    task = train(folder, "half", "hooks.ema={half_life: 32}", "train.max_steps=1")
+    assert task.averages["ema"].decay_of_step ** 2 == pytest.approx(0.5)  # 16 images a step
+
+
+@pytest.mark.parametrize("method", ["byol", "dino"])  # dino exports its teacher
+def test_evaluated_and_exported_beside_the_weights(
+    method: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, plain = folder / f"{method}_both", folder / f"{method}_plain"
+    train(folder, run.name, EMA.replace("}", ", export: true}"), method=method)
+    train(folder, plain.name, method=method)
+    rows = tiny.rows(run)
+    without = [{k: v for k, v in row.items() if not k.startswith("ema_")} for row in rows]
+    assert without == tiny.rows(plain)  # the run itself does not change
+    own = ("config", "metrics_bytes", "hooks", "history")
+    assert not tiny.differences(tiny.last_state(run, own), tiny.last_state(plain, own))
+
+    assert main(["export", str(run), "--weights", "ema", "--out", str(run / "again")]) == 0
+    exported = torch.load(run / "export/backbone.pt")
+    assert not tiny.differences(exported, torch.load(run / "again/backbone.pt"))
+    kept = tiny.last_state(run)["hooks"]["ema"]["weights"]
+    assert all(torch.equal(exported[k[9:]], v) for k, v in kept.items() if k[:9] == "backbone.")
+    assert json.loads((run / "export/backbone.json").read_text())["weights"] == "ema"
+    raw = torch.load(plain / "export/backbone.pt")
+    assert any(not torch.equal(raw[name], exported[name]) for name in raw)
+
+    config = tiny.config(method, folder, run.name, f"data.val={folder / 'val.npz'}", KNN)
+    backbone, _ = open_model(str(run))
+    got = evaluate_backbone(backbone, config, open_data(config.data), device=torch.device("cpu"))
+    assert got["knn_top1"] == pytest.approx(rows[-1]["ema_knn_top1"], abs=1e-8)
+    assert main(["export", str(plain), "--weights", "ema"]) == 2
+    assert "no averaged weights named 'ema'" in capsys.readouterr().err
+
+
+def test_resumed_bit_for_bit(folder: Path) -> None:
+    whole = train(folder, "whole", EMA, SWA).out
+    for stop in (3, 7):  # before the first weights of swa, and after
+        train(folder, "parts", EMA, SWA, f"train.stop_at={stop}")
+    parts = train(folder, "parts", EMA, SWA).out
+    assert tiny.rows(whole) == tiny.rows(parts)
+    assert {"ema_knn_top1", "swa_knn_top1"} <= tiny.rows(whole)[-1].keys()
+    assert tiny.differences(tiny.last_state(whole), tiny.last_state(parts)) == []
+
+
+def test_mean_of_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = folder / "several"
+    every = ("train.checkpoint_every='2 steps'", "train.keep_checkpoints=4")
+    train(folder, run.name, *every)
+    assert main(["export", str(run), "--average", "3", "--out", str(run / "mean")]) == 0
+    assert "BatchNorm's statistics are not those of" in capsys.readouterr().err
+    states: list[Any] = [
+        torch.load(run / f"checkpoints/step_{n:09d}.pt")["model"] for n in (6, 8, 10)
+    ]
+    got = torch.load(run / "mean/backbone.pt")
+    for name, value in got.items():
+        if value.is_floating_point():
+            mean = sum(state[f"backbone.{name}"].double() for state in states) / 3
+            torch.testing.assert_close(value.double(), mean, rtol=1e-6, atol=1e-7)
+
+    text = (run / "config.yaml").read_text().replace("hooks:\n", "hooks:\n  precise_bn: {}\n")
+    (run / "config.yaml").write_text(text)
+    assert main(["export", str(run), "--average", "3", "--out", str(run / "precise")]) == 0
+    precise = torch.load(run / "precise/backbone.pt")
+    same = {name for name in got if torch.equal(got[name], precise[name])}
+    assert {name for name in got if "running" not in name and "num" not in name} <= same
+    assert not any("running" in name for name in same)
+
+    assert main(["export", str(run), "--average", "5"]) == 2
+    assert "has 4 checkpoints; train.keep_checkpoints=5" in capsys.readouterr().err
+
+
+def test_contradictions_are_told_before_training(folder: Path) -> None:
+    wrong = ("hooks.ema={decay: 0.9, half_life: 100, export: true}", "hooks.swa={export: true}")
+    with pytest.raises(ConfigError) as raised:
+        tiny.config("byol", folder, "wrong", *wrong)
+    assert "hooks.ema.half_life: decay is given too" in str(raised.value)
+    assert "hooks.ema.export: only one average can be exported" in str(raised.value)

@@ -1,0 +1,61 @@
+"""``launch.snapshot``: a job imports the code as it was when it was submitted."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from selftask.errors import UserError
+from selftask.slurm import code_snapshot
+from selftask.slurm.code_snapshot import CodeSnapshot
+from selftask.slurm.plan import plan
+from test_submit import CLUSTER, Fake, words
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a module that is tracked, one that is new, and one that is ignored."""
+    folder = tmp_path / "work"
+    (folder / "package").mkdir(parents=True)
+    (folder / "package" / "mine.py").write_text("VALUE = 1\n")
+    (folder / ".gitignore").write_text("ignored.py\nruns/\n")
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    subprocess.run(["git", "-C", str(folder), "add", "."], check=True)
+    for name in ("new.py", "ignored.py"):
+        (folder / name).write_text("VALUE = 2\n")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_copies_what_git_does_not_ignore_as_it_is_now(repository: Path) -> None:
+    (repository / "package" / "mine.py").write_text("VALUE = 3\n")
+    snapshot = CodeSnapshot.of(repository / "runs" / "code")
+    snapshot.copy()
+    copied = sorted(p.relative_to(snapshot.folder) for p in snapshot.folder.rglob("*.py"))
+    assert copied == [Path("new.py"), Path("package/mine.py")]
+    assert (snapshot.folder / "package" / "mine.py").read_text() == "VALUE = 3\n"
+    assert snapshot.place(repository / "package") == snapshot.folder / "package"
+    assert snapshot.place(Path("/elsewhere")) == Path("/elsewhere")
+
+
+def test_jobs_import_from_the_copy(repository: Path, fake: Fake) -> None:
+    given = words(repository.parent, "run", *CLUSTER, "launch.snapshot=true")
+    planned = plan("simclr/digits", given)
+    (submission,) = planned.submissions
+    code = planned.out.absolute() / "slurm" / "code"
+    assert submission.modules == [str(code)]
+    assert submission.folder == str(repository), "relative paths of data stay as they were"
+    assert not code.exists(), "a dry run copies nothing"
+
+
+def test_mistakes_are_told(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_snapshot, "MAX_MB", 1e-6)
+    with pytest.raises(UserError, match="add data and runs to"):
+        CodeSnapshot.of(repository / "runs" / "code").copy()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="submit from inside a git repository"):
+        CodeSnapshot.of(tmp_path / "code")

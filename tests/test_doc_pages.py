@@ -1,0 +1,91 @@
+"""README.md and docs/: links, anchors, names and commands exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import selftask.registry as registry
+from selftask.cli.main import COMMANDS
+from selftask.config.load import load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """GitHub's anchors of the headings of a page."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Words of the ``selftask`` commands in ``sh`` blocks."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [line[1:] for line in words if line[:1] == ["selftask"]]
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if "://" in path:
+            continue
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+def test_readme_lists_every_page() -> None:
+    listed = re.findall(r"\(docs/([\w-]+\.md)\)", README.read_text("utf-8").split("## Doc")[1])
+    assert sorted(listed) == [page.name for page in PAGES]
+
+
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [
+        ("train.step", registry.TRAIN_STEPS),
+        ("optimizer", registry.OPTIMIZERS),
+        ("optimizer.schedule", registry.SCHEDULES),
+        ("eval.evaluations", registry.EVALUATIONS),
+        ("meters", registry.METERS),
+        ("data.sampler", registry.SAMPLERS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_readme_names_what_is_registered(key: str, names: registry.Registry) -> None:
+    (row,) = re.findall(rf"^\| `{key}`.*$", README.read_text("utf-8"), re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", row.split("|")[2])) == sorted(names)
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
+def test_commands_exist(page: Path) -> None:
+    assert {words[0] for words in commands(page)} <= set(COMMANDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
+def test_keys_of_commands_exist(page: Path, tmp_path: Path) -> None:
+    """The files that they name do not; recipes of docs/methods.md run in a test of their own."""
+    weights = tmp_path / "weights.pt"
+    weights.touch()
+    for command, recipe, *words in filter(lambda words: len(words) > 1, commands(page)):
+        if command not in ("train", "finetune") or recipe.endswith(".yaml"):
+            continue
+        words = [re.sub(r"^init\.backbone=.*", f"init.backbone={weights}", word) for word in words]
+        words = [re.sub(r"=(\w+)(,\w+)+$", r"=\1", word) for word in words]  # a sweep
+        words = [word for word in words if not word.startswith(("resume=", "weights="))]
+        if page.stem == "data":  # its keys depend on the kind of file that is found
+            words = [word for word in words if not word.startswith("data")]
+        if not any(word.startswith(("data=", "data.path=")) for word in words):
+            words.append("data=digits")
+        load_config(recipe if command == "train" else "supervised/finetune", words)

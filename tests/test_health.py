@@ -1,0 +1,172 @@
+"""What the hook ``health`` measures and warns of, and the progress bar."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tiny
+from selftask.hooks.watching.health import effective_rank, embedding_std, mean_cosine
+from selftask.hooks.watching.progress import ProgressBar
+
+
+def test_statistics_by_their_definitions() -> None:
+    rows = np.random.default_rng(0).normal(size=(12, 5)) + 1.0
+    unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    pairs = [unit[i] @ unit[j] for i in range(12) for j in range(12) if i != j]
+    singular = np.linalg.svd(rows - rows.mean(axis=0), compute_uv=False)
+    share = singular / singular.sum()
+    given = torch.from_numpy(rows)
+    assert float(mean_cosine(given)) == pytest.approx(np.mean(pairs), rel=1e-9)
+    expected = unit.std(axis=0, ddof=1).mean() * math.sqrt(5)
+    assert float(embedding_std(given)) == pytest.approx(expected, rel=1e-9)
+    expected = math.exp(-(share * np.log(share)).sum())
+    assert float(effective_rank(given)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_statistics_of_collapsed_embeddings() -> None:
+    same = torch.ones(8, 4) + 1e-6 * torch.randn(8, 4)
+    assert float(embedding_std(same)) < 1e-4
+    assert float(mean_cosine(same)) == pytest.approx(1.0)
+    line = torch.linspace(-1, 1, 8)[:, None] * torch.randn(4)
+    assert float(effective_rank(line)) == pytest.approx(1.0, abs=1e-2)
+    assert math.isnan(float(effective_rank(torch.full((8, 4), math.nan))))
+
+
+def warnings(records: list[logging.LogRecord]) -> list[str]:
+    return [record.getMessage() for record in records if record.levelno == logging.WARNING]
+
+
+def train(folder: Path, method: str, *more: str) -> None:
+    tiny.train(method, folder, "run", "train.epochs=12", "train.max_steps=60", *more)
+
+
+def test_dino_without_a_learning_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path, "dino", "optimizer.lr=0", "train.log_every=20")
+    (told,) = [text for text in warnings(caplog.records) if "weight moves" in text]
+    assert told.startswith("step 20: no weight moves, and the loss stays at ")
+    assert "raise optimizer.lr" in told
+
+
+def test_a_learning_rate_that_is_lost_in_rounding(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, "simclr", "optimizer.lr=1e-30", "train.log_every=20")
+    (told,) = [text for text in warnings(caplog.records) if "weight moves" in text]
+    assert "so it is far too small or no gradient arrives: raise optimizer.lr" in told
+
+
+def test_a_loss_that_stays_at_chance(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At this temperature every pair looks alike."""
+    train(tmp_path, "simclr", "train.log_every=10", "method.temperature=1e6")
+    (told,) = [text for text in warnings(caplog.records) if "uninformed" in text]
+    assert told.startswith("step 50: the loss is that of an uninformed network or worse")
+    assert "optimizer.lr" in told
+
+
+class Constant(nn.Module):
+    """Images -> 8 features that are the same, or differ in one direction only."""
+
+    embed_dim = 8
+
+    def __init__(self, spread: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.spread = spread
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        brightness = images.mean(dim=(1, 2, 3))[:, None]
+        brightness = brightness - brightness.mean()
+        direction = torch.tensor([1.0, -1.0] * 4)
+        return self.weight + self.spread * brightness * direction
+
+
+@pytest.mark.parametrize(
+    ("spread", "told"),
+    [(0.0, "the embeddings of different images are almost the same"), (50.0, "in one direction")],
+)
+def test_two_kinds_of_collapse(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    spread: float,
+    told: str,
+) -> None:
+    monkeypatch.setattr("selftask.task.build.build_backbone", lambda *_: Constant(spread))
+    task = tiny.task("simclr", tmp_path, "run", "train.max_steps=12")
+    task.prepare()
+    task.on_start()
+    task.on_phase_start()
+    task.step()
+    (text,) = [text for text in warnings(caplog.records) if "collapse" in text]
+    assert told in text
+    assert "optimizer.lr" in text
+    task.close()
+
+
+@pytest.mark.parametrize("method", ["simclr", "mae"])
+def test_nothing_in_healthy_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    """Tiny networks of a few steps; the digits recipes of all methods were tried by hand."""
+    tiny.train(method, tmp_path, "run")
+    found = [text for text in warnings(caplog.records) if text.startswith("step ")]
+    assert not found
+    row = tiny.rows(tmp_path / "run")[-1]
+    assert -1 <= row["mean_cosine"] <= 1
+    assert 0 < row["emb_std"] <= 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal it shows steps, epoch and the newest row; it is closed at the end."""
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr("selftask.hooks.watching.progress.REFRESHES_PER_S", 1000)
+    task = tiny.train("simclr", tmp_path, "run")
+    (bar,) = [hook for hook in task.hooks if isinstance(hook, ProgressBar)]
+    assert bar.bar is None
+    shown = screen.getvalue()
+    assert f"{tiny.STEPS}/{tiny.STEPS}" in shown
+    assert "epoch 3.0" in shown
+    last = [row for row in tiny.rows(tmp_path / "run") if "loss" in row][-1]
+    assert f"loss {last['loss']:.3f}" in shown
+
+
+def test_no_progress_bar_without_a_terminal(tmp_path: Path, capsys: Any) -> None:
+    task = tiny.train("simclr", tmp_path, "run", "train.max_steps=1")
+    (bar,) = [hook for hook in task.hooks if isinstance(hook, ProgressBar)]
+    assert bar.bar is None
+    assert "epoch " not in capsys.readouterr().out.replace("epoch 0", "")
+
+
+def test_progress_bar_after_a_resume_and_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.train("simclr", tmp_path, "run", "train.stop_at=7")
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    task = tiny.task("simclr", tmp_path, "run")
+    task.prepare()
+    task.on_start()
+    (bar,) = [hook for hook in task.hooks if isinstance(hook, ProgressBar)]
+    assert bar.bar.tasks[0].completed == 7
+    task.on_exception()
+    assert bar.bar is None
+    task.close()

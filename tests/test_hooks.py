@@ -1,0 +1,109 @@
+"""Hook points around steps and evaluations, priorities from the config, hooks of functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from selftask.api.trainer import Trainer
+from selftask.config.load import load_config, to_yaml
+from selftask.errors import ConfigError, UserError
+from selftask.hooks.base import function_hook
+from selftask.task import Task
+from selftask.task.loop import train_loop
+
+
+def test_a_hook_of_functions(tmp_path: Path) -> None:
+    """``before_step`` comes before the batch is read, and once for each step."""
+    seen: list[tuple[str, int, Any]] = []
+
+    def before(task: Task) -> None:
+        seen.append(("before", task.steps_done, getattr(task, "last_batch", None)))
+
+    def after(task: Task) -> None:
+        seen.append(("after", task.steps_done, task.last_batch))
+
+    task = tiny.task("simclr", tmp_path, "run", "train.max_steps=7")
+    task.add_hook(function_hook(before_step=before, on_step=after))
+    train_loop(task)
+    assert [(name, step) for name, step, _ in seen] == [
+        (name, step) for done in range(7) for name, step in (("before", done), ("after", done + 1))
+    ]
+    batches = [batch for *_, batch in seen]
+    assert batches[0] is None and batches[2] is batches[1] is not batches[3]
+
+
+def test_misspelt_functions_and_taken_names(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no hook point 'on_stp'; did you mean 'on_step'"):
+        function_hook(on_stp=print)
+    task = tiny.task("simclr", tmp_path)
+    task.add_hook(function_hook(), "mine")
+    for name in ("mine", "metrics"):
+        with pytest.raises(UserError, match=f"there is a hook '{name}' already"):
+            task.add_hook(function_hook(), name)
+
+
+def test_priority_from_the_config(tmp_path: Path) -> None:
+    """Of a default hook, of one from the config, and of Classy Vision's."""
+    words = [
+        "hooks.metrics.priority=105",
+        "hooks.clip_gradients={max_norm: 1.0, priority: 61}",
+        "hooks.guest={name: 'classy:loss_lr_meter_logging', priority: 5}",
+        "train.max_steps=1",
+    ]
+    task = tiny.train("simclr", tmp_path, "run", *words)
+    names = [type(hook).__name__ for hook in task.hooks]
+    assert names[:2] == ["SimCLR", "LossLrMeterLoggingHook"]
+    assert names.index("Health") + 1 == names.index("ClipGradients")
+    assert names[-1] == "Metrics"
+    path = tmp_path / "again.yaml"
+    path.write_text(to_yaml(task.config))
+    assert load_config(str(path), []).hooks == task.config.hooks
+
+
+def test_a_wrong_priority_is_told_with_its_place() -> None:
+    with pytest.raises(
+        ConfigError, match=r"hooks\.metrics\.priority='first': expected a whole number"
+    ):
+        load_config("simclr/digits", ["hooks.metrics.priority=first"])
+
+
+def test_evaluations_have_points(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, Any]] = []
+    val = tiny.digits_file(tmp_path, "val.npz", 400, 430)
+    words = [
+        "eval={evaluations: {knn: {k: [5]}}, every: 2}",
+        f"data.val={val}",
+        "train.max_steps=3",
+    ]
+    task = tiny.task("simclr", tmp_path, "run", *words)
+    for point in ("before_evaluation", "after_evaluation"):
+        see = {
+            point: lambda task, point=point: seen.append(
+                (point, task.steps_done, task.last_row.get("knn_top1"))
+            )
+        }
+        task.add_hook(function_hook(**see))
+    Trainer().train(task)
+    assert [(name, step) for name, step, _ in seen] == [
+        (f"{word}_evaluation", step) for step in (0, 2, 3) for word in ("before", "after")
+    ]
+    shown = [row["knn_top1"] for row in tiny.rows(tmp_path / "run") if "knn_top1" in row]
+    assert [value for name, _, value in seen if name == "after_evaluation"] == pytest.approx(shown)
+
+
+def test_the_exception_is_there(tmp_path: Path) -> None:
+    seen = []
+
+    def fail(task: Task) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    task = tiny.task("simclr", tmp_path)
+    task.add_hook(function_hook(on_backward=fail))
+    task.add_hook(function_hook(on_exception=lambda task: seen.append(task.exception)))
+    with pytest.raises(ZeroDivisionError) as caught:
+        train_loop(task)
+    assert seen == [caught.value]

@@ -1,0 +1,140 @@
+"""Checkpoints kept beside the newest ones, room on the disk, and ``selftask checkpoints``."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from selftask.checkpoint import rotation
+from selftask.checkpoint.kept import FILE, Kept
+from selftask.checkpoint.writer import CheckpointWriter
+from selftask.cli.main import main
+from selftask.config.load import to_yaml
+from selftask.errors import RunError
+from selftask.task import Task
+from selftask.task.loop import Interrupted, train_loop
+
+FIGURES = {2: 0.3, 4: 0.7, 5: 0.7, 6: 0.2, 8: 0.6, 10: 0.5}  # what evaluations find after steps
+WORDS = (
+    "train={epochs: 2, keep_checkpoints: 1, checkpoint_every: 3 steps}",
+    "train.keep_best={metric: knn_top1, count: 2}",
+    "eval={every: 2 steps, evaluations: {knn: {k: [3]}}}",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kept")
+
+
+def train(folder: Path, out: str, *more: str) -> Task:
+    """Ten tiny steps with evaluations whose figures are given."""
+    task = tiny.task("simclr", folder, out, *WORDS, *more)
+    task.evaluate = lambda task: {"knn_top1": FIGURES.get(task.steps_done, 0.0)}
+    task.out.mkdir(exist_ok=True)
+    (task.out / "config.yaml").write_text(to_yaml(task.config))
+    try:
+        train_loop(task)
+    except Interrupted:
+        assert task.config.train.stop_at
+    return task
+
+
+def steps(out: Path) -> list[int]:
+    return [rotation.step_of(path) for path in rotation.checkpoints(out / "checkpoints")]
+
+
+def test_the_best_and_every_nth_stay_through_a_resume(folder: Path) -> None:
+    every = "train.keep_every='5 steps'"
+    whole = train(folder, "whole", every).out
+    assert steps(whole) == [10, 8, 5, 4]  # the newest, two best, and 5 and 10 for good
+    for stop in (4, 7):
+        train(folder, "parts", every, f"train.stop_at={stop}")
+    parts = train(folder, "parts", every).out
+    assert steps(parts) == steps(whole)
+    kept = [json.loads((out / "checkpoints" / FILE).read_text()) for out in (whole, parts)]
+    assert kept[0] == kept[1]
+    assert kept[0]["best"] == [[4, 0.7], [8, 0.6]]
+    assert tiny.rows(whole) == tiny.rows(parts)
+    assert tiny.differences(tiny.last_state(whole), tiny.last_state(parts)) == []
+
+
+def test_the_last_evaluation_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes after the last save."""
+    monkeypatch.setitem(FIGURES, 10, 0.9)
+    out = train(folder, "last", "train.keep_best.count=1").out
+    assert Kept.read(out / "checkpoints").best == ((10, 0.9),)
+
+
+def test_smaller_is_better_and_a_rewound_run_forgets(folder: Path) -> None:
+    low = "train.keep_best={metric: knn_top1, mode: min, count: 2}"
+    out = train(folder, "low", low).out
+    assert [step for step, _ in Kept.read(out / "checkpoints").best] == [6, 2]
+    second = out / "checkpoints/step_000000002.pt"
+    train(folder, "low", low, f"resume={second}", "train.stop_at=3")
+    assert [step for step, _ in Kept.read(out / "checkpoints").best] == [2]
+
+
+def test_a_metric_that_no_row_has_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="selftask"):
+        train(folder, "typo", "train.keep_best.metric=knn_top", "train.epochs=1")
+    told = [text for text in caplog.messages if "keep_best" in text]
+    assert len(told) == 1
+    assert "no row has it yet; did you mean 'knn_top1'" in told[0]
+
+
+def test_best_weights_start_another_run_and_are_exported(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(folder, "start").out
+    best = torch.load(run / "checkpoints/step_000000004.pt")["model"]
+    task = tiny.task("simclr", folder, "from_best", f"init.backbone={run}@best")
+    task.prepare()
+    state = task.base_model.backbone.state_dict()
+    assert all(torch.equal(value, best[f"backbone.{name}"]) for name, value in state.items())
+    task.close()
+    assert main(["export", f"{run}@best", "--out", str(run / "best")]) == 0
+    exported = torch.load(run / "best/backbone.pt")
+    assert all(torch.equal(value, best[f"backbone.{name}"]) for name, value in exported.items())
+    assert main(["export", f"{run}@3"]) == 2
+    assert "has no checkpoint of step 3; there are: 4, 8, 10" in capsys.readouterr().err
+
+
+def test_the_list_tells_damaged_from_good(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(folder, "listed", "train.keep_every='5 steps'").out
+    assert main(["checkpoints", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line for line in lines[1:]}
+    assert list(rows) == ["10", "8", "5", "4"]
+    assert "knn_top1 0.7" in rows["4"] and "best 1" in rows["4"]
+    assert "0.80" in rows["4"]  # epochs
+    assert "for good, newest" in rows["10"]
+    assert all(line.endswith("good") for line in rows.values())
+    path = run / "checkpoints/step_000000005.pt"
+    path.write_bytes(path.read_bytes()[:-10])
+    assert main(["checkpoints", str(run)]) == 1
+    assert "damaged: " in capsys.readouterr().out
+    assert main(["checkpoints", str(folder / "nowhere")]) == 2
+
+
+def test_no_file_is_begun_that_cannot_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = CheckpointWriter(tmp_path, keep=3, background=False)
+    state = {"model": {"weight": torch.zeros(300_000)}}
+    writer.save(state, 1)
+    monkeypatch.setattr(
+        "selftask.checkpoint.writer.shutil.disk_usage",
+        lambda path: type("Usage", (), {"free": 1_100_000}),
+    )
+    with pytest.raises(RunError) as raised:
+        writer.save(state, 2)
+    assert f"could not be written to {tmp_path}" in str(raised.value)
+    assert "1.2 MB are needed and 1.1 MB free" in str(raised.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "step_000000001.json",
+        "step_000000001.pt",
+    ]

@@ -1,0 +1,86 @@
+"""``selftask submit --cluster local`` and ``debug``: submitit's executors on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import tiny
+from selftask.cli.main import main
+from selftask.logs import read_json
+from selftask.slurm import queue
+
+
+def wait_for(path: Path, text: str, seconds: float = 240.0) -> str:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if path.exists() and text in (content := path.read_text()):
+            return content
+        time.sleep(0.1)
+    raise AssertionError(f"{path} never had {text!r}")
+
+
+def words_of(folder: Path, *more: str) -> list[str]:
+    return ["simclr/digits", *tiny.overrides("simclr", folder, "run", *more)]
+
+
+@pytest.mark.slow
+def test_a_local_job_is_requeued_and_ends_as_if_never_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("launch.processes=2", "train.epochs=400", "launch.slurm.time=30")
+    given = words_of(tmp_path, *more)
+    environment = tiny.environment(PYTHONUNBUFFERED="1")
+    command = ["selftask", "submit", *given, "--cluster", "local"]
+    started = subprocess.run(
+        [sys.executable, "-m", *command], env=environment, cwd=tmp_path, capture_output=True
+    )
+    assert started.returncode == 0, started.stderr.decode()
+    out = tmp_path / "run"
+    (job,) = queue.noted(out).values()
+    assert job.startswith("local-") and queue.queue([job]) == {job: "RUNNING"}
+    wait_for(out / "metrics.jsonl", '"step": 3')
+    controller = int(job.removeprefix("local-"))
+    ranks = subprocess.run(["pgrep", "-P", str(controller)], capture_output=True, text=True)
+    for pid in map(int, ranks.stdout.split()):
+        os.kill(pid, signal.SIGUSR2)  # what submitit sends before the time limit
+    log = wait_for(out / "log.txt", "RUN finished")
+    assert "RUN interrupted by SIGUSR2" in log and "the local job starts it again" in log
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").open()]
+    assert steps == sorted(set(steps)) and steps[-1] == 400 * tiny.STEPS_PER_EPOCH
+    main(["jobs", str(out)])
+    assert "finished" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_cancelled_local_job_saves_and_stops(tmp_path: Path) -> None:
+    given = words_of(tmp_path, "train.epochs=2000", "launch.slurm.time=30")
+    command = [sys.executable, "-m", "selftask", "submit", *given, "--cluster=local"]
+    subprocess.run(command, env=tiny.environment(), cwd=tmp_path, check=True)
+    out = tmp_path / "run"
+    wait_for(out / "metrics.jsonl", '"step": 3')
+    assert main(["cancel", str(out)]) == 0
+    assert "checkpoint saved" in wait_for(out / "log.txt", "RUN interrupted by SIGTERM")
+    assert read_json(out / "status.json")["state"] == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--cluster", "slrm"], "--cluster slrm"),
+        (["--cluster=local", "launch.nodes=2"], "launch.nodes=2: --cluster local is one machine"),
+        (["--cluster=debug", "train.seed=1,2"], "one run in this process: no sweep"),
+    ],
+)
+def test_mistakes_are_told(
+    more: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", *words_of(tmp_path), *more]) == 2
+    assert told in capsys.readouterr().err

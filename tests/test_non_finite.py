@@ -1,0 +1,206 @@
+"""NaN: found, dumped, replayed; and what train.on_nan does about it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from ranks import run_ranks
+from selftask.cli.main import main
+from selftask.hooks.failures.non_finite import NonFiniteLoss
+from selftask.task.loop import train_loop
+from selftask.task.replay import replay
+
+
+def inject(kind: str, at: int, rank: int = 0) -> str:
+    return f"hooks.fault_injection={{kind: {kind}, at: {at}, rank: {rank}}}"
+
+
+def failure(folder: Path, *more: str, method: str = "simclr") -> str:
+    """The message of a run that fails because of NaN."""
+    task = tiny.task(method, folder, "run", *more)
+    with pytest.raises(NonFiniteLoss) as error:
+        train_loop(task)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("step", [3, 7])  # before the first checkpoint, and after it
+def test_stop_finds_the_step_and_dumps_it(tmp_path: Path, step: int) -> None:
+    text = failure(tmp_path, inject("nan_input", step), "train.log_every=4")
+    assert f"the loss is nan at step {step} on rank 0: its images are not finite" in text
+    folder = tmp_path / "run/failures" / f"step_{step}"
+    assert str(folder) in text
+    assert json.loads((folder / "failure.json").read_text())["step"] == step
+
+    result = replay(folder, [])
+    assert result.same
+    assert result.module.startswith("network.backbone.")
+    assert "Conv2d" in result.module
+    assert "not finite either" in result.module
+    assert result.images[0].startswith("view main[0] of 1 images")
+    assert not result.weights
+    assert result.gradients
+
+
+def test_the_dump_holds_the_state_before(tmp_path: Path) -> None:
+    """It is that of a run that was stopped before the step."""
+    failure(tmp_path, inject("nan_input", 3))
+    tiny.train("simclr", tmp_path, "other", "train.stop_at=2")
+    dumped = torch.load(next((tmp_path / "run/failures/step_3").glob("step_*.pt")))
+    stopped = tiny.last_state(tmp_path / "other")
+    for part in ("model", "method", "optimizer", "clock", "rng"):
+        assert not tiny.differences(dumped[part], stopped[part]), part
+
+
+def test_the_first_module_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A weight that is infinite, deep in the network; by the command."""
+    task = tiny.task("moco", tmp_path, "run", "train.on_nan=skip", "train.nan_budget=0")
+    task.prepare()
+    name, weight = list(task.base_model.backbone.named_parameters())[-1]
+    with torch.no_grad():
+        weight.fill_(torch.inf)
+    task.prepare = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteLoss, match="the output of the network is not finite"):
+        train_loop(task)
+    assert main(["replay", str(tmp_path / "run/failures/step_1")]) == 0
+    out = capsys.readouterr().out
+    assert f"weights that are not finite before the step: network.backbone.{name}" in out
+    module = name.rpartition(".")[0]
+    assert f"first module whose output is not finite: network.backbone.{module} (" in out
+    assert "its input is finite" in out
+
+
+@pytest.mark.parametrize("method", ["simclr", "dino"])
+def test_the_loss_is_replayed_bit_for_bit(tmp_path: Path, method: str) -> None:
+    """A finite loss, dumped because of a gradient that the injection spoils."""
+    text = failure(tmp_path, inject("nan_gradient", 4), method=method)
+    assert re.search(
+        r"the gradient is not finite, and the loss is \d.* at step 4 .*: network", text
+    )
+    result = replay(tmp_path / "run/failures/step_4", [])
+    assert result.same
+    assert result.loss == result.recorded
+    assert not result.gradients
+    assert "all is finite here" in "\n".join(result.lines())
+
+
+def test_the_output_is_told_apart(tmp_path: Path) -> None:
+    assert "the output of the network is not finite" in failure(tmp_path, inject("nan_output", 2))
+
+
+def test_what_does_not_occur_again(tmp_path: Path) -> None:
+    """As after a fault of the hardware: the run still fails, and says so."""
+    task = tiny.task("simclr", tmp_path, "run", "train.log_every=5")
+    task.prepare()
+    calls = task.calls["on_loss_and_meter"]
+
+    def spoil_once(task: Any) -> None:
+        if task.steps_done == 2 and spoil_once in calls:
+            task.last_batch.loss = task.last_batch.loss * torch.nan
+
+    calls.insert(0, spoil_once)
+    prepare, task.prepare = task.prepare, lambda: setattr(task, "prepare", prepare)  # once
+    with pytest.raises(
+        NonFiniteLoss, match=r"at step 3 .*all was finite when the steps were repea"
+    ):
+        train_loop(task)
+
+
+@pytest.mark.parametrize("kind", ["nan_input", "nan_output", "nan_gradient"])
+def test_a_skipped_step_leaves_no_trace(tmp_path: Path, kind: str) -> None:
+    """BatchNorm's statistics included: equal to the state before, except for the counters."""
+    task = tiny.task("moco", tmp_path, "run", "train.on_nan=skip", inject(kind, 2))
+    task.prepare()
+    task.on_start()
+    task.on_phase_start()
+    task.step()
+    states = [torch.load(_saved(task, tmp_path / "a.pt"))]
+    task.step()
+    states.append(torch.load(_saved(task, tmp_path / "b.pt")))
+    for part in ("model", "method", "optimizer"):
+        assert not tiny.differences(states[0][part], states[1][part])
+    assert task.clock.skipped == 1
+    task.close()
+
+
+def _saved(task: Any, path: Path) -> Path:
+    torch.save(task.state_dict(), path)
+    return path
+
+
+def test_skip_goes_on_within_its_budget(tmp_path: Path) -> None:
+    more = ("train.on_nan=skip", "train.nan_budget=1")
+    task = tiny.train("simclr", tmp_path, "run", *more, inject("nan_input", 4))
+    assert (task.steps_done, task.clock.skipped) == (tiny.STEPS, 1)
+    assert [row["step"] for row in tiny.rows(tmp_path / "run") if "loss" in row] == [
+        step for step in range(1, tiny.STEPS + 1) if step != 4
+    ]
+    more = ("train.on_nan=skip", "train.nan_budget=0", "out=" + str(tmp_path / "other"))
+    assert "after 0 skipped steps" in failure(tmp_path, *more, inject("nan_input", 4))
+
+
+def test_rollback_is_what_skip_is(tmp_path: Path) -> None:
+    """With a row for each step, exactly the affected step is left out; rows appear once."""
+    for policy in ("skip", "rollback"):
+        tiny.train("moco", tmp_path, policy, f"train.on_nan={policy}", inject("nan_input", 7))
+    skip, rollback = (tiny.last_state(tmp_path / policy) for policy in ("skip", "rollback"))
+    for part in ("model", "method", "optimizer", "clock"):
+        assert not tiny.differences(skip[part], rollback[part]), part
+    assert tiny.rows(tmp_path / "skip") == tiny.rows(tmp_path / "rollback")
+
+
+def test_a_compiled_run_goes_back(tmp_path: Path) -> None:
+    compiled = ("train.compile=model", "train.compile_options.backend=eager")
+    text = failure(tmp_path, inject("nan_input", 3), *compiled)
+    assert "the loss is nan at step 3 on rank 0: its images are not finite" in text
+
+
+def test_rollback_leaves_out_the_rest_of_the_window(tmp_path: Path) -> None:
+    more = ("train.on_nan=rollback", "train.log_every=4", inject("nan_input", 7))
+    task = tiny.train("simclr", tmp_path, "run", *more)
+    assert (task.steps_done, task.clock.skipped) == (tiny.STEPS, 2)  # 7, and 8, the next row
+    assert task.rollbacks == 1
+
+
+def test_rollback_ends_with_its_budget(tmp_path: Path) -> None:
+    more = ("train.on_nan=rollback", "train.nan_budget=0", inject("nan_input", 7))
+    assert "after 0 rollbacks" in failure(tmp_path, *more)
+
+
+def test_resume_bit_for_bit_with_skipped_steps(tmp_path: Path) -> None:
+    more = ("train.on_nan=skip", inject("nan_input", 4))
+    tiny.train("byol", tmp_path, "whole", *more)
+    for stop in ("4", "6", "null"):
+        tiny.train("byol", tmp_path, "parts", *more, f"train.stop_at={stop}")
+    assert not tiny.differences(
+        tiny.last_state(tmp_path / "whole"), tiny.last_state(tmp_path / "parts")
+    )
+
+
+def _on_ranks(rank: int, folder: Path, policy: str) -> tuple[dict[str, int], str]:
+    more = (f"train.on_nan={policy}", inject("nan_input", 3, rank=1), "train.max_steps=4")
+    task = tiny.task("simclr", folder, "run", *more)
+    try:
+        train_loop(task)
+    except NonFiniteLoss as error:
+        return task.clock.state_dict(), str(error)
+    return task.clock.state_dict(), ""
+
+
+def test_one_of_two_ranks(tmp_path: Path) -> None:
+    """Both skip. The rank is named; one process replays the batches of both."""
+    tiny.digits_file(tmp_path)
+    for clock, text in run_ranks(_on_ranks, 2, tmp_path, "skip"):
+        assert (clock["steps_done"], clock["skipped"]) == (4, 1)
+        assert not text
+    result = replay(tmp_path / "run/failures/step_3", [])
+    assert result.ranks == 2
+    assert result.same
+    assert "on rank 1" in result.problem
+    assert result.images[0].startswith("view main[0] of 1 images")

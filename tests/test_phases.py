@@ -1,0 +1,239 @@
+"""Test phases, early stopping, validation loss, fractions of epochs, ``selftask test``."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import tiny
+from selftask.cli.main import main
+from selftask.config.load import to_yaml
+from selftask.config.run_length import RunLength
+from selftask.errors import ConfigError
+from selftask.evaluate.online import evaluate_task
+from selftask.logs import read_metrics
+from selftask.registry import METHODS
+from selftask.task import Task
+from selftask.task.loop import Interrupted, train_loop
+
+FIGURES = {2: 0.5, 4: 0.6, 6: 0.61, 8: 0.3}
+STOP = (
+    "hooks.early_stopping={patience: 2, min_delta: 0.05}",
+    "train.epochs=2",
+    "eval={every: 2 steps, evaluations: {knn: {k: [3]}}}",
+)
+LABELLED = "meters.accuracy={topk: [1]}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("phases")
+
+
+def train(method: str, folder: Path, out: str, *more: str, evaluate: Any = evaluate_task) -> Task:
+    """A tiny run with 40 images in ``data.val``."""
+    val = f"data.val={tiny.digits_file(folder, 'val.npz', 400, 440)}"
+    if "captions" in METHODS.declared(method, "requires", ()):
+        more = ("data.val.extras=[caption]", *more)
+    task = tiny.task(method, folder, out, val, *more)
+    task.evaluate = evaluate
+    task.out.mkdir(exist_ok=True)
+    (task.out / "config.yaml").write_text(to_yaml(task.config))
+    try:
+        train_loop(task)
+    except Interrupted:
+        assert task.config.train.stop_at
+    return task
+
+
+def test_early_stopping_ends_the_run_and_resumes_bit_for_bit(folder: Path) -> None:
+    def figures(task: Task) -> dict[str, float]:
+        return {"knn_top1": FIGURES.get(task.steps_done, 0.0)}
+
+    whole = train("simclr", folder, "stopped", *STOP, evaluate=figures)
+    assert whole.steps_done == 8  # of 10: two evaluations without a gain of 0.05
+    assert whole.clock.stopped is not None
+    assert "knn_top1 was best at step 4 (0.6)" in whole.clock.stopped
+    rows = tiny.rows(whole.out)
+    assert [row["step"] for row in rows if "knn_top1" in row] == [0, 2, 4, 6, 8]
+    assert (whole.out / "export/backbone.pt").exists()
+    for stop in (3, 7):
+        train("simclr", folder, "parts", *STOP, f"train.stop_at={stop}", evaluate=figures)
+    parts = train("simclr", folder, "parts", *STOP, evaluate=figures)
+    assert tiny.rows(parts.out) == rows
+    assert tiny.differences(tiny.last_state(whole.out), tiny.last_state(parts.out)) == []
+
+
+def test_a_stopped_run_is_finished(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stop = "hooks.early_stopping={metric: loss, mode: min, min_delta: 1000, patience: 3}"
+    words = ["train", "simclr/digits", *tiny.overrides("simclr", folder, "finished", stop)]
+    assert main(words) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("RUN finished: 4 steps")
+    assert "stopped early: loss was best at step 1" in last
+    assert tiny.status(folder / "finished")["state"] == "finished"
+    assert main(words) == 0
+    assert "RUN finished already" in capsys.readouterr().out
+
+
+def beside(method: str, folder: Path) -> None:
+    """A run with ``eval.loss`` is the same as without, with figures of its own."""
+    every = ("train.max_steps=3", "eval.every='2 steps'", "eval.evaluations={}")
+    with_loss = train(method, folder, f"{method}_loss", *every, "eval.loss=true")
+    without = train(method, folder, f"{method}_plain", *every)
+    rows = tiny.rows(with_loss.out)
+    losses = [row["val_loss"] for row in rows if "val_loss" in row]
+    assert len(losses) == 3  # after 0, 2 and 3 steps
+    assert np.isfinite(losses).all()
+    own = ("config", "metrics_bytes", "history")
+    states = [tiny.last_state(task.out, own) for task in (with_loss, without)]
+    assert tiny.differences(*states) == []
+    kept = [row for row in rows if "val_loss" not in row]
+    assert kept == tiny.rows(without.out)
+
+
+@pytest.mark.parametrize("method", ["byol", "swav"])
+def test_validation_loss_moves_no_state(method: str, folder: Path) -> None:
+    beside(method, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", sorted({*METHODS.names()} - {"byol", "swav"}))
+def test_validation_loss_of_every_method(method: str, folder: Path) -> None:
+    if "index" in METHODS.declared(method, "requires", ()):
+        with pytest.raises(ConfigError, match="remembers each training image"):
+            train(method, folder, method, "eval.loss=true")
+    else:
+        beside(method, folder)
+
+
+def test_validation_loss_is_that_of_the_formula(folder: Path) -> None:
+    words = ("eval.loss=true", "train.max_steps=3", "eval.evaluations={}")
+    task = train("supervised", folder, "formula", *words)
+    losses, indices = [], []
+    for batch in task.data_module.val_batches():
+        network = task.base_model.eval()
+        losses.append(F.cross_entropy(network(*batch.all_views).double(), batch.labels))
+        indices += batch.index.tolist()
+    assert indices == list(range(32))  # two batches of 16; the last 8 of 40 images are left out
+    expected = float(torch.stack(losses).mean().detach())
+    assert tiny.rows(task.out)[-1]["val_loss"] == pytest.approx(expected, rel=1e-5)
+    task.close()
+
+
+def test_test_phases_every_other_epoch_and_half_an_epoch(folder: Path) -> None:
+    often = "train.checkpoint_every='0.5 epoch'"
+    words = (LABELLED, often, "eval.evaluations={}", "eval.test_every=2", "train.epochs=4.6")
+    whole = train("supervised", folder, "every", *words)
+    assert whole.steps_done == 23  # 5 in an epoch
+    tests = [row["epoch"] for row in tiny.rows(whole.out) if "test_accuracy_top_1" in row]
+    assert tests == [2.0, 4.0, 4.6]
+    for stop in (7, 10, 20):
+        train("supervised", folder, "every_parts", *words, f"train.stop_at={stop}")
+    parts = train("supervised", folder, "every_parts", *words)
+    assert tiny.rows(whole.out) == tiny.rows(parts.out)
+    assert tiny.differences(tiny.last_state(whole.out), tiny.last_state(parts.out)) == []
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 5), (1.5, 8), (0.5, 2), (0.01, 1), (2.0, 10)])
+def test_steps_of_fractional_epochs(epochs: float, steps: int) -> None:
+    assert RunLength(num_samples=80, batch_size=16, epochs=epochs).total_steps == steps
+
+
+def test_a_trained_classifier_is_scored(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ema = "hooks.ema={decay: 0.5}"
+    run = train("supervised", folder, "scored", LABELLED, "eval.evaluations={}", ema).out
+    last = [row for row in tiny.rows(run) if "test_accuracy_top_1" in row][-1]
+    before = sorted(path.name for path in run.rglob("*"))
+
+    def told(*words: str) -> dict[str, float]:
+        capsys.readouterr()
+        assert main(["test", str(run), *words]) == 0
+        row: dict[str, float] = json.loads(capsys.readouterr().out.splitlines()[-1])
+        return row
+
+    row = told()
+    assert row["accuracy_top_1"] == pytest.approx(last["test_accuracy_top_1"])
+    averaged = told("weights=ema")
+    assert averaged["accuracy_top_1"] == pytest.approx(last["ema_test_accuracy_top_1"])
+    assert averaged["loss"] == pytest.approx(last["ema_test_loss"], rel=1e-6)
+    assert averaged["loss"] != row["loss"]
+
+    other = tiny.digits_file(folder, "other.npz", 500, 530)
+    task = tiny.task("supervised", folder, "unused", f"data.val={other}")
+    task.prepare()
+    task.base_model.load_state_dict(tiny.last_state(run)["model"])
+    network = task.base_model.eval()
+    batches = list(task.data_module.test_batches())
+    scores = torch.cat([network(*batch.all_views) for batch in batches]).double()
+    labels = torch.cat([batch.labels for batch in batches])
+    task.close()
+    table = folder / "predictions.csv"
+    row = told(f"data={other}", f"predictions={table}")
+    with table.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [int(line["label"]) for line in lines] == labels.tolist()
+    assert [int(line["predicted"]) for line in lines] == scores.argmax(dim=1).tolist()
+    odds = [float(line["probability"]) for line in lines]
+    assert odds == pytest.approx(scores.softmax(dim=1).amax(dim=1).tolist(), rel=1e-5)
+    assert [line["path"] for line in lines] == [f"{other}[{number}]" for number in range(30)]
+    assert row["loss"] == pytest.approx(float(F.cross_entropy(scores, labels).detach()), rel=1e-5)
+    right = float((scores.argmax(dim=1) == labels).double().mean())
+    assert row["accuracy_top_1"] == pytest.approx(right)
+    assert sorted(path.name for path in run.rglob("*")) == before
+
+
+def test_predictions_need_class_scores(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train("simclr", folder, "no_scores", "train.max_steps=1", "eval.evaluations={}").out
+    assert main(["test", str(run), f"predictions={folder / 'none.csv'}"]) == 2
+    assert "simclr gives no class scores" in capsys.readouterr().err
+    assert main(["test", str(run), "predictons=x"]) == 2
+    assert not (folder / "none.csv").exists()
+
+
+def test_several_validation_sets(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (tiny.digits_file(folder, f"{a}.npz", a, a + 40) for a in (500, 600))
+    sets = f"data.val_sets={{first: {first}, second: {{name: array, path: {second}}}}}"
+    knn = ("train.max_steps=1", "eval={loss: true, evaluations: {knn: {k: [3]}}}")
+    run = train("simclr", folder, "sets", sets, *knn)
+    row = tiny.rows(run.out)[-1]
+    alone = train("simclr", folder, "alone", *knn, f"data.val={second}")
+    expected = tiny.rows(alone.out)[-1]
+    for key in ("knn_top1", "val_loss"):
+        assert row[f"second/{key}"] == expected[key]
+    assert len({row[key] for key in ("val_loss", "first/val_loss", "second/val_loss")}) == 3
+    measured = read_metrics(run.out / "metrics.jsonl")[-1]
+    assert measured["eval_s"] > 0 and measured["eval_images_per_s"] > 0
+
+    capsys.readouterr()
+    assert main(["eval", "knn", str(run.out), "k=[3]", "train.device=cpu"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for key in ("knn_top1", "first/knn_top1", "second/knn_top1"):
+        assert told[key] == pytest.approx(row[key], abs=1e-8)
+    assert told["second/test_images"] == 40
+    second.unlink()  # the features of data= need no validation set
+    assert main(["features", str(run.out), f"out={folder / 'features'}", "train.device=cpu"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("{a: no/such/folder}", "no/such/folder"),
+        ("{a: {name: foldr}}", "no source named 'foldr'; did you mean 'folder'?"),
+        ("{a/b: digits}", "the name 'a/b' may have letters, digits and ._- only"),
+        ("{a: {name: digits, splt: val}}", "unknown key 'data.val_sets.a.splt'"),
+    ],
+)
+def test_wrong_validation_sets(
+    value: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = tiny.overrides("simclr", folder, "wrong", f"data.val_sets={value}")
+    assert main(["train", "simclr/digits", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,127 @@
+"""Profiles of chosen steps, snapshots of memory, statistics of activations."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiny
+from selftask.errors import ConfigError, UserError
+from selftask.hooks.base import function_hook
+from selftask.hooks.watching.memory_snapshot import MemorySnapshot
+from selftask.task import Task
+from selftask.task.loop import train_loop
+
+
+def test_windows_and_what_they_hold(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two windows of two steps after three; between them no profiler is on."""
+    on: list[bool] = []
+    words = ["hooks.profiler={wait: 3, warmup: 1, active: 2, repeat: 2, top: 3}", "hooks.timing={}"]
+    task = tiny.task("simclr", tmp_path, "run", *words)
+    see = function_hook(
+        on_forward=lambda task: on.append(torch.autograd.profiler._is_profiler_enabled)
+    )
+    task.add_hook(see)
+    with caplog.at_level("INFO", logger="selftask"):
+        train_loop(task)
+    recorded = [step for step, enabled in enumerate(on, start=1) if enabled]
+    assert recorded == [5, 6, 11, 12]
+    folder = tmp_path / "run" / "profile"
+    names = ["steps_11_to_12_rank0.json.gz", "steps_5_to_6_rank0.json.gz"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    for name in names:
+        events = json.loads(gzip.decompress((folder / name).read_bytes()))["traceEvents"]
+        counts = {
+            word: sum(event["name"] == word for event in events)
+            for word in ("forward", "aten::convolution")
+        }
+        assert counts["forward"] == 2, "the sections of hooks.timing, once a step"
+        assert counts["aten::convolution"] > 0
+    lines = [message for message in caplog.messages if " ms a step (" in message]
+    assert len(lines) >= 4
+
+
+def test_a_window_cut_short_is_written(tmp_path: Path) -> None:
+    words = ["hooks.profiler={wait: 0, warmup: 0, active: 9}", "train.max_steps=2"]
+    tiny.train("simclr", tmp_path, "run", *words)
+    (path,) = (tmp_path / "run" / "profile").iterdir()
+    assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+
+
+def test_a_snapshot_of_the_cpu_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="records the allocator of CUDA, and this run is on cpu"):
+        tiny.train("simclr", tmp_path, "run", "hooks.memory_snapshot={}")
+
+
+def test_snapshots_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the chosen step, and when memory is full but not after other errors."""
+    memory, dumped = torch.cuda.memory, []
+    monkeypatch.setattr(memory, "_record_memory_history", lambda **options: None)
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: dumped.append(Path(path).name))
+    task: Any = SimpleNamespace(
+        device=torch.device("cuda"), out=tmp_path, train=True, exception=None
+    )
+    hook = MemorySnapshot(at_step=2)
+    hook.on_start(task)
+    for step in (1, 2, 3):
+        task.steps_done = step
+        hook.on_step(task)
+    for task.exception in (ValueError(), torch.OutOfMemoryError()):
+        hook.on_exception(task)
+    assert dumped == ["memory_step_2_rank0.pickle", "memory_full_rank0.pickle"]
+
+
+def test_activations_against_the_layers_themselves(tmp_path: Path) -> None:
+    """Of a transformer and in logged steps only; the run is bit for bit as without the hook."""
+    kept: list[dict[str, Tensor]] = []
+
+    def keep(task: Task) -> None:
+        backbone = task.base_model.backbone
+        outputs: dict[str, Tensor] = {}
+        for name, layer in backbone.named_modules():
+            if name and name.count(".") < 2:
+                layer.register_forward_hook(
+                    lambda layer, args, output, name=name: outputs.update(
+                        {name: output.detach().clone()}
+                    )
+                )
+        kept.append(outputs)
+
+    words = ["train.log_every=2", "train.max_steps=4"]
+    task = tiny.task("simclr", tmp_path, "run", *words, "hooks.activations={}")
+    task.add_hook(function_hook(on_start=keep))
+    train_loop(task)
+    *_, row = tiny.rows(tmp_path / "run")
+    names = {name.split("/")[1] for name in row if name.startswith("activations/")}
+    assert names and names <= kept[0].keys()
+    for name in names:
+        output = kept[0][name].double()
+        assert row[f"activations/{name}/mean"] == pytest.approx(float(output.mean()), abs=1e-5)
+        assert row[f"activations/{name}/std"] == pytest.approx(float(output.std()), rel=1e-4)
+        zeros = float((output == 0).double().mean())
+        assert row[f"activations/{name}/zeros"] == pytest.approx(zeros, abs=1e-6)
+        vectors = output.flatten(2).mean(2) if output.ndim > 2 else output
+        singular = torch.linalg.svdvals(vectors - vectors.mean(0))
+        share = singular / singular.sum()
+        rank = float(torch.exp(-torch.special.xlogy(share, share).sum()))
+        assert row[f"activations/{name}/rank"] == pytest.approx(rank, rel=2e-2)
+    tiny.train("simclr", tmp_path, "plain", *words)
+    plain = tiny.last_state(
+        tmp_path / "plain", without=["config", "metrics_bytes", "history", "hooks"]
+    )
+    watched = tiny.last_state(
+        tmp_path / "run", without=["config", "metrics_bytes", "history", "hooks"]
+    )
+    assert tiny.differences(plain, watched) == []
+
+
+def test_activations_of_a_compiled_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="sees no layers in a compiled model"):
+        tiny.config("simclr", tmp_path, "run", "hooks.activations={}", "train.compile=model")

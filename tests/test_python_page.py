@@ -1,0 +1,258 @@
+"""The blocks of ``docs/python.md`` and ``docs/train-steps.md``: run in order, and in a notebook."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import selftask
+import tiny
+from selftask.api.trainer import Interrupted
+from selftask.batch import Batch
+from selftask.errors import ConfigError, UserError
+from selftask.methods.base import Method
+from selftask.train_steps.standard import standard_train_step
+
+PAGE = (tiny.ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+LIBRARIES = ("lightning", "accelerate")
+
+
+def library_of(block: str) -> str | None:
+    return next((name for name in LIBRARIES if name in block), None)
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_names: None) -> dict[str, Any]:
+    """The names that the blocks of selftask alone leave behind."""
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)
+    names: dict[str, Any] = {"__name__": "page"}
+    for number, block in enumerate(BLOCKS):
+        if library_of(block) is None:
+            exec(compile(block, f"python.md:{number}", "exec"), names)
+    return names
+
+
+def test_blocks_run(page: dict[str, Any], tmp_path: Path) -> None:
+    assert tiny.status(tmp_path / "runs/first")["state"] == "finished"
+    assert len(tiny.rows(tmp_path / "runs/task")) > 0
+    assert page["step"] == 4  # of the plain loop: an epoch of four batches
+    assert page["network"][0].weight.grad is not None, "trained in place"
+    assert page["run"].load().features(torch.zeros(2, 3, 32, 32)).shape == (2, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_blocks_of_other_libraries_run(library: str, page: dict[str, Any]) -> None:
+    pytest.importorskip(library)
+    blocks = [block for block in BLOCKS if library_of(block) == library]
+    assert len(blocks) == 1
+    exec(compile(blocks[0], "python.md", "exec"), page)
+
+
+@pytest.mark.slow
+def test_blocks_run_in_a_notebook(tmp_path: Path) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    cells = [nbformat.v4.new_code_cell(block) for block in BLOCKS if library_of(block) is None]
+    cells.append(nbformat.v4.new_code_cell("print('steps', step)"))
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    client = nbclient.NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": tmp_path}}
+    )
+    client.execute()
+    assert "steps 4" in "".join(output.get("text", "") for output in notebook.cells[-1].outputs)
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, selftask; print(sorted({'torch', 'numpy'} & set(sys.modules)), dir(selftask))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=tiny.environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("[] ")
+    assert all(f"'{name}'" in done.stdout for name in selftask.__all__)
+
+
+def test_settings_are_those_of_the_command(tmp_path: Path) -> None:
+    """Names, numbers, lists and paths reach the config as from the command line."""
+    words = tiny.overrides(
+        "simclr", tmp_path, "here", "optimizer.lr=1e-05", "train.checkpoint_every='1 epoch'"
+    )
+    config = tiny.config("simclr", tmp_path, "here", *words)
+    task = selftask.create_task(
+        "simclr/digits",
+        data=tmp_path / "digits.npz",
+        backbone={"name": "small_resnet", "width": 8},
+        out=tmp_path / "here",
+        method=config.method.to_dict(),
+        train={"batch_size": 16, "epochs": 3, "log_every": 1, "threads": 1, "device": "cpu"},
+        **{
+            "train.checkpoint_every": "1 epoch",
+            "data.val": None,
+            "data.num_workers": 0,
+            "optimizer.lr": 1e-05,
+            "eval.evaluations": {"knn": None, "linear": None},
+        },
+    )
+    assert task.config == config
+
+
+def test_wrong_objects_and_settings_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'train\.epochs'"):
+        selftask.train("simclr", data="digits", **{"train.epoch": 1})
+    with pytest.raises(UserError, match=r"train\.epochs: object is no value of a config"):
+        selftask.train("simclr", data="digits", **{"train.epochs": object()})
+    with pytest.raises(UserError, match="expected an iterable with a length"):
+        selftask.create_task("simclr", batches=iter([]))
+    with pytest.raises(UserError, match="batches: a Tensor is no batch; give float views"):
+        selftask.create_task("simclr", batches=[torch.zeros(4, 3, 8, 8, dtype=torch.uint8)])
+    with pytest.raises(UserError, match="MoCo has no option 'queue'; did you mean 'queue_size'"):
+        selftask.Learner("moco", torch.nn.Flatten(), steps=1, batch_size=4, queue=8)
+    with pytest.raises(UserError, match="DeepCluster looks at the whole data set"):
+        selftask.Learner("deepcluster", torch.nn.Flatten(), steps=1, batch_size=4)
+
+
+class Pull(Method):
+    """Pulls two views together; not registered."""
+
+    loss_reduction = "samples"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        strength: float = 1.0
+
+    def forward(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self.config.strength * (output[0] - output[1]).square().mean()
+
+
+def loud_step(task: selftask.Task) -> None:
+    """The standard step, and a number in the log."""
+    standard_train_step(task)
+    task.log("loud", task.steps_done)
+
+
+def test_classes_and_functions_are_names(tmp_path: Path, forget_names: None) -> None:
+    task = selftask.create_task(
+        Pull(Pull.Config(strength=3.0)),
+        backbone=Flat(),
+        batches=batches(),
+        out=tmp_path / "run",
+        optimizer={"name": torch.optim.NAdam, "lr": 0.01},
+        train={"step": loud_step, "max_steps": 2, "log_every": 1},
+        hooks={"export": None},
+    )
+    assert [*task.steps()] == [1, 2]
+    assert isinstance(task.loss, Pull) and task.loss.config.strength == 3.0
+    assert tiny.rows(tmp_path / "run")[-1]["loud"] == 2
+    assert task.config.to_dict()["method"] == {"name": "Pull", "strength": 3.0}
+    assert task.config.train.step.name == "loud_step"
+    assert isinstance(task.optimizer.optimizer, torch.optim.NAdam)
+
+
+# -- tasks of batches --------------------------------------------------------------------------
+
+
+def batches() -> list[Any]:
+    draw = torch.Generator().manual_seed(0)
+    return [[torch.randn(8, 3, 8, 8, generator=draw) for _ in range(2)] for _ in range(5)]
+
+
+class Flat(torch.nn.Module):
+    """Pixels -> 6 features."""
+
+    embed_dim = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(192, 6)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.linear(images.flatten(1))
+
+
+def task_of_batches(out: Path, **settings: Any) -> selftask.Task:
+    torch.manual_seed(3)
+    more = {"train.epochs": 2, "train.threads": 1, "train.device": "cpu", "hooks.export": None}
+    return selftask.create_task(
+        "moco",
+        batches=batches(),
+        out=out,
+        optimizer={"name": "sgd", "lr": 0.1},
+        **{**more, "backbone": Flat(), "method.queue_size": 16, **settings},
+    )
+
+
+def test_two_modules_of_one_class(tmp_path: Path, forget_names: None) -> None:
+    """Each task trains its own module; loading a run leaves them alone."""
+    networks = [Flat(), Flat()]
+    tasks = [
+        task_of_batches(tmp_path / str(i), backbone=network, **{"hooks.export": {}})
+        for i, network in enumerate(networks)
+    ]
+    for task, network in zip(tasks, networks, strict=True):
+        selftask.Trainer().train(task)
+        assert task.base_model.backbone is network
+    before = networks[1].linear.weight.clone()
+    loaded = selftask.load(tmp_path / "0", trust=True).backbone
+    assert torch.equal(
+        loaded.linear.weight, tasks[0].loss.export_backbone(tasks[0].base_model).linear.weight
+    )
+    assert torch.equal(networks[1].linear.weight, before)
+
+
+def test_task_of_batches_resumes_bit_for_bit(tmp_path: Path, forget_names: None) -> None:
+    """In the middle of the second epoch: the same batches from there on."""
+    selftask.Trainer().train(task_of_batches(tmp_path / "whole"))
+    with pytest.raises(Interrupted):
+        selftask.Trainer().train(task_of_batches(tmp_path / "parts", **{"train.stop_at": 7}))
+    selftask.Trainer().train(task_of_batches(tmp_path / "parts"))
+    whole, parts = (tiny.last_state(tmp_path / out) for out in ("whole", "parts"))
+    assert tiny.differences(whole, parts) == []
+
+
+def test_learner_is_the_task(tmp_path: Path, forget_names: None) -> None:
+    """A plain loop over the same batches gives the same losses, also from a saved state."""
+    plain = {"optimizer.schedule": "constant", "optimizer.warmup": 0, "optimizer.weight_decay": 0}
+    task = task_of_batches(tmp_path / "run", **plain)
+    expected = [float(task.last_batch.loss) for _ in task.steps()]
+    start = task_of_batches(tmp_path / "start", **plain)
+    start.prepare()
+    start.close()
+
+    def build() -> selftask.Learner:
+        more = {"num_images": 40, "queue_size": 16}
+        return selftask.Learner("moco", Flat(), steps=10, batch_size=8, **more)
+
+    learner = build()
+    learner.network.load_state_dict(start.base_model.state_dict())
+    learner.method.load_state_dict(start.loss.state_dict())
+    optimizer = torch.optim.SGD(learner.network.parameters(), lr=0.1, momentum=0.9)
+    found = []
+    for views in batches() * 2:
+        other = build()
+        other.load_state_dict(learner.state_dict())
+        loss = learner(views)
+        assert other(views).item() == loss.item()
+        optimizer.zero_grad()
+        loss.backward()
+        learner.after_backward()
+        optimizer.step()
+        learner.update()
+        found.append(loss.item())
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert len(set(expected)) == 10
+    assert learner.get_extra_state() == {"steps": 10}

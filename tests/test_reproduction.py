@@ -1,0 +1,124 @@
+"""Expected results, the environment that a run records, and what ``selftask repro`` says of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+import tiny
+from selftask.cli.main import main
+from selftask.config.load import load_config
+from selftask.errors import ConfigError
+from selftask.run import environment
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    tiny.digits_file(tmp_path, "val.npz", 400, 430)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(folder: Path, *more: str) -> int:
+    words = ["data.val=val.npz", "eval.evaluations={knn: {}}", "train.max_steps=2", *more]
+    return main(["train", "simclr/digits", *tiny.overrides("simclr", folder, "run", *words)])
+
+
+def test_a_run_that_misses_what_it_promises_has_failed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(folder, "expected={knn_top1: [1.5, 2], los: [0, 9]}") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("RUN FAILED at step 2 on rank 0: knn_top1 is 0.")
+    assert "expected 1.5 to 2 (command line: expected=" in lines[-1]
+    assert "no row of this run has 'los', which is expected; did you mean 'loss'?" in lines[-1]
+    status = tiny.status(folder / "run")
+    assert (status["state"], status["step"]) == ("failed", 2)
+    assert (folder / "run/export/backbone.pt").exists()
+
+    assert train(folder, "expected={knn_top1: [1.5, 2]}") == 1, "no step is left, and still"
+    capsys.readouterr()
+    assert train(folder, "expected={knn_top1: [0, 1], loss: [0, 100]}") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("expected: knn_top1 is 0." in line for line in lines)
+    assert lines[-1].startswith("RUN finished: 2 steps")
+    assert tiny.status(folder / "run")["state"] == "finished"
+
+
+def test_a_range_begins_with_its_lowest_value() -> None:
+    with pytest.raises(ConfigError, match=r"knn_top1=\[0.7, 0.6\]: the lowest value comes first"):
+        load_config("simclr", ["expected.knn_top1=[0.7,0.6]"])
+    text = yaml.safe_dump(load_config("simclr", ["expected.knn_top1=[0.6,0.7]"]).to_dict())
+    assert yaml.safe_load(text)["expected"] == {"knn_top1": [0.6, 0.7]}
+
+
+def git(*words: str) -> str:
+    who = ["-c", "user.name=me", "-c", "user.email=me@here"]
+    done = subprocess.run(["git", *who, *words], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_what_a_run_records_and_what_differs_here(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git("init", "-q")
+    (folder / "mine.py").write_text("x = 1\n\n")
+    git("add", "mine.py")
+    git("commit", "-qm", "mine")
+    (folder / "mine.py").write_text("x = 2\n\n")  # the diff ends with an empty line
+    words = tiny.overrides("simclr", folder, "run", "train.max_steps=1")
+    monkeypatch.setattr("sys.argv", ["selftask", "train", "simclr/digits", *words])
+    assert train(folder, "train.max_steps=1") == 0
+    path = folder / "run/environment.json"
+    found = json.loads(path.read_text())
+    commit = git("rev-parse", "HEAD")
+    assert found["git"]["commit"] == commit
+    assert found["git"]["dirty"]
+    assert "-x = 1\n+x = 2" in (folder / "run" / found["git"]["diff"]).read_text()
+    assert found["packages"]["torch"]
+    assert found["packages"]["pytest"] == pytest.__version__
+    assert found["command"][1] == "train"
+    assert found["cpu"]
+
+    found["packages"]["torch"] = "1.0"
+    found["command"].append("method.temperature=0.3")
+    path.write_text(json.dumps(found))
+    capsys.readouterr()
+    assert main(["repro", "run"]) == 1
+    told = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("  torch: 1.0 there, ") for line in told)
+    assert "machine: the same" in told
+    assert "  git: there were uncommitted changes there, see git.diff" in told
+    assert "  method.temperature: 0.15 there, 0.3 now" in told
+    assert told[-4:] == [
+        f"  cd {folder}",
+        f"  git checkout {commit}",
+        f"  git -C {folder} apply {folder}/run/git.diff",
+        f"  selftask train {folder}/run/config.yaml out={folder}/run_again",
+    ]
+    git("checkout", "-q", "mine.py")
+    subprocess.run(["git", "apply", f"{folder}/run/git.diff"], check=True)
+    assert (folder / "mine.py").read_text() == "x = 2\n\n"
+
+
+def test_a_long_diff_is_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git("init", "-q")
+    (folder / "mine.py").write_text("x = 1\n")
+    git("add", "mine.py")
+    git("commit", "-qm", "mine")
+    (folder / "mine.py").write_text("y = 'ü'\n" * 5000)
+    monkeypatch.setattr(environment, "MAX_DIFF", 1001)
+    environment.write(folder)
+    assert 900 < (folder / "git.diff").stat().st_size <= 1003
+    git("checkout", "-q", "mine.py")
+    environment.write(folder)
+    assert not (folder / "git.diff").exists()
+
+
+def test_repro_of_no_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["repro", "nothing"]) == 2
+    assert "error: nothing: no run, or one that never began" in capsys.readouterr().err
