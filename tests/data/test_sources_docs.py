@@ -131,7 +131,7 @@ def check_opens(overrides: list[str], recipe: str, home: Path) -> None:
         sources = copy_data(open_data(config.data), str(home / "copies"))
     else:
         sources = open_data(config.data)
-    for source in sources:
+    for source in (sources.train, sources.val, *sources.val_sets.values()):
         if source is not None:
             image, _ = source[len(source) - 1]
             channels = 5 if config.data.source.args.get("bands", ()) is None else 3
