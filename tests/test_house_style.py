@@ -27,9 +27,10 @@ LEVELS = [
     {"methods"},
     {"task"},
     {"train_steps", "evaluate"},
-    {"equivalence", "run"},
+    {"equivalence", "report", "plan"},
+    {"run"},
     {"slurm"},
-    {"cli", "report", "api"},
+    {"cli", "api"},
     {"__main__"},
 ]
 GRAPH = Graph()
