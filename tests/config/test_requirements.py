@@ -69,7 +69,7 @@ def test_missing_labels_are_refused_with_the_data(
     check_data(load_config("simclr/digits", small), source)  # which needs none
     if labels[0] == 0:
         with pytest.raises(ConfigError, match=r"data\.val: 1 of 3 images have no label"):
-            check_val(config, source)
+            check_val(config, source, "data.val")
 
 
 def test_an_unknown_word_is_refused(tmp_path: Path) -> None:

@@ -38,10 +38,10 @@ def whole_norms(tensors: list[Any], p: float = 2.0) -> Tensor:
 
 
 def to_one_device(values: Iterable[Tensor]) -> list[Tensor]:
-    """Return values on the CPU if some of them are there (parallel.cpu_offload)."""
+    """Return values on the CPU if some of them are there and others not (parallel.cpu_offload)."""
     values = list(values)
-    on_cpu = any(value.device.type == "cpu" for value in values)
-    return [value.cpu() for value in values] if on_cpu else values
+    mixed = len({value.device.type for value in values}) > 1
+    return [value.cpu() for value in values] if mixed else values
 
 
 @torch.no_grad()
