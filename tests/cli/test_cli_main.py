@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from selftask.cli import env
-from selftask.cli.main import COMMANDS, main
+from selftask.cli.main import COMMANDS, GROUPS, main
 from selftask.registry import REGISTRIES
 
 
@@ -37,8 +37,14 @@ def test_help_costs_nothing() -> None:
         costs.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert done.returncode == 0
     assert done.stderr == ""
-    assert all(f"selftask {command}" in done.stdout for command in COMMANDS)
+    assert all(f"\n  {command} " in done.stdout for command in COMMANDS)
     assert min(costs) < 0.3, "CPU seconds"
+
+
+def test_every_command_has_one_group() -> None:
+    names = [name for names in GROUPS.values() for name in names]
+    assert len(names) == len(set(names))
+    assert set(COMMANDS) <= set(names)
 
 
 @pytest.mark.parametrize("arguments", [("list",), ("config", "simclr"), ("--help",)])
@@ -75,11 +81,43 @@ def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("command", ["config", "list", "env"])
 def test_help_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
-    assert capsys.readouterr().out.startswith(f"usage: selftask {command}")
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: selftask {command}")
+    assert main(["help", command]) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_help_of_a_command_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "data", "check"]) == 0
+    assert capsys.readouterr().out.startswith("usage: selftask data check")
+    assert main(["help", "trian"]) == 2
+    assert "did you mean 'train'?" in capsys.readouterr().err
+
+
+def test_list_fits_on_a_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    words = {word.strip(",") for line in lines for word in line.split()}
+    assert words >= {name for registry in REGISTRIES.values() for name in registry}
+
+
+def test_list_of_hooks_is_in_the_order_of_their_folders(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["list", "hooks"]) == 0
+    text = capsys.readouterr().out
+    averages = text[text.index("\n  Averages of the weights\n") :]
+    assert "\n  ema " in averages
+    assert "\n  checkpoint " in text and "\n  checkpoint " not in averages
 
 
 def test_list_names_everything_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list"]) == 0
+    assert main(["list", *REGISTRIES]) == 0
     text = capsys.readouterr().out
     for kind, registry in REGISTRIES.items():
         assert f"{kind}:\n" in text
@@ -121,7 +159,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         timeout=60,
         check=False,
     )
-    assert done.stdout == "recipes:\n"
+    assert done.stdout.startswith("recipes ")
     assert done.stderr == ""
 
 

@@ -2,55 +2,103 @@
 
 from __future__ import annotations
 
+import ast
 import os
-from collections.abc import Iterable
+import shutil
+import textwrap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from selftask.errors import UserError, nearest
-from selftask.registry import REGISTRIES, Registry
+from selftask.registry import REGISTRIES, Registry, parse
 
 KINDS = ["recipes", *REGISTRIES]
 USAGE = f"""\
 usage: selftask list [KIND ...]
 
+Without KIND, prints the names of every kind. With it, prints a line for each name, with its file:
 KIND is one of: {", ".join(KINDS)}
 Names of Classy Vision's hooks, meters, optimizers and schedules work too, written classy:NAME."""
 
+Row = tuple[str, str, str]  # name, summary, place
+
 
 def main(argv: list[str]) -> int:
-    """Print name, summary and file:line of all kinds, or of those asked for."""
+    """Print the names of all kinds, or name, summary and file:line of the kinds asked for."""
     for kind in argv:
         if kind not in KINDS:
             raise UserError(f"there is no kind {kind!r}; {nearest(kind, KINDS)}")
     from selftask.config.extensions import import_entry_points
 
     import_entry_points()
-    for kind in argv or KINDS:
-        rows = _recipes() if kind == "recipes" else _names(REGISTRIES[kind])
+    if not argv:
+        print("\n".join(overview(shutil.get_terminal_size((100, 24)).columns)))
+        return 0
+    for kind in argv:
         print(f"{kind}:")
-        _print_rows(rows)
+        _print_rows(recipe_rows() if kind == "recipes" else name_rows(REGISTRIES[kind]))
     return 0
 
 
-def _names(registry: Registry) -> Iterable[tuple[str, str, str]]:
+def overview(width: int) -> list[str]:
+    """Return the names of every kind, wrapped to ``width`` columns."""
+    margin = max(map(len, KINDS)) + 2
+    number = sum(map(len, recipe_rows().values()))
+    lines = [f"{'recipes':<{margin}}{number}: METHOD/digits, METHOD/images, and others"]
+    for kind, registry in REGISTRIES.items():
+        names = ", ".join(name for rows in name_rows(registry).values() for name, _, _ in rows)
+        lines += textwrap.wrap(
+            names,
+            width,
+            initial_indent=f"{kind:<{margin}}",
+            subsequent_indent=" " * margin,
+            break_on_hyphens=False,
+        )
+    return [*lines, "", "`selftask list KIND` prints what each does, and its file."]
+
+
+def name_rows(registry: Registry) -> Mapping[str, list[Row]]:
+    """Return the rows of a registry by the titles of the sub-folders that they are defined in."""
+    groups: dict[str, list[Row]] = {"": []}  # first those of the folder itself
     for name in registry:
         address = registry.address(name)
-        yield name, registry.summary(name), f"{_shorter(str(address.path))}:{address.line}"
+        folder = _sub_folder(registry, address.module)
+        title = "" if folder is None else _title(address.path.parent)
+        place = f"{_shorter(str(address.path))}:{address.line}"
+        groups.setdefault(title, []).append((name, registry.summary(name), place))
+    return groups
 
 
-def _recipes() -> Iterable[tuple[str, str, str]]:
+def recipe_rows() -> Mapping[str, list[Row]]:
     """Return each recipe with its accuracy: the second line of its header, after the title."""
     from selftask.config.compose.recipes import shipped
 
+    rows = []
     for name, recipe in shipped().items():
         title, promise = [*recipe.header, "", ""][:2]
-        yield name, f"{title} {promise}".strip(), _shorter(str(recipe.path))
+        rows.append((name, f"{title} {promise}".strip(), _shorter(str(recipe.path))))
+    return {"": rows}
 
 
-def _print_rows(rows: Iterable[tuple[str, str, str]]) -> None:
-    rows = list(rows)
-    width = max((len(name) for name, _, _ in rows), default=0)
-    for name, summary, place in rows:
-        print(f"  {name:<{width}}  {summary}  [{place}]")
+def _sub_folder(registry: Registry, module: str) -> str | None:
+    """Return the folder below the registry's package that holds ``module``, or None."""
+    inner = module.removeprefix(f"{registry.package}.").rpartition(".")[0]
+    return inner or None if module.startswith(f"{registry.package}.") else None
+
+
+def _title(folder: Path) -> str:
+    """Return the first line of a package's docstring, without its full stop."""
+    doc = ast.get_docstring(parse(folder / "__init__.py")) or folder.name
+    return doc.partition("\n")[0].rstrip(".")
+
+
+def _print_rows(groups: Mapping[str, Iterable[Row]]) -> None:
+    width = max((len(name) for rows in groups.values() for name, _, _ in rows), default=0)
+    for title, rows in groups.items():
+        if title:
+            print(f"\n  {title}")
+        for name, summary, place in rows:
+            print(f"  {name:<{width}}  {summary}  [{place}]")
 
 
 def _shorter(path: str) -> str:

@@ -17,9 +17,13 @@ from selftask.files import paths
 
 COMMANDS = {
     "train": ("selftask.cli.train", "RECIPE [key=value ...]", "pretrain; again: resume"),
-    "submit": ("selftask.cli.submit", "RECIPE [key=value ...]", "the same on SLURM; a=1,2 sweeps"),
-    "jobs": ("selftask.cli.jobs", "[OUT ...]", "how submitted runs stand"),
-    "cancel": ("selftask.cli.cancel", "OUT|JOBID [...]", "take them out of the queue"),
+    "submit": (
+        "selftask.cli.cluster.submit",
+        "RECIPE [key=value ...]",
+        "the same on SLURM; a=1,2 sweeps",
+    ),
+    "jobs": ("selftask.cli.cluster.jobs", "[OUT ...]", "how submitted runs stand"),
+    "cancel": ("selftask.cli.cluster.cancel", "OUT|JOBID [...]", "take them out of the queue"),
     "eval": (
         "selftask.cli.model.evaluate",
         "knn|linear|svm RUN_OR_MODEL data=...",
@@ -45,17 +49,27 @@ COMMANDS = {
     "env": ("selftask.cli.env", "", "versions, devices, what is supported"),
 }  # name -> module with USAGE and main(argv) -> exit code, arguments, one line
 
+GROUPS = {
+    "train": ("train", "finetune", "plan", "config", "model-summary"),
+    "look": ("report", "watch", "runs", "checkpoints", "data", "bench", "replay", "repro"),
+    "evaluate and use": ("eval", "test", "features", "export"),
+    "many machines": ("submit", "jobs", "cancel"),
+    "write code": ("new", "check", "list", "env", "completion"),
+}  # of `selftask --help`; a name without a command is left out
+
 ABOUT = """\
 RECIPE is a method (simclr), a shipped recipe (simclr/digits) or a yaml file.
 key=value sets anything in it: train.epochs=10, optimizer=sgd, data=FOLDER_OF_IMAGES.
-`selftask COMMAND --help` says more."""
+`selftask help COMMAND` says more."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return its exit code, 2 for an error that the user must fix."""
     _open_missing_streams()
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in (*HELP, "help"):
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:], "--help"]
+    if not argv or argv[0] in HELP:
         print(usage())
         return 0
     if argv[0] in ("-V", "--version"):
@@ -126,9 +140,12 @@ def _open_missing_streams() -> None:
 
 def usage() -> str:
     """Return the text of ``selftask --help``."""
-    lines = ["usage: selftask COMMAND ...", ""]
-    for name, (_, arguments, about) in COMMANDS.items():
-        lines.append(f"  selftask {name:<14}{arguments:<34} {about}")
+    lines = ["usage: selftask COMMAND ..."]
+    for title, names in GROUPS.items():
+        lines += ["", f"{title}:"]
+        for name in (name for name in names if name in COMMANDS):
+            _, arguments, about = COMMANDS[name]
+            lines.append(f"  {name:<14}{arguments:<34} {about}")
     return "\n".join([*lines, "", ABOUT])
 
 

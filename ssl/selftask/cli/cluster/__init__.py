@@ -1,0 +1,1 @@
+"""Commands that submit jobs and look after them."""
