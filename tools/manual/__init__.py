@@ -1,0 +1,1 @@
+"""Extensions of Sphinx that build the documentation: see docs/conf.py."""
