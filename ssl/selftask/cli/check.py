@@ -102,7 +102,8 @@ def load(name: str, settings: list[str]) -> Config:
     from selftask.config.load import load_config
 
     settings = ["data={name: digits}", *settings]
-    known = {recipe.partition("/")[0] for recipe in recipes.shipped()} | set(recipes.shipped())
+    names = set(recipes.available())
+    known = {name.partition("/")[0] for name in names} | names
     if name in known or name.endswith((".yaml", ".yml")):
         return load_config(name, settings)
     base = recipes.folder() / "base/digits.yaml"

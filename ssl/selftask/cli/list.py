@@ -71,10 +71,10 @@ def name_rows(registry: Registry) -> Mapping[str, list[Row]]:
 
 def recipe_rows() -> Mapping[str, list[Row]]:
     """Return each recipe with its accuracy: the second line of its header, after the title."""
-    from selftask.config.compose.recipes import shipped
+    from selftask.config.compose.recipes import available
 
     rows = []
-    for name, recipe in shipped().items():
+    for name, recipe in available().items():
         title, promise = [*recipe.header, "", ""][:2]
         rows.append((name, f"{title} {promise}".strip(), _shorter(str(recipe.path))))
     return {"": rows}

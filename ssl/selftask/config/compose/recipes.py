@@ -1,12 +1,19 @@
-"""Finding a recipe: a method's name, a shipped recipe's, or a file."""
+"""Finding a recipe: a method's name, a shipped or installed recipe's, or a file.
+
+An installed package that has an entry point of the group ``selftask`` may bring recipes in a folder
+``configs`` of its own: ``configs/mine/digits.yaml`` is the recipe ``mine/digits``.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import selftask
+from selftask.config.extensions import GROUP
 from selftask.errors import ConfigError, nearest
 from selftask.files.paths import expand_user, is_file
 from selftask.registry import METHODS
@@ -16,7 +23,7 @@ DEFAULT_SOURCE = "digits"  # ships with scikit-learn: what a bare method name tr
 
 @dataclass(frozen=True)
 class Recipe:
-    """A shipped recipe."""
+    """A shipped or installed recipe."""
 
     name: str  # simclr/resnet18_cifar10
     path: Path
@@ -41,10 +48,41 @@ def folder() -> Path:
 
 def shipped() -> dict[str, Recipe]:
     """Return all shipped recipes by name, without the shared parts in ``base/``."""
-    paths = sorted(folder().rglob("*.yaml"))
-    names = [path.relative_to(folder()).with_suffix("").as_posix() for path in paths]
+    return _recipes_in(folder())
+
+
+def available() -> dict[str, Recipe]:
+    """Return shipped recipes and those of installed packages.
+
+    Raises ConfigError if two recipes have the same name; it shows both files.
+    """
+    found = dict(shipped())
+    problems = []
+    for place in _installed_folders():
+        for name, recipe in _recipes_in(place).items():
+            if name in found:
+                problems.append(f"{recipe.path}: the recipe {name!r} is taken: {found[name].path}")
+            found[name] = recipe
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _recipes_in(place: Path) -> dict[str, Recipe]:
+    paths = sorted(place.rglob("*.yaml"))
+    names = [path.relative_to(place).with_suffix("").as_posix() for path in paths]
     found = {name: Recipe(name, path) for name, path in zip(names, paths, strict=True)}
     return {name: recipe for name, recipe in found.items() if not name.startswith("base/")}
+
+
+def _installed_folders() -> list[Path]:
+    """Return the existing ``configs`` folders of packages with an entry point; imports nothing."""
+    points = importlib.metadata.entry_points(group=GROUP)
+    packages = sorted({point.module.partition(".")[0] for point in points})
+    specs = [importlib.util.find_spec(package) for package in packages]
+    folders = [spec.submodule_search_locations or [] for spec in specs if spec is not None]
+    places = [Path(place) / "configs" for found in folders for place in found]
+    return [place for place in places if place.is_dir()]
 
 
 def locate(recipe: str, source: str | None) -> Path:
@@ -53,7 +91,7 @@ def locate(recipe: str, source: str | None) -> Path:
     A bare method means its ``digits`` recipe, and its ``images`` recipe when ``data=`` names
     something else. Raises ConfigError with the nearest names.
     """
-    known = shipped()
+    known = available()
     path = expand_user(recipe)
     if recipe.endswith((".yaml", ".yml")):
         if is_file(path):

@@ -1,0 +1,1 @@
+"""Alignment and uniformity, a method for selftask."""
