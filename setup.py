@@ -32,7 +32,10 @@ setup(
     python_requires=">=3.10",
     package_dir={"": "ssl", "selftask.configs": "configs"},
     packages=[*find_packages(where="ssl"), "selftask.configs"],
-    package_data={"selftask.configs": ["**/*.yaml"], "selftask": ["py.typed", "**/*.pyi"]},
+    package_data={
+        "selftask.configs": ["**/*.yaml"],
+        "selftask": ["py.typed", "**/*.pyi", "report/static/**"],
+    },
     ext_modules=[AUGMENT],
     install_requires=[
         "torch>=2.6",  # before, torch.load(weights_only=True) could run code: CVE-2025-32434
@@ -84,6 +87,7 @@ setup(
             ),
             *("accelerate>=0.30", "nbclient>=0.8", "ipykernel>=6"),
             *("sphinx>=8", "myst-parser>=4", "furo>=2024.8.6"),
+            "selenium>=4.11",  # the pages of reports in Chromium
         ],
         "docs": ["sphinx>=8", "myst-parser>=4", "furo>=2024.8.6"],  # make docs
         "tensorboard": ["tensorboard>=2.15"],  # hooks.tensorboard, and so on

@@ -8,7 +8,6 @@ resume, steps repeat. Does not import torch.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from datetime import datetime
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from selftask.distributed.heartbeat import HEARTBEAT
-from selftask.logs.rows import json_row
+from selftask.logs.rows import json_row, read_whole_lines
 
 NAME = "events.jsonl"
 
@@ -42,13 +41,7 @@ def add_event(folder: Path, kind: str, text: str, *, step: int = 0, **data: Any)
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """Return the events of a run folder, oldest first; lines that were cut off are skipped."""
-    events = []
-    for line in (folder / NAME).read_text(encoding="utf-8").splitlines():
-        try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return events
+    return read_whole_lines(folder / NAME)[0]
 
 
 class WarningEvents(logging.Handler):

@@ -69,6 +69,26 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def read_whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Read a file of one JSON object a line, also one that is being written or is damaged.
+
+    Returns:
+        The objects, and the number of lines that hold none; an incomplete last line is not counted.
+    """
+    rows, damaged = [], 0
+    *lines, last = path.read_bytes().split(b"\n")
+    for line in (*lines, last):
+        try:
+            row = json.loads(line)
+        except ValueError:  # UnicodeDecodeError is one
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        elif line.strip() and line is not last:
+            damaged += 1
+    return rows, damaged
+
+
 def format_row(row: dict[str, Any]) -> str:
     """Format a row as ``step 50  epoch 1.25  loss 4.12  812 images/s  data_wait 3%``.
 

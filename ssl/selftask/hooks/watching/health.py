@@ -11,6 +11,15 @@ from torch import Tensor
 
 from selftask.config.fields import setting
 from selftask.hooks.base import Hook
+from selftask.hooks.watching.limits import (
+    CHANCE_AT_WHERE,
+    CHANCE_STEPS,
+    COLLAPSED,
+    FROM_STEP,
+    MIN_RANK,
+    UNTIL_WHERE,
+    stays_at_chance,
+)
 from selftask.logs import get_logger
 from selftask.optim.gradients import to_one_device
 from selftask.registry import register_hook
@@ -20,11 +29,6 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-FROM_STEP = 10  # no warning before, nor at the end, where a schedule may be at 0
-UNTIL_WHERE = 0.95
-CHANCE_AT_WHERE = 0.25  # progress at which a loss should have been below chance
-CHANCE_STEPS = 50  # and steps
-AT_CHANCE = 0.99  # a chance_ratio at least this, and this share of the first one
 LEAST_MOVE = 1e-8  # of the norm of the weights, below the rounding of float32
 NUM_SAMPLED = 64  # values of each parameter, to see whether it moves
 
@@ -42,9 +46,8 @@ class Health(Hook):
     """
 
     priority: ClassVar[int] = 60
-    # emb_std below this is a collapse; healthy MAE on digits has 0.11
-    collapsed: float = setting(0.05, min=0, max=1)
-    min_rank: float = setting(1.2, min=1)  # effective_rank below this is a collapse too
+    collapsed: float = setting(COLLAPSED, min=0, max=1)  # emb_std below this is a collapse
+    min_rank: float = setting(MIN_RANK, min=1)  # effective_rank below this is a collapse too
     max_rows: int = setting(512, min=2)  # embeddings used per log line
 
     def __post_init__(self) -> None:
@@ -82,7 +85,7 @@ class Health(Hook):
         self.ratios[1] = min(self.ratios[1], ratio)
         first, lowest = self.ratios
         late = task.where >= CHANCE_AT_WHERE and task.steps_done + 1 >= CHANCE_STEPS
-        if late and lowest >= AT_CHANCE * max(1.0, first):
+        if late and stays_at_chance(first, lowest):
             self._warn(
                 task,
                 "chance",

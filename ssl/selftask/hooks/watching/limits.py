@@ -1,0 +1,21 @@
+"""What counts as no learning: limits of the hook ``health`` and of reports. Without torch."""
+
+from __future__ import annotations
+
+FROM_STEP = 10  # no warning before, nor at the end, where a schedule may be at 0
+UNTIL_WHERE = 0.95
+CHANCE_AT_WHERE = 0.25  # progress at which a loss should have been below chance
+CHANCE_STEPS = 50  # and steps
+AT_CHANCE = 0.99  # a chance_ratio at least this, and this share of the first one
+COLLAPSED = 0.05  # emb_std below this is a collapse; healthy MAE on digits has 0.11
+MIN_RANK = 1.2  # effective_rank below this is a collapse too
+
+
+def stays_at_chance(first: float, lowest: float) -> bool:
+    """Return True if a loss has not fallen below that of an uninformed network.
+
+    Args:
+        first: The first chance_ratio of the run.
+        lowest: The smallest one so far.
+    """
+    return lowest >= AT_CHANCE * max(1.0, first)

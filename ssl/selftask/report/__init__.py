@@ -1,0 +1,1 @@
+"""The report of a run: one HTML page with curves, events and a verdict in words."""

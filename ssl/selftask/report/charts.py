@@ -1,0 +1,193 @@
+"""Charts of a page, drawn by uPlot in the reader's browser; data are thinned here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from selftask.report.page import escape, json_data
+
+MAX_POINTS = 2000  # of a curve
+MAX_POINTS_OF_PAGE = 40_000  # about 16 bytes each
+Format = Literal["number", "percent", "bytes", "seconds"]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A curve over steps.
+
+    Args:
+        label: Name in the legend.
+        steps: Increasing numbers of steps.
+        values: One for each step.
+        color: Number of the colour; curves that belong together share it. Default: by position.
+        thin: If True, drawn as a thin line, such as one seed of several.
+        clock: Key of ``clocks`` for epochs and time of this curve.
+    """
+
+    label: str
+    steps: Sequence[int]
+    values: Sequence[float]
+    color: int | None = None
+    thin: bool = False
+    clock: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A horizontal line to compare with, such as the loss at chance."""
+
+    label: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves in one coordinate system.
+
+    Args:
+        title: Heading of the chart.
+        curves: What is drawn.
+        lines: Horizontal lines.
+        format: How values are written.
+        note: One line below the title.
+        smooth: If False, the page's smoothing does not apply, such as for a schedule.
+        from_zero: If True, the y axis starts at 0.
+    """
+
+    title: str
+    curves: Sequence[Curve]
+    lines: Sequence[Line] = ()
+    format: Format = "number"
+    note: str = ""
+    smooth: bool = True
+    from_zero: bool = False
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Epochs and seconds of training by step, for the choice of the x axis."""
+
+    steps: Sequence[int]
+    epochs: Sequence[float]
+    seconds: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event, drawn as a vertical line in all charts."""
+
+    step: int
+    kind: str
+    text: str
+
+
+def charts_html(
+    charts: Sequence[Chart],
+    *,
+    clocks: dict[str, Clock] | None = None,
+    marks: Sequence[Mark] = (),
+    id: str = "charts",
+) -> str:
+    """Return charts with their controls: x axis, smoothing, logarithmic y. Empty without charts.
+
+    Args:
+        charts: Drawn in this order; charts without a curve are left out.
+        clocks: By the key that curves name; ``""`` is that of curves that name none.
+        marks: Events for vertical lines.
+        id: Of the element; one page may have several of them.
+    """
+    charts = [chart for chart in charts if any(len(curve.steps) for curve in chart.curves)]
+    if not charts:
+        return ""
+    number = sum(len(chart.curves) for chart in charts)
+    most = min(MAX_POINTS, max(100, MAX_POINTS_OF_PAGE // number))
+    data = {
+        "charts": [_chart(chart, most) for chart in charts],
+        "clocks": {name: _clock(clock) for name, clock in (clocks or {}).items()},
+        "marks": [{"step": m.step, "kind": m.kind, "text": m.text} for m in marks],
+    }
+    boxes = "".join(
+        f'<figure class="chart"><figcaption>{escape(chart.title)}'
+        f"{f'<small>{escape(chart.note)}</small>' if chart.note else ''}</figcaption>"
+        f'<div class="plot"></div></figure>'
+        for chart in charts
+    )
+    return (
+        f'<div class="charts" data-charts="{escape(id)}">{_CONTROLS}'
+        f'<div class="grid">{boxes}</div></div>{json_data(data, id)}'
+    )
+
+
+_CONTROLS = """<form class="controls">
+<label>x axis <select name="x"><option value="steps">steps</option>
+<option value="epochs">epochs</option><option value="seconds">time</option></select></label>
+<label>smoothing <input name="smooth" type="range" min="0" max="0.99" step="0.01" value="0">
+<output>0</output></label>
+<label><input name="log" type="checkbox"> logarithmic y</label>
+<span class="hint">drag to zoom, double click to reset, click a name to hide its curve</span>
+</form>"""
+
+
+def thinned(
+    steps: Sequence[int], values: Sequence[float], most: int = MAX_POINTS
+) -> tuple[list[int], list[float | None]]:
+    """Return at most ``most`` points of a curve; the ends, minima and maxima stay.
+
+    Of each of ``most / 2`` equal parts of the curve, the smallest and the largest value are kept.
+    Values that are not finite become None and count as neither.
+    """
+    x, y = np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64)
+    if len(x) > most:
+        inner = np.arange(1, len(x) - 1)
+        parts = np.array_split(inner, (most - 2) // 2)
+        low = np.where(np.isfinite(y), y, np.inf)
+        high = np.where(np.isfinite(y), y, -np.inf)
+        kept = [0, len(x) - 1]
+        for part in parts:
+            kept += [part[low[part].argmin()], part[high[part].argmax()]]
+        chosen = np.unique(kept)
+        x, y = x[chosen], y[chosen]
+    return x.tolist(), [_short(value) for value in y.tolist()]
+
+
+def _chart(chart: Chart, most: int) -> dict[str, Any]:
+    curves = []
+    for curve in chart.curves:
+        steps, values = thinned(curve.steps, curve.values, most)
+        content: dict[str, Any] = {
+            "label": curve.label,
+            "x": steps,
+            "y": values,
+            "clock": curve.clock,
+        }
+        if curve.color is not None:
+            content["color"] = curve.color
+        curves.append({**content, "thin": True} if curve.thin else content)
+    return {
+        "title": chart.title,
+        "format": chart.format,
+        "smooth": chart.smooth,
+        "zero": chart.from_zero,
+        "curves": curves,
+        "lines": [{"label": line.label, "value": _short(line.value)} for line in chart.lines],
+    }
+
+
+def _clock(clock: Clock) -> dict[str, list[Any]]:
+    """Return some points of a clock; the page interpolates between them."""
+    chosen = np.unique(np.linspace(0, len(clock.steps) - 1, 400).round().astype(int))
+    return {
+        "steps": [clock.steps[i] for i in chosen],
+        "epochs": [_short(clock.epochs[i]) for i in chosen],
+        "seconds": [_short(clock.seconds[i]) for i in chosen],
+    }
+
+
+def _short(value: float) -> float | None:
+    """Return a value with six digits; None if it is not finite."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,0 +1,213 @@
+"""The curves of one run: which column of its rows belongs into which chart."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from selftask.report.charts import Chart, Clock, Curve, Format, Line, Mark, charts_html
+from selftask.report.page import Section
+from selftask.report.record import RunRecord
+from selftask.report.verdict import collapse_limits
+
+MARKED = ("resume", "requeue", "stop", "warning", "failure")  # events with a line in all charts
+MAX_MARKS = 200
+MAX_CURVES = 12  # of a chart
+SCALE = 30.0  # values that differ by more are not in one chart
+MIB = 2**20
+
+_KNOWN = frozenset(
+    (
+        *("step", "epoch", "loss", "loss_median", "lr", "weight_decay", "images_per_s"),
+        *("data_wait", "step_s", "step_s_median", "memory_mb", "device_memory_mb", "eta_s"),
+        *("chance_ratio", "emb_std", "mean_cosine", "effective_rank"),
+        *("eval_s", "eval_images_per_s"),
+    )
+)
+
+
+def curves_section(record: RunRecord) -> Section:
+    """Return the section with all curves of a run; empty if it has no rows yet."""
+    clocks = {"": clock_of(record)}
+    marks = marks_of(record)
+    return Section("Curves", charts_html(run_charts(record), clocks=clocks, marks=marks), "curves")
+
+
+def run_charts(record: RunRecord) -> list[Chart]:
+    """Return the charts of a run; those without data have no curves."""
+    return [
+        _loss(record),
+        _chance(record),
+        *_evaluations(record),
+        *_others(record),
+        _chart(record, "Learning rate", _named(record, "lr", "lr/"), smooth=False, from_zero=True),
+        _chart(record, "Weight decay", ["weight_decay"], smooth=False, from_zero=True),
+        *_embeddings(record),
+        _chart(record, "Images per second", ["images_per_s"], from_zero=True),
+        _chart(record, "Waiting for data", ["data_wait"], format="percent", from_zero=True),
+        _chart(
+            record, "Time per step", ["step_s", "step_s_median"], format="seconds", from_zero=True
+        ),
+        _memory(record),
+    ]
+
+
+def clock_of(record: RunRecord) -> Clock:
+    """Return epochs and time of training by step. Time between attempts does not count."""
+    steps, epochs, seconds = [0], [0.0], [0.0]
+    for row in record.rows:
+        if "step_s" not in row or row["step"] <= steps[-1]:
+            continue
+        seconds.append(seconds[-1] + row["step_s"] * (row["step"] - steps[-1]))
+        epochs.append(row.get("epoch", 0.0))
+        steps.append(row["step"])
+    return Clock(steps, epochs, seconds)
+
+
+def marks_of(record: RunRecord) -> list[Mark]:
+    """Return the events that are drawn in the charts, the newest if there are very many."""
+    marks = [
+        Mark(event.get("step") or 0, str(event["event"]), str(event.get("text", "")))
+        for event in record.events
+        if event.get("event") in MARKED
+    ]
+    return marks[-MAX_MARKS:]
+
+
+def chance_loss(record: RunRecord) -> float | None:
+    """Return the loss of an uninformed network, or None if the method has none."""
+    told = record.last("chance_loss")
+    if told is not None:
+        return told
+    pairs = [(row.get("loss"), row.get("chance_ratio")) for row in record.rows]
+    chances = [loss / ratio for loss, ratio in pairs if loss and ratio]
+    return statistics.median(chances) if chances else None
+
+
+def _loss(record: RunRecord) -> Chart:
+    chance = chance_loss(record)
+    lines = [] if chance is None else [Line(f"chance {chance:.4g}", chance)]
+    note = "" if chance is None else "dashed: the loss of a network that knows nothing"
+    return _chart(record, "Loss", ["loss"], lines=lines, note=note)
+
+
+def _chance(record: RunRecord) -> Chart:
+    return _chart(
+        record,
+        "Loss relative to chance",
+        ["chance_ratio"],
+        lines=[Line("chance", 1.0)],
+        note="1: nothing learned",
+    )
+
+
+def _evaluations(record: RunRecord) -> Iterator[Chart]:
+    """Columns of rows that are no rows of training, such as ``knn_top1``."""
+    names = [name for name in _evaluated(record) if name not in _KNOWN]
+    accuracies = [name for name in names if _is_share(record, name)]
+    yield _chart(record, "Evaluations", accuracies, format="percent", smooth=False)
+    yield from _by_scale(record, "Evaluations", [n for n in names if n not in accuracies])
+
+
+def _others(record: RunRecord) -> Iterator[Chart]:
+    """Loss terms and what hooks log."""
+    evaluated = set(_evaluated(record))
+    names = [n for n in record.columns if n not in _KNOWN | evaluated and not n.startswith("lr/")]
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        if name.startswith("ms_") or name == "chance_loss":
+            continue
+        title, slash, _ = name.partition("/")
+        groups.setdefault(title if slash else "Loss terms and others", []).append(name)
+    for title, members in groups.items():
+        yield from _by_scale(record, title, members)
+    sections = [name for name in names if name.startswith("ms_")]
+    curves = [
+        Curve(name.removeprefix("ms_"), column.steps, [value / 1e3 for value in column.values])
+        for name in sections
+        if (column := record.columns[name])
+    ]
+    yield Chart("Time in each part of a step", curves, format="seconds", from_zero=True)
+
+
+def _embeddings(record: RunRecord) -> Iterator[Chart]:
+    least_std, least_rank = collapse_limits(record.config)
+    yield _chart(
+        record,
+        "Spread of embeddings",
+        ["emb_std", "mean_cosine"],
+        lines=[Line("collapse", least_std)],
+        note="emb_std: 1 is even, 0 is a collapse",
+    )
+    yield _chart(
+        record,
+        "Effective rank of embeddings",
+        ["effective_rank"],
+        lines=[Line("collapse", least_rank)],
+        note="number of directions in which embeddings vary",
+    )
+
+
+def _memory(record: RunRecord) -> Chart:
+    names = {"memory_mb": "host", "device_memory_mb": "device"}
+    curves = [
+        Curve(label, column.steps, [value * MIB for value in column.values])
+        for name, label in names.items()
+        if (column := record.columns.get(name))
+    ]
+    return Chart("Peak memory", curves, format="bytes", smooth=False, from_zero=True)
+
+
+def _chart(
+    record: RunRecord,
+    title: str,
+    names: list[str],
+    *,
+    lines: list[Line] | None = None,
+    format: Format = "number",
+    note: str = "",
+    smooth: bool = True,
+    from_zero: bool = False,
+) -> Chart:
+    curves = [
+        Curve(name, column.steps, column.values)
+        for name in names[:MAX_CURVES]
+        if (column := record.columns.get(name))
+    ]
+    if len(names) > MAX_CURVES:
+        note = f"{note} the first {MAX_CURVES} of {len(names)}".strip()
+    return Chart(title, curves, lines or (), format, note, smooth, from_zero)
+
+
+def _named(record: RunRecord, name: str, prefix: str) -> list[str]:
+    """Return the columns of groups if there are any, else the column itself."""
+    return [column for column in record.columns if column.startswith(prefix)] or [name]
+
+
+def _evaluated(record: RunRecord) -> list[str]:
+    """Return the columns of rows without a loss of training."""
+    names = (name for row in record.rows if "lr" not in row for name in row)
+    return list(dict.fromkeys(name for name in names if name in record.columns))
+
+
+def _is_share(record: RunRecord, name: str) -> bool:
+    """Return True for an accuracy and its like, which are from 0 to 1."""
+    values = record.columns[name].values
+    words = ("top1", "top5", "accuracy", "precision", "recall")
+    return any(word in name for word in words) and all(0 <= value <= 1 for value in values)
+
+
+def _by_scale(record: RunRecord, title: str, names: list[str]) -> Iterator[Chart]:
+    """Yield charts of columns whose values are of similar size."""
+    left = sorted(names, key=lambda name: _size(record, name))
+    while left:
+        least = _size(record, left[0])
+        together = [name for name in left if _size(record, name) <= SCALE * least] or left[:1]
+        left = [name for name in left if name not in together]
+        ordered = [name for name in record.columns if name in together]
+        shown = ordered[0] if len(ordered) == 1 else title
+        yield _chart(record, shown, ordered)
+
+
+def _size(record: RunRecord, name: str) -> float:
+    return statistics.median(map(abs, record.columns[name].values))

@@ -1,0 +1,168 @@
+"""One self-contained HTML page: no request to any server, safe for any text of a user."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+STATIC = Path(__file__).parent / "static"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page under a heading. An empty one is left out.
+
+    Args:
+        title: Heading, as plain text.
+        html: Content. Texts of users must have gone through ``escape``; charts come from
+            ``selftask.report.charts``.
+        id: Anchor in the page, of letters and hyphens.
+        folded: If True, the section is closed until the reader opens it.
+        script: JavaScript of this section, run after the page's own; given by several sections, it
+            is included once.
+        style: Style sheet of this section, included once likewise.
+    """
+
+    title: str
+    html: str
+    id: str
+    folded: bool = False
+    script: str = ""
+    style: str = ""
+
+
+def escape(text: object) -> str:
+    """Return a text for the content or a quoted attribute of an element."""
+    return html.escape(str(text), quote=True)
+
+
+def json_data(content: Any, id: str) -> str:
+    """Return a ``<script>`` element that holds data for the page's scripts.
+
+    ``JSON.parse(document.getElementById(id).textContent)`` reads it. Floats that are not finite
+    become null.
+    """
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    for character in "<>&\u2028\u2029":  # no text may close the element or open a comment
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return f'<script type="application/json" id="{escape(id)}">{text}</script>'
+
+
+def static_text(name: str) -> str:
+    """Return a file of ``report/static`` that scripts and styles of a page come from."""
+    return _static(name)
+
+
+@cache
+def _static(name: str) -> str:
+    return (STATIC / name).read_text(encoding="utf-8")
+
+
+def page_html(
+    title: str,
+    sections: Sequence[Section],
+    *,
+    top: str = "",
+    scripts: Sequence[str] = (),
+    connect: str = "'none'",
+) -> str:
+    """Return the whole page.
+
+    Args:
+        title: Title of the window and, unless ``top`` is given, the heading.
+        sections: Content, in order.
+        top: HTML above the first section, with the page's heading.
+        scripts: Further JavaScript.
+        connect: Content Security Policy for connections of the page; a file needs none.
+    """
+    shown = [section for section in sections if section.html]
+    own = [_static("uplot/uPlot.iife.min.js"), _static("page.js"), _static("charts.js")]
+    code = _unique([*own, *scripts, *(section.script for section in shown)])
+    styles = [_static("uplot/uPlot.min.css"), _static("page.css")]
+    styles = _unique([*styles, *(section.style for section in shown)])
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            "img-src data: blob:",
+            "style-src 'unsafe-inline'",
+            f"connect-src {connect}",
+            f"script-src {' '.join(map(_digest, code))}",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
+    contents = "".join(f'<a href="#{escape(s.id)}">{escape(s.title)}</a>' for s in shown)
+    body = "\n".join(map(_section, shown))
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{escape(title)}</title>
+{"".join(f"<style>{style}</style>" for style in styles)}
+</head>
+<body>
+<button id="theme" type="button" aria-label="light or dark">◐</button>
+<main>
+{top or f"<h1>{escape(title)}</h1>"}
+<nav aria-label="contents">{contents}</nav>
+{body}
+</main>
+<div id="tip" role="status" hidden></div>
+<noscript>Curves and tables that sort need JavaScript.</noscript>
+{"".join(f"<script>{text}</script>" for text in code)}
+</body>
+</html>
+"""
+
+
+def write_page(
+    path: Path,
+    title: str,
+    sections: Sequence[Section],
+    *,
+    top: str = "",
+    scripts: Sequence[str] = (),
+) -> None:
+    """Write the page atomically, so that a reader never sees half of it.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(page_html(title, sections, top=top, scripts=scripts), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _section(section: Section) -> str:
+    heading = f"<h2>{escape(section.title)}</h2>"
+    if section.folded:
+        content = f"<details><summary>{heading}</summary>{section.html}</details>"
+    else:
+        content = heading + section.html
+    return f'<section id="{escape(section.id)}">{content}</section>'
+
+
+def _unique(texts: Sequence[str]) -> list[str]:
+    """Return the texts without repetitions and empty ones, in order."""
+    return [text for text in dict.fromkeys(texts) if text]
+
+
+def _digest(script: str) -> str:
+    """Return the source expression that allows this script, and no injected one."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

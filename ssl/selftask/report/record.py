@@ -1,0 +1,258 @@
+"""What a run folder holds, read without torch, also while the run goes on or if it is damaged."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from selftask.checkpoint.kept import Kept
+from selftask.checkpoint.rotation import checkpoints, step_of
+from selftask.errors import UserError
+from selftask.files.paths import is_folder
+from selftask.logs import read_json
+from selftask.logs.rows import read_whole_lines
+
+SILENT_S = 180.0  # a run touches its lock file every 5 s; network file systems cache for 60 s
+SIGNS = (".lock", "metrics.jsonl", "log.txt", "status.json")  # files that a living run changes
+FILES = (
+    *("config.yaml", "log.txt", "metrics.jsonl", "events.jsonl", "status.json"),
+    *("environment.json", "git.diff"),
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of a run."""
+
+    step: int
+    path: Path
+    size: int  # bytes
+    why: str  # why it is kept: newest, best, for good; empty for a recent one
+
+
+@dataclass(frozen=True)
+class Column:
+    """The values of one column of ``metrics.jsonl``, in the order of their steps."""
+
+    steps: list[int]
+    values: list[float]
+
+
+@dataclass
+class RunRecord:
+    """The files of a run folder as plain values; what is missing is empty.
+
+    ``problems`` names the files that could not be read, each in one line.
+    """
+
+    folder: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    status: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    exports: list[Path] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    silent_s: float = 0.0  # since a file of the run changed
+    read_at: float = field(default_factory=time.time)
+
+    @classmethod
+    def read(cls, folder: str | Path) -> RunRecord:
+        """Read a run folder.
+
+        Raises:
+            UserError: If there is no such folder, or it is not the folder of a run.
+        """
+        folder = Path(folder).expanduser()
+        if not is_folder(folder):
+            raise UserError(f"{folder}: there is no such run")
+        if not is_run(folder):
+            raise UserError(f"{folder}: not a run folder (it has neither config.yaml nor a log)")
+        record = cls(folder=folder)
+        record.config = record._read_yaml(folder / "config.yaml")
+        record.environment = record._read_json(folder / "environment.json")
+        record.status = record._read_json(folder / "status.json")
+        record.rows = [row for row in record._read_lines("metrics.jsonl") if _is_row(row)]
+        record.events = record._read_lines("events.jsonl")
+        record.checkpoints = _checkpoints(folder / "checkpoints")
+        record.exports = sorted(path for path in (folder / "export").glob("*") if path.is_file())
+        changed = [path.stat().st_mtime for name in SIGNS if (path := folder / name).exists()]
+        record.silent_s = max(0.0, record.read_at - max(changed, default=record.read_at))
+        return record
+
+    @property
+    def name(self) -> str:
+        """Name of the run folder."""
+        return self.folder.resolve().name
+
+    @property
+    def recipe(self) -> str:
+        """Recipe as given on the command line, or the name of the method."""
+        return str(self.config.get("recipe") or self.method or "unknown recipe")
+
+    @property
+    def method(self) -> str:
+        """Registered name of the method, or an empty string."""
+        return str(self.setting("method.name") or "")
+
+    @property
+    def command(self) -> str:
+        """Command line that started the run, as one would type it, or an empty string."""
+        words = [str(word) for word in self.environment.get("command") or []]
+        return shlex.join([Path(words[0]).name, *words[1:]]) if words else ""
+
+    @property
+    def state(self) -> str:
+        """``status.json``'s state; ``silent`` for a running one without a sign of life.
+
+        ``unknown`` if there is no status.
+        """
+        state = str(self.status.get("state") or "unknown")
+        return "silent" if state == "running" and self.silent_s > SILENT_S else state
+
+    @property
+    def step(self) -> int:
+        """Number of finished steps, as far as the files tell."""
+        told = [self.rows[-1]["step"] if self.rows else 0, self.status.get("step") or 0]
+        return max(told + [event.get("step") or 0 for event in self.events[-1:]])
+
+    @property
+    def epoch(self) -> float | None:
+        """Epochs done at the last row."""
+        return next((row["epoch"] for row in reversed(self.rows) if "epoch" in row), None)
+
+    @property
+    def started(self) -> datetime | None:
+        """Start of the first attempt."""
+        return _time_of(self.events[0]) if self.events else None
+
+    @property
+    def ended(self) -> datetime | None:
+        """Time of the last event or status."""
+        if self.status.get("updated"):
+            return datetime.fromtimestamp(float(self.status["updated"])).astimezone()
+        return _time_of(self.events[-1]) if self.events else None
+
+    @property
+    def num_attempts(self) -> int:
+        """Number of times that the run was started."""
+        return sum(event.get("event") == "start" for event in self.events)
+
+    def setting(self, key: str) -> Any:
+        """Return a value of ``config.yaml`` by its dotted key, or None.
+
+        A section in its short form, such as ``method: simclr``, answers for its ``name``.
+        """
+        value: Any = self.config
+        for name in key.split("."):
+            if isinstance(value, str) and name == "name":
+                return value
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
+
+    @cached_property
+    def columns(self) -> dict[str, Column]:
+        """The numeric columns of the rows, in order of appearance.
+
+        Rows before a resume that repeats them were cut off by the run itself; of a step that is
+        there twice, the later value counts.
+        """
+        found: dict[str, dict[int, float]] = {}
+        for row in self.rows:
+            step = row["step"]
+            for name, value in row.items():
+                if name != "step" and type(value) in (int, float):
+                    found.setdefault(name, {})[step] = value
+        return {
+            name: Column(sorted(values), [values[step] for step in sorted(values)])
+            for name, values in found.items()
+        }
+
+    def last(self, name: str) -> float | None:
+        """Return the last value of a column, or None."""
+        column = self.columns.get(name)
+        return column.values[-1] if column else None
+
+    def _read_yaml(self, path: Path) -> dict[str, Any]:
+        try:
+            content = yaml.load(path.read_bytes(), Loader=_LOADER)
+        except FileNotFoundError:
+            self.problems.append(f"{path.name} is missing")
+            return {}
+        except (OSError, ValueError, yaml.YAMLError):
+            content = None
+        if not isinstance(content, dict):
+            self.problems.append(f"{path.name} is damaged")
+            return {}
+        return content
+
+    def _read_json(self, path: Path) -> dict[str, Any]:
+        try:
+            content = read_json(path)
+        except OSError:
+            content = {}
+        if not content:
+            self.problems.append(f"{path.name} is {'damaged' if path.exists() else 'missing'}")
+        return content
+
+    def _read_lines(self, name: str) -> list[dict[str, Any]]:
+        try:
+            rows, damaged = read_whole_lines(self.folder / name)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self.problems.append(f"{name} cannot be read ({error.strerror})")
+            return []
+        if damaged:
+            self.problems.append(f"{name}: {damaged} damaged lines were left out")
+        return rows
+
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def is_run(folder: Path) -> bool:
+    """Return True if a folder holds a run, however little of it."""
+    return any((folder / name).is_file() for name in ("config.yaml", "status.json", "log.txt"))
+
+
+def _is_row(row: dict[str, Any]) -> bool:
+    return isinstance(row.get("step"), int)
+
+
+def _time_of(event: dict[str, Any]) -> datetime | None:
+    try:
+        return datetime.fromisoformat(event["time"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _checkpoints(folder: Path) -> list[Checkpoint]:
+    """Return the checkpoints of a folder, newest first."""
+    kept, found = Kept.read(folder), []
+    best = {step for step, _ in kept.best}
+    for number, path in enumerate(checkpoints(folder)):
+        step = step_of(path)
+        why = [word for word, holds in _reasons(step, number, best, kept) if holds]
+        try:
+            size = sum(file.stat().st_size for file in _files(path))
+        except OSError:  # removed by the rotation of the run meanwhile
+            continue
+        found.append(Checkpoint(step, path, size, ", ".join(why)))
+    return found
+
+
+def _reasons(step: int, number: int, best: set[int], kept: Kept) -> list[tuple[str, bool]]:
+    return [("newest", number == 0), ("best", step in best), ("for good", step in kept.every)]
+
+
+def _files(path: Path) -> list[Path]:
+    return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
