@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from selftask.config import field_docs
 from selftask.registry import Registry, parse
 
 
@@ -90,6 +91,7 @@ class _Source:
         )
         self._execute(ast.copy_location(made, node))
         cls: type = self.namespace.pop(node.name)
+        setattr(cls, field_docs.NAME, field_docs.docs_in(node))
         return cls
 
     def _family(self, node: ast.ClassDef) -> Iterator[tuple[_Source, ast.ClassDef]]:

@@ -37,11 +37,16 @@ class KNN:
 
     takes_parts: ClassVar[bool] = True  # each rank passes its own part of the features
 
-    k: list[int] = field(default_factory=lambda: [20])  # numbers of neighbours that vote
-    temperature: float = 0.07  # smaller: nearer neighbours count more
-    search: Literal["float32", "bfloat16"] = "float32"  # bfloat16: find candidates in it, compare
-    # those in float32; faster on hardware with bfloat16, and very nearly the same neighbours
-    only_test_classes: bool = False  # neighbours are images of classes that the test set has
+    k: list[int] = field(default_factory=lambda: [20])
+    """Numbers of neighbors that vote; a metric for each."""
+    temperature: float = 0.07
+    """Temperature of the votes; smaller: nearer neighbors count more."""
+    search: Literal["float32", "bfloat16"] = "float32"
+    """Type in which candidates are found before they are compared in float32; bfloat16 is faster
+    where hardware has it, with very nearly the same neighbors.
+    """
+    only_test_classes: bool = False
+    """Whether neighbors are only images of classes that the test set has."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.k or min(self.k) < 1:

@@ -31,16 +31,21 @@ _RESOLUTION = 1e-9  # smaller decreases of the loss count as none
 class Linear:
     """Top-1 of a linear probe: linear_top1 with all labels, linear_10_labels_top1 with few."""
 
-    few_labels: list[int] = field(default_factory=list)  # labels per class; one metric each
-    repeats: int = setting(5, min=1)  # random draws of few labels, whose results are averaged
-    weight_decay: list[float] = field(
-        default_factory=lambda: [0.00001, 0.0001, 0.001, 0.01, 0.1]
-    )  # L2, against the mean cross-entropy: scikit-learn's 1 / (C * n)
-    iterations: int = setting(200, min=1)  # of L-BFGS, at most
-    held_out: float = setting(0.2, min=0, max=1)  # share of the training
-    # labels that picks the weight decay
-    only_test_classes: bool = False  # predict among the classes that the test set has
+    few_labels: list[int] = field(default_factory=list)
+    """Also train on so many labels per class; a metric for each."""
+    repeats: int = setting(5, min=1)
+    """Random draws of few labels, whose results are averaged."""
+    weight_decay: list[float] = field(default_factory=lambda: [0.00001, 0.0001, 0.001, 0.01, 0.1])
+    """Weight decays to choose from: L2, against the mean cross-entropy; scikit-learn's 1 / (C * n).
+    """
+    iterations: int = setting(200, min=1)
+    """Largest number of iterations of L-BFGS."""
+    held_out: float = setting(0.2, min=0, max=1)
+    """Share of the training labels that chooses the weight decay."""
+    only_test_classes: bool = False
+    """Whether to predict only among the classes that the test set has."""
     seed: int = setting(0, min=0)
+    """Seed of the random draws."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.few_labels and min(self.few_labels) < 1:

@@ -33,14 +33,20 @@ class SVM:
     over recall. The cost is chosen on training images only.
     """
 
-    few_labels: list[int] = field(default_factory=list)  # labels per class; two metrics each
-    repeats: int = setting(5, min=1)  # random draws of few labels, whose results are averaged
-    costs: list[float] = field(default_factory=lambda: [0.01, 0.1, 1.0, 10.0])  # C, the weight of
-    # the hinge loss
-    folds: int = setting(3, min=2)  # of the cross-validation that picks the cost
-    iterations: int = setting(2000, min=1)  # of liblinear, at most
-    only_test_classes: bool = False  # top-1: predict among the classes that the test set has
+    few_labels: list[int] = field(default_factory=list)
+    """Also train on so many labels per class; two metrics for each."""
+    repeats: int = setting(5, min=1)
+    """Random draws of few labels, whose results are averaged."""
+    costs: list[float] = field(default_factory=lambda: [0.01, 0.1, 1.0, 10.0])
+    """Costs C to choose from, the weight of the hinge loss."""
+    folds: int = setting(3, min=2)
+    """Folds of the cross-validation that chooses the cost."""
+    iterations: int = setting(2000, min=1)
+    """Largest number of iterations of liblinear."""
+    only_test_classes: bool = False
+    """Whether top-1 predicts only among the classes that the test set has."""
     seed: int = setting(0, min=0)
+    """Seed of the random draws."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.few_labels and min(self.few_labels) < 1:

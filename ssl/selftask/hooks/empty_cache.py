@@ -24,7 +24,8 @@ class EmptyCache(Hook):
     """
 
     priority: ClassVar[int] = 90
-    every: int = setting(1000, min=1)  # steps
+    every: int = setting(1000, min=1)
+    """Steps between calls."""
 
     def on_step(self, task: Task) -> None:
         if task.train and task.steps_done % self.every == 0:

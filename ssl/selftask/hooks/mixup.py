@@ -41,11 +41,14 @@ class Mixup(Hook):
 
     priority: ClassVar[int] = 40
 
-    mixup: float = setting(0.8, min=0, also=["mixup_alpha", "alpha"])  # of Beta; 0: no mixup
-    cutmix: float = setting(1.0, min=0, also=["cutmix_alpha"])  # of Beta; 0: no CutMix
-    p: float = setting(1.0, min=0, max=1, also=["prob", "mix_prob"])  # of a pair to be mixed
-    # of CutMix, if there are both
+    mixup: float = setting(0.8, min=0, also=["mixup_alpha", "alpha"])
+    """Parameter of mixup's Beta distribution; 0: no mixup."""
+    cutmix: float = setting(1.0, min=0, also=["cutmix_alpha"])
+    """Parameter of CutMix's Beta distribution; 0: no CutMix."""
+    p: float = setting(1.0, min=0, max=1, also=["prob", "mix_prob"])
+    """Probability that a pair is mixed."""
     switch_p: float = setting(0.5, min=0, max=1, also=["switch_prob"])
+    """Probability of CutMix, if there are both."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.mixup and not self.cutmix:

@@ -35,12 +35,19 @@ class Plateau(Hook):
 
     priority: ClassVar[int] = 75
     metric: str
+    """Any column of metrics.jsonl, such as ``knn_top1``."""
     mode: Literal["max", "min"] = "max"
+    """Whether large or small values are good."""
     factor: float = setting(0.1, above=0, below=1)
-    patience: int = setting(3, min=0)  # rows without improvement that are tolerated
-    threshold: float = setting(1e-4, min=0)  # relative improvement that counts
-    cooldown: int = setting(0, min=0)  # rows to wait after each reduction
-    min_factor: float = setting(0.0, min=0, max=1)  # lowest total factor
+    """Factor of the learning rate at each reduction."""
+    patience: int = setting(3, min=0)
+    """Rows without improvement that are tolerated."""
+    threshold: float = setting(1e-4, min=0)
+    """Relative improvement that counts."""
+    cooldown: int = setting(0, min=0)
+    """Rows to wait after each reduction."""
+    min_factor: float = setting(0.0, min=0, max=1)
+    """Lowest total factor."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         optimizer = config["optimizer"]

@@ -36,7 +36,9 @@ class PreciseBatchNorm(Hook):
 
     priority: ClassVar[int] = 10  # before evaluation and export
     batches: int = setting(200, min=1)
-    batch_size: int = setting(64, min=2)  # images normalised together on one rank
+    """Number of batches."""
+    batch_size: int = setting(64, min=2)
+    """Images that are normalized together on one rank."""
 
     def on_start(self, task: Task) -> None:
         data = task.data_module

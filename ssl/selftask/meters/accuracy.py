@@ -28,6 +28,7 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
     """
 
     topk: list[int] = field(default_factory=lambda: [1, 5])
+    """Numbers of best classes of which one must be right."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.topk or min(self.topk) < 1 or len(set(self.topk)) < len(self.topk):

@@ -34,12 +34,14 @@ class BarlowTwins(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(8192, min=1, tiny=16)  # D
-        hidden_dim: int = setting(
-            8192, min=1, tiny=32
-        )  # width of the projector's two hidden layers
-        redundancy_weight: float = setting(0.0051, min=0)  # lambda in eq. 1
-        scale: float = setting(1.0, min=0)  # of the whole loss; 0.1 in solo-learn
+        out_dim: int = setting(8192, min=1, tiny=16)
+        """Width of the head's output, D."""
+        hidden_dim: int = setting(8192, min=1, tiny=32)
+        """Width of the projector's two hidden layers."""
+        redundancy_weight: float = setting(0.0051, min=0)
+        """Weight of the off-diagonal terms, lambda in eq. 1."""
+        scale: float = setting(1.0, min=0)
+        """Factor of the whole loss; 0.1 in solo-learn."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if config["train"]["batch_size"] < 2:

@@ -39,13 +39,14 @@ class BYOL(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(256, min=1, tiny=16)  # D
-        # width of the hidden layers of projector and predictor
+        out_dim: int = setting(256, min=1, tiny=16)
+        """Width of the output of projector and predictor, D."""
         hidden_dim: int = setting(4096, min=1, tiny=32)
-        # tau in section 3.2; from 0.99 for 300 epochs
+        """Width of the hidden layers of projector and predictor."""
         momentum: float | dict[str, Any] = setting(
             {"name": "cosine", "start": 0.996, "end": 1.0}, of="schedules", min=0, max=1
         )
+        """Momentum of the teacher, tau in section 3.2; from 0.99 for 300 epochs."""
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build projector and predictor. Their outputs are not normalised, unlike SimCLR's."""

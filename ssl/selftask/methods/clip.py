@@ -44,11 +44,16 @@ class CLIP(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(512, min=1, tiny=16)  # D
-        text_dim: int = setting(512, min=1, tiny=16)  # width of the text transformer
-        text_depth: int = setting(12, min=1, tiny=1)  # blocks
-        text_heads: int = setting(8, min=1, tiny=2)  # in the paper text_dim / 64
-        temperature: float = setting(0.07, above=0)  # initial tau; it is learned
+        out_dim: int = setting(512, min=1, tiny=16)
+        """Width of the embeddings, D."""
+        text_dim: int = setting(512, min=1, tiny=16)
+        """Width of the text transformer."""
+        text_depth: int = setting(12, min=1, tiny=1)
+        """Blocks of the text transformer."""
+        text_heads: int = setting(8, min=1, tiny=2)
+        """Attention heads of the text transformer; in the paper text_dim / 64."""
+        temperature: float = setting(0.07, above=0)
+        """Initial temperature tau; it is learned."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if self.text_dim % self.text_heads:

@@ -44,12 +44,16 @@ class Data2Vec(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        mask_ratio: float = setting(0.6, above=0, below=1)  # fraction of the patches, at most
-        min_block: int = setting(16, min=1, tiny=4)  # patches of the smallest masked block
-        top_blocks: int = setting(6, min=1, tiny=2)  # K; the target is their mean
-        beta: float = setting(2.0, above=0)  # of the smooth L1 loss, eq. 4
-        # tau of the teacher, section 3.1; a warm-up is linear from tau_0 to tau_e
+        mask_ratio: float = setting(0.6, above=0, below=1)
+        """Share of the patches that are masked, at most."""
+        min_block: int = setting(16, min=1, tiny=4)
+        """Patches of the smallest masked block."""
+        top_blocks: int = setting(6, min=1, tiny=2)
+        """Top blocks of the teacher whose mean is the target, K."""
+        beta: float = setting(2.0, above=0)
+        """Beta of the smooth L1 loss, eq. 4."""
         momentum: float | dict[str, Any] = setting(0.9998, of="schedules", min=0, max=1)
+        """Momentum of the teacher, tau in section 3.1; a warm-up is linear from tau_0 to tau_e."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             depth = config["backbone"].get("depth")

@@ -52,12 +52,18 @@ class DeepCluster(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(128, min=1, tiny=16)  # D
-        hidden_dim: int = setting(2048, min=1, tiny=32)  # width of the head's hidden layer
-        norm: bool = True  # BatchNorm in the head
-        num_prototypes: list[int] = setting([3000, 3000, 3000], tiny=[6, 5, 4])  # K_h
-        temperature: float = 0.1  # of the softmax over prototypes
+        out_dim: int = setting(128, min=1, tiny=16)
+        """Width of the head's output, D."""
+        hidden_dim: int = setting(2048, min=1, tiny=32)
+        """Width of the head's hidden layer."""
+        norm: bool = True
+        """Whether the head has BatchNorm."""
+        num_prototypes: list[int] = setting([3000, 3000, 3000], tiny=[6, 5, 4])
+        """Numbers of prototypes of the heads, K_h."""
+        temperature: float = 0.1
+        """Temperature of the softmax over prototypes."""
         kmeans_iterations: int = setting(10, min=0)
+        """Iterations of k-means in each epoch."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if not self.num_prototypes or min(self.num_prototypes) < 2:

@@ -58,13 +58,18 @@ class DenseCL(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(128, min=1, tiny=16)  # D
-        # width of the heads' hidden layers; None: the backbone's
+        out_dim: int = setting(128, min=1, tiny=16)
+        """Width of the head's output, D."""
         hidden_dim: int | None = setting(None, min=1, tiny=32)
-        queue_size: int = setting(65_536, min=1, tiny=lambda batch: 2 * batch)  # K of both queues
-        temperature: float = setting(0.2, above=0)  # tau in eq. 1 and 2
-        momentum: float = setting(0.999, min=0, max=1)  # of the teacher
-        dense_weight: float = setting(0.5, min=0, max=1)  # lambda in eq. 3
+        """Width of the heads' hidden layers; null: the backbone's."""
+        queue_size: int = setting(65_536, min=1, tiny=lambda batch: 2 * batch)
+        """Length of both queues, in keys; K."""
+        temperature: float = setting(0.2, above=0)
+        """Temperature of the similarities, tau in eq. 1 and 2."""
+        momentum: float = setting(0.999, min=0, max=1)
+        """Momentum of the teacher."""
+        dense_weight: float = setting(0.5, min=0, max=1)
+        """Weight of the dense loss, lambda in eq. 3."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             train = config["train"]

@@ -43,25 +43,32 @@ class DINO(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(65_536, min=1, tiny=16)  # K
-        hidden_dim: int = setting(2048, min=1, tiny=32)  # width of the head's hidden layers
-        bottleneck: int = setting(256, min=1, tiny=16)  # width before the last layer
-        num_layers: int = setting(3, min=1, max=100)  # of the head, the bottleneck's included, the
-        # last layer not
-        norm: bool = False  # BatchNorm in the head: for convolutional backbones
-        temperature: float = setting(0.1, above=0)  # tau_s in eq. 1
-        # tau_t; 0.04 throughout is safer if it diverges
+        out_dim: int = setting(65_536, min=1, tiny=16)
+        """Number of prototypes, K."""
+        hidden_dim: int = setting(2048, min=1, tiny=32)
+        """Width of the head's hidden layers."""
+        bottleneck: int = setting(256, min=1, tiny=16)
+        """Width before the last layer."""
+        num_layers: int = setting(3, min=1, max=100)
+        """Layers of the head with the bottleneck, without the last layer."""
+        norm: bool = False
+        """Whether the head has BatchNorm, for convolutional backbones."""
+        temperature: float = setting(0.1, above=0)
+        """Temperature of the student, tau_s in eq. 1."""
         teacher_temperature: float | dict[str, Any] = setting(
             {"name": "constant", "start": 0.07, "warmup": "30 epochs", "warmup_start": 0.04},
             of="schedules",
             above=0,
         )
-        center_momentum: float = setting(0.9, min=0, max=1)  # m in eq. 4
-        # lambda of the teacher; larger at the start for smaller batches
+        """Temperature of the teacher, tau_t; 0.04 throughout is safer if it diverges."""
+        center_momentum: float = setting(0.9, min=0, max=1)
+        """Momentum of the center, m in eq. 4."""
         momentum: float | dict[str, Any] = setting(
             {"name": "cosine", "start": 0.996, "end": 1.0}, of="schedules", min=0, max=1
         )
+        """Momentum of the teacher, lambda; larger at the start for smaller batches."""
         freeze_last_layer: int | str = setting("1 epoch", duration=True)
+        """How long the last layer is not trained."""
 
     center: Tensor
 

@@ -87,29 +87,44 @@ class DINOv2(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(65_536, min=1, tiny=16)  # K
-        hidden_dim: int = setting(2048, min=1, tiny=32)  # width of the heads' hidden layers
-        bottleneck: int = setting(256, min=1, tiny=16)  # width before the last layers
-        num_layers: int = setting(3, min=1, max=100)  # layers of a head without the last
-        tied_heads: bool = False  # one head for images and patches
-        temperature: float = setting(0.1, above=0)  # of the student
+        out_dim: int = setting(65_536, min=1, tiny=16)
+        """Number of prototypes, K."""
+        hidden_dim: int = setting(2048, min=1, tiny=32)
+        """Width of the heads' hidden layers."""
+        bottleneck: int = setting(256, min=1, tiny=16)
+        """Width before the last layers."""
+        num_layers: int = setting(3, min=1, max=100)
+        """Layers of a head without the last."""
+        tied_heads: bool = False
+        """Whether images and patches share one head."""
+        temperature: float = setting(0.1, above=0)
+        """Temperature of the student."""
         teacher_temperature: float | dict[str, Any] = setting(
             {"name": "constant", "start": 0.07, "warmup": "30 epochs", "warmup_start": 0.04},
             of="schedules",
             above=0,
         )
+        """Temperature of the teacher."""
         targets: Literal["sinkhorn", "centering"] = "sinkhorn"
-        center_momentum: float = setting(0.9, min=0, max=1)  # for targets: centering
-        # of the teacher
+        """How the teacher's outputs become targets."""
+        center_momentum: float = setting(0.9, min=0, max=1)
+        """Momentum of the center, for ``targets: centering``."""
         momentum: float | dict[str, Any] = setting(
             {"name": "cosine", "start": 0.992, "end": 1.0}, of="schedules", min=0, max=1
         )
+        """Momentum of the teacher."""
         freeze_last_layer: int | str = setting("1 epoch", duration=True)
-        mask_probability: float = setting(0.5, min=0, max=1)  # of masking a global view
-        mask_ratio: list[float] = setting([0.1, 0.5], min=0, max=1)  # smallest and largest share
+        """How long the last layers are not trained."""
+        mask_probability: float = setting(0.5, min=0, max=1)
+        """Probability that a global view is masked."""
+        mask_ratio: list[float] = setting([0.1, 0.5], min=0, max=1)
+        """Smallest and largest share of masked patches."""
         dino_weight: float = setting(1.0, min=0)
+        """Weight of the loss of images."""
         ibot_weight: float = setting(1.0, min=0)
+        """Weight of the loss of masked patches."""
         koleo_weight: float = setting(0.1, min=0)
+        """Weight of KoLeo, which spreads embeddings."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if len(self.mask_ratio) != 2 or self.mask_ratio[0] > self.mask_ratio[1]:

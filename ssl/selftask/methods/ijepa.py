@@ -48,24 +48,32 @@ class IJEPA(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_targets: int = setting(4, min=1)  # M
-        target_scale: tuple[float, float] = (0.15, 0.2)  # fraction of the image's area
-        target_ratio: tuple[float, float] = (0.75, 1.5)  # height / width, relative to the image's
-        context_scale: tuple[float, float] = (0.85, 1.0)  # before the targets are cut out
-        min_context: int = setting(
-            10, min=0
-        )  # patches; if fewer remain, the last targets may overlap
-        max_context: float = 0.5  # fraction of the image's patches; random ones beyond are dropped
-        predictor_dim: int = setting(384, min=1, tiny=16)  # width
-        predictor_depth: int = setting(6, min=1, tiny=1)  # blocks; 12 for ViT-L and larger
+        num_targets: int = setting(4, min=1)
+        """Number of target blocks, M."""
+        target_scale: tuple[float, float] = (0.15, 0.2)
+        """Range of a target's share of the image's area."""
+        target_ratio: tuple[float, float] = (0.75, 1.5)
+        """Range of height / width of a target, relative to the image's."""
+        context_scale: tuple[float, float] = (0.85, 1.0)
+        """Range of the context's share of the image's area, before the targets are cut out."""
+        min_context: int = setting(10, min=0)
+        """Smallest context, in patches; if fewer remain, the last targets may overlap."""
+        max_context: float = 0.5
+        """Largest context as a share of the image's patches; random ones beyond are dropped."""
+        predictor_dim: int = setting(384, min=1, tiny=16)
+        """Width of the predictor."""
+        predictor_depth: int = setting(6, min=1, tiny=1)
+        """Blocks of the predictor; 12 for ViT-L and larger."""
         predictor_heads: int = setting(12, min=1, tiny=2)
-        # initial deviation of weights; null: larger in layers of few inputs, for networks much
-        # narrower than a ViT-B, which with 0.02 pass on little but positions
+        """Attention heads of the predictor."""
         init_std: float | None = setting(0.02, above=0)
-        # of the teacher
+        """Initial standard deviation of weights; null: larger in layers of few inputs, for networks
+        much narrower than a ViT-B, which with 0.02 pass on little but positions.
+        """
         momentum: float | dict[str, Any] = setting(
             {"name": "linear", "start": 0.996, "end": 1.0}, of="schedules", min=0, max=1
         )
+        """Momentum of the teacher."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             backbone = config["backbone"]

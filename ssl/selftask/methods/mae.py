@@ -44,11 +44,16 @@ class MAE(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        mask_ratio: float = 0.75  # fraction of the patches, drawn at random
-        normalize_pixels: bool = True  # each patch to mean 0 and variance 1: table 1d
-        decoder_dim: int = setting(512, min=1, tiny=16)  # width
-        decoder_depth: int = setting(8, min=1, tiny=1)  # blocks
+        mask_ratio: float = 0.75
+        """Share of the patches that are masked, drawn at random."""
+        normalize_pixels: bool = True
+        """Whether each target patch is normalized to mean 0 and variance 1, table 1d."""
+        decoder_dim: int = setting(512, min=1, tiny=16)
+        """Width of the decoder."""
+        decoder_depth: int = setting(8, min=1, tiny=1)
+        """Blocks of the decoder."""
         decoder_heads: int = setting(16, min=1, tiny=2)
+        """Attention heads of the decoder."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if not 0 < self.mask_ratio < 1:

@@ -44,14 +44,18 @@ class MoCo(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(128, min=1, tiny=16)  # D
-        # width of the head's hidden layer; None: the backbone's
+        out_dim: int = setting(128, min=1, tiny=16)
+        """Width of the head's output, D."""
         hidden_dim: int | None = setting(None, min=1, tiny=32)
-        queue_size: int = setting(65_536, min=1, tiny=lambda batch: 2 * batch)  # K
-        temperature: float = 0.2  # tau in eq. 1; v1 has 0.07
-        # m in eq. 2
+        """Width of the head's hidden layer; null: the backbone's."""
+        queue_size: int = setting(65_536, min=1, tiny=lambda batch: 2 * batch)
+        """Length of the queue, in keys; K."""
+        temperature: float = 0.2
+        """Temperature of the similarities, tau in eq. 1; v1 has 0.07."""
         momentum: float | dict[str, Any] = setting(0.999, of="schedules", min=0, max=1)
-        symmetric: bool = False  # both views are queries, each with a queue of its own (v2+)
+        """Momentum of the teacher, m in eq. 2."""
+        symmetric: bool = False
+        """Whether both views are queries, each with a queue of its own (v2+)."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if self.temperature <= 0:

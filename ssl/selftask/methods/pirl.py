@@ -42,11 +42,16 @@ class PIRL(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(128, min=1, tiny=16)  # D
-        num_negatives: int = setting(32000, min=1, tiny=16)  # K
+        out_dim: int = setting(128, min=1, tiny=16)
+        """Width of the head's output, D."""
+        num_negatives: int = setting(32000, min=1, tiny=16)
+        """Negatives drawn from the memory bank, K."""
         temperature: float = setting(0.07, above=0)
-        tiles_weight: float = setting(0.5, min=0, max=1)  # lambda in equation 5
-        momentum: float = setting(0.5, min=0, max=1)  # of memory updates
+        """Temperature of the similarities."""
+        tiles_weight: float = setting(0.5, min=0, max=1)
+        """Weight of the loss of tiles, lambda in eq. 5."""
+        momentum: float = setting(0.5, min=0, max=1)
+        """Momentum of the memory bank."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

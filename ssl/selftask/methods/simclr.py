@@ -39,13 +39,18 @@ class SimCLR(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(128, min=1, tiny=16)  # D
-        # width of the head's hidden layer; None: the backbone's
+        out_dim: int = setting(128, min=1, tiny=16)
+        """Width of the head's output, D."""
         hidden_dim: int | None = setting(None, min=1, tiny=32)
-        norm: bool = True  # BatchNorm after both layers of the head, as in the paper's code
-        temperature: float = 0.1  # tau in eq. 1; 0.5 for CIFAR-10 in the paper, 0.2 in solo-learn
-        scale: float = setting(1.0, above=0)  # of the whole loss; 2 in the paper's code, which
-        # sums both directions
+        """Width of the head's hidden layer; null: the backbone's."""
+        norm: bool = True
+        """Whether both layers of the head have BatchNorm, as in the paper's code."""
+        temperature: float = 0.1
+        """Temperature of the similarities, tau in eq. 1; 0.5 for CIFAR-10 in the paper, 0.2 in
+        solo-learn.
+        """
+        scale: float = setting(1.0, above=0)
+        """Factor of the whole loss; 2 in the paper's code, which sums both directions."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if self.temperature <= 0:

@@ -42,8 +42,10 @@ class SimMIM(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        mask_ratio: float = setting(0.6, above=0, below=1)  # fraction of the squares
-        mask_size: int = setting(32, min=1, tiny=8)  # side of a square in pixels
+        mask_ratio: float = setting(0.6, above=0, below=1)
+        """Share of the squares that are masked."""
+        mask_size: int = setting(32, min=1, tiny=8)
+        """Side of a masked square, in pixels."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         adapter = adapter_of(backbone)

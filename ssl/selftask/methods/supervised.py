@@ -45,11 +45,16 @@ class Supervised(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_classes: int | None = setting(None, min=1)  # C; None: as many as the data set has
-        freeze_backbone: bool = False  # the linear probe: only the classifier is trained
-        targets: list[str] = setting([])  # names of `data.numbers`, one for each label
-        loss: str = "CrossEntropyLoss"  # of torch.nn, or classy:NAME
+        num_classes: int | None = setting(None, min=1)
+        """Number of classes, C; null: as many as the data set has."""
+        freeze_backbone: bool = False
+        """Whether only the classifier is trained: the linear probe."""
+        targets: list[str] = setting([])
+        """Names of ``data.numbers`` to predict, one for each label; empty: the class."""
+        loss: str = "CrossEntropyLoss"
+        """Loss of torch.nn, or ``classy:NAME``."""
         loss_args: dict[str, Any] = field(default_factory=dict)
+        """Arguments of the loss."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if self.targets and (self.loss != "CrossEntropyLoss" or self.num_classes):

@@ -44,21 +44,32 @@ class SwAV(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(128, min=1, tiny=16)  # D
-        hidden_dim: int = setting(2048, min=1, tiny=32)  # width of the head's hidden layer
-        norm: bool = True  # BatchNorm in the head
-        num_prototypes: int = setting(3000, min=1, tiny=12)  # K
-        temperature: float = 0.1  # tau in eq. 2
-        epsilon: float = 0.05  # weight of the entropy in eq. 3
+        out_dim: int = setting(128, min=1, tiny=16)
+        """Width of the head's output, D."""
+        hidden_dim: int = setting(2048, min=1, tiny=32)
+        """Width of the head's hidden layer."""
+        norm: bool = True
+        """Whether the head has BatchNorm."""
+        num_prototypes: int = setting(3000, min=1, tiny=12)
+        """Number of prototypes, K."""
+        temperature: float = 0.1
+        """Temperature of the softmax over prototypes, tau in eq. 2."""
+        epsilon: float = 0.05
+        """Weight of the entropy in eq. 3."""
         sinkhorn_iterations: int = setting(3, min=1)
-        # prototype k gets a share of the images proportional to k ** -power; 0: equal shares
+        """Iterations of Sinkhorn-Knopp."""
         power: float = setting(0.0, min=0)
-        # at first assignments are hard, the most probable prototype alone; VISSL's option
+        """Exponent of the shares of prototypes: prototype k gets images proportional to k **
+        -power; 0: equal shares.
+        """
         hard_assignments: int | str = setting(0, duration=True)
-        # L, images; 3840 in the paper for batches of 256, 0: no queue
+        """How long assignments are hard, the most probable prototype alone; VISSL's option."""
         queue_size: int = setting(0, min=0, tiny=lambda batch: 2 * batch)
+        """Length of the queue, in images; L. 3840 in the paper for batches of 256, 0: no queue."""
         queue_start: int | str = setting("15 epochs", duration=True, tiny=1)
+        """Time from which the queue is used."""
         freeze_prototypes: int | str = setting("1 epoch", duration=True)
+        """How long the prototypes are not trained."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             batch_size = config["train"]["batch_size"]

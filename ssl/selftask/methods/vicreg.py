@@ -34,11 +34,16 @@ class VICReg(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(8192, min=1, tiny=16)  # D
-        hidden_dim: int = setting(8192, min=1, tiny=32)  # of the projector's two hidden layers
-        invariance_weight: float = setting(25.0, min=0)  # lambda in equation 6
-        variance_weight: float = setting(25.0, min=0)  # mu
-        covariance_weight: float = setting(1.0, min=0)  # nu
+        out_dim: int = setting(8192, min=1, tiny=16)
+        """Width of the head's output, D."""
+        hidden_dim: int = setting(8192, min=1, tiny=32)
+        """Width of the projector's two hidden layers."""
+        invariance_weight: float = setting(25.0, min=0)
+        """Weight of the invariance term, lambda in eq. 6."""
+        variance_weight: float = setting(25.0, min=0)
+        """Weight of the variance term, mu."""
+        covariance_weight: float = setting(1.0, min=0)
+        """Weight of the covariance term, nu."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if config["train"]["batch_size"] < 2:

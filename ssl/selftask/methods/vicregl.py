@@ -50,16 +50,26 @@ class VICRegL(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        out_dim: int = setting(8192, min=1, tiny=16)  # D
-        hidden_dim: int = setting(8192, min=1, tiny=32)  # of the projector's two hidden layers
-        local_dim: int = setting(512, min=1, tiny=8)  # L, also of its hidden layers
-        alpha: float = setting(0.75, min=0, max=1)  # weight of whole views; the rest is of cells
-        num_matches: int = setting(20, min=1, tiny=2)  # gamma: best pairs of cells for a large view
-        num_small_matches: int = setting(4, min=1, tiny=2)  # best pairs for the other views
-        match_all_features: bool = True  # when matching by features, use all cells
+        out_dim: int = setting(8192, min=1, tiny=16)
+        """Width of the head's output, D."""
+        hidden_dim: int = setting(8192, min=1, tiny=32)
+        """Width of the projector's two hidden layers."""
+        local_dim: int = setting(512, min=1, tiny=8)
+        """Width of the projector of cells and of its hidden layers, L."""
+        alpha: float = setting(0.75, min=0, max=1)
+        """Weight of whole views; the rest is of cells."""
+        num_matches: int = setting(20, min=1, tiny=2)
+        """Best pairs of cells for a large view, gamma."""
+        num_small_matches: int = setting(4, min=1, tiny=2)
+        """Best pairs of cells for the other views."""
+        match_all_features: bool = True
+        """Whether all cells are used when matching by features."""
         invariance_weight: float = setting(25.0, min=0)
+        """Weight of the invariance term."""
         variance_weight: float = setting(25.0, min=0)
+        """Weight of the variance term."""
         covariance_weight: float = setting(1.0, min=0)
+        """Weight of the covariance term."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if config["train"]["batch_size"] < 2:

@@ -80,13 +80,18 @@ class ScheduleConfig:
     warm-up included.
     """
 
-    # after the warm-up; optimizer.lr if it is the schedule of the learning rate
     start: float | None = setting(None, also=["start_value", "base_value", "value"])
-    end: float | None = setting(None, also=["end_value"])  # at the end of the run
+    """Value after the warm-up; ``optimizer.lr`` if it is the schedule of the learning rate."""
+    end: float | None = setting(None, also=["end_value"])
+    """Value at the end of the run."""
     warmup: int | str = setting(0, duration=True)
+    """Length of the warm-up."""
     warmup_start: float = 0.0
+    """Value at the start of the warm-up."""
     warmup_shape: Literal["linear", "cosine", "exponential", "constant"] = "linear"
+    """Shape of the warm-up."""
     update: Literal["step", "epoch"] = setting("step", also=["update_interval", "by_epoch"])
+    """Whether the value changes at each step or once an epoch."""
 
     needs_end = True
 
@@ -166,7 +171,9 @@ class Cosine(ScheduleConfig):
     """Half a cosine from start to end, with optional restarts (SGDR, arXiv:1608.03983)."""
 
     restarts: int = setting(0, min=0, max=1000)
-    growth: float = setting(1.0, above=0)  # of each cycle's length over the one before: T_mult
+    """Number of restarts."""
+    growth: float = setting(1.0, above=0)
+    """Length of a cycle divided by that of the one before, T_mult."""
 
     def curve(self, start: float, end: float, span: Span) -> Schedule:
         half = schedulers.CosineParamScheduler(start, end)
@@ -195,7 +202,8 @@ class Exponential(ScheduleConfig):
 class Polynomial(ScheduleConfig):
     """``end + (start - end) * (1 - where) ** power``."""
 
-    power: float = setting(above=0)  # 0.9 in DeepLab; 1 is linear
+    power: float = setting(above=0)
+    """Exponent; 0.9 in DeepLab, 1 is linear."""
 
     def curve(self, start: float, end: float, span: Span) -> Schedule:
         decay = schedulers.PolynomialDecayParamScheduler(start - end, self.power)
@@ -210,7 +218,9 @@ class Step(ScheduleConfig):
     needs_end = False
 
     every: int | str = setting(duration=True, also=["step_size"])
+    """Time between reductions."""
     factor: float = setting(0.1, above=0, also=["gamma"])
+    """Factor at each reduction."""
 
     def curve(self, start: float, end: float, span: Span) -> Schedule:
         every = span.fraction(self.every)
@@ -226,8 +236,10 @@ class MultiStep(ScheduleConfig):
 
     needs_end = False
 
-    milestones: list[int | str]  # durations from the start, such as [60 epochs, 80 epochs]
+    milestones: list[int | str]
+    """Times of the reductions from the start, such as [60 epochs, 80 epochs]."""
     factor: float = setting(0.1, above=0, also=["gamma"])
+    """Factor at each milestone."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         yield from super().problems(config)
@@ -265,8 +277,10 @@ class OneCycle(ScheduleConfig):
     ``sgd_momentum: {name: one_cycle, first: 0.95, start: 0.85, end: 0.95}``.
     """
 
-    first: float | None = None  # value at the first step; none: start / 25
+    first: float | None = None
+    """Value at the first step; none: start / 25."""
     rise: int | str = setting("30%", duration=True, also=["pct_start"])
+    """Length of the rise."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         yield from super().problems(config)
@@ -286,7 +300,9 @@ class WarmupStableDecay(ScheduleConfig):
     """Warm-up, constant, then a cooldown to end (WSD; Haegele et al., arXiv:2405.18392)."""
 
     cooldown: int | str = setting("20%", duration=True)
-    shape: Literal["linear", "cosine", "sqrt"] = "linear"  # sqrt: 1 - sqrt(progress)
+    """Length of the cooldown."""
+    shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    """Shape of the cooldown; sqrt: 1 - sqrt(progress)."""
 
     def curve(self, start: float, end: float, span: Span) -> Schedule:
         cooldown = span.fraction(self.cooldown)
@@ -324,7 +340,9 @@ class Composite(ScheduleConfig):
     needs_end = False
 
     parts: list[dict[str, Any]] = setting(of="schedules")
-    milestones: list[int | str]  # one less than parts
+    """Schedules, one after the other."""
+    milestones: list[int | str]
+    """Times at which the next begins; one less than parts."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         yield from milestone_problems(self.milestones)

@@ -31,7 +31,8 @@ from selftask.task.second_pass import second_pass
 class GradCache:
     """Forward twice in chunks: a loss over the whole batch in the memory of one chunk."""
 
-    chunks: int = setting(16, min=2)  # of each rank's batch; sizes differ by one sample at most
+    chunks: int = setting(16, min=2)
+    """Chunks of each rank's batch; sizes differ by one sample at most."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         method, train = config["method"]["name"], config["train"]

@@ -28,8 +28,10 @@ from selftask.task.second_pass import second_pass
 class SAM:
     """Update with the gradient at the weights that are worst within a radius (SAM)."""
 
-    rho: float = setting(0.05, above=0)  # the radius, eq. 2; 0.5 to 2 is usual with adaptive
-    adaptive: bool = False  # radius relative to each weight (ASAM)
+    rho: float = setting(0.05, above=0)
+    """Radius, eq. 2; 0.5 to 2 is usual with ``adaptive``."""
+    adaptive: bool = False
+    """Whether the radius is relative to each weight (ASAM)."""
 
     def __call__(self, task: Task) -> None:
         """Gradient, climb by ``rho`` along it, gradient there, back, optimizer step with that.

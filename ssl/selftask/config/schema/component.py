@@ -12,7 +12,9 @@ class Component:
     """A named thing and its complete, validated arguments."""
 
     name: str
-    args: dict[str, Any] = field(default_factory=dict)  # of its Config, complete with defaults
+    """Registered name."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of its ``Config``, complete with defaults."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return ``{name: ..., **args}``, as in the yaml."""
@@ -23,7 +25,8 @@ class Component:
 class HookComponent(Component):
     """A hook with its arguments, and its place among the others."""
 
-    priority: int | None = None  # lowest first; none: the hook's own
+    priority: int | None = None
+    """Place among the hooks, the lowest first; none: the hook's own."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return ``{name: ..., **args}``, with the priority if it is set."""

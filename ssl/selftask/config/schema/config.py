@@ -34,27 +34,48 @@ DEFAULT_HOOKS = (
 class Config:
     """Complete config of a training; equal configs give equal trainings."""
 
-    recipe: str  # as given on the command line
-    task: str = "standard"  # registered name of a class: Task, or a subclass of one's own
+    recipe: str
+    """Recipe as given on the command line."""
+    task: str = "standard"
+    """Registered name of the task's class: ``Task``, or your own subclass of it."""
     data: DataConfig = setting(missing="data=FOLDER takes any tree of images")
-    views: dict[str, ViewConfig]  # in the order in which they reach the method
+    """Images to train on; ``data=FOLDER`` is short for ``data.path=FOLDER``."""
+    views: dict[str, ViewConfig]
+    """Groups of views, in the order in which they reach the method."""
     backbone: Component = setting(of="backbones", missing="give the name of a backbone")
+    """Network that is trained, by name: ``resnet18``, ``timm:NAME``, ``torchvision:NAME``,
+    ``module:function``.
+    """
     method: Component = setting(of="methods", missing="give the name of a method")
+    """Self-supervised method, by name."""
     train: TrainConfig
+    """Length, batch size, precision and checkpoints."""
     optimizer: OptimizerConfig = setting(missing="give its name and lr")
+    """Optimizer, learning rate and weight decay."""
     meters: dict[str, Component] = setting(of="meters")
+    """Meters of test phases, by name."""
     hooks: dict[str, HookComponent] = setting(of="hooks")
+    """Hooks, by name; null takes a default hook out."""
     eval: EvalConfig
-    # lowest and highest last value of metrics, {knn_top1: [0.66, 0.74]}; else the run has failed
+    """Evaluations of the frozen backbone during training."""
     expected: dict[str, tuple[float, float]] = setting({}, also=["expected_results"])
+    """Lowest and highest last value of metrics, such as ``{knn_top1: [0.66, 0.74]}``; otherwise the
+    run has failed.
+    """
     init: InitConfig
+    """Weights to start from."""
     resume: ResumeConfig
+    """Checkpoint to resume from."""
     parallel: ParallelConfig
+    """How processes share the work."""
     launch: LaunchConfig
-    out: str = setting(path=True)  # the run folder
-    imports: list[str]  # yaml `import`: the user's own modules
+    """Processes, machines and SLURM."""
+    out: str = setting(path=True)
+    """Run folder: a path or an address such as ``s3://bucket/run``."""
+    imports: list[str]
+    """Your own modules, imported before names are looked up; ``import`` in yaml."""
     places: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
-    # dotted key -> where its value comes from; read through `place`
+    """Dotted key -> where its value comes from; read it through ``place``."""
 
     @property
     def out_folder(self) -> Path:

@@ -13,34 +13,54 @@ from selftask.config.schema.component import Component, entries, own
 class DataConfig:
     """Data set, and how it is read."""
 
-    source: Component = setting(of="sources", flat=True)  # yaml: data.name and its own fields
-    # labelled images for evaluations; none: no k-NN while training
+    source: Component = setting(of="sources", flat=True)
+    """Source of the images: in yaml ``data.name`` with the source's own keys."""
     val: Component | None = setting(None, of="sources", shared=["subset"])
+    """Labelled images for evaluations, as ``data``; none: no k-NN during training."""
     val_sets: dict[str, Component] = setting({}, of="sources", also=["val_datasets", "test_sets"])
-    # further ones by name: rows get NAME/knn_top1, NAME/val_loss
-    sampler: Component = setting(Component(name="shuffled"), of="samplers")  # of an epoch
-    tokenizer: Component = setting(Component(name="bytes"), of="tokenizers")  # of texts
-    # those of the source; the number of the image; 0 for all; or none
+    """Further labelled sets by name; rows get ``NAME/knn_top1`` and ``NAME/val_loss``."""
+    sampler: Component = setting(Component(name="shuffled"), of="samplers")
+    """Order of the images in an epoch."""
+    tokenizer: Component = setting(Component(name="bytes"), of="tokenizers")
+    """Tokenizer of captions."""
     relabel: Literal["no", "index", "zero", "none"] = "no"
-    augment_on: Literal["cpu", "device"] = "cpu"  # who makes the views: workers, or the device
-    # pixels: images for augment_on=device, and those in a cache, have a longer side of at most
-    # this; crops then see no finer detail
+    """Labels of the training images: ``no`` keeps those of the source, ``index`` is the number of
+    the image, ``zero`` is 0 for all, ``none`` removes them.
+    """
+    augment_on: Literal["cpu", "device"] = "cpu"
+    """Who makes the views: worker processes on the CPU, or the device."""
     max_side: int | None = setting(None, min=1)
-    cache: Literal["none", "ram", "disk", "device"] = "none"  # of decoded images: in each process's
-    # memory, in a file below $SELFTASK_CACHE, or (small data sets, augment_on=device) on the device
-    num_workers: int = setting(0, min=0, also=["workers"])  # processes; yaml: `auto` is possible
-    on_error: Literal["skip", "fail"] = "skip"  # what an unreadable file does
-    # share of images that may be unreadable; null: 0.1 %, but at least 3 images
+    """Largest longer side of images that are cached or sent to the device, in pixels; larger ones
+    are scaled down, and crops see no finer detail.
+    """
+    cache: Literal["none", "ram", "disk", "device"] = "none"
+    """Cache of decoded images: in each process's memory, in a file below ``$SELFTASK_CACHE``, or on
+    the device (small data sets with ``augment_on=device``).
+    """
+    num_workers: int = setting(0, min=0, also=["workers"])
+    """Loader processes per rank; ``auto`` in yaml: from the cores."""
+    on_error: Literal["skip", "fail"] = "skip"
+    """What an unreadable file does: skip it, or end the run."""
     max_unreadable: float | None = setting(None, min=0, max=1)
-    max_pixels: int = setting(100_000_000, min=1)  # larger images are refused: they are bombs
-    max_bytes: int = setting(1 << 30, min=1)  # of an encoded image; larger ones are not read
-    max_scans: int = setting(100, min=1)  # of a JPEG, each of which takes a pass over the image;
-    # most have 1, progressive ones about 10
-    subset: float | int | dict[str, Any] | None = None  # of the training images: see docs/data.md
-    # copy the files to this folder, or to `ram`, before training
+    """Share of images that may be unreadable; null: 0.1 %, but at least 3 images."""
+    max_pixels: int = setting(100_000_000, min=1)
+    """Largest number of pixels of an image; larger ones are refused as decompression bombs."""
+    max_bytes: int = setting(1 << 30, min=1)
+    """Largest size of an encoded image, in bytes; larger ones are not read."""
+    max_scans: int = setting(100, min=1)
+    """Largest number of scans of a JPEG, each of which takes a pass over the image; most have 1,
+    progressive ones about 10.
+    """
+    subset: float | int | dict[str, Any] | None = None
+    """Part of the training images to use: a share, a number of images, or ``{count: 10, per_class:
+    true}``.
+    """
     stage_to: str | None = setting(None, path=True)
-    read_timeout_s: float = setting(60.0, min=0)  # of a file, when its disk is silent; 0: none
-    read_retries: int = setting(2, min=0, max=10)  # after a time-out or an error that passes
+    """Folder to copy the files to before training, or ``ram``."""
+    read_timeout_s: float = setting(60.0, min=0)
+    """Longest time without data from a file's disk, in seconds; 0: no limit."""
+    read_retries: int = setting(2, min=0, max=10)
+    """Retries after a time-out or a temporary error."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the section as in the yaml, the source's fields beside ours."""

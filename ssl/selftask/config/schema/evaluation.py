@@ -14,16 +14,23 @@ class EvalConfig:
     """Evaluations of the frozen backbone during training."""
 
     transforms: list[Component] = setting([], of="transforms")
-    evaluations: dict[str, Component] = setting({}, of="evaluations")  # {"knn": ...}
-    every: int | str | None = setting(None, duration=True, min=1)  # none: step 0 and the end only
-    loss: bool = setting(False, also=["val_loss", "validation_loss"])  # the method's own loss of
-    # data.val, in the views of training, as val_loss
-    test_every: int = setting(1, min=1, also=["test_phase_period", "val_interval"])  # epochs
-    # between test phases, which meters have; one more at the end
-    # numbers of hidden layers to evaluate, -1 is the last; none: the backbone's own output
+    """Transforms of evaluated images, without random ones."""
+    evaluations: dict[str, Component] = setting({}, of="evaluations")
+    """Evaluations by name, such as ``{knn: {k: [20]}}``."""
+    every: int | str | None = setting(None, duration=True, min=1)
+    """Time between evaluations; null: at step 0 and at the end only."""
+    loss: bool = setting(False, also=["val_loss", "validation_loss"])
+    """Whether to compute the method's own loss on ``data.val``, in the views of training, as
+    ``val_loss``.
+    """
+    test_every: int = setting(1, min=1, also=["test_phase_period", "val_interval"])
+    """Epochs between test phases with meters; one more comes at the end."""
     layers: list[int] = setting([])
-    # of a layer's tokens: mean of the patches, prefix tokens (class, registers), or both
+    """Hidden layers to evaluate by number, -1 is the last; empty: the backbone's output."""
     pool: Literal["mean", "prefix", "both"] = "mean"
+    """What is taken of a layer's tokens: mean of the patches, prefix tokens (class token,
+    registers), or both.
+    """
 
     def to_dict(self) -> dict[str, Any]:
         """Return the section as in the yaml."""

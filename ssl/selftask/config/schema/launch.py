@@ -14,17 +14,24 @@ class LaunchConfig:
     """Number of machines and processes, restarts, options of SLURM."""
 
     nodes: int = setting(1, min=1, also=["num_nodes"])
-    processes: int = setting(1, min=1, also=["gpus", "num_gpus", "nproc_per_node"])  # per node
+    """Number of machines."""
+    processes: int = setting(1, min=1, also=["gpus", "num_gpus", "nproc_per_node"])
+    """Processes (ranks) on each machine, one per GPU."""
     slurm: dict[str, Any] = field(default_factory=dict)
-    hang_timeout_s: float = setting(
-        600.0, min=1
-    )  # a run in which no rank moves for so long is stuck
-    snapshot: bool = (
-        False  # SLURM: jobs import the user's modules from a copy of the git repository
-    )
-    parallel_runs: int = setting(1, min=1)  # of a local sweep that train at the same time
-    max_restarts: int = setting(0, min=0)  # new attempts after a rank failed or was killed
-    max_requeues: int = setting(100, min=0)  # SLURM: returns to the queue, preempted or timed out
+    """Options of sbatch, such as ``partition``, ``time``, ``account``; also ``setup``,
+    ``teardown``, ``srun_args``, ``signal_delay_s``.
+    """
+    hang_timeout_s: float = setting(600.0, min=1)
+    """Time without progress on any rank after which the run is ended as stuck, in seconds."""
+    snapshot: bool = False
+    """SLURM: whether jobs import your modules from a copy of the git repository made at submission.
+    """
+    parallel_runs: int = setting(1, min=1)
+    """Runs of a local sweep that train at the same time."""
+    max_restarts: int = setting(0, min=0)
+    """New attempts after a rank failed or was killed."""
+    max_requeues: int = setting(100, min=0)
+    """SLURM: times that the job may return to the queue after preemption or a time-out."""
 
     @property
     def world_size(self) -> int:
@@ -41,26 +48,41 @@ class ParallelConfig:
     """How processes share the work; without cost on one process."""
 
     reduce: Literal["manual", "ddp", "fsdp"] = setting("manual", also=["strategy", "backend"])
-    bucket_mb: float = setting(25.0, min=0.001)  # MiB of gradients that travel together
-    grad_compression: Literal["none", "fp16", "bf16"] = "none"  # of gradients on their way (manual)
-    buffers: Literal["broadcast", "mean"] = "broadcast"  # BatchNorm's running statistics before
-    # evaluations and saves: those of the first rank, or the mean over ranks
-    static_graph: bool = False  # every step uses the same parameters, equally often (ddp)
-    find_unused: bool = setting(False, also=["find_unused_parameters"])  # parameters may lack a
-    # gradient in some steps (ddp; manual and fsdp always allow it)
+    """How gradients are reduced: by the train step itself, by DistributedDataParallel, or sharded
+    by FSDP2.
+    """
+    bucket_mb: float = setting(25.0, min=0.001)
+    """Gradients that travel together, in MiB."""
+    grad_compression: Literal["none", "fp16", "bf16"] = "none"
+    """Type of gradients on their way between ranks (manual)."""
+    buffers: Literal["broadcast", "mean"] = "broadcast"
+    """BatchNorm's running statistics before evaluations and saves: those of the first rank, or the
+    mean over ranks.
+    """
+    static_graph: bool = False
+    """Whether every step uses the same parameters, equally often (ddp)."""
+    find_unused: bool = setting(False, also=["find_unused_parameters"])
+    """Whether parameters may lack a gradient in some steps (ddp; manual and fsdp always allow it).
+    """
     shard_over: int | Literal["all", "node"] = setting("all", min=1, also=["sharding_strategy"])
-    # ranks that together hold one copy of the network (fsdp): all, those of a node, or so many
-    cpu_offload: bool = setting(False, also=["offload_params"])  # shards, their gradients and
-    # optimizer state on the CPU, which takes the steps (fsdp)
+    """Ranks that together hold one copy of the network (fsdp): all, those of a node, or a number.
+    """
+    cpu_offload: bool = setting(False, also=["offload_params"])
+    """Whether shards, their gradients and optimizer state are kept on the CPU, which takes the
+    steps (fsdp).
+    """
     prefetch: int = setting(0, min=0, also=["forward_prefetch", "backward_prefetch"])
-    # blocks to gather ahead of the one that computes (fsdp); 0: torch's choice, one
+    """Blocks to gather ahead of the one that computes (fsdp); 0: torch's choice, one."""
     activation_checkpointing: float | str = setting(
         "none", also=["checkpointing", "grad_checkpointing", "gradient_checkpointing"]
-    )  # blocks: keep what enters a block only, compute the rest again: memory for time; a size
-    # ('8 GB') or a share (0.5): of as few blocks as keep the rest within that
+    )
+    """Activations that are recomputed in the backward pass: ``none``; ``blocks`` keeps only the
+    inputs of blocks; a size ('8 GB') or a share (0.5): of as few blocks as keep the rest within it.
+    """
     sync_batch_norm: int | Literal["none", "all", "node"] = setting(
         "none", min=1, also=["sync_bn", "syncbn", "sync_batchnorm"]
-    )  # statistics over all processes, those of a node, or groups of so many
+    )
+    """BatchNorm statistics over all processes, those of a node, or groups of so many."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the section as in the yaml."""

@@ -18,8 +18,11 @@ class ScaledLR:
     """A learning rate for a reference batch, scaled with the batch of a step."""
 
     base: float = setting(min=0)
-    per: int = setting(256, min=1)  # samples: the batch for which ``base`` is meant
-    rule: Literal["linear", "sqrt"] = "linear"  # times batch / per, or its root
+    """Learning rate for the reference batch."""
+    per: int = setting(256, min=1)
+    """Reference batch, in samples."""
+    rule: Literal["linear", "sqrt"] = "linear"
+    """Factor of the rate: batch / ``per``, or its square root."""
 
     def factor(self, batch: int) -> float:
         """Return the factor for a batch: all samples of a step, on all ranks."""
@@ -31,15 +34,22 @@ class ScaledLR:
 class GroupRule:
     """A rule for some parameters, by name, by type of their module, or by both."""
 
-    # patterns with *, or names of modules: backbone.layer1, *.norm*, loss.prototypes
     match: str | list[str] | None = None
-    type: str | list[str] | None = None  # class names of modules: BatchNorm2d, LayerNorm
-    lr: float | None = setting(None, min=0)  # times optimizer.lr
+    """Patterns with ``*``, or names of modules: ``backbone.layer1``, ``*.norm*``,
+    ``loss.prototypes``.
+    """
+    type: str | list[str] | None = None
+    """Class names of modules, such as ``BatchNorm2d`` or ``LayerNorm``."""
+    lr: float | None = setting(None, min=0)
+    """Factor of ``optimizer.lr``."""
     weight_decay: float | dict[str, Any] | None = setting(None, of="schedules", min=0)
-    # instead of optimizer.schedule; start, end and warmup are the learning rate's unless given
+    """Weight decay of these parameters."""
     schedule: str | dict[str, Any] | None = setting(None, of="schedules")
-    # keep the values for this long; true: for the whole training, without computing gradients
+    """Schedule instead of ``optimizer.schedule``; start, end and warm-up are the learning rate's
+    unless given.
+    """
     freeze: bool | int | str | None = setting(None, duration=True)
+    """How long to keep the values; true: the whole training, without computing gradients."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -59,31 +69,43 @@ class OptimizerConfig:
     """
 
     name: str = setting(of="optimizers", flat=True)
-    args: dict[str, Any] = field(default_factory=dict)  # the named optimizer's own fields
-    # peak; {base, per, rule} scales it with the batch; {name: ...} is a complete schedule, for
-    # which the five keys below have no effect
+    """Registered name of the optimizer, or ``torch:NAME``."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """The named optimizer's own keys, which stand beside these."""
     lr: float | ScaledLR | dict[str, Any] = setting(
         of="schedules", min=0, also=["learning_rate", "base_lr", "blr"]
     )
-    # from lr to end_lr; a section may set the schedule's own fields
+    """Peak learning rate; ``{base, per, rule}`` scales it with the batch; ``{name: ...}`` is a
+    complete schedule, for which the next five keys have no effect.
+    """
     schedule: str | dict[str, Any] = setting(
         "cosine", of="schedules", also=["scheduler", "lr_schedule", "lr_scheduler"]
     )
+    """Shape of the learning rate from ``lr`` to ``end_lr``: a name, or a section with the
+    schedule's own keys.
+    """
     warmup: int | str = setting(0, duration=True, also=["warmup_epochs", "warmup_steps"])
+    """Length of the warm-up."""
     warmup_shape: Literal["linear", "cosine", "exponential", "constant"] = setting(
         "linear", also=["warmup_method"]
     )
-    # of the warm-up; scaled as lr is
+    """Shape of the warm-up."""
     start_lr: float = setting(0.0, min=0, also=["warmup_lr", "start_warmup"])
-    # at the end of training; scaled as lr is
+    """Learning rate at the start of the warm-up; scaled as ``lr`` is."""
     end_lr: float = setting(0.0, min=0, also=["min_lr", "final_lr"])
+    """Learning rate at the end of training; scaled as ``lr`` is."""
     weight_decay: float | dict[str, Any] = setting(0.0, of="schedules", min=0, also=["wd"])
-    decay_1d: bool = False  # whether one-dimensional parameters decay too
-    decay_tokens: bool = False  # whether a transformer's tokens and learned positions do
-    # lr of a layer of the backbone over that of the layer above; the head is the highest layer
+    """Weight decay: a number, or a schedule such as ``{name: cosine, start: 0.04, end: 0.4}``."""
+    decay_1d: bool = False
+    """Whether one-dimensional parameters (biases, norms) decay too."""
+    decay_tokens: bool = False
+    """Whether a transformer's class token, registers and learned positions decay too."""
     layer_decay: float = setting(1.0, above=0, max=1, also=["layer_wise_lr_decay", "llrd"])
-    # settings of some parameters; for each setting the first rule that matches counts
+    """Learning rate of a layer of the backbone divided by that of the layer above; the head is the
+    highest layer.
+    """
     groups: list[GroupRule] = setting([], also=["param_groups", "paramwise_cfg", "custom_keys"])
+    """Rules for some parameters; for each setting the first rule that matches counts."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the section as in the yaml, the optimizer's fields beside ours."""

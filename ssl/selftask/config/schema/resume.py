@@ -13,13 +13,18 @@ from selftask.config.schema.component import own
 class InitConfig:
     """Weights to start from; not to be confused with ``resume``."""
 
-    backbone: str | None = setting(None, path=True)  # a file, a run, timm:NAME or torchvision:NAME;
-    # RUN@best (train.keep_best) and RUN@STEP take it from that checkpoint
-    min_matched: float = setting(1.0, min=0, max=1)  # least share of the backbone's tensors loaded
-    prefix: str | None = setting(None, also=["remove_prefix"])  # of the tensors to take from a file
-    # with several networks, such as state_dict.encoder_k.; none: the network that matches best
-    skip: list[str] = setting([], also=["skip_layers"])  # patterns of the backbone's tensors that
-    # keep their random values: ["conv1.*"]
+    backbone: str | None = setting(None, path=True)
+    """Weights to start from: a file, a run, ``timm:NAME`` or ``torchvision:NAME``; ``RUN@best`` and
+    ``RUN@STEP`` take a certain checkpoint of a run.
+    """
+    min_matched: float = setting(1.0, min=0, max=1)
+    """Smallest share of the backbone's tensors that must be found in the weights."""
+    prefix: str | None = setting(None, also=["remove_prefix"])
+    """Prefix of the tensors to take from a file with several networks, such as
+    ``state_dict.encoder_k.``; none: the network that matches best.
+    """
+    skip: list[str] = setting([], also=["skip_layers"])
+    """Patterns of the backbone's tensors that keep their random values, such as ``["conv1.*"]``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the section as in the yaml."""
@@ -30,8 +35,10 @@ class InitConfig:
 class ResumeConfig:
     """Which checkpoint to resume from; ``resume=auto`` is short for ``resume.checkpoint=auto``."""
 
-    checkpoint: str = setting("auto", path=True)  # auto: the newest of ``out``; never; or a path
-    data: Literal["refuse", "allow"] = "refuse"  # if images, names or classes are not as they were
+    checkpoint: str = setting("auto", path=True)
+    """``auto``: the newest checkpoint in ``out``; ``never``; or the path of one."""
+    data: Literal["refuse", "allow"] = "refuse"
+    """What to do if images, names or classes have changed since the checkpoint."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the section as in the yaml."""

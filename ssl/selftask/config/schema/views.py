@@ -15,12 +15,17 @@ class ViewConfig:
     """A group of views made by one pipeline."""
 
     count: int = setting(1, min=0, also=["num", "crops", "num_crops", "number"])
-    # views of each image, or with `of` of each view of that group; 0: only for groups made from it
-    image: str | None = None  # a further image of the sample, by its name in the data; none: the
-    # image itself
-    of: str | None = None  # the group whose views are transformed; none: the image
-    draws: bool = False  # whether `batch.draws` has the parameters of this group's transforms
+    """Views of each image, or with ``of`` of each view of that group; 0: only for groups made from
+    it.
+    """
+    image: str | None = None
+    """Further image of the sample, by its name in the data; none: the image itself."""
+    of: str | None = None
+    """Group whose views are transformed; none: the image."""
+    draws: bool = False
+    """Whether ``batch.draws`` has the parameters of this group's transforms."""
     transforms: list[Component] = setting([], of="transforms")
+    """Transforms of a view, in order."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the section as in the yaml."""

@@ -80,9 +80,10 @@ class PowerLaw(_ByClass):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        power: float = setting(0.5, min=-10, max=10)  # of the number of a class's images
-        # of an epoch; none: as many as there are images
+        power: float = setting(0.5, min=-10, max=10)
+        """Exponent of the number of a class's images: 1 is as they are, 0 is balanced."""
         samples: int | None = setting(None, min=1)
+        """Samples of an epoch; none: as many as there are images."""
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool, power=config.power, num_samples=config.samples)
@@ -102,8 +103,8 @@ class Balanced(_ByClass):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        # of an epoch; none: as many as there are images
         samples: int | None = setting(None, min=1)
+        """Samples of an epoch; none: as many as there are images."""
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool, power=0.0, num_samples=config.samples)

@@ -27,8 +27,8 @@ class Repeated(Sampler):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        # repeats of an image in its batch; has to divide train.batch_size
         times: int = setting(3, min=1)
+        """Repeats of an image in its batch; has to divide ``train.batch_size``."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             batch_size = config["train"]["batch_size"]

@@ -30,9 +30,10 @@ class Weighted(Sampler):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        weights: str  # the file
-        # of an epoch; none: as many as there are images
+        weights: str
+        """File with a weight for each image."""
         samples: int | None = setting(None, min=1)
+        """Samples of an epoch; none: as many as there are images."""
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool)

@@ -28,11 +28,15 @@ class ArrayFile(Source):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
-        images: str = "images"  # the key in a .npz
-        labels: str | None = "labels"  # the key in a .npz, optional
-        channels: int = setting(3, min=1)  # of each image
-        # keys in a .npz, with an entry for each image: texts, further images or numbers
+        """The .npz or .npy file."""
+        images: str = "images"
+        """Key of the images in a .npz."""
+        labels: str | None = "labels"
+        """Key of the labels in a .npz, if it is there."""
+        channels: int = setting(3, min=1)
+        """Channels of each image."""
         extras: list[str] = field(default_factory=list)
+        """Keys in a .npz with an entry for each image: texts, further images or numbers."""
 
     def __init__(self, config: Config) -> None:
         self.file = str(fetch(config.path))

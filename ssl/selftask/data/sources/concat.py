@@ -28,7 +28,9 @@ class Concat(Source):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         sources: list[Any] = setting(of="sources")
-        weights: list[int] = setting([], min=1)  # times an epoch shows each image; none: once
+        """Sources to join, each as ``data``."""
+        weights: list[int] = setting([], min=1)
+        """Times that an epoch shows each image of a source; empty: once."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if not self.sources:

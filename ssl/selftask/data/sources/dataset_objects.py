@@ -102,10 +102,14 @@ class Torchvision(DatasetSource):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        dataset: str  # the name of the class, such as CIFAR10
-        root: str = "data"  # the folder made by its download
-        split: str = "train"  # or val, test, if the class has them
-        args: dict[str, Any] = field(default_factory=dict)  # more arguments of the class
+        dataset: str
+        """Name of the class, such as CIFAR10."""
+        root: str = "data"
+        """Folder made by its download."""
+        split: str = "train"
+        """Split to read: train, or val or test if the class has them."""
+        args: dict[str, Any] = field(default_factory=dict)
+        """Further arguments of the class."""
 
     def __init__(self, config: Config) -> None:
         root = os.path.expanduser(config.root)
@@ -120,9 +124,12 @@ class Custom(DatasetSource):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        dataset: str  # package.module:Dataset; the current folder is searched too
-        args: dict[str, Any] = field(default_factory=dict)  # keyword arguments
-        channels: int = setting(3, min=1)  # of each image
+        dataset: str
+        """Name of the class, such as CIFAR10."""
+        args: dict[str, Any] = field(default_factory=dict)
+        """Further arguments of the class."""
+        channels: int = setting(3, min=1)
+        """Channels of each image."""
 
     def __init__(self, config: Config) -> None:
         factory = import_object(config.dataset, "data.dataset")

@@ -32,9 +32,12 @@ class Digits(Source):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        split: Literal["train", "val"] = "train"  # the last 450 are val, by other writers
-        size: int = setting(32, min=1, max=4096)  # pixels, from 8 by bicubic scaling
-        captions: bool = False  # with captions such as "a handwritten three"
+        split: Literal["train", "val"] = "train"
+        """First 1347 digits, or the last 450, by other writers."""
+        size: int = setting(32, min=1, max=4096)
+        """Height and width, in pixels; scaled from 8 by bicubic interpolation."""
+        captions: bool = False
+        """Whether samples have captions such as "a handwritten three"."""
 
     def __init__(self, config: Config) -> None:
         with gzip.open(_packaged_file(), "rt") as file:

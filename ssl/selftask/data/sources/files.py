@@ -106,7 +106,9 @@ class Folder(FileSource):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
-        labels: bool = True  # False: folders are not labels
+        """Folder of images, at any depth, or a list of files."""
+        labels: bool = True
+        """Whether folders are labels."""
 
     def __init__(self, config: Config) -> None:
         self.root = os.path.expanduser(config.path)
@@ -148,6 +150,7 @@ class ListFile(FileSource):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
+        """Folder of images, at any depth, or a list of files."""
 
     def __init__(self, config: Config) -> None:
         file = fetch(config.path)

@@ -27,13 +27,16 @@ class Frames(Source):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        path: str  # the folder of the clips' folders, at any depth
-        # take the first frame of each clip and every n-th after it
+        path: str
+        """Folder of the clips' folders, at any depth."""
         every: int = setting(1, min=1)
-        # give each sample an image `next`: the frame so many later, of those that are taken; frames
-        # without one are left out
+        """Take the first frame of each clip and every n-th after it."""
         next: int | None = setting(None, min=1)
-        labels: Literal["clip", "folder"] | None = None  # the clip's number, or its top folder's
+        """Give each sample an image ``next``, the frame so many later of those that are taken;
+        frames without one are left out.
+        """
+        labels: Literal["clip", "folder"] | None = None
+        """Label of a frame: the clip's number, or its top folder's; none: no labels."""
 
     def __init__(self, config: Config) -> None:
         self.folder = Folder(Folder.Config(path=config.path, labels=False))

@@ -30,8 +30,10 @@ class Glob(FileSource):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        pattern: str  # such as /data/**/*.jpg; ** is any depth of folders
-        labels: bool = True  # False: folders are not labels
+        pattern: str
+        """Pattern such as ``/data/**/*.jpg``; ``**`` is any depth of folders."""
+        labels: bool = True
+        """Whether folders are labels."""
 
     def __init__(self, config: Config) -> None:
         pattern = os.path.expanduser(config.pattern)

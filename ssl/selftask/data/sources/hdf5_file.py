@@ -34,10 +34,15 @@ class Hdf5(Source):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
-        images: str = "images"  # the key of a data set, such as group/name
-        labels: str | None = "labels"  # a key, optional; texts are numbered in sorted order
-        labels_path: str | None = None  # another file with the labels
-        channels: int = setting(3, min=1)  # of each image
+        """The HDF5 file."""
+        images: str = "images"
+        """Key of the data set of images, such as ``group/name``."""
+        labels: str | None = "labels"
+        """Key of the labels, if it is there; texts are numbered in sorted order."""
+        labels_path: str | None = None
+        """Another file with the labels."""
+        channels: int = setting(3, min=1)
+        """Channels of each image."""
 
     def __init__(self, config: Config) -> None:
         require("h5py", "data", "HDF5 files")

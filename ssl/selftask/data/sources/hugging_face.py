@@ -31,11 +31,16 @@ class HuggingFace(Source):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        path: str  # the folder written by save_to_disk
-        split: str | None = None  # of a folder with several; none: train, or the only one
-        images: str | None = None  # the column; none: the only one of type Image, or `image`
-        labels: str | None = None  # the column; none: `label` or `labels`, if there is one
-        caption: str | None = None  # the column of captions
+        path: str
+        """Folder written by ``save_to_disk``."""
+        split: str | None = None
+        """Split of a folder with several; none: train, or the only one."""
+        images: str | None = None
+        """Column of the images; none: the only one of type Image, or ``image``."""
+        labels: str | None = None
+        """Column of the labels; none: ``label`` or ``labels``, if there is one."""
+        caption: str | None = None
+        """Column of captions."""
 
     def __init__(self, config: Config) -> None:
         require("datasets", "datasets", "Hugging Face's data sets")

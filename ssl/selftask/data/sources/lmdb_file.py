@@ -30,9 +30,12 @@ class Lmdb(Source):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        path: str  # the folder with data.mdb, or the file itself
-        shape: list[int] | None = setting(None, min=1)  # [H, W, C] of plain uint8 pixels
-        labels: bool = True  # KEY.cls has the label of KEY.jpg
+        path: str
+        """Folder with data.mdb, or the file itself."""
+        shape: list[int] | None = setting(None, min=1)
+        """Shape [H, W, C] of plain uint8 pixels; none: encoded images."""
+        labels: bool = True
+        """Whether ``KEY.cls`` has the label of ``KEY.jpg``."""
 
     def __init__(self, config: Config) -> None:
         require("lmdb", "data", "LMDB files")

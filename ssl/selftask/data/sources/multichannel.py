@@ -30,13 +30,16 @@ class Bands(Source):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        path: str  # a folder, at any depth, or a pattern
-        bands: list[int] | None = setting(None, min=0)  # channels to take, from 0, in this order;
-        # none: all
-        # values that become 0 and 255; none: values are 8-bit
+        path: str
+        """Folder, at any depth, or a pattern."""
+        bands: list[int] | None = setting(None, min=0)
+        """Channels to take, from 0, in this order; none: all."""
         value_range: list[float] | None = None
-        key: str | None = None  # of a .npz; none: its first array
-        labels: bool = True  # top folders are the labels, if there are several
+        """Values that become 0 and 255; none: values are 8-bit."""
+        key: str | None = None
+        """Key of the array in a .npz; none: its first array."""
+        labels: bool = True
+        """Whether top folders are the labels, if there are several."""
 
     def __init__(self, config: Config) -> None:
         if config.bands is not None and min(config.bands, default=-1) < 0:

@@ -25,9 +25,12 @@ class WebDataset(Source):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        path: str | list[str]  # a tar, a folder of them, train-{000..146}.tar, s3://b/*.tar
-        images: str | None = None  # extension of the image's member; none: the first image
-        labels: str | None = "cls"  # or json.FIELD; `cls` is optional
+        path: str | list[str]
+        """A tar, a folder of them, ``train-{000..146}.tar`` or ``s3://b/*.tar``."""
+        images: str | None = None
+        """Extension of the image's member; none: the first image."""
+        labels: str | None = "cls"
+        """Extension of the label's member, or ``json.FIELD``; ``cls`` may be missing."""
 
     def __init__(self, config: Config) -> None:
         patterns = [config.path] if isinstance(config.path, str) else config.path

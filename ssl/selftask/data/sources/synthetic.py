@@ -20,11 +20,16 @@ class Synthetic(Source):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        count: int = setting(1000, min=1, also=["n", "num_images"])  # images
-        size: int = setting(224, min=1, max=16_384)  # pixels, height and width
-        classes: int = setting(10, min=1)  # image i has the label i % classes
+        count: int = setting(1000, min=1, also=["n", "num_images"])
+        """Number of images."""
+        size: int = setting(224, min=1, max=16_384)
+        """Height and width, in pixels."""
+        classes: int = setting(10, min=1)
+        """Number of classes; image i has the label i % classes."""
         image_channels: int = setting(3, min=1, max=64)
+        """Channels of each image."""
         seed: int = setting(0, min=0)
+        """Seed of the pixels."""
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -51,14 +51,21 @@ class TableSource(FileSource):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
-        column: str | None = None  # of the paths; none: `path`, `file`, `image`, ..., or the only
-        label_column: str | None = "label"  # used if it is there; texts are numbered, sorted
-        root: str | None = None  # the folder of relative paths; none: that of the table
-        delimiter: str | None = None  # none: a comma, in .tsv files a tab
-        caption: str | None = None  # the column of captions
-        images: dict[str, str] = field(default_factory=dict)  # further images: name -> column of
-        # their paths
-        numbers: list[str] = field(default_factory=list)  # columns of numbers
+        """The table: .csv, .tsv, .parquet, .json or .jsonl."""
+        column: str | None = None
+        """Column of the paths; none: ``path``, ``file``, ``image``, ..., or the only one."""
+        label_column: str | None = "label"
+        """Column of the labels, used if it is there; texts are numbered in sorted order."""
+        root: str | None = None
+        """Folder of relative paths; none: that of the table."""
+        delimiter: str | None = None
+        """Character between columns; none: a comma, in .tsv files a tab."""
+        caption: str | None = None
+        """Column of captions."""
+        images: dict[str, str] = field(default_factory=dict)
+        """Further images: name -> column of their paths."""
+        numbers: list[str] = field(default_factory=list)
+        """Columns of numbers."""
 
     def __init__(self, config: Config) -> None:
         file = fetch(config.path)

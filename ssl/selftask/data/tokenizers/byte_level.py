@@ -18,8 +18,10 @@ class Bytes(Tokenizer):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        length: int = setting(77, min=3)  # tokens of a text with start and end; the rest is cut
-        lower: bool = True  # lower-case texts, as CLIP does
+        length: int = setting(77, min=3)
+        """Tokens of a text with start and end; the rest is cut."""
+        lower: bool = True
+        """Whether texts become lower-case, as CLIP does."""
 
     vocab_size = END + 1
 

@@ -23,8 +23,10 @@ class TokenizerFile(Tokenizer):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        path: str  # of the tokenizer.json
-        length: int = setting(77, min=3)  # tokens of a text with start and end; the rest is cut
+        path: str
+        """The tokenizer.json file."""
+        length: int = setting(77, min=3)
+        """Tokens of a text with start and end; the rest is cut."""
 
     def __init__(self, config: Config) -> None:
         if importlib.util.find_spec("tokenizers") is None:

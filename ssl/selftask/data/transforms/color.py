@@ -60,13 +60,16 @@ class ColorJitter(UniformTransform):
 
     num_uniforms: ClassVar[int] = 6
 
-    # factors within 1 +- this, never below 0
     brightness: float = setting(0.0, min=0)
+    """Factors are drawn within 1 +- this, never below 0."""
     contrast: float = setting(0.0, min=0)
+    """The same for the contrast."""
     saturation: float = setting(0.0, min=0)
-    # turn of the color circle within +- this
+    """The same for the saturation."""
     hue: float = setting(0.0, min=0, max=0.5)
+    """Turn of the color circle, within +- this share of it."""
     p: float = setting(1.0, min=0, max=1)
+    """Probability that the transform is applied."""
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         for key in ("saturation", "hue"):
@@ -118,6 +121,7 @@ class Grayscale(RandomlyApplied):
     """Three equal channels of luma, with probability p."""
 
     p: float = setting(0.1, min=0, max=1)
+    """Probability that the transform is applied."""
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         if self.p:
@@ -142,7 +146,9 @@ class GaussianBlur(UniformTransform):
     num_uniforms: ClassVar[int] = 2
 
     p: float = setting(0.5, min=0, max=1)
-    sigma: tuple[float, float] = (0.1, 2.0)  # pixels
+    """Probability that the transform is applied."""
+    sigma: tuple[float, float] = (0.1, 2.0)
+    """Range of the standard deviation, in pixels."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 <= self.sigma[0] <= self.sigma[1]:
@@ -172,7 +178,9 @@ class Solarize(RandomlyApplied):
     """Invert the values from ``threshold`` on, with probability p."""
 
     p: float = setting(0.2, min=0, max=1)
-    threshold: int = setting(128, min=0, max=256)  # 0..256
+    """Probability that the transform is applied."""
+    threshold: int = setting(128, min=0, max=256)
+    """Values from here on are inverted, 0 to 256."""
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return solarize(image, self.threshold)
@@ -191,9 +199,12 @@ class ContrastNoise(UniformTransform):
 
     num_uniforms: ClassVar[int] = 2
 
-    contrast: tuple[float, float] = (1.0, 1.0)  # the factor's range
-    offset: tuple[float, float] = (0.0, 0.0)  # its range
-    noise: float = setting(0.0, min=0)  # standard deviation
+    contrast: tuple[float, float] = (1.0, 1.0)
+    """Range of the factor."""
+    offset: tuple[float, float] = (0.0, 0.0)
+    """Range of the offset."""
+    noise: float = setting(0.0, min=0)
+    """Standard deviation of the noise."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 <= self.contrast[0] <= self.contrast[1]:

@@ -37,10 +37,14 @@ class RandomResizedCrop(Transform):
 
     resizes = "square"
 
-    size: int = setting(min=1)  # pixels
-    scale: tuple[float, float] = (0.08, 1.0)  # of the image's area
-    ratio: tuple[float, float] = (0.75, 1.3333333333333333)  # width / height, log-uniform
+    size: int = setting(min=1)
+    """Height and width, in pixels."""
+    scale: tuple[float, float] = (0.08, 1.0)
+    """Range of the share of the image's area."""
+    ratio: tuple[float, float] = (0.75, 1.3333333333333333)
+    """Range of width / height, drawn log-uniformly."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
+    """How pixels are interpolated."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
@@ -100,8 +104,10 @@ class Resize(Transform):
 
     resizes = "shorter side"
 
-    size: int = setting(min=1)  # pixels
+    size: int = setting(min=1)
+    """Length of the shorter side, in pixels."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
+    """How pixels are interpolated."""
 
     def draw(
         self, rng: np.random.Generator, height: int, width: int
@@ -134,7 +140,8 @@ class CenterCrop(Deterministic):
 
     resizes = "square"
 
-    size: int = setting(min=1)  # pixels
+    size: int = setting(min=1)
+    """Height and width, in pixels."""
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         image = _pad_to(image, self.size)
@@ -159,8 +166,10 @@ class RandomCrop(UniformTransform):
 
     resizes = "square"
 
-    size: int = setting(min=1)  # pixels
-    padding: int = setting(0, min=0)  # pixels on each side; 4 for CIFAR
+    size: int = setting(min=1)
+    """Height and width, in pixels."""
+    padding: int = setting(0, min=0)
+    """Padding on each side, in pixels; 4 for CIFAR."""
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
         """Left and top in the padded image."""

@@ -30,6 +30,7 @@ class HorizontalFlip(RandomlyApplied):
     """Left becomes right, with probability p."""
 
     p: float = setting(0.5, min=0, max=1)
+    """Probability that the transform is applied."""
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return by_groups(lambda part: cv2.flip(part, 1), image)
@@ -47,6 +48,7 @@ class VerticalFlip(RandomlyApplied):
     """Up becomes down, with probability p."""
 
     p: float = setting(0.5, min=0, max=1)
+    """Probability that the transform is applied."""
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return by_groups(lambda part: cv2.flip(part, 0), image)
@@ -63,8 +65,11 @@ class Rotation(UniformTransform):
     num_uniforms: ClassVar[int] = 1
 
     degrees: float = setting(min=0, max=360)
+    """Largest angle either way, in degrees."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = setting(0, min=0, max=255)  # gray level of pixels from outside
+    """How pixels are interpolated."""
+    fill: int = setting(0, min=0, max=255)
+    """Gray level of pixels from outside the image."""
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
         """The matrix from output to input coordinates; positive angles are anticlockwise."""
@@ -92,12 +97,16 @@ class RandomAffine(UniformTransform):
 
     num_uniforms: ClassVar[int] = 4
 
-    degrees: float = setting(0.0, min=0, max=360)  # rotation by up to this, either way
+    degrees: float = setting(0.0, min=0, max=360)
+    """Largest angle either way, in degrees."""
     scale: tuple[float, float] = (1.0, 1.0)
-    # by up to this fraction of the width and of the height, either way
+    """Range of the factor of the size."""
     translate: float = setting(0.0, min=0, max=1)
+    """Largest shift either way, as a share of the width and of the height."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = setting(0, min=0, max=255)  # gray level of pixels from outside
+    """How pixels are interpolated."""
+    fill: int = setting(0, min=0, max=255)
+    """Gray level of pixels from outside the image."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 < self.scale[0] <= self.scale[1]:

@@ -26,6 +26,7 @@ class _OneList:
     channels: ClassVar[int] = 3  # of the images
 
     transforms: list[Any] = setting(of="transforms")
+    """Transforms of the list."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.transforms:
@@ -46,6 +47,7 @@ class RandomApply(_OneList):
     """All transforms of a list with probability p, otherwise none."""
 
     p: float = setting(0.5, min=0, max=1)
+    """Probability that the transform is applied."""
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         return self.pipeline(image, rng) if rng.random() < self.p else image
@@ -64,7 +66,9 @@ class RandomChoice:
     channels: ClassVar[int] = 3  # of the images
 
     choices: list[list[Any]] = setting(of="transforms")
-    weights: list[float] | None = None  # relative probabilities; none: equal
+    """Lists of transforms, of which one is drawn."""
+    weights: list[float] | None = None
+    """Relative probabilities of the lists; none: equal."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.choices:

@@ -44,10 +44,13 @@ class RandomErasing(Transform):
     """A random rectangle is overwritten, with probability p (arXiv:1708.04896)."""
 
     p: float = setting(0.5, min=0, max=1)
-    scale: tuple[float, float] = (0.02, 0.33)  # of the image's area
-    ratio: tuple[float, float] = (0.3, 3.3)  # height / width, log-uniform
-    fill: int | list[int] | Literal["noise"] = setting(0, min=0, max=255)  # gray level, colour, or
-    # random values
+    """Probability that the transform is applied."""
+    scale: tuple[float, float] = (0.02, 0.33)
+    """Range of the share of the image's area."""
+    ratio: tuple[float, float] = (0.3, 3.3)
+    """Range of height / width, drawn log-uniformly."""
+    fill: int | list[int] | Literal["noise"] = setting(0, min=0, max=255)
+    """Gray level, color, or random values."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 <= self.scale[0] <= self.scale[1] <= 1:
@@ -91,11 +94,14 @@ class RandomErasing(Transform):
 class Cutout(Transform):
     """Squares about random pixels are overwritten, cut off at the border (arXiv:1708.04552)."""
 
-    length: int = setting(16, min=1)  # pixels, of a side
+    length: int = setting(16, min=1)
+    """Side of a square, in pixels."""
     num_holes: int = setting(1, min=1)
-    fill: int | list[int] | Literal["noise"] = setting(0, min=0, max=255)  # gray level, colour, or
-    # random values
+    """Number of squares."""
+    fill: int | list[int] | Literal["noise"] = setting(0, min=0, max=255)
+    """Gray level, color, or random values."""
     p: float = setting(1.0, min=0, max=1)
+    """Probability that the transform is applied."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         values = self.fill if isinstance(self.fill, list) else [self.fill]
@@ -146,9 +152,12 @@ class GaussianNoise(Transform):
     normal distribution, the largest at 2.9 sigma, in a fifth of the time of exact draws.
     """
 
-    sigma: tuple[float, float] = (0.0, 0.1)  # its standard deviation, on the scale [0, 1]
-    gray: bool = False  # the same in all channels, so that gray stays gray
+    sigma: tuple[float, float] = (0.0, 0.1)
+    """Range of the standard deviation, on the scale [0, 1]."""
+    gray: bool = False
+    """Whether all channels get the same noise, so that gray stays gray."""
     p: float = setting(0.5, min=0, max=1)
+    """Probability that the transform is applied."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 <= self.sigma[0] <= self.sigma[1] <= 1:
@@ -178,8 +187,10 @@ class GaussianNoise(Transform):
 class SaltAndPepper(Transform):
     """Pixels at random places turn black or white, with probability p."""
 
-    amount: tuple[float, float] = (0.0, 0.05)  # share of the pixels drawn, some of them twice
+    amount: tuple[float, float] = (0.0, 0.05)
+    """Range of the share of pixels that are drawn, some of them twice."""
     p: float = setting(0.5, min=0, max=1)
+    """Probability that the transform is applied."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 <= self.amount[0] <= self.amount[1] <= 1:

@@ -30,9 +30,12 @@ class Normalize:
 
     normalizes = True
 
-    stats: Literal["imagenet", "cifar10", "cifar100", "half"] = "imagenet"  # mean and std of
-    mean: list[float] | None = None  # your own, one for each channel, together with std
+    stats: Literal["imagenet", "cifar10", "cifar100", "half"] = "imagenet"
+    """Data set whose mean and standard deviation are used."""
+    mean: list[float] | None = None
+    """Your own mean, one for each channel, together with ``std``."""
     std: list[float] | None = None
+    """Your own standard deviation, one for each channel."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if (self.mean is None) != (self.std is None):

@@ -62,10 +62,15 @@ class RandAugment(_Policy):
     """Several random operations of the same strength (arXiv:1909.13719)."""
 
     num_ops: int = setting(2, min=1)
-    magnitude: int = setting(9, min=0)  # the bin, from 0
+    """Operations applied to an image, one after the other."""
+    magnitude: int = setting(9, min=0)
+    """Bin of the strength, from 0."""
     num_bins: int = setting(31, min=2)
+    """Number of bins of the strength."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
-    fill: int = setting(0, min=0, max=255)  # gray level of pixels from outside
+    """How pixels are interpolated."""
+    fill: int = setting(0, min=0, max=255)
+    """Gray level of pixels from outside the image."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.magnitude >= self.num_bins:
@@ -92,8 +97,11 @@ class TrivialAugmentWide(_Policy):
     """One random operation of a random strength (arXiv:2103.10158)."""
 
     num_bins: int = setting(31, min=2)
+    """Number of bins of the strength."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
-    fill: int = setting(0, min=0, max=255)  # gray level of pixels from outside
+    """How pixels are interpolated."""
+    fill: int = setting(0, min=0, max=255)
+    """Gray level of pixels from outside the image."""
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         return needs_rgb("name: trivial_augment_wide changes saturation and", channels, INSTEAD)
@@ -113,8 +121,11 @@ class AutoAugment(_Policy):
     """One of 25 pairs of operations, learned for a data set (arXiv:1805.09501)."""
 
     policy: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
+    """Data set for which the policy was found."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
-    fill: int = setting(0, min=0, max=255)  # gray level of pixels from outside
+    """How pixels are interpolated."""
+    fill: int = setting(0, min=0, max=255)
+    """Gray level of pixels from outside the image."""
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         return needs_rgb("name: auto_augment changes saturation and", channels, INSTEAD)
@@ -140,15 +151,22 @@ class AugMix(Transform):
 
     affine: ClassVar[bool] = False
 
-    # strengths are drawn from the first ``severity`` of 10 bins (MIX_BINS)
     severity: int = setting(3, min=1, max=10)
+    """Bins, of 10, from which strengths are drawn: the first so many."""
     num_chains: int = setting(3, min=1)
-    # operations of a chain; none: 1 to 3 at random
+    """Chains that are mixed."""
     depth: int | None = setting(None, min=1)
-    alpha: float = 1.0  # of the Dirichlet distributions of the weights
-    all_ops: bool = True  # False: no brightness, color, contrast and sharpness, as in the paper
+    """Operations of a chain; none: 1 to 3 at random."""
+    alpha: float = 1.0
+    """Parameter of the Dirichlet and Beta distributions of the weights."""
+    all_ops: bool = True
+    """Whether brightness, color, contrast and sharpness are among the operations; the paper leaves
+    them out.
+    """
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = setting(0, min=0, max=255)  # gray level of pixels from outside
+    """How pixels are interpolated."""
+    fill: int = setting(0, min=0, max=255)
+    """Gray level of pixels from outside the image."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.alpha <= 0:

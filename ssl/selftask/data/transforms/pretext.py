@@ -49,7 +49,8 @@ class Rotate90(Transform):
     An odd number swaps height and width: crop to a square before.
     """
 
-    k: list[int] = field(default_factory=lambda: [0, 1, 2, 3])  # quarters, of which one is drawn
+    k: list[int] = field(default_factory=lambda: [0, 1, 2, 3])
+    """Quarter turns, of which one is drawn."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.k or not set(self.k) <= {0, 1, 2, 3}:
@@ -106,10 +107,12 @@ class Jigsaw(Transform):
 
     affine: ClassVar[bool] = False
 
-    grid: int = setting(3, min=2, max=15)  # tiles in a row and in a column
-    # pixels, of a side; none: as large as a cell
+    grid: int = setting(3, min=2, max=15)
+    """Tiles in a row and in a column."""
     tile: int | None = setting(None, min=1)
+    """Side of a tile, in pixels; none: as large as a cell."""
     num_permutations: int = setting(100, min=1)
+    """Number of permutations, of which one is drawn."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         most = 24 if self.grid == 2 else 10_000
@@ -185,9 +188,10 @@ class Tile(Transform):
 
     view_number: ClassVar[int] = 0  # of its group; set with the view
 
-    grid: int = setting(3, min=2, max=15)  # cells in a row and in a column
-    # pixels, of a side; none: as large as a cell
+    grid: int = setting(3, min=2, max=15)
+    """Cells in a row and in a column."""
     size: int | None = setting(None, min=1)
+    """Side of a tile, in pixels; none: as large as a cell."""
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Box:
         rows, columns = tile_size(height, width, self.grid, self.size)
@@ -264,9 +268,12 @@ class ChannelDrop(Transform):
     Prevents learning from chromatic aberration where patches lie (arXiv:1505.05192).
     """
 
-    keep: int = setting(1, min=1)  # channels, fewer than there are
-    fill: int = setting(0, min=0, max=255)  # gray level of the others
+    keep: int = setting(1, min=1)
+    """Channels to keep, fewer than there are."""
+    fill: int = setting(0, min=0, max=255)
+    """Gray level of the other channels."""
     p: float = setting(0.5, min=0, max=1)
+    """Probability that the transform is applied."""
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         if self.keep >= channels:

@@ -29,8 +29,10 @@ _VALUES = np.arange(256)
 class Posterize(RandomlyApplied):
     """Keep the highest ``bits`` of every value, with probability p."""
 
-    bits: int = setting(4, min=1, max=8)  # 1 to 8 (unchanged)
+    bits: int = setting(4, min=1, max=8)
+    """Bits to keep of each value; 8 changes nothing."""
     p: float = setting(0.5, min=0, max=1)
+    """Probability that the transform is applied."""
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return posterize(image, self.bits)
@@ -42,6 +44,7 @@ class Equalize(RandomlyApplied):
     """Make the histogram of each channel as flat as it gets, with probability p."""
 
     p: float = setting(0.5, min=0, max=1)
+    """Probability that the transform is applied."""
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return equalize(image)
@@ -53,6 +56,7 @@ class Autocontrast(RandomlyApplied):
     """Stretch each channel to the whole range 0..255, with probability p."""
 
     p: float = setting(0.5, min=0, max=1)
+    """Probability that the transform is applied."""
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return autocontrast(image)
@@ -64,6 +68,7 @@ class Invert(RandomlyApplied):
     """The negative, 255 - x, with probability p."""
 
     p: float = setting(0.5, min=0, max=1)
+    """Probability that the transform is applied."""
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return cv2.bitwise_not(image).reshape(image.shape)
@@ -76,8 +81,10 @@ class Sharpness(UniformTransform):
 
     num_uniforms: ClassVar[int] = 2
 
-    factor: tuple[float, float] = (0.0, 2.0)  # 0 smooth, 1 unchanged, 2 sharp
+    factor: tuple[float, float] = (0.0, 2.0)
+    """Range of the factor: 0 smooth, 1 unchanged, 2 sharp."""
     p: float = setting(0.5, min=0, max=1)
+    """Probability that the transform is applied."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 <= self.factor[0] <= self.factor[1]:

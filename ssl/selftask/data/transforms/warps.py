@@ -32,10 +32,14 @@ class RandomShear(UniformTransform):
 
     num_uniforms: ClassVar[int] = 2
 
-    x: float = 0.0  # degrees, by up to this either way: rows slide along themselves
-    y: float = 0.0  # the same for columns
+    x: float = 0.0
+    """Largest angle either way by which rows slide along themselves, in degrees."""
+    y: float = 0.0
+    """The same for columns, in degrees."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = setting(0, min=0, max=255)  # gray level of pixels from outside
+    """How pixels are interpolated."""
+    fill: int = setting(0, min=0, max=255)
+    """Gray level of pixels from outside the image."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         for key in ("x", "y"):
@@ -65,11 +69,14 @@ class RandomPerspective(Transform):
 
     affine: ClassVar[bool] = False
 
-    # a corner moves inwards by up to this part of half a side
     distortion: float = setting(0.5, min=0, max=1)
+    """Largest move of a corner inwards, as a share of half a side."""
     p: float = setting(0.5, min=0, max=1)
+    """Probability that the transform is applied."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = setting(0, min=0, max=255)  # gray level of pixels from outside
+    """How pixels are interpolated."""
+    fill: int = setting(0, min=0, max=255)
+    """Gray level of pixels from outside the image."""
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
         """New places of the corners: (4, 2), x and y in pixels, clockwise from the upper left."""
@@ -109,12 +116,16 @@ class Elastic(Transform):
 
     affine: ClassVar[bool] = False
 
-    # strength: each draw within +- alpha / 2 pixels, then smoothed
     alpha: float = setting(50.0, min=0)
-    sigma: float = 5.0  # pixels, of the smoothing
+    """Strength: displacements are drawn within +- alpha / 2 pixels, then smoothed."""
+    sigma: float = 5.0
+    """Standard deviation of the smoothing, in pixels."""
     p: float = setting(0.5, min=0, max=1)
+    """Probability that the transform is applied."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    fill: int = setting(0, min=0, max=255)  # gray level of pixels from outside
+    """How pixels are interpolated."""
+    fill: int = setting(0, min=0, max=255)
+    """Gray level of pixels from outside the image."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.sigma <= 0:

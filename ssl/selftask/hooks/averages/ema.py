@@ -25,11 +25,16 @@ class ExponentialAverage(WeightAverage):
 
     name: ClassVar[str] = "ema"
 
-    decay: float | None = setting(None, min=0, below=1)  # of a step; none: 0.9999
-    half_life: int | None = setting(None, min=1)  # instead of decay: images after which old weights
-    # count half; does not depend on the batch size
+    decay: float | None = setting(None, min=0, below=1)
+    """Decay of a step; none: 0.9999."""
+    half_life: int | None = setting(None, min=1)
+    """Images after which old weights count half; instead of ``decay``, and independent of the batch
+    size.
+    """
     warmup: bool = True
-    every: int = setting(1, min=1)  # steps between updates, each with d to this power
+    """Whether the decay is smaller in the first steps, so that initial weights are forgotten."""
+    every: int = setting(1, min=1)
+    """Steps between updates, each with the decay to this power."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         yield from super().problems(config)

@@ -26,8 +26,10 @@ class StochasticWeightAverage(WeightAverage):
 
     name: ClassVar[str] = "swa"
 
-    start: int | str = setting("75 %", duration=True, min=0)  # of the first weights to count
-    every: int | str = setting("1 epoch", duration=True, min=1)  # between weights that count
+    start: int | str = setting("75 %", duration=True, min=0)
+    """Time of the first weights that count."""
+    every: int | str = setting("1 epoch", duration=True, min=1)
+    """Time between weights that count."""
 
     def on_start(self, task: Task) -> None:
         super().on_start(task)

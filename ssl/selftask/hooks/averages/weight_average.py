@@ -32,10 +32,14 @@ class WeightAverage(Hook):
     priority: ClassVar[int] = 40  # before evaluation
     name: ClassVar[str]  # the registered one
 
-    buffers: Literal["copy", "average"] = "copy"  # BatchNorm's statistics: those of the network now
-    # (hooks.precise_bn computes the average's own), or averaged as weights are
-    device: Literal["same", "cpu"] = "same"  # where the average is kept: memory for time
-    export: bool = False  # whether the run exports the average instead of the weights
+    buffers: Literal["copy", "average"] = "copy"
+    """BatchNorm's statistics: those of the network now (``hooks.precise_bn`` computes the average's
+    own), or averaged as weights are.
+    """
+    device: Literal["same", "cpu"] = "same"
+    """Where the average is kept: on the CPU it saves device memory and takes time."""
+    export: bool = False
+    """Whether the run exports the average instead of the weights."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.device == "cpu" and config["parallel"]["reduce"] == "fsdp":

@@ -29,10 +29,19 @@ class ClipGradients(Hook):
 
     priority: ClassVar[int] = 20
     mode: Literal["norm", "per_parameter", "value", "adaptive"] = "norm"
+    """What is limited: the norm of all gradients, of each parameter's, each value, or the norm
+    relative to the weights.
+    """
     max_norm: float = setting(3.0, above=0, also=["clip_grad", "clip_norm", "grad_clip"])
-    norm_type: float | Literal["max"] = setting(2.0, min=1)  # p; max: the largest absolute value
+    """Largest norm (modes norm and per_parameter)."""
+    norm_type: float | Literal["max"] = setting(2.0, min=1)
+    """Order p of the norm; max: the largest absolute value."""
     max_value: float | None = setting(None, above=0, also=["clip_value"])
-    max_ratio: float = setting(0.01, above=0)  # lambda of the paper, section 4.1
+    """Largest absolute value of an element (mode value)."""
+    max_ratio: float = setting(0.01, above=0)
+    """Largest ratio of a unit's gradient norm to that of its weights (mode adaptive); lambda of the
+    paper, section 4.1.
+    """
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.mode == "value" and self.max_value is None:

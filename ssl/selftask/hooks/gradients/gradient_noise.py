@@ -33,7 +33,8 @@ class GradientNoise(Hook):
     """
 
     priority: ClassVar[int] = 15  # before clip_gradients
-    decay: float = setting(0.9, min=0, below=1)  # of the running means, per log point
+    decay: float = setting(0.9, min=0, below=1)
+    """Decay of the running means, per log point."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         step = config["train"]["step"]

@@ -28,7 +28,8 @@ class GradientNorms(Hook):
     """
 
     priority: ClassVar[int] = 15  # before clip_gradients
-    depth: int = setting(2, min=1)  # components of a parameter's name that make a part
+    depth: int = setting(2, min=1)
+    """Components of a parameter's name that make a part."""
 
     def on_start(self, task: Task) -> None:
         trained = {p for group in task.optimizer.param_groups for p in group["params"]}

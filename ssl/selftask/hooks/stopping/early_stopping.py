@@ -29,10 +29,14 @@ class EarlyStopping(Hook):
 
     priority: ClassVar[int] = 30
 
-    metric: str = "knn_top1"  # any key of metrics.jsonl, such as val_loss
-    mode: Literal["max", "min"] = "max"  # whether a large value is good
-    patience: int = setting(5, min=1)  # evaluations
-    min_delta: float = setting(0.0, min=0)  # a smaller improvement is none
+    metric: str = "knn_top1"
+    """Any column of metrics.jsonl, such as ``val_loss``."""
+    mode: Literal["max", "min"] = "max"
+    """Whether large or small values are good."""
+    patience: int = setting(5, min=1)
+    """Evaluations without improvement that are tolerated."""
+    min_delta: float = setting(0.0, min=0)
+    """Smallest improvement that counts."""
 
     def on_start(self, task: Task) -> None:
         state: dict[str, Any] = getattr(self, "loaded", {})

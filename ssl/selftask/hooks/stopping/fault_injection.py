@@ -42,12 +42,16 @@ class Fault(Hook):
 
     priority: ClassVar[int] = 5
 
-    at: int  # the step of the fault, after its forward pass; the first step is 1
+    at: int
+    """Step of the fault, after its forward pass; the first step is 1."""
     rank: int = setting(0, min=0)
+    """Rank of the fault."""
     kind: Literal[
         "raise", "kill", "sleep", "stop", "terminate", "nan_input", "nan_output", "nan_gradient"
     ] = "raise"
-    seconds: float = setting(3600.0, min=0)  # of sleep
+    """What happens."""
+    seconds: float = setting(3600.0, min=0)
+    """Length of a sleep, in seconds."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.at < 1:

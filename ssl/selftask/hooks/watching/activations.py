@@ -32,8 +32,10 @@ class Activations(Hook):
     """
 
     priority: ClassVar[int] = 55
-    depth: int = setting(2, min=1)  # how far below the backbone: 2 are the blocks of a ViT
-    max_rows: int = setting(256, min=2)  # images used for the rank
+    depth: int = setting(2, min=1)
+    """How far below the backbone: 2 are the blocks of a ViT."""
+    max_rows: int = setting(256, min=2)
+    """Images used for the rank."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if config["train"]["compile"]:

@@ -46,9 +46,12 @@ class Health(Hook):
     """
 
     priority: ClassVar[int] = 60
-    collapsed: float = setting(COLLAPSED, min=0, max=1)  # emb_std below this is a collapse
-    min_rank: float = setting(MIN_RANK, min=1)  # effective_rank below this is a collapse too
-    max_rows: int = setting(512, min=2)  # embeddings used per log line
+    collapsed: float = setting(COLLAPSED, min=0, max=1)
+    """``emb_std`` below this is a collapse."""
+    min_rank: float = setting(MIN_RANK, min=1)
+    """``effective_rank`` below this is a collapse, too."""
+    max_rows: int = setting(512, min=2)
+    """Embeddings used for each row."""
 
     def __post_init__(self) -> None:
         self.told: set[str] = set()

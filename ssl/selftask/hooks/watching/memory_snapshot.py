@@ -30,8 +30,10 @@ class MemorySnapshot(Hook):
     """
 
     priority: ClassVar[int] = 110
-    at_step: int | None = setting(None, min=1)  # also write after this step
-    max_entries: int = setting(100_000, min=1)  # allocations kept, the newest
+    at_step: int | None = setting(None, min=1)
+    """Step after which to write a snapshot, too."""
+    max_entries: int = setting(100_000, min=1)
+    """Allocations to keep, the newest."""
 
     def on_start(self, task: Task) -> None:
         if task.device.type != "cuda":

@@ -31,15 +31,24 @@ class Profiler(Hook):
     """
 
     priority: ClassVar[int] = 110
-    wait: int = setting(10, min=0)  # steps before each window
-    warmup: int = setting(2, min=0)  # steps
-    active: int = setting(3, min=1)  # recorded steps of a window
-    repeat: int = setting(1, min=1, also=["windows"])  # number of windows
-    top: int = setting(10, min=0)  # operators in the log
-    all_ranks: bool = False  # record every rank, not the first only
-    memory: bool = setting(False, also=["profile_memory"])  # allocations, too
-    shapes: bool = setting(False, also=["record_shapes"])  # of operators' inputs
-    stacks: bool = setting(False, also=["with_stack"])  # source lines; slow
+    wait: int = setting(10, min=0)
+    """Steps before each window."""
+    warmup: int = setting(2, min=0)
+    """Steps of warm-up in each window."""
+    active: int = setting(3, min=1)
+    """Recorded steps of a window."""
+    repeat: int = setting(1, min=1, also=["windows"])
+    """Number of windows."""
+    top: int = setting(10, min=0)
+    """Operators in the log."""
+    all_ranks: bool = False
+    """Whether every rank is recorded, not the first only."""
+    memory: bool = setting(False, also=["profile_memory"])
+    """Whether allocations are recorded, too."""
+    shapes: bool = setting(False, also=["record_shapes"])
+    """Whether shapes of the operators' inputs are recorded."""
+    stacks: bool = setting(False, also=["with_stack"])
+    """Whether source lines are recorded; slow."""
 
     def on_start(self, task: Task) -> None:
         self.profile: Any = None

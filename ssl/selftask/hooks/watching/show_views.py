@@ -26,8 +26,10 @@ class ShowViews(Hook):
     """
 
     priority: ClassVar[int] = 55
-    every: int | str = setting("1 epoch", duration=True, min=1)  # at the next logged step
-    images: int = setting(8, min=1)  # images of rank 0's batch
+    every: int | str = setting("1 epoch", duration=True, min=1)
+    """Time between images, each at the next logged step."""
+    images: int = setting(8, min=1)
+    """Images of rank 0's batch."""
 
     def on_start(self, task: Task) -> None:
         self.period = max(1, steps_in(self.every, task.length))

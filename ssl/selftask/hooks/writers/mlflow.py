@@ -24,8 +24,11 @@ class MLflow(TrackingWriter):
 
     package: ClassVar[str] = "mlflow"
     experiment: str = "selftask"
-    run_name: str | None = None  # none: the name of the run folder
-    uri: str | None = None  # of the server; none: MLFLOW_TRACKING_URI, else MLflow's default
+    """Name of the experiment."""
+    run_name: str | None = None
+    """Name of the run; none: that of the run folder."""
+    uri: str | None = None
+    """Address of the server; none: MLFLOW_TRACKING_URI, else MLflow's default."""
 
     def connect(self, task: Task, known: str | None) -> str:
         from mlflow.entities import Param

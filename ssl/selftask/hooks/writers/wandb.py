@@ -25,9 +25,13 @@ class Wandb(TrackingWriter):
 
     package: ClassVar[str] = "wandb"
     project: str = "selftask"
-    entity: str | None = None  # user or team; none: the account's default
-    run_name: str | None = None  # none: the name of the run folder
-    mode: Literal["online", "offline"] | None = None  # none: that of WANDB_MODE, else online
+    """Name of the project."""
+    entity: str | None = None
+    """User or team; none: the account's default."""
+    run_name: str | None = None
+    """Name of the run; none: that of the run folder."""
+    mode: Literal["online", "offline"] | None = None
+    """Whether rows are sent while training; none: as WANDB_MODE says, else online."""
 
     def connect(self, task: Task, known: str | None) -> str:
         import wandb

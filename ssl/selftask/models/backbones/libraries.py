@@ -35,7 +35,9 @@ class Timm:
     """Any timm model by its name there, without classifier: timm:vit_small_patch16_224."""
 
     model: str
-    args: dict[str, Any] = field(default_factory=dict)  # of timm.create_model: img_size, ...
+    """Name of a model of timm."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of timm.create_model, such as ``img_size``."""
 
     library = "timm"
     sizes_in = "args"
@@ -83,7 +85,9 @@ class Torchvision:
     """Any torchvision classification model by its name there, without classifier."""
 
     model: str
-    args: dict[str, Any] = field(default_factory=dict)  # of torchvision.models.get_model
+    """Name of a model of torchvision."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of torchvision.models.get_model."""
 
     library = "torchvision"
     sizes_in = "args"
@@ -124,7 +128,9 @@ class Custom:
     """Your own function or class, package.module:name, that returns an nn.Module."""
 
     model: str
+    """Class or function that makes the module: ``package.module:name``."""
     args: dict[str, Any] = field(default_factory=dict)
+    """Its keyword arguments."""
 
     def problems(self, config: dict[str, Any]) -> Any:
         if ":" not in self.model:

@@ -24,9 +24,11 @@ class _ResNet:
     architecture: ClassVar[str]  # torchvision's name for it
 
     stem: Literal["imagenet", "cifar"] = "imagenet"
-    stem_padding: int = setting(1, min=0, max=100)  # of the cifar stem; solo-learn's 2 gives 34 x
-    # 34 for 32 x 32 pixels
-    zero_init_residual: bool = False  # each block starts as the identity
+    """First layers: for images of 224 pixels, or the 3 x 3 convolution for 32 pixels."""
+    stem_padding: int = setting(1, min=0, max=100)
+    """Padding of the cifar stem, in pixels; solo-learn's 2 gives 34 x 34 for 32 x 32."""
+    zero_init_residual: bool = False
+    """Whether each block starts as the identity."""
 
     def tiny(self) -> dict[str, Any]:
         return {"name": "small_resnet", "width": 8}

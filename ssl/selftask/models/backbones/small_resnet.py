@@ -20,11 +20,12 @@ class SmallResNetConfig:
 
     offers = ("dense", "hidden")
 
-    width: int = setting(32, min=1, max=10000)  # channels of the stem; stages have 1, 2 and 4
-    # times as many
-    blocks: int = setting(1, min=1, max=1000)  # residual blocks in each stage
-    stem_stride: int = setting(2, min=1, max=32)  # 1 sees twice as fine and costs four times as
-    # much
+    width: int = setting(32, min=1, max=10000)
+    """Channels of the stem; stages have 1, 2 and 4 times as many."""
+    blocks: int = setting(1, min=1, max=1000)
+    """Residual blocks in each stage."""
+    stem_stride: int = setting(2, min=1, max=32)
+    """Stride of the stem; 1 sees twice as fine and costs four times as much."""
 
     def tiny(self) -> dict[str, Any]:
         return {"name": "small_resnet", "width": 8}

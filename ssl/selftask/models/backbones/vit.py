@@ -21,13 +21,20 @@ class _ViT:
     embed_dim: ClassVar[int]
     num_heads: ClassVar[int]
 
-    img_size: int = setting(224, min=1)  # pixels
-    patch_size: int = 16  # pixels
-    depth: int = setting(12, min=1, max=1000)  # blocks
-    pool: Literal["token", "avg"] = "token"  # output feature: class token or mean patch
+    img_size: int = setting(224, min=1)
+    """Height and width of images, in pixels."""
+    patch_size: int = 16
+    """Height and width of a patch, in pixels."""
+    depth: int = setting(12, min=1, max=1000)
+    """Number of blocks."""
+    pool: Literal["token", "avg"] = "token"
+    """Output feature: the class token, or the mean of the patches."""
     class_token: bool = True
-    drop_path: float = setting(0.0, min=0, below=1)  # rate in the last block; grows linearly from 0
-    dynamic_img_size: bool = False  # the exported model also accepts other sizes
+    """Whether there is a class token."""
+    drop_path: float = setting(0.0, min=0, below=1)
+    """Rate of stochastic depth in the last block; grows linearly from 0."""
+    dynamic_img_size: bool = False
+    """Whether the exported model also accepts other sizes."""
 
     def problems(self, config: dict[str, Any]) -> Any:
         if self.img_size % self.patch_size:
@@ -74,9 +81,12 @@ class ViTMicro(_ViT):
 
     embed_dim, num_heads = 96, 3
 
-    img_size: int = setting(32, min=1)  # pixels
-    patch_size: int = 4  # pixels
-    depth: int = setting(4, min=1, max=1000)  # blocks
+    img_size: int = setting(32, min=1)
+    """Height and width of images, in pixels."""
+    patch_size: int = 4
+    """Height and width of a patch, in pixels."""
+    depth: int = setting(4, min=1, max=1000)
+    """Number of blocks."""
 
 
 @register_backbone("vit_tiny")

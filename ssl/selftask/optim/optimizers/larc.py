@@ -25,8 +25,11 @@ class LARCConfig:
     """
 
     sgd_momentum: float = setting(0.9, of="schedules", min=0, below=1)
-    trust_coefficient: float = setting(1e-3, above=0)  # eta in the paper
-    eps: float = setting(1e-8, above=0)  # keeps the rate finite for a tiny gradient
+    """Momentum."""
+    trust_coefficient: float = setting(1e-3, above=0)
+    """Trust coefficient, eta in the paper."""
+    eps: float = setting(1e-8, above=0)
+    """Keeps the rate finite for a tiny gradient."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return LARC(

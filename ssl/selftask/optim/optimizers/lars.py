@@ -21,10 +21,13 @@ class LARSConfig:
     layerwise: ClassVar[bool] = True  # groups with adapt=False are handled separately
 
     sgd_momentum: float = setting(0.9, of="schedules", min=0, below=1)
-    trust_coefficient: float = setting(1e-3, above=0)  # eta in the paper; SimCLR and BYOL use 1e-3,
-    # solo-learn's CIFAR 2e-2
-    clip_lr: bool = False  # never exceed the global lr (LARC's clip mode)
-    classic_momentum: bool = False  # lr inside the velocity: the paper and SimCLR; BYOL: outside
+    """Momentum."""
+    trust_coefficient: float = setting(1e-3, above=0)
+    """Trust coefficient, eta in the paper; SimCLR and BYOL use 1e-3, solo-learn's CIFAR 2e-2."""
+    clip_lr: bool = False
+    """Whether the rate never exceeds the global lr (LARC's clip mode)."""
+    classic_momentum: bool = False
+    """Whether lr stands inside the velocity: the paper and SimCLR; BYOL: outside."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return LARS(

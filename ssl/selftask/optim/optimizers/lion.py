@@ -19,6 +19,7 @@ class LionConfig:
     """Lion; its lr is 3 to 10 times lower than AdamW's, its weight decay as much higher."""
 
     betas: tuple[float, float] = setting((0.9, 0.99), of="schedules", min=0, below=1)
+    """Decay of the first and second moment."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return Lion(groups, betas=self.betas)

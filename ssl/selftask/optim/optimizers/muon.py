@@ -19,11 +19,16 @@ class MuonConfig:
     """torch.optim.Muon for two-dimensional weights, AdamW for all other parameters."""
 
     muon_momentum: float = setting(0.95, min=0, below=1)
+    """Momentum of the matrices that Muon updates."""
     nesterov: bool = True
-    # factor of lr by a weight's shape; match_rms_adamw (arXiv:2502.16982): AdamW's lr suits both
+    """Whether the momentum is Nesterov's."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    betas: tuple[float, float] = setting((0.9, 0.999), min=0, below=1)  # AdamW's
-    eps: float = setting(1e-8, min=0)  # AdamW's
+    """Factor of lr by a weight's shape; match_rms_adamw (arXiv:2502.16982): AdamW's lr suits both.
+    """
+    betas: tuple[float, float] = setting((0.9, 0.999), min=0, below=1)
+    """AdamW's decay of the first and second moment, for other parameters."""
+    eps: float = setting(1e-8, min=0)
+    """AdamW's term of the denominator."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         """Yield a problem if the installed torch has no Muon, or weights are sharded."""

@@ -16,10 +16,14 @@ from selftask.registry import register_optimizer
 class RMSprop:
     """torch.optim.RMSprop."""
 
-    alpha: float = setting(0.99, min=0, below=1)  # decay of the mean square of the gradient
+    alpha: float = setting(0.99, min=0, below=1)
+    """Decay of the mean square of the gradient."""
     eps: float = setting(1e-8, min=0)
+    """Term of the denominator for numerical stability."""
     sgd_momentum: float = setting(0.0, of="schedules", min=0, below=1)
-    centered: bool = False  # subtract the square of the mean gradient
+    """Momentum."""
+    centered: bool = False
+    """Whether to subtract the square of the mean gradient."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(

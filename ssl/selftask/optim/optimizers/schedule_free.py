@@ -22,7 +22,8 @@ from selftask.registry import register_optimizer
 
 @dataclass(frozen=True, kw_only=True)
 class _Config:
-    interpolation: float = setting(0.9, above=0, max=1)  # beta, beta1 of AdamW: share of x in y
+    interpolation: float = setting(0.9, above=0, max=1)
+    """Share of the average x in the point y where gradients are taken; beta, beta1 of AdamW."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         """Yield a problem if the learning rate decays, or a hook averages weights as well."""
@@ -46,7 +47,9 @@ class ScheduleFreeAdamWConfig(_Config):
     """Schedule-free AdamW; needs ``schedule: constant`` and keeps three states per weight."""
 
     beta2: float = setting(0.999, min=0, below=1)
+    """Decay of the second moment."""
     eps: float = setting(1e-8, min=0)
+    """Term of the denominator for numerical stability."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return ScheduleFreeAdamW(

@@ -17,7 +17,9 @@ class SGD:
     """torch.optim.SGD."""
 
     sgd_momentum: float = setting(0.9, of="schedules", min=0, below=1)
+    """Momentum."""
     nesterov: bool = False
+    """Whether the momentum is Nesterov's."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         sharded = any(hasattr(p, "device_mesh") for group in groups for p in group["params"])

@@ -1,0 +1,45 @@
+"""One-line texts of config keys: the docstring below each field of a config class.
+
+They are the only place where a key is described: error messages, ``selftask explain`` and the
+reference of the documentation show them.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+
+NAME = "_field_docs"  # attribute of classes that `config_class` makes from parts of a file
+
+
+def docs_in(node: ast.ClassDef) -> dict[str, str]:
+    """Return field -> text of a class in a syntax tree; the text is one line."""
+    found = {}
+    for member, below in zip(node.body, node.body[1:], strict=False):
+        if not isinstance(member, ast.AnnAssign) or not isinstance(below, ast.Expr):
+            continue
+        if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            found[ast.unparse(member.target)] = " ".join(below.value.value.split())
+    return found
+
+
+def field_docs(config: type) -> dict[str, str]:
+    """Return field -> text of a config class and its bases; fields without a text are left out."""
+    docs: dict[str, str] = {}
+    for base in reversed(config.__mro__):
+        if NAME in vars(base):
+            docs |= vars(base)[NAME]
+        elif "__dataclass_fields__" in vars(base):
+            docs |= _from_source(base)
+    return docs
+
+
+def _from_source(config: type) -> dict[str, str]:
+    """Return the texts of a class that was imported; empty for one without source (a notebook)."""
+    try:
+        source = inspect.getsource(config)
+    except (OSError, TypeError):
+        return {}
+    (node,) = ast.parse(textwrap.dedent(source)).body
+    return docs_in(node) if isinstance(node, ast.ClassDef) else {}
