@@ -360,7 +360,7 @@ def test_jobs_shows_state_step_and_last_line(
         "lost: job unknown to SLURM",
         "cancelled",
     ]
-    assert [run.out.name for run in queue.stand([tmp_path / "s" / "back"])] == ["back"]
+    assert [run.folder.name for run in queue.stand([tmp_path / "s" / "back"])] == ["back"]
     with pytest.raises(UserError, match="no submitted run"):
         queue.find([tmp_path])
 

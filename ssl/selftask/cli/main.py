@@ -38,6 +38,7 @@ COMMANDS = {
     "features": ("selftask.cli.model.features", "RUN_OR_MODEL out=DIR data=...", "keep features"),
     "export": ("selftask.cli.model.export", "RUN [--to FORMAT]", "write the backbone for others"),
     "report": ("selftask.cli.report", "RUN [out=FILE]", "a run as one HTML page"),
+    "runs": ("selftask.cli.monitor.runs", "[DIR ...] [sort=...]", "table of all runs below DIR"),
     "checkpoints": ("selftask.cli.checkpoints", "RUN", "list them: step, metric, good or not"),
     "model-summary": ("selftask.cli.model.summary", "RECIPE [key=value ...]", "cost by module"),
     "replay": ("selftask.cli.replay", "RUN/failures/step_N", "repeat a step that gave NaN"),

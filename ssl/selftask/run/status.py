@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from selftask.config.schema import Config
+from selftask.distributed.local_process import is_running
 from selftask.distributed.world import read_world
 from selftask.logs import read_json, write_json
 
@@ -17,13 +18,7 @@ def _is_alive(status: dict[str, Any]) -> bool:
     pid = status.get("pid")
     if status.get("host") != socket.gethostname() or not isinstance(pid, int):
         return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return pid != os.getpid()
+    return is_running(pid) and pid != os.getpid()
 
 
 class Status:

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from selftask.distributed.local_process import is_running
 from selftask.errors import UserError
 from selftask.logs import read_json, write_json
+from selftask.report.overview.run_line import RunLine, read_line
 from selftask.run.slurm_job import command
 
 WAITING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "STOPPED")
 LOCAL = "local-"  # id of a job on this machine, before the id of its process
-_NEWEST_BYTES = 1 << 16  # read from the end of a log to find its last line
-
-
-@dataclass(frozen=True)
-class RunState:
-    """State of a submitted run; one line of ``selftask jobs``."""
-
-    out: Path
-    job: str
-    state: str
-    step: int | None
-    last_line: str
 
 
 def note(out: Path, made: dict[Path, str]) -> None:
@@ -81,27 +69,33 @@ def find(outs: list[Path]) -> list[Path]:
     return sorted(path.parents[1] for path in Path("runs").glob("**/slurm/jobs.json"))
 
 
-def stand(outs: list[Path]) -> list[RunState]:
-    """Return the state of each run, from its ``status.json`` and SLURM."""
+def stand(outs: list[Path]) -> list[RunLine]:
+    """Return the line of each run, with its job and the state by its own files and by SLURM."""
     runs = {run: job for out in outs for run, job in noted(out).items()}
     states = queue(list(runs.values()))
-    return [_run_state(run, job, states.get(job, "")) for run, job in runs.items()]
+    return [with_job(read_line(run), job, states.get(job, "")) for run, job in runs.items()]
 
 
-def _run_state(run: Path, job: str, in_slurm: str) -> RunState:
-    status = read_json(run / "status.json")
-    own = status.get("state", "not started")
+def with_job(line: RunLine, job: str, in_slurm: str) -> RunLine:
+    """Return the line with its job, and the state that run and queue give together.
+
+    Args:
+        line: By the files of the run.
+        job: The id of its job.
+        in_slurm: State of the job, such as ``PENDING (Priority)``; empty if SLURM has forgotten it.
+    """
+    own = line.state
     first = in_slurm.partition(" ")[0]
     if first in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
         state = in_slurm.lower() if own == "not started" else f"{own}, {in_slurm.lower()}"
     elif first in ("RUNNING", "COMPLETING"):
-        state = own if own in ("running", "finished", "failed") else first.lower()
-    elif own in ("running", "requeued", "not started"):  # the job ended without a final status
+        state = own if own in ("running", "hung", "finished", "failed") else first.lower()
+    elif own in ("running", "hung", "lost", "requeued", "not started"):  # ended without a status
         state = f"lost: job {in_slurm.lower() or 'unknown to SLURM'}"
         state = "cancelled" if first == "CANCELLED" else state
     else:
         state = own
-    return RunState(run, job, state, _step(run, status), _last_line(run / "log.txt"))
+    return replace(line, job=job, state=state)
 
 
 def queue(ids: list[str]) -> dict[str, str]:
@@ -147,11 +141,7 @@ def _is_local(job: str) -> bool:
 
 
 def _state_of_local(job: str) -> str:
-    try:
-        os.kill(int(job.removeprefix(LOCAL)), 0)
-    except ProcessLookupError:
-        return "gone"
-    return "RUNNING"
+    return "RUNNING" if is_running(int(job.removeprefix(LOCAL))) else "gone"
 
 
 def _cancel_local(job: str) -> None:
@@ -166,23 +156,3 @@ def lines(*words: str) -> list[str]:
     """Return the output lines of a SLURM command; an empty list if it fails or is missing."""
     done = command(*words, timeout_s=60)
     return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
-
-
-def _step(run: Path, status: dict[str, Any]) -> int | None:
-    """Return the newest step in the metrics or the status, or None."""
-    last = _last_line(run / "metrics.jsonl")
-    try:
-        row = json.loads(last) if last else {}
-    except ValueError:  # incomplete line
-        row = {}
-    steps = [s for s in (row.get("step"), status.get("step")) if isinstance(s, int)]
-    return max(steps, default=None)
-
-
-def _last_line(path: Path) -> str:
-    if not path.exists():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _NEWEST_BYTES))
-        lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else ""

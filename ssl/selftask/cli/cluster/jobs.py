@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from selftask.report.overview.table import short_path
 from selftask.slurm.queue import find, stand
 
 USAGE = """\
@@ -21,7 +22,7 @@ def main(argv: list[str]) -> int:
         return 0
     rows = [("JOB", "RUN", "STEP", "STATE")]
     rows += [
-        (run.job, _short(run.out), "-" if run.step is None else str(run.step), run.state)
+        (run.job, short_path(run.folder), "-" if run.step is None else str(run.step), run.state)
         for run in runs
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -29,7 +30,3 @@ def main(argv: list[str]) -> int:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         print("  ".join([*cells, last]).rstrip())
     return 0
-
-
-def _short(out: Path) -> str:
-    return str(out.relative_to(Path.cwd())) if out.is_relative_to(Path.cwd()) else str(out)

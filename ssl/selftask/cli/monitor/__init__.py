@@ -1,0 +1,1 @@
+"""Commands that watch runs: ``runs``, ``watch``."""

@@ -1,0 +1,30 @@
+"""The ends of files that a run appends to, without reading the whole of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_BYTES = 1 << 16  # read from the end of a file
+
+
+def last_lines(path: Path, size: int = _BYTES) -> list[str]:
+    """Return the lines in the last ``size`` bytes, blank ends removed; none for a missing file.
+
+    The first one is whole or left out, the last one may be incomplete. Raises OSError for a file
+    that cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, 2) - size)
+            file.seek(max(0, start - 1))
+            data = file.read()
+    except FileNotFoundError:
+        return []
+    if start:
+        data = data.partition(b"\n")[2]
+    return data.decode("utf-8", errors="replace").strip().splitlines()
+
+
+def last_line(path: Path) -> str:
+    """Return the last line that is not blank, or an empty string."""
+    return (last_lines(path) or [""])[-1]

@@ -1,0 +1,18 @@
+"""Lengths of time as people say them: ``12 s``, ``3 min``, ``5 h 20 min``."""
+
+from __future__ import annotations
+
+
+def show_seconds(seconds: float) -> str:
+    """Return a length of time in its two largest units."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    minutes = round(whole / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    days, hours = divmod(round(whole / 3600), 24)
+    return f"{days} d {hours} h" if hours else f"{days} d"

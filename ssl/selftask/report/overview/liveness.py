@@ -1,0 +1,50 @@
+"""Whether a run whose status is ``running`` really runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from selftask.distributed.local_process import is_gone
+from selftask.report.overview.durations import show_seconds
+
+LOCK = ".lock"  # rank 0 touches it every 5 s while it runs
+SILENT_S = 180.0  # age of the lock file after which the process is not believed to run
+LEAST_QUIET_S = 120.0  # a run may go this long without a row
+QUIET_ROWS = 10  # and for this many of its usual intervals between rows
+FIRST_ROW_S = 600.0  # before the first row: data are scanned, the model is compiled
+_GROWING = ("metrics.jsonl", "events.jsonl", "log.txt")
+
+
+def judge(
+    folder: Path, status: dict[str, Any], interval_s: float | None, now: float
+) -> tuple[str, str]:
+    """Return ``running``, ``hung`` or ``lost``, and the reason for the last two.
+
+    Args:
+        folder: The run folder.
+        status: Its ``status.json``.
+        interval_s: Usual time between two rows, or None before there are two.
+        now: Seconds since 1970.
+    """
+    process = f"process {status.get('pid')} on {status.get('host')}"
+    if is_gone(status):
+        return "lost", f"{process} ended without a word; the same command resumes"
+    heartbeat_s = age(folder / LOCK, now)
+    if heartbeat_s is not None and heartbeat_s > SILENT_S:
+        return "hung", f"no heartbeat of {process} for {show_seconds(heartbeat_s)}"
+    ages = [seconds for name in _GROWING if (seconds := age(folder / name, now)) is not None]
+    quiet_s = min(ages, default=0.0)
+    usual = "" if interval_s is None else f", usually one every {show_seconds(interval_s)}"
+    limit = FIRST_ROW_S if interval_s is None else max(LEAST_QUIET_S, QUIET_ROWS * interval_s)
+    if quiet_s > limit:
+        return "hung", f"no row or event for {show_seconds(quiet_s)}{usual}; {process} is alive"
+    return "running", ""
+
+
+def age(path: Path, now: float) -> float | None:
+    """Return the seconds since a file was written, or None if there is no such file."""
+    try:
+        return max(0.0, now - path.stat().st_mtime)
+    except FileNotFoundError:
+        return None

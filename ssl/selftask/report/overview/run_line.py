@@ -1,0 +1,173 @@
+"""One line about a run: its state, progress and newest values, from the ends of its files.
+
+Does not import torch, and reads a few kB of each run, so that a thousand runs take a second.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from selftask.logs.rows import is_measured
+from selftask.logs.tails import last_line, last_lines
+from selftask.report.overview.liveness import age, judge
+
+_CONFIG_BYTES = 1 << 15
+_RECIPE = re.compile(r"^recipe: (.+)$", re.MULTILINE)
+_METHOD = re.compile(r"^method:\n(?:  .*\n)*?  name: (\S+)", re.MULTILINE)
+_TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
+ENDED_EARLY = ("failed", "interrupted", "requeued")
+
+
+@dataclass(frozen=True)
+class RunLine:
+    """State and newest values of a run."""
+
+    folder: Path
+    state: str
+    recipe: str = ""
+    method: str = ""
+    step: int | None = None
+    total_steps: int | None = None
+    values: dict[str, float] = field(default_factory=dict)  # the newest of each column
+    evaluations: tuple[str, ...] = ()  # columns of `values` that are results of evaluations
+    age_s: float | None = None  # since the last row
+    eta_s: float | None = None  # of a run that trains
+    note: str = ""  # why it is not running or finished, in one line
+    last_line: str = ""  # of log.txt
+    job: str = ""  # id of the job that makes it
+
+    @property
+    def share(self) -> float | None:
+        """Finished steps divided by all steps."""
+        return self.step / self.total_steps if self.step is not None and self.total_steps else None
+
+
+def read_line(folder: Path, now: float | None = None) -> RunLine:
+    """Return the line of a run folder; what cannot be read is said in ``note``.
+
+    Args:
+        folder: The run folder, which may be incomplete or missing.
+        now: Time for ages, in seconds since 1970; None for the current time.
+    """
+    try:
+        return _read(folder, time.time() if now is None else now)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        return RunLine(folder, "unreadable", note=f"{error.filename or folder}: {reason}")
+
+
+def _read(folder: Path, now: float) -> RunLine:
+    status, problem = _status(folder / "status.json")
+    rows = _newest_rows(folder / "metrics.jsonl")
+    age_s = age(folder / "metrics.jsonl", now)
+    log = _TIME.sub("", last_line(folder / "log.txt"))
+    recipe, method = _names(folder / "config.yaml")
+    step = _largest(rows.values.get("step"), status.get("step"))
+    line = RunLine(
+        folder,
+        str(status.get("state", "not started")),
+        recipe,
+        method,
+        step,
+        _total_steps(status, rows.values, step),
+        rows.values,
+        rows.evaluations,
+        age_s,
+        last_line=log,
+    )
+    if problem:
+        return replace(line, state="unreadable", note=problem)
+    if not status and (step is not None or log):
+        return replace(line, state="unknown", note="status.json is missing")
+    if line.state == "running":
+        state, note = judge(folder, status, rows.interval_s, now)
+        left = rows.values.get("eta_s")
+        eta = None if left is None or state != "running" else max(0.0, left - (age_s or 0.0))
+        return replace(line, state=state, note=note, eta_s=eta)
+    if line.state in ENDED_EARLY:
+        return replace(line, note=log or str(status.get("error", "")).partition("\n")[0])
+    return line
+
+
+def _status(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the content of ``status.json``, and what is wrong with it or an empty string."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}, ""
+    except ValueError as error:
+        return {}, f"{path.name}: is no JSON ({error})"
+    if not isinstance(content, dict) or not isinstance(content.get("state"), str):
+        return {}, f"{path.name}: has no state"
+    return content, ""
+
+
+@dataclass
+class _Rows:
+    values: dict[str, float]
+    evaluations: tuple[str, ...]
+    interval_s: float | None  # between the last two rows of training
+
+
+def _newest_rows(path: Path) -> _Rows:
+    """Return the newest value of each column among the last rows."""
+    values: dict[str, float] = {}
+    evaluations: list[str] = []
+    trained: list[dict[str, Any]] = []
+    for text in reversed(last_lines(path)):
+        of_training = '"loss": ' in text
+        if of_training and len(trained) == 2:
+            continue  # unparsed: a thousand runs have many
+        try:
+            row = json.loads(text)
+        except ValueError:  # cut off: being written, or a full disk
+            continue
+        if not isinstance(row, dict):
+            continue
+        if of_training:
+            trained.append(row)
+        names = [name for name in row if name not in values and _is_number(row[name])]
+        values |= {name: row[name] for name in names}
+        if not of_training:
+            evaluations += [n for n in names if n not in ("step", "epoch") and not is_measured(n)]
+    interval = None
+    if len(trained) == 2 and _is_number(trained[0].get("step_s")):
+        interval = (trained[0]["step"] - trained[1]["step"]) * trained[0]["step_s"]
+    return _Rows(values, tuple(evaluations), interval)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _largest(*steps: Any) -> int | None:
+    return max((int(step) for step in steps if _is_number(step)), default=None)
+
+
+def _total_steps(status: dict[str, Any], values: dict[str, float], step: int | None) -> int | None:
+    """Return the length of a run in steps: known once a row tells how long an epoch is."""
+    if status.get("state") == "finished":
+        return step
+    length = status.get("length")
+    epochs, most = length if isinstance(length, list) and len(length) == 2 else (None, None)
+    epoch = values.get("epoch")
+    limits = [int(most)] if isinstance(most, int | float) else []
+    if isinstance(epochs, int | float) and epoch and "step" in values:
+        limits.append(max(1, round(values["step"] / epoch * epochs)))
+    return min(limits, default=None)
+
+
+def _names(path: Path) -> tuple[str, str]:
+    """Return recipe and method of a ``config.yaml`` without parsing all of it."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_CONFIG_BYTES).decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return "", ""
+    recipe, method = _RECIPE.search(text), _METHOD.search(text)
+    return recipe[1].strip("'\"") if recipe else "", method[1] if method else ""

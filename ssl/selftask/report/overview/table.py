@@ -1,0 +1,185 @@
+"""The table of runs: which columns, in which order, and as text or JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from selftask.errors import UserError, nearest
+from selftask.report.overview.durations import show_seconds
+from selftask.report.overview.find import natural
+from selftask.report.overview.run_line import RunLine
+
+STATES = (
+    *("running", "finished", "interrupted", "requeued", "failed", "hung", "lost", "cancelled"),
+    *("pending", "not started", "unknown", "unreadable"),
+)
+TROUBLE = ("failed", "hung", "lost", "unreadable")  # states that somebody must look at
+MOST_EVALUATIONS = 3  # columns that are chosen without `columns=`
+_ASCENDING = ("loss", "_s", "_mb", "wait", "error", "perplexity")  # in names: small is good
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell: its text, and what it is sorted by."""
+
+    text: str
+    key: float | str | None
+
+
+def short_path(folder: Path) -> str:
+    """Return the folder as it is written in the current one."""
+    here = Path.cwd()
+    whole = folder.absolute()
+    return str(whole.relative_to(here)) if whole.is_relative_to(here) else str(whole)
+
+
+_FIXED: dict[str, Callable[[RunLine], Cell]] = {
+    "run": lambda line: Cell(short_path(line.folder), None),
+    "method": lambda line: Cell(line.method or "-", line.method),
+    "recipe": lambda line: Cell(line.recipe or "-", line.recipe),
+    "job": lambda line: Cell(line.job or "-", line.job),
+    "state": lambda line: Cell(line.state, line.state),
+    "step": lambda line: Cell(_steps(line), line.step),
+    "done": lambda line: Cell(_percent(line.share), line.share),
+    "age": lambda line: Cell(_seconds(line.age_s), line.age_s),
+    "eta": lambda line: Cell(_seconds(line.eta_s), line.eta_s),
+}
+
+
+def cell(line: RunLine, column: str) -> Cell:
+    """Return a cell of the table, ``-`` if the run has no such value."""
+    if column in _FIXED:
+        return _FIXED[column](line)
+    value = line.values.get(column)
+    if value is None:
+        return Cell("-", None)
+    return Cell(f"{value:,.0f}" if column.endswith("per_s") else show_number(value), value)
+
+
+def show_number(value: float) -> str:
+    """Return a number with four digits: ``0.8556``, ``17.27``, ``1,409``."""
+    if isinstance(value, float) and abs(value) >= 1000 and math.isfinite(value):
+        return f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def columns_of(lines: Iterable[RunLine], chosen: Sequence[str] = ()) -> list[str]:
+    """Return the columns of the table; raise UserError for a chosen one that no run has.
+
+    Args:
+        lines: The runs.
+        chosen: Columns of metrics; empty takes the loss and the newest evaluations.
+    """
+    lines = list(lines)
+    known = {name for line in lines for name in line.values}
+    for name in chosen:
+        check_column(name, known)
+    evaluations = list(dict.fromkeys(name for line in lines for name in line.evaluations))
+    metrics = list(chosen) or ["loss", *evaluations[:MOST_EVALUATIONS], "images_per_s"]
+    jobs = ["job"] if any(line.job for line in lines) else []
+    first = [*jobs, "run", "method", "state", "step", "done"]
+    return list(dict.fromkeys([*first, *metrics, "age", "eta"]))
+
+
+def check_column(name: str, known: Iterable[str]) -> None:
+    """Raise UserError if there is no such column."""
+    every = {*known, *_FIXED}
+    if every != set(_FIXED) and name not in every:
+        raise UserError(f"no run has a column {name!r}; {nearest(name, every)}")
+
+
+def with_states(lines: Iterable[RunLine], states: Sequence[str]) -> list[RunLine]:
+    """Return the runs in one of the states; all if none are given. Raises UserError for a typo."""
+    lines = list(lines)
+    for state in states:
+        if state not in STATES:
+            raise UserError(f"state={state}: {nearest(state, STATES, show=len(STATES))}")
+    return [line for line in lines if not states or _plain(line.state) & set(states)]
+
+
+def _plain(state: str) -> set[str]:
+    """Return the words of ``STATES`` in a state such as ``requeued, pending (priority)``."""
+    return {part.split(" (")[0].partition(":")[0].strip() for part in state.split(", ")}
+
+
+def small_is_good(column: str) -> bool:
+    """Return whether a table sorted by this column begins with the smallest value."""
+    fixed = column in ("age", "eta", "run", "method", "recipe", "job", "state")
+    of_speed = column.endswith("per_s")
+    return fixed or (not of_speed and any(part in column for part in _ASCENDING))
+
+
+def sort_by(lines: Iterable[RunLine], column: str) -> list[RunLine]:
+    """Return the runs, best first; ``-column`` turns the order round. Those without it are last.
+
+    Raises UserError if no run has the column.
+    """
+    lines = list(lines)
+    name = column.removeprefix("-")
+    check_column(name, (name for line in lines for name in line.values))
+    if name == "run":
+        return sorted(
+            lines, key=lambda line: natural(short_path(line.folder)), reverse=column != name
+        )
+    having = [line for line in lines if cell(line, name).key not in (None, "")]
+    rest = [line for line in lines if cell(line, name).key in (None, "")]
+    backwards = small_is_good(name) == (column != name)
+    return [*sorted(having, key=lambda line: cell(line, name).key, reverse=backwards), *rest]  # type: ignore[arg-type, return-value]
+
+
+def text_table(lines: Sequence[RunLine], columns: Sequence[str], width: int = 0) -> list[str]:
+    """Return the lines of the table; under a run that has one, why it does not run.
+
+    Args:
+        lines: The runs.
+        columns: As from ``columns_of``.
+        width: Width of the terminal, to which notes are cut; 0 leaves them whole.
+    """
+    heads = [name.upper() if name in _FIXED else name for name in columns]
+    body = [[cell(line, name).text for name in columns] for line in lines]
+    widths = [max(map(len, texts)) for texts in zip(heads, *body, strict=True)]
+    left = [name in ("run", "method", "recipe", "state", "job") for name in columns]
+    text = [_aligned(heads, widths, left)]
+    for line, cells in zip(lines, body, strict=True):
+        text.append(_aligned(cells, widths, left))
+        if line.note:
+            note = f"    {line.note}"
+            text.append(f"{note[: width - 3]}..." if 0 < width < len(note) else note)
+    return text
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int], left: Sequence[bool]) -> str:
+    padded = [
+        text.ljust(width) if to_left else text.rjust(width)
+        for text, width, to_left in zip(cells, widths, left, strict=True)
+    ]
+    return "  ".join(padded).rstrip()
+
+
+def as_json(line: RunLine) -> dict[str, Any]:
+    """Return a run as ``selftask runs --json`` prints it; columns as in ``metrics.jsonl``."""
+    content = asdict(line)
+    values = {name: v for name, v in content.pop("values").items() if math.isfinite(v)}
+    return {
+        "run": short_path(line.folder),
+        **{key: item for key, item in content.items() if key != "folder"},
+        "share": line.share,
+        "values": values,
+    }
+
+
+def _steps(line: RunLine) -> str:
+    step = "-" if line.step is None else f"{line.step:,}"
+    return step if line.total_steps is None else f"{step}/{line.total_steps:,}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * min(share, 1.0):.0f}%"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else show_seconds(seconds)

@@ -1,0 +1,179 @@
+"""``selftask runs``: states, ages and newest values of all runs below a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import tiny
+from run_folders import row, write_run
+from selftask.cli.main import main
+from selftask.report.overview.durations import show_seconds
+from selftask.report.overview.find import find_runs
+from selftask.report.overview.run_line import read_line
+
+
+def dead_process() -> int:
+    done = subprocess.Popen(["true"])
+    done.wait()
+    return done.pid
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One run in each state."""
+    monkeypatch.chdir(tmp_path)
+    below = tmp_path / "runs"
+    write_run(below / "lr_10", loss=1.0, knn=0.9)
+    write_run(below / "lr_2", loss=1.5, knn=0.7, config={"method": {"name": "moco"}})
+    write_run(below / "deep/er/going", "running", steps=5, knn=None)
+    write_run(below / "failed", "failed", steps=3, log="RUN FAILED at step 3 on rank 0: <b>")
+    write_run(below / "stopped", "interrupted", steps=4, log="RUN interrupted by SIGINT")
+    write_run(below / "killed", "running", steps=4, pid=dead_process())
+    write_run(below / "silent", "running", steps=4, age_s=500.0)
+    write_run(below / "no_heartbeat", "running", steps=4, host="node7")
+    (below / "no_heartbeat/.lock").touch()
+    os.utime(below / "no_heartbeat/.lock", (time.time() - 400,) * 2)
+    write_run(below / "torn", steps=4)
+    (below / "torn/status.json").write_text('{"state": "runn')
+    write_run(below / "no_status", None, steps=4)
+    return below
+
+
+def listed(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, object]]:
+    assert main(["runs", *words, "--json"]) == 0
+    found: list[dict[str, object]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_states_and_reasons(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {str(run["run"]): run for run in listed(capsys)}
+    told = {Path(name).name: (run["state"], run["note"]) for name, run in found.items()}
+    assert told["lr_2"] == ("finished", "") and told["going"] == ("running", "")
+    assert told["failed"] == ("failed", "RUN FAILED at step 3 on rank 0: <b>")
+    assert told["stopped"] == ("interrupted", "RUN interrupted by SIGINT")
+    assert told["killed"][0] == "lost" and "the same command resumes" in str(told["killed"][1])
+    assert told["silent"][0] == "hung"
+    assert "no row or event for 8 min, usually one every 2 s" in str(told["silent"][1])
+    assert told["no_heartbeat"][0] == "hung"
+    assert "no heartbeat of process" in str(told["no_heartbeat"][1])
+    assert told["torn"][0] == "unreadable" and "status.json: is no JSON" in str(told["torn"][1])
+    assert told["no_status"] == ("unknown", "status.json is missing")
+    going = found["runs/deep/er/going"]
+    assert (going["step"], going["total_steps"], going["share"]) == (5, 20, 0.25)
+    assert 38 < float(str(going["eta_s"])) <= 40
+
+
+def test_the_table_sorts_filters_and_adds_notes(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["runs", "sort=knn_top1", "state=finished,failed"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heads = "RUN METHOD STATE STEP DONE loss knn_top1 images_per_s AGE ETA"
+    assert lines[0].split() == heads.split()
+    assert [line.split()[0] for line in lines[1:4]] == ["runs/lr_10", "runs/lr_2", "runs/failed"]
+    assert lines[1].split()[1:8] == ["simclr", "finished", "20/20", "100%", "1", "0.9", "1,409"]
+    assert lines[4].strip() == "RUN FAILED at step 3 on rank 0: <b>"
+    assert lines[-1] == "3 runs: 2 finished, 1 failed"
+    order = [Path(str(run["run"])).name for run in listed(capsys, "sort=loss", "state=finished")]
+    assert order == ["lr_10", "lr_2"]
+    order = [Path(str(run["run"])).name for run in listed(capsys, "sort=-loss", "state=finished")]
+    assert order == ["lr_2", "lr_10"]
+    names = [Path(str(run["run"])).name for run in listed(capsys, "sort=run", "state=finished")]
+    assert names == ["lr_2", "lr_10"], "numbers by their value"
+    assert main(["runs", "columns=lr", "state=finished"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split()[5:] == ["lr", "AGE", "ETA"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["sort=knn_top"], "no run has a column 'knn_top'; did you mean 'knn_top1'?"),
+        (["columns=los"], "did you mean 'loss'?"),
+        (["state=fail"], "state=fail: did you mean 'failed'?"),
+        (["srt=loss"], "did you mean 'sort'?"),
+        (["elsewhere"], "elsewhere: no such folder"),
+        (["s3://bucket/runs"], "an address"),
+        (["--watch"], "--watch needs a terminal"),
+    ],
+)
+def test_mistakes(
+    runs: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["runs", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_folder_that_may_not_be_read(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As root, permissions do not count: the system's answer is given instead."""
+
+    def refuse(path: Path, *args: object, **more: object) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    line = read_line(runs / "lr_2")
+    assert line.state == "unreadable"
+    assert line.note == f"{runs / 'lr_2/status.json'}: permission denied"
+
+
+def test_a_row_that_is_being_written_and_a_long_file(tmp_path: Path) -> None:
+    """Only the end of the file is read; a cut line is left out."""
+    folder = write_run(tmp_path / "long", "running", steps=0, knn=None)
+    rows = [json.dumps(row(step, 1.0, padding=0.123456789)) for step in range(1, 3001)]
+    rows.insert(-5, json.dumps({"step": 2995, "epoch": 748.75, "knn_top1": 0.25, "eval_s": 1.0}))
+    text = "\n".join(rows)
+    (folder / "metrics.jsonl").write_text(f"{text}\n" + '{"step": 3001, "loss": 0.')
+    line = read_line(folder)
+    assert (line.step, line.values["knn_top1"], line.values["loss"]) == (3000, 0.25, 1.0)
+    assert line.evaluations == ("knn_top1",)
+
+
+def test_a_thousand_runs_within_two_seconds_and_without_torch(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "runs/run_0", steps=200)
+    files = {path.name: path.read_bytes() for path in first.iterdir()}
+    for number in range(1, 1000):
+        folder = tmp_path / f"runs/run_{number}"
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+    code = (
+        "import sys, time; from selftask.cli.main import main\n"
+        "begun = time.process_time(); main(['runs'])\n"
+        "print('SECONDS', time.process_time() - begun)\n"
+        "print('HEAVY', sorted({'torch', 'numpy', 'rich', 'omegaconf'} & set(sys.modules)))"
+    )
+    done = tiny.run([sys.executable, "-c", code], tmp_path)
+    *table, seconds, heavy = done.stdout.splitlines()
+    assert done.returncode == 0 and heavy == "HEAVY []", done.stderr
+    assert table[-1] == "1000 runs: 1000 finished" and table[11].startswith("runs/run_10 ")
+    assert float(seconds.split()[1]) < 2.0
+
+
+def test_folders_of_runs_are_not_searched_for_runs(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "a/checkpoints/b")
+    write_run(tmp_path / ".hidden/c")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert find_runs(tmp_path).runs == [tmp_path / "a"]
+    assert find_runs(tmp_path / "a").runs == [tmp_path / "a"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0 s"),
+        (59.6, "1 min"),
+        (3599, "1 h"),
+        (4500, "1 h 15 min"),
+        (86_400, "1 d"),
+        (180_000, "2 d 2 h"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert show_seconds(seconds) == text
