@@ -91,8 +91,8 @@ def test_a_folder_of_ones_own_trains(mine: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "good morning Pull" in lines
     assert "that was 3" in lines
-    place = lines.index("run: my.yaml, out=runs/my, seed 0")
-    assert lines[place + 1].startswith("model: pull on small_resnet of ")
+    assert "run        my.yaml, seed 0, new in runs/my" in lines
+    assert any(line.startswith("model      pull on small_resnet of ") for line in lines)
     assert [line for line in lines if line.startswith("step ") and len(line) < 8] == [
         "step 1",
         "step 2",

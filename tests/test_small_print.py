@@ -13,8 +13,7 @@ import pytest
 import tiny
 from selftask.cli.main import main
 from selftask.data.loading import workers
-from selftask.hooks.watching import progress
-from selftask.logs import json_row
+from selftask.logs import json_row, stages, verbosity
 
 
 def test_floats_have_nine_digits() -> None:
@@ -23,40 +22,56 @@ def test_floats_have_nine_digits() -> None:
     )
 
 
-def test_the_bar_goes_on_where_the_run_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stdout is a terminal, as far as anyone asks."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+
+@pytest.mark.usefixtures("terminal")
+def test_the_bar_goes_on_where_the_run_does(tmp_path: Path) -> None:
     tiny.train("simclr", tmp_path, "run", "train.stop_at=7")
     task = tiny.task("simclr", tmp_path, "run")
     task.prepare()
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     hook = task.named_hooks["progress"]
     hook.on_start(task)
-    (line,) = hook.bar.tasks
+    assert (hook.stage.done, hook.stage.total, hook.stage.text) == (7, 15, "epoch 1.4")
     hook.on_exception(task)
     task.close()
-    assert (line.completed, line.fields["epoch"]) == (7, pytest.approx(7 / 5))
 
 
-def test_the_bar_moves_when_it_is_drawn_and_ends_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("terminal")
+def test_the_bar_moves_when_it_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at each step: an update of the bar takes as long as all else of the trainer."""
     task = tiny.task("simclr", tmp_path, "run", "train.epochs=20")
     task.prepare()
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     hook = task.named_hooks["progress"]
     hook.on_start(task)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: 0.01 * task.steps_done)
-    (line,), seen = hook.bar.tasks, []
+    start, seen = hook.stage.due, []
+    monkeypatch.setattr(stages.time, "monotonic", lambda: start + 0.01 * task.steps_done)
     for _ in range(100):
         task.advance()
         hook.on_step(task)
-        seen.append(line.completed)
-    assert sorted(set(seen)) == [1, 26, 51, 76]
+        seen.append(hook.stage.done)
     hook.on_end(task)
     task.close()
-    assert line.completed == 100
+    assert sorted(set(seen)) == [1, 26, 51, 76]
+    assert hook.stage is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("TERM", "dumb"), (verbosity.VARIABLE, "quiet"), ("RANK", "1")]
+)
+@pytest.mark.usefixtures("terminal")
+def test_no_live_lines(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stages.can_draw()
+    monkeypatch.setenv(name, value)
+    if name == "RANK":
+        others = {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+        for other, text in others.items():
+            monkeypatch.setenv(other, text)
+    assert not stages.can_draw()
 
 
 def test_one_image_has_no_spread(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_the_log_says_how_long_an_epoch_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LOGGER, "propagate", True)
-    caplog.set_level("INFO", logger="selftask")
+    caplog.set_level("DEBUG", logger="selftask")
     task = tiny.task("simclr", tmp_path, "run", "data.sampler=balanced")
     task.prepare()
     task.data_module.close()

@@ -83,7 +83,7 @@ def test_numbers(case: str) -> None:
 def test_it_is_printed_once_and_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The learning rates of the rows are those that were announced."""
     lr = "optimizer.lr={base: 0.08, per: 32}"
-    with caplog.at_level("INFO", logger="selftask"):
+    with caplog.at_level("DEBUG", logger="selftask"):
         tiny.train("simclr", tmp_path, "run", "train.epochs=1", lr, "optimizer.warmup=2")
     told = [message.strip() for message in caplog.messages if message.startswith("  lr       ")]
     assert len(told) == 1

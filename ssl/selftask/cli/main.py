@@ -12,8 +12,10 @@ import sys
 from collections.abc import Callable
 
 from selftask.cli.options import HELP, asks_for_help
+from selftask.cli.verbosity import TALKATIVE, print_versions, take_verbosity
 from selftask.errors import ConfigError, RunError, UserError, nearest
 from selftask.files import paths
+from selftask.logs.verbosity import verbosity
 
 COMMANDS = {
     "train": ("selftask.cli.train", "RECIPE [key=value ...]", "pretrain; again: resume"),
@@ -158,4 +160,9 @@ def _run(name: str, argv: list[str]) -> int:
     if asks_for_help(argv) and not hasattr(command, "COMMANDS"):  # those tell of themselves
         print(command.USAGE)
         return 0
-    return int(command.main(argv) or 0)
+    if name not in TALKATIVE:
+        return int(command.main(argv) or 0)
+    argv, word = take_verbosity(argv)
+    with verbosity(word):
+        print_versions()
+        return int(command.main(argv) or 0)

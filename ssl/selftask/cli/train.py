@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.errors import UserError
 
-USAGE = """\
+USAGE = f"""\
 usage: selftask train RECIPE [key=value ...]
 
 Trains what the recipe says, with key=value on top; the same command again goes on after a stop.
 The run's folder is out=DIR; `selftask config RECIPE` shows every key and its value.
 A comma list (train.seed=1,2,3) is a sweep: each run has its own folder below out, and
-launch.parallel_runs=2 of them train at a time."""
+launch.parallel_runs=2 of them train at a time.
+{VERBOSITY}"""
 
 
 def main(argv: list[str]) -> int:
@@ -20,6 +22,7 @@ def main(argv: list[str]) -> int:
     from selftask.config.compose.sweep import expand_sweep
     from selftask.config.load import load_config
     from selftask.data.loading.open_data import check_data, open_data
+    from selftask.logs.startup import lap
     from selftask.run.early_errors import report_early_errors
     from selftask.run.local_ranks import own_command, start, starts_ranks
 
@@ -29,13 +32,16 @@ def main(argv: list[str]) -> int:
 
         return train_sweep(argv[0], points)
     config = load_config(argv[0], argv[1:])
+    lap("config")
     with report_early_errors(config.out_folder):
         sources = open_data(config.data)
         check_data(config, sources.train)
+        lap("data")
 
         if starts_ranks(config):
             return start(config, own_command(argv))
 
         from selftask.run.run import run  # imports torch: not before the config is right
 
+        lap("imports")
         return run(config, sources)

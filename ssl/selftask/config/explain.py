@@ -18,8 +18,26 @@ def explain(config: Config) -> str:
     lines = []
     for text, key in _lines(config.to_dict(), (), indent=0):
         origin = _origin(config, key)
-        lines.append(f"{text:<{COLUMN - 2}}  # {origin}" if origin else text)
+        lines.append(_with_origin(text, origin) if origin else text)
     return "\n".join(lines)
+
+
+def explain_chosen(config: Config, *, without: str = "default") -> list[str]:
+    """Return a line for each value, with its whole key, unless its origin starts with ``without``.
+
+    ``recipe`` and other values without an origin are left out.
+    """
+    lines = []
+    for text, key in _lines(config.to_dict(), (), indent=0):
+        origin = _origin(config, key)
+        if key is not None and origin and not origin.startswith((without, "default")):
+            value = text.strip().removeprefix("- ").partition(": ")[2]
+            lines.append(_with_origin(f"{'.'.join(key)}: {value}", origin))
+    return lines
+
+
+def _with_origin(text: str, origin: str) -> str:
+    return f"{text:<{COLUMN - 2}}  # {origin}"
 
 
 def _lines(value: dict[str, Any], key: Key, *, indent: int) -> Iterator[tuple[str, Key | None]]:

@@ -18,6 +18,7 @@ from selftask.distributed.accelerator import forked_rng
 from selftask.errors import UserError
 from selftask.evaluate.chunks import InChunks
 from selftask.logs import get_logger
+from selftask.logs.stages import staged
 from selftask.models.build import check_images
 from selftask.models.eval_mode import in_eval_mode
 
@@ -141,7 +142,8 @@ def log_speed(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any
     ``batches`` has a length.
     """
     images, said = 0, time.monotonic()
-    for number, batch in enumerate(batches):
+    total = len(batches) if isinstance(batches, Sized) else None
+    for number, batch in enumerate(staged("features", batches, total)):
         yield batch
         now = time.monotonic()
         if number < _WARM_UP:
@@ -151,7 +153,7 @@ def log_speed(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any
         if now - said >= _LOG_EVERY_S:
             said = now
             text = f"features: {images / (now - started):,.0f} images/s"
-            if isinstance(batches, Sized):
-                left = (len(batches) - number - 1) * (now - started) / (number + 1 - _WARM_UP)
+            if total is not None:
+                left = (total - number - 1) * (now - started) / (number + 1 - _WARM_UP)
                 text += f", eta {timedelta(seconds=round(left))}"
             log.info("%s", text)

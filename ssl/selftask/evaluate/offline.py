@@ -18,6 +18,7 @@ from selftask.evaluate.features import Features, extract_features
 from selftask.evaluate.label_counts import LabelCounts, check_label_counts, count_shared_images
 from selftask.evaluate.online import evaluate_features, of_set, with_layers
 from selftask.logs import get_logger
+from selftask.logs.stages import stage
 
 log = get_logger(__name__)
 
@@ -70,7 +71,8 @@ def evaluate_backbone(
         shared = 0 if source is None else count_shared_images(train, test)
         if shared:
             tell(f"warning: {shared} of {len(test)} test images are also training images")
-        figures = evaluate_features(backbone, evaluations, train, test)
+        with stage("evaluate", at_once=True):
+            figures = evaluate_features(backbone, evaluations, train, test)
         before = known[name]
         counts = LabelCounts.of_targets(  # of readable images only
             train.targets,

@@ -72,7 +72,7 @@ def check_evaluations(config: Config, sources: Sources) -> str | None:
         return None
     if config.data.val == config.data.source:
         told.append("warning: data.val is data, these are training images")
-    return f"evaluations ({', '.join(evaluations)}): {'; '.join(told)}"
+    return f"{', '.join(evaluations)}: {'; '.join(told)}"
 
 
 def with_layers(backbone: nn.Module, config: EvalConfig) -> nn.Module:

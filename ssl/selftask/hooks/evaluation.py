@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -10,6 +11,7 @@ from selftask.config.values.duration import steps_in
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
 from selftask.logs.rows import is_measured
+from selftask.logs.stages import stage
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
@@ -62,17 +64,25 @@ class EvaluateBackbone(Hook):
         if task.config.eval.evaluations and _has_labels(task):
             task.run_hooks("before_evaluation")
         started = time.perf_counter()
-        row = task.evaluate(task)
-        for name, average in task.averages.items() if row else ():
-            with average.in_place(task):
-                found = task.evaluate(task)
-            row |= {f"{name}_{key}": value for key, value in found.items() if not is_measured(key)}
+        with stage("evaluate", at_once=True):
+            row = self._evaluate(task, task.evaluate)
         if row:
             row["eval_s"] = time.perf_counter() - started
             task.write_row(row)
             told = ", ".join(f"{name} {value:.4g}" for name, value in row.items())
             task.event("evaluation", told, **row)
             task.run_hooks("after_evaluation")
+
+    def _evaluate(
+        self, task: Task, evaluate: Callable[[Task], dict[str, float]]
+    ) -> dict[str, float]:
+        """Return the metrics of the weights, and of their averages."""
+        row = evaluate(task)
+        for name, average in task.averages.items() if row else ():
+            with average.in_place(task):
+                found = evaluate(task)
+            row |= {f"{name}_{key}": value for key, value in found.items() if not is_measured(key)}
+        return row
 
 
 def _has_labels(task: Task) -> bool:

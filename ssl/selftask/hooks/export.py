@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from selftask.data.transforms.normalize import Normalize
 from selftask.distributed.collectives import is_primary
 from selftask.hooks.base import Hook
+from selftask.logs.stages import stage
 from selftask.models.weights.export import save_backbone
 from selftask.registry import register_hook
 
@@ -26,7 +27,8 @@ class ExportBackbone(Hook):
 
     def on_end(self, task: Task) -> None:
         average = next((key for key, hook in task.averages.items() if hook.export), None)
-        with task.averages[average].in_place(task) if average else nullcontext():
+        context = task.averages[average].in_place(task) if average else nullcontext()
+        with stage("export", at_once=True), context:
             backbone = task.export_backbone()
             if is_primary():
                 meta = facts(task.config, task.steps_done, task.data_module.channels, average)

@@ -7,6 +7,8 @@ from selftask.logs.lines import (
     get_logger,
     info_on_stderr,
     lasting_output,
+    log_result,
+    log_summary,
     show_root_lines_of,
     start_log,
     stop_log,
@@ -19,17 +21,22 @@ from selftask.logs.rows import (
     read_metrics,
     write_json,
 )
+from selftask.logs.verbosity import DETAIL, announce
 
 __all__ = [
+    "DETAIL",
     "LOGGER",
     "MetricsFile",
     "add_line",
+    "announce",
     "draw_over",
     "format_row",
     "get_logger",
     "info_on_stderr",
     "json_row",
     "lasting_output",
+    "log_result",
+    "log_summary",
     "read_json",
     "read_metrics",
     "show_root_lines_of",

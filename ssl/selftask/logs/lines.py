@@ -6,10 +6,12 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from selftask.logs.verbosity import DETAIL, console_level
 
 LOGGER = logging.getLogger("selftask")
 _TIME = "%Y-%m-%d %H:%M:%S"
@@ -30,7 +32,7 @@ def start_log(folder: Path, rank: int) -> None:
         rank: Rank of this process.
     """
     stop_log()
-    LOGGER.setLevel(logging.INFO)
+    LOGGER.setLevel(min(DETAIL, console_level()))
     LOGGER.propagate = False
     name = "log.txt" if rank == 0 else f"log_rank{rank}.txt"
     file = _LogFile(folder / name, encoding="utf-8")
@@ -74,10 +76,13 @@ def stop_log() -> None:
 
 @contextmanager
 def info_on_stderr() -> Iterator[None]:
-    """Context that logs INFO lines to stderr, for commands that print results to stdout."""
-    handler, level = logging.StreamHandler(), LOGGER.level
+    """Context that logs INFO lines to stderr, for commands that print results to stdout.
+
+    With ``--quiet`` only errors, with ``--verbose`` also DEBUG lines.
+    """
+    handler, level = _Stderr(), LOGGER.level
     LOGGER.addHandler(handler)
-    LOGGER.setLevel(logging.INFO)
+    LOGGER.setLevel(console_level())
     try:
         yield
     finally:
@@ -146,23 +151,55 @@ class _Lasting:
 class _LogFile(logging.FileHandler):
     """A log file that reports a failed write in one line instead of a traceback."""
 
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not getattr(record, "is_summary", False) and bool(super().filter(record))
+
     def handleError(self, record: logging.LogRecord) -> None:
         print(f"{self.baseFilename}: {sys.exc_info()[1]}", file=sys.stderr, flush=True)
 
 
 class _Console(logging.Handler):
-    """Prints lines, through the console of the progress bar if there is one."""
+    """Prints lines to stdout, above the live lines of stages if there are any."""
 
-    bar: Any = None  # a rich Console
+    live: Any = None  # the rich Console of live lines
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.least = console_level()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        shown = record.levelno >= self.least or getattr(record, "is_result", False)
+        return shown and bool(super().filter(record))
 
     def emit(self, record: logging.LogRecord) -> None:
         line = self.format(record)
-        if self.bar is not None:
-            self.bar.print(line, markup=False, highlight=False, soft_wrap=True)
+        if _Console.live is not None:
+            _Console.live.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(line, file=sys.stdout, flush=True)
+            self.print(line)
+
+    def print(self, line: str) -> None:
+        """Print a line where nothing is drawn."""
+        print(line, file=sys.stdout, flush=True)
+
+
+class _Stderr(_Console):
+    """Prints lines to stderr."""
+
+    def print(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
 
 
 def draw_over(console: Any) -> None:
     """Print log lines through the rich console of a live display, or plainly if it is None."""
-    _Console.bar = console
+    _Console.live = console
+
+
+def log_summary(lines: Iterable[str]) -> None:
+    """Log lines for the console that repeat in short what is in ``log.txt`` already."""
+    LOGGER.info("%s", "\n".join(lines), extra={"is_summary": True})
+
+
+def log_result(line: str) -> None:
+    """Log the last line of a run, which is printed with ``--quiet``, too."""
+    LOGGER.info("%s", line, extra={"is_result": True})

@@ -16,14 +16,19 @@ _POINTS = 200  # at which the highest learning rate is looked for
 
 def arithmetic(config: Config, length: RunLength, world_size: int) -> list[str]:
     """Return a header, and a line each for batch, epoch, run, warm-up and learning rate."""
-    rows = [
-        ("batch", _batch(length, world_size)),
-        ("epoch", _epoch(length)),
-        ("run", _run(length)),
-        ("warm-up", _warmup(config.optimizer, length)),
-        ("lr", "; ".join(_lr(config.optimizer, length))),
-    ]
-    return ["arithmetic:", *(f"  {topic:<9}{text}" for topic, text in rows)]
+    rows = arithmetic_rows(config, length, world_size)
+    return ["arithmetic:", *(f"  {topic:<9}{text}" for topic, text in rows.items())]
+
+
+def arithmetic_rows(config: Config, length: RunLength, world_size: int) -> dict[str, str]:
+    """Return batch, epoch, run, warm-up and lr, each in words."""
+    return {
+        "batch": _batch(length, world_size),
+        "epoch": _epoch(length),
+        "run": _run(length),
+        "warm-up": _warmup(config.optimizer, length),
+        "lr": "; ".join(_lr(config.optimizer, length)),
+    }
 
 
 def _batch(length: RunLength, world_size: int) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from selftask.errors import RunError, UserError
-from selftask.logs import LOGGER, add_line
+from selftask.logs import LOGGER, add_line, log_result
 from selftask.logs.events import add_event
 from selftask.run import slurm_job
 from selftask.run.failure import Failure
@@ -44,7 +44,7 @@ class Ending:
         if self.task.clock.stopped is not None:
             line += f"; {self.task.clock.stopped}"
         self.task.event("finish", line)
-        LOGGER.info("%s", line)
+        log_result(line)
         return 0
 
     def interrupted(self, by: str) -> int:
@@ -71,7 +71,7 @@ class Ending:
         line = f"RUN interrupted by {leaving.by} at step {self.step}; {how}; {leaving.outlook}"
         kind = "requeue" if leaving.state == "requeued" else "stop"
         self.task.event(kind, line, by=leaving.by)
-        LOGGER.info("%s", line)
+        log_result(line)
         return leaving.code
 
     def failed(self, error: BaseException, watch: Watch | None) -> int:

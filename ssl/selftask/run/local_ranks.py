@@ -23,7 +23,7 @@ from selftask.config.schema import Config
 from selftask.distributed.out_of_memory import ADVICE, OutOfMemoryKills
 from selftask.distributed.world import STOP_SIGNALS, is_ignored, read_world
 from selftask.errors import UserError, describe_exit
-from selftask.logs import add_line
+from selftask.logs import add_line, announce
 from selftask.logs.events import add_event
 from selftask.run.run_folder import check_free
 from selftask.run.status import Status
@@ -62,7 +62,7 @@ def start(config: Config, command: list[str]) -> int:
         )
         if code == 2 or attempt == attempts:  # a restart cannot fix a UserError
             break
-        print(f"starting again from the newest checkpoint: restart {attempt} of {attempts - 1}")
+        announce(f"starting again from the newest checkpoint: restart {attempt} of {attempts - 1}")
         if config.resume.checkpoint != "auto" and _saved(config) - earlier:
             command = [*command, "resume=auto"]  # the given one was for the first attempt
     return code

@@ -23,7 +23,7 @@ from selftask.config.values.auto_values import cores
 from selftask.distributed.world import STOP_SIGNALS, is_ignored, read_world
 from selftask.errors import ConfigError, UserError
 from selftask.files.addresses import is_remote
-from selftask.logs import read_json, read_metrics
+from selftask.logs import announce, read_json, read_metrics
 from selftask.run.local_ranks import end_with, own_command
 
 
@@ -63,7 +63,7 @@ def train_sweep(recipe: str, points: Sequence[Point]) -> int:
         )
         for point, config in zip(points, configs, strict=True)
     ]
-    print(f"sweep: {len(runs)} runs in {base}, {at_once} at a time", flush=True)
+    announce(f"sweep: {len(runs)} runs in {base}, {at_once} at a time")
     code = Sweep(runs, at_once).wait()
     print("\n".join(_table(runs)), flush=True)
     return code
@@ -132,7 +132,7 @@ class Sweep:
     def _start(self, run: Run) -> Run:
         run.out.mkdir(parents=True, exist_ok=True)
         quiet: Any = subprocess.DEVNULL if self.at_once > 1 else None
-        print(f"sweep: {run.name} starts", flush=True)
+        announce(f"sweep: {run.name} starts")
         run.process = subprocess.Popen(
             run.command, stdout=quiet, stderr=quiet, stdin=subprocess.DEVNULL, preexec_fn=end_with()
         )
@@ -140,7 +140,7 @@ class Sweep:
 
     def _report(self, run: Run) -> None:
         if self.at_once > 1:
-            print(f"sweep: {run.name}: {_last_line(run)}", flush=True)
+            announce(f"sweep: {run.name}: {_last_line(run)}")
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.stopped = True

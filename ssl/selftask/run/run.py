@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from selftask.checkpoint.manifest import write_durably
 from selftask.checkpoint.mirror import mirrored
+from selftask.config.explain import explain_chosen
 from selftask.config.load import to_yaml
 from selftask.config.schema import Config
 from selftask.config.values.auto_values import cores
@@ -29,8 +30,10 @@ from selftask.distributed.device import (
 from selftask.distributed.world import STOP_SIGNALS, read_world
 from selftask.errors import RunError
 from selftask.evaluate.online import check_evaluations, evaluate_task
-from selftask.logs import LOGGER, lasting_output, start_log, stop_log
+from selftask.logs import DETAIL, LOGGER, lasting_output, start_log, stop_log
 from selftask.logs.events import WarningEvents, add_event
+from selftask.logs.startup import lap
+from selftask.logs.verbosity import is_verbose
 from selftask.models.build import check_backbone
 from selftask.registry import TASKS
 from selftask.run import environment
@@ -95,12 +98,15 @@ def run_task(task: Task, *, raises: bool = False) -> int:
                 LOGGER.warning("the attempt before: %s", lost)
             if (absence := kernel.absence()) and config.data.augment_on == "cpu":
                 LOGGER.warning("kernel: %s", absence)
-            LOGGER.info("data: %s", sources.train.describe())
+            LOGGER.log(DETAIL, "data: %s", sources.train.describe())
             if labels is not None:
-                LOGGER.info("%s", labels)
-            LOGGER.info("threads: %d of torch, of %d cores", torch.get_num_threads(), cores())
+                LOGGER.log(DETAIL, "evaluations: %s", labels)
+                task.opening["evaluate"] = labels
+            threads = torch.get_num_threads()
+            LOGGER.log(DETAIL, "threads: %d of torch, of %d cores", threads, cores())
             if advice := precision_advice(config.train.precision, task.device):
-                LOGGER.info("precision: %s", advice)
+                LOGGER.log(DETAIL, "precision: %s", advice)
+                task.opening["precision"] = advice
             task.sources = copy_data(sources, config.data.stage_to)
             return _run(task, upload, raises=raises)
         finally:
@@ -123,6 +129,7 @@ def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
                 write_durably(task.out / "config.yaml", to_yaml(config))
                 environment.write(task.out)
                 copy_plugins(config, task.out)
+                _log_origins(config)
                 status.write("running", world_size=world.size)
                 told = f"RUN started: {config.recipe}, world size {world.size}"
                 add_event(task.out, "start", told, world_size=world.size)
@@ -130,6 +137,7 @@ def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
             tell = partial(_tell, ending, upload)
             with watch_others(task.out, world, tell):
                 process_group.join_world(world, task.device, timeout_s=2 * timeout_s + 60)
+            lap("process group")
             watch = Watch(world.rank, world.size, timeout_s=timeout_s, report=tell)
             stopped_by = _train(task)
             if stopped_by is None:
@@ -149,6 +157,13 @@ def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
     if stopped_by and raises:
         raise Interrupted(stopped_by)
     return code
+
+
+def _log_origins(config: Config) -> None:
+    """Log each value that is not a default, and where it comes from, if verbose."""
+    if is_verbose():
+        for line in explain_chosen(config):
+            LOGGER.debug("config: %s", line)
 
 
 def _tell(ending: Ending, upload: Callable[[], None], failure: Failure) -> None:

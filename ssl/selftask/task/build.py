@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from torch import nn
 
 from selftask import classy
 from selftask.config.schema import Component, Config
-from selftask.distributed.collectives import broadcast_module, is_primary
+from selftask.distributed.collectives import broadcast_module
 from selftask.errors import UserError
 from selftask.hooks.base import POINTS, defines
 from selftask.hooks.failures.non_finite import NonFiniteGuard
@@ -23,7 +22,6 @@ from selftask.models.dropout import draw_per_sample
 from selftask.models.teacher import Teacher
 from selftask.models.weights.model_source import load_init
 from selftask.optim.build import build_optimizer
-from selftask.optim.group_table import group_table
 from selftask.optim.loss_scaler import LossScaler, NoScaler
 from selftask.optim.param_groups import freeze_for_good
 from selftask.parallel.blocks import find_blocks
@@ -123,15 +121,6 @@ def _depths(task: Task) -> dict[str, int]:
     backbone = task.base_model.backbone
     depths = parameter_depths(backbone, find_blocks(backbone))
     return {f"network.backbone.{name}": depth for name, depth in depths.items()}
-
-
-def show_groups(task: Task) -> None:
-    """Log the table of parameter groups, and write all of it to ``groups.txt``."""
-    if is_primary():
-        batch = task.length.batch_size * task.length.accumulate
-        table = partial(group_table, task.optimizer.settings, task.config.optimizer, batch=batch)
-        log.info("parameter groups:\n  %s", "\n  ".join(table()))
-        (task.out / "groups.txt").write_text("\n".join(table(most=0)) + "\n", encoding="utf-8")
 
 
 def hooks(task: Task) -> None:

@@ -33,15 +33,13 @@ from selftask.errors import StepSkipped, UserError
 from selftask.hooks.averages.weight_average import WeightAverage
 from selftask.logs import MetricsFile, get_logger
 from selftask.models.build import build_backbone
-from selftask.models.summary import opening_lines
-from selftask.optim.arithmetic import arithmetic
 from selftask.optim.loss_scaler import NoScaler
 from selftask.parallel.activation_budget import ActivationBudget
 from selftask.parallel.reduction import Reduction
 from selftask.random import process_state
 from selftask.random.keyed import LAYER_DRAWS
 from selftask.registry import register_task
-from selftask.task import build, loop, task_state
+from selftask.task import build, loop, opening, task_state
 from selftask.task.averaged_weights import averaged_weights, begin_phase
 from selftask.task.recorder import Recorder
 from selftask.task.scoring import score
@@ -93,6 +91,7 @@ class Task(Recorder, ClassyTaskNames):
         self.out = config.out_folder
         self.world = read_world()
         self.device = device.pick_device(config.train.device, self.world)
+        self.opening: dict[str, str] = {}  # facts for the opening table, set by the launcher
         self.evaluate: Callable[[Task], dict[str, float]] | None = None  # set by the launcher
         self.before_export: list[Callable[[nn.Module], nn.Module]] = []  # return a changed copy
         self.averages: dict[str, WeightAverage] = {}  # of the weights, by their hooks' keys
@@ -135,15 +134,11 @@ class Task(Recorder, ClassyTaskNames):
         build.model(self)
         build.optimizer(self)
         build.hooks(self)
-        channels = self.data_module.channels
-        for line in opening_lines(self.config, self.base_model, self.loss, channels):
-            log.info("%s", line)
-        for line in arithmetic(self.config, self.length, self.world.size):
-            log.info("%s", line)
-        build.show_groups(self)
+        opening.log_parts(self)
         process_state.seed_all(train.seed, self.world.rank)
         self.rows = MetricsFile(self.out / "metrics.jsonl") if is_primary() else None
         self.resumed = task_state.resume(self)
+        opening.print_opening(self)
         self.batches: Iterator[Batch] = iter(())
 
     # -- for train steps and hooks --------------------------------------------------------------

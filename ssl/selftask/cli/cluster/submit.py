@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from selftask.cli.options import take_options
+from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.errors import UserError, nearest
+from selftask.logs import announce
 
-USAGE = """\
+USAGE = f"""\
 usage: selftask submit RECIPE [key=value ...] [--dry-run]
 
 Checks everything on this machine, prints the plan and hands the run to SLURM (through submitit):
@@ -15,7 +17,8 @@ Checks everything on this machine, prints the plan and hands the run to SLURM (t
   train.seed=1,2,3                         a comma list is a sweep: a job array, a folder each
 --dry-run prints the sbatch script instead of submitting it. Then: selftask jobs OUT
 --cluster local starts the same job on this machine, in the background; --cluster debug trains in
-this process, and an exception opens pdb."""
+this process, and an exception opens pdb.
+{VERBOSITY}"""
 
 OPTIONS = {"--dry-run": bool, "--cluster": str}
 CLUSTERS = ("slurm", "local", "debug")
@@ -34,9 +37,10 @@ def main(argv: list[str]) -> int:
     from selftask.slurm.plan import plan
 
     planned = plan(words[0], words[1:])
-    print(planned.describe())
+    announce(planned.describe())
     if options.get("--dry-run"):
-        print(f"\n{planned.script()}")
+        announce("")
+        print(planned.script())
         return 0
     made = planned.submit()
     ids = made[0].job_id.partition("_")[0]

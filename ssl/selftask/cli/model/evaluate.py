@@ -10,13 +10,14 @@ from typing import Any
 
 from selftask.checkpoint.mirror import local_run, upload_files
 from selftask.cli.model.load_model import MODEL, WEIGHTS, open_frozen
+from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.config_class import config_class
 from selftask.config.schema import Config
 from selftask.errors import UserError, nearest
 from selftask.files import addresses
 from selftask.files.addresses import is_remote
 from selftask.files.paths import is_folder
-from selftask.logs import json_row
+from selftask.logs import announce, json_row
 from selftask.registry import EVALUATIONS
 
 USAGE = f"""\
@@ -26,7 +27,8 @@ usage: selftask eval knn|linear|svm RUN_OR_MODEL [key=value ...]
 data=DIR      the labelled images to learn from; default: those of the run
 data.val=DIR  those to test on; without it, k-NN leaves each image out of its own neighbours
 {WEIGHTS}
-Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. Prints one JSON line last."""
+Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. Prints one JSON line last.
+{VERBOSITY}"""
 
 NAME = "evaluations.jsonl"  # in the folder of a run
 _SECTIONS = ("data", "eval", "image_size", "import", "train")  # train: device, seed, threads
@@ -48,7 +50,7 @@ def main(argv: list[str]) -> int:
     from selftask.evaluate.offline import evaluate_backbone
 
     row = evaluate_backbone(
-        frozen.backbone, config, frozen.sources, device=frozen.device, tell=print
+        frozen.backbone, config, frozen.sources, device=frozen.device, tell=announce
     )
     print(json_row(row))
     if addresses.is_folder(address) if is_remote(address) else is_folder(address):

@@ -12,6 +12,7 @@ from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.mirror import local_run
 from selftask.cli.model.load_model import MODEL, take
 from selftask.cli.options import take_options
+from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.compose.compose import import_plugins
 from selftask.config.schema import Component
 from selftask.config.trust import TRUST, take_trust
@@ -43,7 +44,8 @@ the 5 newest checkpoints. hooks.precise_bn, if the run has it, then recomputes B
 statistics from the images of the run.
 weights=FILE  for timm: and torchvision: the weights of a file, of VISSL for one, or `none`
 import=[MODULE]  a plug-in, such as one with a handler for an address
-{TRUST}"""
+{TRUST}
+{VERBOSITY}"""
 
 OPTIONS = {"--to": str, "--out": str, "--weights": str, "--average": int}
 LIBRARIES = ("torchvision", "timm")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selftask.cli.model.load_model import MODEL, WEIGHTS, Frozen, open_frozen, take
+from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.errors import UserError
 from selftask.files import addresses
 from selftask.files.addresses import is_remote, output_folder
@@ -25,7 +26,8 @@ layers=[3,-1] hidden layers instead, each in features_layerN.npy; pool=mean|pref
 clusters=K    also clusters.csv: path and cluster of each image by spherical k-means, which
               `selftask train supervised data=DIR/clusters.csv` can be trained on (ClusterFit)
 {WEIGHTS}
-An image that cannot be read has no row."""
+An image that cannot be read has no row.
+{VERBOSITY}"""
 
 CLUSTERS = "clusters.csv"
 

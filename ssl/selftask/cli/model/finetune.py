@@ -9,6 +9,7 @@ import yaml
 
 from selftask.checkpoint.mirror import local_run
 from selftask.cli.model.load_model import MODEL, take
+from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.trust import TRUST, take_trust
 from selftask.errors import UserError
 from selftask.files.paths import exists, expand_user
@@ -30,7 +31,8 @@ out=DIR       default: runs/finetune_NAME; the same command again goes on after 
 {TRUST}
 
 It is `selftask train {RECIPE} init.backbone=RUN_OR_MODEL` with the model's backbone, size and
-normalization; `selftask config {RECIPE}` shows the recipe."""
+normalization; `selftask config {RECIPE}` shows the recipe.
+{VERBOSITY}"""
 
 
 def main(argv: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -50,6 +51,8 @@ def open_frozen(address: str, overrides: list[str]) -> Frozen:
     from selftask.checkpoint.mirror import local_run
     from selftask.config.compose import recipes
     from selftask.config.compose.compose import import_plugins
+    from selftask.config.compose.provenance import show_path
+    from selftask.config.explain import explain_chosen
     from selftask.config.load import load_config
 
     overrides, trust = take_trust(overrides)
@@ -67,7 +70,7 @@ def open_frozen(address: str, overrides: list[str]) -> Frozen:
     from selftask.data.source import channels_of
     from selftask.distributed.device import keep_freed_memory, pick_device
     from selftask.distributed.world import World
-    from selftask.logs import info_on_stderr
+    from selftask.logs import LOGGER, info_on_stderr
     from selftask.models.weights.model_source import PRETRAINED, open_model
 
     asked = config.place("data.stage_to").startswith("command line")
@@ -75,6 +78,8 @@ def open_frozen(address: str, overrides: list[str]) -> Frozen:
     sources = copy_data(open_data(config.data), stage_to)
     chosen = weights or PRETRAINED
     with info_on_stderr():
+        for line in explain_chosen(config, without=f"{show_path(Path(recipe))}:"):
+            LOGGER.debug("config: %s", line)
         backbone, facts = open_model(address, weights=chosen, trust=trust, image_size=size)
     if not exists(own) and facts.get("transforms"):
         shown = yaml.safe_dump(facts["transforms"], default_flow_style=True, width=float("inf"))

@@ -19,6 +19,7 @@ from selftask.data.source import channels_of
 from selftask.errors import UserError
 from selftask.files.cache_dir import cache_folder, locked
 from selftask.logs import get_logger
+from selftask.logs.stages import staged
 
 if TYPE_CHECKING:
     from selftask.config.schema import DataConfig
@@ -94,7 +95,7 @@ class _Filling:
         )
         missing = set(range(len(self.source)))
         try:
-            for sample in images:
+            for sample in staged("cache", images, len(images)):
                 self._put(file, store, sample)
                 missing -= set(sample["index"].tolist())
                 if store.length and len(self.source) - len(missing) <= _READ_AT_ONCE:

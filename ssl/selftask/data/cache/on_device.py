@@ -28,6 +28,7 @@ from selftask.distributed import accelerator
 from selftask.distributed.out_of_memory import available_bytes
 from selftask.errors import UserError
 from selftask.logs import get_logger
+from selftask.logs.stages import staged
 
 log = get_logger(__name__)
 
@@ -117,7 +118,7 @@ class Cache:
                 num_workers=num_workers,
                 bad_files=bad_files,
             )
-            for sample in batches:
+            for sample in staged("cache", batches, len(batches)):
                 cache.put(sample, number)
         cache.sizes *= cache.sizes.all((0, 2), keepdims=True)  # samples with an unreadable image: 0
         accelerator.wait_for(device)  # other streams read it

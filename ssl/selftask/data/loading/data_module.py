@@ -23,7 +23,7 @@ from selftask.data.loading.open_data import Sources, check_data, check_val
 from selftask.data.loading.train_dataset import train_dataset
 from selftask.data.source import channels_of, extras_of
 from selftask.data.views import build_pipeline
-from selftask.logs import get_logger
+from selftask.logs import DETAIL, get_logger
 from selftask.registry import TOKENIZERS
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class DataModule:
         for name, source in self.val_sources.items():
             check_val(config, source, val_key(name))
             self._val_bad_files(name).refuse(source.unreadable().values())
-        log.info("sampler: %s", self.batches.sampler.describe())
+        log.log(DETAIL, "sampler: %s", self.batches.sampler.describe())
 
     @property
     def num_samples(self) -> int:

@@ -21,6 +21,7 @@ from selftask.data.reading.index import Index, settled
 from selftask.data.reading.progress_log import ScanProgress
 from selftask.data.source import in_no_folder, split_bytes
 from selftask.errors import UserError
+from selftask.logs.stages import stage
 
 PIECE = 1 << 24  # bytes
 _BLANKS = b" \t\r\x0b\x0c"  # stripped from the end of a line
@@ -75,8 +76,9 @@ class _Reading:
 
     def index(self, state: list[int]) -> Index:
         """Parse the whole list."""
-        progress, joined = ScanProgress(self._path), bytearray()
-        with open(self._path, "rb") as file:
+        joined = bytearray()
+        with stage("scan") as line, open(self._path, "rb") as file:
+            progress = ScanProgress(self._path, line)
             if file.read(len(BOM_UTF8)) != BOM_UTF8:  # which some editors write
                 file.seek(0)
             for piece in _pieces(file):

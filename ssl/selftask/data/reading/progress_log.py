@@ -6,6 +6,8 @@ import sys
 import time
 
 from selftask.logs import LOGGER, get_logger
+from selftask.logs.stages import Stage
+from selftask.logs.verbosity import is_quiet
 
 _EVERY_S = 5.0  # between two messages of one scan
 
@@ -16,15 +18,21 @@ def say(text: str) -> None:
     """Log a line; it goes to the terminal if no run has opened a log."""
     if LOGGER.handlers:
         log.info("data: %s", text)
-    else:
+    elif not is_quiet():
         print(f"data: {text}", file=sys.stderr, flush=True)
 
 
 class ScanProgress:
-    """Logs from time to time how many paths have been found; used by several threads."""
+    """Shows how many paths have been found; used by several threads.
 
-    def __init__(self, where: str) -> None:
+    Args:
+        where: The scanned folder or file.
+        line: Its live line. If it is not drawn, a line is logged from time to time.
+    """
+
+    def __init__(self, where: str, line: Stage) -> None:
         self._where = where
+        self._line = line
         self._images = self._folders = 0
         self._started = self._said = time.monotonic()
 
@@ -32,8 +40,9 @@ class ScanProgress:
         """Add to the counts, without a lock: races may lose some, in a message only."""
         self._images += images
         self._folders += folders
+        self._line.update(self._images, f"images in {self._where}")
         now = time.monotonic()
-        if now - self._said > _EVERY_S:
+        if not self._line.is_drawn and now - self._said > _EVERY_S:
             self._said = now
             where = f" in {self._folders:,} folders" if self._folders else ""
             seconds = now - self._started

@@ -25,6 +25,7 @@ from selftask.data.reading.skipped_files import kind_of
 from selftask.data.source import NO_LABEL, join_bytes, split_bytes
 from selftask.distributed.heartbeat import track
 from selftask.errors import UserError
+from selftask.logs.stages import stage
 
 THREADS = 16  # for network file systems, which answer in parallel
 _REAL, _LINK, _ALIAS = 0, 1, 2  # how a folder is reached; an alias is counted by its other path
@@ -82,8 +83,8 @@ def walk(
     seen: set[tuple[int, int]] = set()
     frontier: list[tuple[bytes, int]] = [(b"", _REAL)]
     links: list[bytes] = []
-    looker = _Looker(os.fsencode(root), endings, known or {})
-    with ThreadPoolExecutor(THREADS) as pool:
+    with stage("scan") as line, ThreadPoolExecutor(THREADS) as pool:
+        looker = _Looker(ScanProgress(root, line), os.fsencode(root), endings, known or {})
         while frontier or links:
             if not frontier:
                 frontier, links = [(path, _LINK) for path in sorted(links)], []
@@ -108,12 +109,16 @@ class _Looker:
     """Lists folders; used by several threads."""
 
     def __init__(
-        self, root: bytes, endings: tuple[bytes, ...], known: Mapping[bytes, Folder]
+        self,
+        progress: ScanProgress,
+        root: bytes,
+        endings: tuple[bytes, ...],
+        known: Mapping[bytes, Folder],
     ) -> None:
+        self._progress = progress
         self._root = root
         self._endings = endings
         self._known = known
-        self._progress = ScanProgress(os.fsdecode(root))
 
     def map_images(self, places: list[tuple[bytes, int]]) -> list[Folder]:
         """List these folders; removed ones are left out."""

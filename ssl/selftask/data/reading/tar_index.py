@@ -24,6 +24,7 @@ from selftask.data.sources.files import EXTENSIONS
 from selftask.distributed.heartbeat import track
 from selftask.errors import UserError, nearest
 from selftask.files.cache_dir import cache_folder, locked
+from selftask.logs.stages import staged
 
 THREADS = 8  # read headers at the same time
 VERSION = 2  # of the file format; other versions are ignored
@@ -102,7 +103,8 @@ def _build(shards: list[FileStat], wanted: Wanted) -> TarIndex:
     say(f"reading the headers of {len(shards)} tar files")
     with ThreadPoolExecutor(max_workers=THREADS) as pool:
         reads = pool.map(lambda shard: _read_shard(shard, wanted), shards)
-        parts = list(track("reading the headers of tar files", reads))
+        counted = staged("index", reads, len(shards))
+        parts = list(track("reading the headers of tar files", counted))
     _check_found(shards, parts, wanted)
     counts = [len(part.members) for part in parts]
     members = [member for part in parts for member in part.members]

@@ -24,6 +24,7 @@ from selftask.errors import UserError
 from selftask.files.addresses import is_remote
 from selftask.files.cache_dir import locked
 from selftask.files.paths import expand_user
+from selftask.logs.stages import stage
 
 THREADS = 8  # files copied at the same time
 BATCH = 4096  # files submitted to the threads at once
@@ -115,11 +116,13 @@ def _copy(missing: list[FileStat], folder: Path) -> None:
     with (
         open(folder / ".checksums", "a", encoding="utf-8", errors="surrogateescape") as checksums,
         ThreadPoolExecutor(max_workers=THREADS) as pool,
+        stage("copy", total / 1e6) as line,
     ):
         for file, checksum, size in track("copying the data", _copies(pool, missing, folder)):
             checksums.write(f"{checksum:08x} {size} {file.path}\n")
             done += size
-            if time.monotonic() - last > EVERY_S:
+            line.update(done / 1e6, f"MB to {folder}")
+            if not line.is_drawn and time.monotonic() - last > EVERY_S:
                 last = time.monotonic()
                 share, rate = done / max(total, 1), done / (last - began)
                 say(f"{100 * share:.0f} % copied, {rate / 1e6:.0f} MB/s")

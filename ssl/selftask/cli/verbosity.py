@@ -1,0 +1,44 @@
+"""``--quiet`` and ``--verbose`` of the commands that take long."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+
+from selftask.errors import UserError
+from selftask.logs.verbosity import is_verbose
+
+TALKATIVE = ("train", "eval", "finetune", "export", "features", "submit")
+OPTIONS = {"--quiet": "quiet", "-q": "quiet", "--verbose": "verbose", "-v": "verbose"}
+USAGE = """\
+-q, --quiet   print errors and the result only; log.txt of a run is complete all the same
+-v, --verbose also print versions, the origin of each value, and how long start-up takes"""
+
+_SHOWN = ("torch", "torchvision", "timm", "numpy", "hydra-core", "submitit")
+
+
+def take_verbosity(argv: list[str]) -> tuple[list[str], str | None]:
+    """Return the other words, and ``quiet``, ``verbose`` or None.
+
+    Raises UserError if both are asked for.
+    """
+    asked = {OPTIONS[word] for word in argv if word in OPTIONS}
+    if len(asked) > 1:
+        raise UserError("--quiet and --verbose: give one of them")
+    return [word for word in argv if word not in OPTIONS], next(iter(asked), None)
+
+
+def print_versions() -> None:
+    """Print the versions of selftask and what it stands on to stderr, if verbose."""
+    if not is_verbose():
+        return
+    from selftask import __version__
+
+    versions = [f"selftask {__version__}", f"python {platform.python_version()}"]
+    for name in _SHOWN:
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"{name} missing")
+    print(f"versions: {', '.join(versions)}", file=sys.stderr, flush=True)

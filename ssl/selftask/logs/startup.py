@@ -1,0 +1,22 @@
+"""How long the parts of start-up take, for ``--verbose``."""
+
+from __future__ import annotations
+
+import time
+
+_LAPS: list[tuple[str, float]] = []
+_LAST = [time.perf_counter()]
+
+
+def lap(name: str) -> None:
+    """Note that a part of start-up is over."""
+    now = time.perf_counter()
+    _LAPS.append((name, now - _LAST[0]))
+    _LAST[0] = now
+
+
+def take_laps() -> str:
+    """Return the parts and their seconds, and forget them."""
+    told = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in _LAPS)
+    _LAPS.clear()
+    return told

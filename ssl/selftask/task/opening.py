@@ -1,0 +1,80 @@
+"""The opening of a run: every detail in ``log.txt``, and a short table on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from selftask.config.values.auto_values import cores
+from selftask.distributed.collectives import is_primary
+from selftask.errors import plural
+from selftask.logs import DETAIL, get_logger, log_summary
+from selftask.logs.startup import lap, take_laps
+from selftask.models.summary import opening_lines
+from selftask.optim.arithmetic import arithmetic, arithmetic_rows
+from selftask.optim.group_table import group_table
+
+if TYPE_CHECKING:
+    from selftask.task.task import Task
+
+log = get_logger(__name__)
+
+
+def log_parts(task: Task) -> None:
+    """Log model, arithmetic and parameter groups; write all groups to ``groups.txt``."""
+    channels = task.data_module.channels
+    lines = [*opening_lines(task.config, task.base_model, task.loss, channels)]
+    task.opening["model"] = lines[-1].removeprefix("model: ")
+    for line in [*lines, *arithmetic(task.config, task.length, task.world.size)]:
+        log.log(DETAIL, "%s", line)
+    if is_primary():
+        batch = task.length.batch_size * task.length.accumulate
+        table = partial(group_table, task.optimizer.settings, task.config.optimizer, batch=batch)
+        log.log(DETAIL, "parameter groups:\n  %s", "\n  ".join(table()))
+        (task.out / "groups.txt").write_text("\n".join(table(most=0)) + "\n", encoding="utf-8")
+
+
+def print_opening(task: Task) -> None:
+    """Print what is trained, on what, and where it starts, as one table."""
+    lap("model, checkpoint")
+    log.debug("start-up: %s", take_laps())
+    rows = [(topic, text) for topic, text in _rows(task) if text]
+    width = max(len(topic) for topic, _ in rows)
+    log_summary(f"{topic:<{width}}  {text}" for topic, text in rows)
+
+
+def _rows(task: Task) -> Iterator[tuple[str, str]]:
+    config, length, opening = task.config, task.length, task.opening
+    words = arithmetic_rows(config, length, task.world.size)
+    yield "run", f"{config.recipe}, seed {config.train.seed}, {_start(task)}"
+    yield "data", task.data_module.train_source.describe()
+    yield "evaluate", opening.get("evaluate", "")
+    yield "model", opening["model"]
+    yield "batch", words["batch"]
+    yield "epoch", words["epoch"]
+    yield "length", words["run"]
+    number = len(task.optimizer.param_groups)
+    groups = f"{number} parameter {plural('group', number)} (groups.txt)"
+    yield "optimizer", f"{config.optimizer.name}, step {config.train.step.name}, {groups}"
+    yield "lr", f"{words['lr']}; warm-up {words['warm-up']}"
+    yield "device", _device(task)
+
+
+def _start(task: Task) -> str:
+    total = task.length.total_steps
+    if not task.resumed:
+        return f"new in {task.config.out}"
+    return f"resumes at step {task.steps_done:,} of {total:,} in {task.config.out}"
+
+
+def _device(task: Task) -> str:
+    """Format device, ranks, precision and threads, with advice on the precision if there is any."""
+    size, train = task.world.size, task.config.train
+    ranks = f"{size} ranks ({task.config.parallel.reduce}), " if size > 1 else ""
+    threads = torch.get_num_threads()
+    used = f"{threads} {plural('thread', threads)} on {cores()} {plural('core', cores())}"
+    advice = task.opening.get("precision", train.precision)
+    return f"{task.device}, {ranks}{used}, {advice}"
