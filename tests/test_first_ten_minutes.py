@@ -22,10 +22,7 @@ PAGE = "first-ten-minutes"
 def _lines() -> list[str]:
     """Every line of the ``sh`` blocks."""
     return [
-        line
-        for block in blocks(PAGE)
-        if block.language == "sh"
-        for line in block.text.splitlines()
+        line for block in blocks(PAGE) if block.language == "sh" for line in block.text.splitlines()
     ]
 
 
