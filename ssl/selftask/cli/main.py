@@ -42,6 +42,7 @@ COMMANDS = {
     "report": ("selftask.cli.report", "RUN [out=FILE]", "a run as one HTML page"),
     "runs": ("selftask.cli.monitor.runs", "[DIR ...] [sort=...]", "table of all runs below DIR"),
     "checkpoints": ("selftask.cli.checkpoints", "RUN", "list them: step, metric, good or not"),
+    "plan": ("selftask.cli.plan", "RECIPE [key=value ...]", "memory, FLOPs, time, price of a run"),
     "model-summary": ("selftask.cli.model.summary", "RECIPE [key=value ...]", "cost by module"),
     "replay": ("selftask.cli.replay", "RUN/failures/step_N", "repeat a step that gave NaN"),
     "check": ("selftask.cli.check", "METHOD|--all [key=value ...]", "same on 1, 2, 4 ranks?"),

@@ -14,12 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from selftask.distributed.heartbeat import collective_activity
+from selftask.distributed.simulated import SIMULATED
 
 _AVAILABLE = dist.is_available()
 
 
 def world_size() -> int:
     """Return the number of ranks, or 1 without a process group."""
+    if SIMULATED.active:
+        return SIMULATED.size
     return dist.get_world_size() if _AVAILABLE and dist.is_initialized() else 1
 
 
@@ -59,7 +62,7 @@ def new_group(ranks: list[int] | None = None, *, backend: str | None = None) -> 
 
 def barrier() -> None:
     """Wait for all ranks."""
-    if world_size() > 1:
+    if world_size() > 1 and not SIMULATED.active:
         with collective_activity("barrier"):
             dist.barrier()
 
@@ -77,6 +80,8 @@ def all_reduce_sum(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     if world_size() == 1:
         return x.detach()
     x = x.detach().clone()
+    if SIMULATED.active:
+        return SIMULATED.all_reduce(x)
     with collective_activity("all_reduce"):
         dist.all_reduce(x, group=group)
     return x
@@ -95,6 +100,8 @@ def all_gather_cat(x: Tensor) -> Tensor:
     """
     if world_size() == 1:
         return x.detach()
+    if SIMULATED.active:
+        return SIMULATED.all_gather(x.detach())
     parts = [torch.empty_like(x, requires_grad=False) for _ in range(world_size())]
     with collective_activity("all_gather"):
         dist.all_gather(parts, x.detach().contiguous())
@@ -145,7 +152,7 @@ class _Sum(torch.autograd.Function):
 @torch.no_grad()
 def broadcast_module(module: nn.Module) -> None:
     """Copy parameters and buffers from rank 0 to every rank."""
-    if world_size() > 1:
+    if world_size() > 1 and not SIMULATED.active:
         with collective_activity("broadcast"):
             for tensor in (*module.parameters(), *module.buffers()):
                 dist.broadcast(tensor.data, src=0)
@@ -175,7 +182,7 @@ def average_statistics(module: nn.Module) -> None:
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
     """Copy tensors from rank 0 to every rank."""
-    if world_size() > 1:
+    if world_size() > 1 and not SIMULATED.active:
         with collective_activity("broadcast of buffers"):
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
@@ -183,8 +190,8 @@ def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
 
 def gather_objects(thing: Any) -> list[Any]:
     """Return ``thing`` of every rank in rank order, on every rank."""
-    if world_size() == 1:
-        return [thing]
+    if world_size() == 1 or SIMULATED.active:
+        return [thing] * world_size()
     things: list[Any] = [None] * world_size()
     with collective_activity("all_gather of objects"):
         dist.all_gather_object(things, thing)

@@ -1,0 +1,44 @@
+"""``selftask plan``: what a run costs, before it is started."""
+
+from __future__ import annotations
+
+import json
+
+from selftask.cli.options import take_options
+from selftask.errors import UserError
+
+USAGE = """\
+usage: selftask plan RECIPE [key=value ...] [--json]
+
+Prints steps, parameters, FLOPs, memory of a rank, communication, checkpoints, time and price of a
+run of this config. Nothing is allocated or trained: a step is run on tensors without memory.
+  launch.nodes=32 launch.processes=8   plan for so many ranks; none of them is started
+  samples=1.28M                        images of the data, if they are not on this machine;
+                                       also: side=224 classes=1000 channels=3
+  memory=80GB                          of a rank's device: does it fit? if not, what would
+  images_per_s=12k price_per_hour=2.5  throughput of all ranks, price of one: time and price
+  mtbf=30d write_speed=1GB             time between failures of a node, bytes written a second:
+                                       how often to save checkpoints
+--json   all figures, in bytes, seconds and FLOPs (a multiply-add is two)"""
+KNOWN: dict[str, type] = {"--json": bool}
+
+
+def main(argv: list[str]) -> int:
+    """Print the plan of a recipe."""
+    words, options = take_options(argv, KNOWN)
+    if not words or "=" in words[0]:
+        raise UserError(f"plan needs a RECIPE before any key=value\n{USAGE}")
+    from selftask.config.load import load_config
+    from selftask.plan.assumptions import take_assumptions
+
+    overrides, given = take_assumptions(words[1:])
+    config = load_config(words[0], overrides)
+    from selftask.plan.plan import make_plan
+    from selftask.plan.table import lines
+
+    plan = make_plan(config, given)
+    if options.get("--json"):
+        print(json.dumps(plan.to_dict(), indent=2))
+    else:
+        print("\n".join(lines(plan)))
+    return 0

@@ -1,0 +1,58 @@
+"""Simulated ranks: a process computes what one of many ranks would, without a process group.
+
+Collectives return tensors of the right shape, and their traffic is counted. Values are wrong: for
+fake tensors, which have none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+
+class SimulatedRanks:
+    """Number of simulated ranks, and what one of them has sent. There is one per process.
+
+    Args:
+        size: Number of ranks; 1 if nothing is simulated.
+    """
+
+    def __init__(self) -> None:
+        self.size = 1
+        self.bytes_of: Counter[str] = Counter()
+
+    @contextmanager
+    def of(self, size: int) -> Iterator[None]:
+        """Context in which this process is the first of ``size`` ranks."""
+        before = self.size, self.bytes_of
+        self.size, self.bytes_of = size, Counter()
+        try:
+            yield
+        finally:
+            self.size, self.bytes_of = before
+
+    @property
+    def active(self) -> bool:
+        """True if there is more than one simulated rank."""
+        return self.size > 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Count a ring all-reduce: each rank sends 2 (W - 1) / W of the tensor."""
+        self.bytes_of["all_reduce"] += 2 * (self.size - 1) * _bytes(x) // self.size
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Count a ring all-gather: each rank sends W - 1 parts. Return (W * len(x), ...)."""
+        self.bytes_of["all_gather"] += (self.size - 1) * _bytes(x)
+        parts = x.new_empty(self.size, *x.shape)
+        return parts.flatten(0, 1).clone()  # as ``torch.cat`` of the received parts
+
+
+SIMULATED = SimulatedRanks()
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()

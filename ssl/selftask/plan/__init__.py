@@ -1,0 +1,1 @@
+"""``selftask plan``: what a run costs, computed from shapes before it is started."""

@@ -1,0 +1,106 @@
+"""What a plan assumes beside the config: ``memory=80GB mtbf=24h images_per_s=12k ...``."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from selftask.config.values.budget import parse_budget
+from selftask.errors import UserError
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([kKMGB]?)")
+_COUNT_UNITS = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
+_TIME = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(s|min|h|d|days?)")
+_TIME_UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "day": 86_400, "days": 86_400}
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Facts about data and machines that no config has.
+
+    Args:
+        samples: Training images; None counts those of ``data``.
+        side: Height and width of images in pixels, for views that keep their size.
+        classes: Classes of the labels.
+        channels: Channels of the images.
+        memory: Bytes of a rank's device; None if unknown.
+        mtbf: Seconds between failures of one node.
+        write_speed: Bytes a second of the file system that takes checkpoints.
+        images_per_s: Images a second that all ranks train on; None if unknown.
+        price_per_hour: Price of one rank for an hour, in any currency.
+    """
+
+    samples: int | None = None
+    side: int | None = None
+    classes: int | None = None
+    channels: int | None = None
+    memory: float | None = None
+    mtbf: float = 30 * 86_400.0
+    write_speed: float = 1e9
+    images_per_s: float | None = None
+    price_per_hour: float | None = None
+
+
+def take_assumptions(words: list[str]) -> tuple[list[str], Assumptions]:
+    """Split ``key=value`` words into those of the config and the plan's own.
+
+    Raises:
+        UserError: For a value that cannot be read.
+    """
+    rest: list[str] = []
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or key not in _READERS:
+            rest.append(word)
+            continue
+        read, expected = _READERS[key]
+        try:
+            found[key] = read(text.strip())
+        except ValueError:
+            raise UserError(f"command line: {word}: expected {expected}") from None
+    return rest, replace(Assumptions(), **found)
+
+
+def _count(text: str) -> int:
+    match = _COUNT.fullmatch(text)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(text)
+    return round(float(match[1]) * _COUNT_UNITS[match[2]])
+
+
+def _seconds(text: str) -> float:
+    match = _TIME.fullmatch(text)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(text)
+    return float(match[1]) * _TIME_UNITS[match[2]]
+
+
+def _bytes(text: str) -> float:
+    budget = parse_budget(text.removesuffix("/s"))
+    if budget.unit != "byte" or budget.value == 0:
+        raise ValueError(text)
+    return budget.value
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(text)
+    return value
+
+
+_READERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "samples": (_count, "a number of images, such as 1.28M or 50000"),
+    "side": (_count, "a number of pixels, such as 224"),
+    "classes": (_count, "a number of classes, such as 1000"),
+    "channels": (_count, "a number of channels, such as 3"),
+    "memory": (_bytes, "the memory of a device, such as 80GB or 24GiB"),
+    "mtbf": (_seconds, "a time with its unit, such as 24h, 90min or 30d"),
+    "write_speed": (_bytes, "bytes a second, such as 2GB or 500MB"),
+    "images_per_s": (_count, "images a second of all ranks, such as 1200 or 12k"),
+    "price_per_hour": (_number, "a price above 0, such as 2.50"),
+}

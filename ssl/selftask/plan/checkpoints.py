@@ -1,0 +1,99 @@
+"""Size of a checkpoint, and the interval between two that loses the least time."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from selftask.config.schema import Config
+from selftask.distributed.simulated import SIMULATED
+from selftask.plan.fake_task import FakeTask
+from selftask.random import process_state
+from selftask.task import task_state
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """Size and interval of checkpoints.
+
+    Args:
+        size: Bytes of one checkpoint.
+        write_s: Seconds to write one.
+        mtbf_s: Seconds between failures of the whole job.
+        interval_s: Seconds between two checkpoints that lose the least time (Daly).
+        lost: Share of time that is then lost: writing, and repeating after failures.
+    """
+
+    size: int
+    write_s: float
+    mtbf_s: float
+    interval_s: float
+    lost: float
+
+
+def checkpoint_size(task: FakeTask) -> int:
+    """Return the bytes of the file: that of the same state with empty tensors, and the tensors."""
+    with SIMULATED.of(1), task.mode:
+        state = task_state.take(task)
+    state["config"] = task.config_text
+    empty: dict[int, Tensor] = {}  # storage -> tensor that stands in
+    size = 0
+
+    def emptied(value: Any) -> Any:
+        nonlocal size
+        if not isinstance(value, Tensor):
+            return value
+        storage = value.untyped_storage()
+        if storage._cdata not in empty:
+            empty[storage._cdata] = torch.empty(0, dtype=value.dtype)
+            size += storage.nbytes()
+        return empty[storage._cdata]
+
+    further = (task.world.size - 1) * _file_size(process_state.rng_state())
+    return _file_size(tree_map(emptied, state)) + size + further
+
+
+def _file_size(state: Any) -> int:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.tell()
+
+
+def plan_checkpoints(size: int, config: Config, *, mtbf_s: float, speed: float) -> CheckpointPlan:
+    """Return the best interval for a failure rate.
+
+    J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps,
+    FGCS 22 (2006), eq. 37; its first term is Young's sqrt(2 * write * mtbf).
+
+    Args:
+        size: Bytes of a checkpoint.
+        config: Config of the run.
+        mtbf_s: Mean time between failures of one node, in seconds.
+        speed: Bytes written in a second.
+    """
+    write, mtbf = size / speed, mtbf_s / config.launch.nodes
+    interval = daly(write, mtbf)
+    return CheckpointPlan(size, write, mtbf, interval, lost_share(interval, write, mtbf))
+
+
+def daly(write: float, mtbf: float) -> float:
+    """Return Daly's interval between checkpoints for a time to write one, all in seconds."""
+    if write >= 2 * mtbf:
+        return mtbf
+    ratio = write / (2 * mtbf)
+    return math.sqrt(2 * write * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - write
+
+
+def lost_share(interval: float, write: float, mtbf: float) -> float:
+    """Return the share of time that is lost by Daly's model, eq. 20, with a restart as a write."""
+    exponent = (interval + write) / mtbf
+    if exponent > 50:
+        return 1.0
+    wall = mtbf * math.exp(write / mtbf) * math.expm1(exponent) / interval
+    return 1 - 1 / wall

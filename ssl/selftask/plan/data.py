@@ -1,0 +1,70 @@
+"""The data of a plan: counted if they are here, else as assumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from selftask.config.checks.grid import output_side
+from selftask.config.checks.requirements import required
+from selftask.config.schema import Config
+from selftask.data.loading.open_data import check_data, open_data
+from selftask.data.source import Source, channels_of
+from selftask.errors import UserError
+from selftask.plan.assumptions import Assumptions
+from selftask.plan.fake_data import FakeData
+
+_CLASSES = 1000  # of labels that are not here: ImageNet's
+
+
+@dataclass(frozen=True)
+class PlannedData:
+    """The stand-in for the data, and how its numbers are known."""
+
+    fake: FakeData
+    origin: str
+
+
+def plan_data(config: Config, given: Assumptions) -> PlannedData:
+    """Open the data, or take the assumed number of samples.
+
+    Raises:
+        UserError: If the data cannot be opened and no number of samples is given, or if the size
+            of a view is unknown.
+    """
+    if given.samples is not None:
+        side = given.side or _missing_side(config, None)
+        classes = given.classes or _CLASSES
+        fake = FakeData(config, given.samples, given.samples, given.channels or 3, classes, side)
+        needs = " and classes" if "labels" in required(config.method.name) else ""
+        return PlannedData(fake, f"as given by samples={needs}" if needs else "as given")
+    try:
+        source = open_data(config.data).train
+        sampler = check_data(config, source)
+    except UserError as error:
+        raise UserError(f"{error}; to plan without the data, give samples=1.28M") from error
+    fake = FakeData(
+        config,
+        sampler.num_samples,
+        len(source),
+        channels_of(source),
+        given.classes or source.num_classes,
+        given.side or _missing_side(config, source),
+    )
+    return PlannedData(fake, source.describe())
+
+
+def _missing_side(config: Config, source: Source | None) -> int | None:
+    """Return the side of the first image if views keep it, or None if all have a size."""
+    keeping = [
+        name
+        for name, group in config.views.items()
+        if group.count and output_side(group.transforms) is None
+    ]
+    if not keeping:
+        return None
+    if source is None:
+        raise UserError(
+            f"views.{keeping[0]}: its views keep the size of the images; give it, as side=224"
+        )
+    height, width = source[0][0].shape[:2]
+    return max(int(height), int(width))

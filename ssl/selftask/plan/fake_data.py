@@ -1,0 +1,106 @@
+"""Stand-ins for the data of a run: its numbers, and batches of the right shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from selftask.batch import Batch, Draws, Extras
+from selftask.config.checks.grid import output_side
+from selftask.config.checks.requirements import required
+from selftask.config.schema import Config, num_views
+from selftask.data.tokenizers.base import Tokenizer
+from selftask.registry import TOKENIZERS
+
+
+@dataclass(frozen=True)
+class FakeData:
+    """What a task asks its data module for, without data.
+
+    Args:
+        config: Config of the run.
+        num_samples: Samples of an epoch.
+        num_images: Training images.
+        channels: Channels of an image.
+        num_classes: Classes of the labels; 0 without labels.
+        side: Height and width of views that keep the size of the images.
+    """
+
+    config: Config
+    num_samples: int
+    num_images: int
+    channels: int = 3
+    num_classes: int = 0
+    side: int | None = None
+
+    has_test = False
+    train_source = val_source = None
+    val_sources: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    fingerprint: Any = None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of captions."""
+        component = self.config.data.tokenizer
+        kind = TOKENIZERS[component.name]
+        tokenizer: Tokenizer = kind(kind.Config(**component.args))
+        return tokenizer
+
+    @cached_property
+    def sides(self) -> dict[str, int]:
+        """Height and width of the views by group; 0 if they keep the size of the images."""
+        numbers = num_views(self.config.views)
+        return {
+            name: output_side(group.transforms) or self.side or 0
+            for name, group in self.config.views.items()
+            if numbers[name]
+        }
+
+    def views(self, size: int, device: torch.device) -> dict[str, list[Tensor]]:
+        """Return random views of ``size`` images by group."""
+        numbers = num_views(self.config.views)
+        shape = (size, self.channels)
+        return {
+            name: [torch.rand(*shape, side, side, device=device) for _ in range(numbers[name])]
+            for name, side in self.sides.items()
+        }
+
+    def batch(self, views: dict[str, list[Tensor]], size: int, device: torch.device) -> Batch:
+        """Return a batch of ``size`` samples with these views; all but the views is real."""
+        index = torch.arange(size) % self.num_images
+        key = torch.stack([torch.zeros_like(index), index], dim=1)
+        return Batch(
+            views=views,
+            labels=(index % max(1, self.num_classes)).to(device),
+            index=index.to(device),
+            key=key,
+            extras=Extras(caption=self._captions(size).to(device))
+            if self._has_captions
+            else Extras(),
+            draws={name: [_draws(size, device)] * len(group) for name, group in views.items()},
+        )
+
+    @property
+    def _has_captions(self) -> bool:
+        return "captions" in required(self.config.method.name)
+
+    def _captions(self, size: int) -> Tensor:
+        """Return token ids (B, L) of captions of half the greatest length."""
+        tokens = torch.zeros(size, self.tokenizer.length, dtype=torch.int64)
+        tokens[:, : self.tokenizer.length // 2] = 1
+        return tokens
+
+
+def _draws(size: int, device: torch.device) -> Draws:
+    """Return the draws of views that are whole images."""
+    return Draws(
+        matrix=torch.eye(2, 3, device=device).repeat(size, 1, 1),
+        image_size=torch.ones(size, 2, device=device),
+        params={},
+    )

@@ -1,0 +1,133 @@
+"""A task without data: on fake tensors, which have shapes but no memory, or on real ones."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from selftask.batch import Batch
+from selftask.config.run_length import Clock, RunLength
+from selftask.config.schema import Component, Config, GradScalerConfig, InitConfig
+from selftask.distributed.world import World
+from selftask.models.teacher import Teacher
+from selftask.parallel.reduction import Reduction
+from selftask.plan.fake_data import FakeData
+from selftask.random.keyed import LAYER_DRAWS
+from selftask.task import Task, build
+
+_CPU = torch.device("cpu")
+_MOST_BATCHES = 2  # of a simulated step with accumulation; all others are like the second
+
+
+class FakeTask(Task):
+    """A task for single steps of rank 0 among ``config.launch.world_size`` ranks, without data.
+
+    Build and use it under ``SIMULATED.of(...)``. The only hook is the method.
+
+    Args:
+        config: Config of the run.
+        data: Stand-in for the data.
+        mode: Mode for fake tensors; None for real tensors on ``device``. With a mode, modules are
+            built on the meta device, where initial weights take no time. They become fake tensors
+            of the CPU, since autocast does not support the meta device.
+        device: Device of real tensors.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        data: FakeData,
+        mode: FakeTensorMode | None,
+        device: torch.device = _CPU,
+    ) -> None:
+        super().__init__(_reduced(config))
+        self.world = World(0, config.launch.world_size, 0, config.launch.processes)
+        self.data_module: Any = data
+        self.length = RunLength.of(self.config.train, data.num_samples)
+        self.clock = Clock(self.length)
+        self.mode: Any = mode or nullcontext()
+        self.device = torch.device("meta") if mode else device
+        with self.device:
+            build.model(self)
+        self.device = device
+        self.reduction = Reduction()  # gradients of one rank; the plan computes what it sends
+        with self.mode:
+            if mode:
+                for module in (self.base_model, self.loss):
+                    module.to_empty(device=device)
+            build.optimizer(self)
+        build.hooks(self)
+        for module in (self.base_model, self.loss):
+            module.train()
+
+    @property
+    def teachers(self) -> list[nn.Module]:
+        """The networks of all teachers."""
+        return [part.network for part in self.loss.modules() if isinstance(part, Teacher)]
+
+    @property
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer updates."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def optimizer_state(self) -> list[Tensor]:
+        """The tensors that the optimizer keeps."""
+        kept = self.optimizer.optimizer.state.values()
+        return [value for state in kept for value in state.values() if isinstance(value, Tensor)]
+
+    def read(self, size: int) -> list[Batch]:
+        """Make the batches of the next step ready, ``size`` samples each, and return them.
+
+        They are prepared outside of the mode: masks are drawn on the host, from values.
+        """
+        prepared = []
+        for _ in range(self.config.train.accumulate):
+            with self.mode:
+                views = self.data_module.views(size, self.device)
+            batch = self.data_module.batch(views, size, self.device)
+            self.loss.prepare_batch(batch, self)
+            prepared.append(batch)
+        self.batches = self._each(prepared)
+        return prepared
+
+    def _each(self, prepared: list[Batch]) -> Any:
+        for batch in prepared:
+            if LAYER_DRAWS.num_layers:
+                LAYER_DRAWS.start(batch.key, self.device)
+            yield batch
+        LAYER_DRAWS.stop()
+
+
+def _reduced(config: Config) -> Config:
+    """Return the config without what a simulated step cannot or need not do."""
+    train, parallel = config.train, config.parallel
+    is_compiled = train.step.name == "compiled"
+    asked = parallel.activation_checkpointing
+    return replace(
+        config,
+        train=replace(
+            train,
+            device="cpu",
+            step=Component(name="standard") if is_compiled else train.step,
+            accumulate=min(train.accumulate, _MOST_BATCHES),
+            compile=False,
+            on_nan="stop",
+            sharded_checkpoints=False,
+            grad_scaler=GradScalerConfig(enabled=False),
+        ),
+        parallel=replace(
+            parallel,
+            reduce="manual",
+            sync_batch_norm="none" if parallel.sync_batch_norm == "none" else "all",
+            activation_checkpointing="none" if asked == "none" else "blocks",
+        ),
+        init=InitConfig(),
+        hooks={},
+        meters={},
+    )

@@ -1,0 +1,112 @@
+"""Memory of one rank at the peak of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from selftask.config.schema import Config
+from selftask.hooks.averages.weight_average import WeightAverage
+from selftask.plan.fake_task import FakeTask
+from selftask.plan.sharding import FULL, HALF, Units, units_of
+from selftask.plan.simulation import GRADIENTS, INPUTS, MEMORY, STATE, TEACHER, WEIGHTS, StepCost
+from selftask.plan.step_tracker import ACTIVATIONS, CASTS
+from selftask.registry import HOOKS
+
+AVERAGES, GATHERED, BUCKETS = "weight averages", "gathered", "compressed gradients"
+USABLE = 0.95  # share of a device's memory; the rest is fragmented
+_ORDER = (
+    *(WEIGHTS, TEACHER, AVERAGES, GRADIENTS, BUCKETS, STATE, MEMORY, INPUTS, CASTS),
+    *(GATHERED, ACTIVATIONS),
+)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank at the peak of a step.
+
+    Args:
+        of: Bytes by kind.
+        largest_gather: Bytes of the largest all-gather of parameters; 0 without FSDP.
+        on_host: Bytes that ``parallel.cpu_offload`` keeps in the memory of the host.
+    """
+
+    of: dict[str, int]
+    largest_gather: int = 0
+    on_host: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.of.values())
+
+    def fits(self, memory: float) -> bool:
+        """Return whether a device with ``memory`` bytes has enough."""
+        return self.total <= USABLE * memory
+
+
+def rank_memory(config: Config, task: FakeTask, cost: StepCost) -> RankMemory:
+    """Return the memory of a rank, for the reduction that ``config.parallel`` names."""
+    if config.parallel.reduce == "fsdp" and config.launch.world_size > 1:
+        return _sharded(config, task, cost)
+    found = dict(cost.at_peak)
+    found[AVERAGES] = _averages(config) * _bytes(task)
+    if config.launch.world_size > 1 and config.parallel.grad_compression != "none":
+        found[BUCKETS] = HALF * sum(p.numel() for p in task.trained_parameters)
+    return RankMemory(_in_order(found))
+
+
+def _sharded(config: Config, task: FakeTask, cost: StepCost) -> RankMemory:
+    """Return the memory of a rank that keeps shards, and gathers one block after another."""
+    network = units_of(task.base_model, config, task)
+    teachers = [units_of(module, config, task) for module in task.teachers]
+    inside = set(task.base_model.parameters())
+    own = FULL * sum(p.numel() for p in task.trained_parameters if p not in inside)
+    trained = sum(unit.trained_shard for unit in network.all())
+    whole = sum(unit.trained for unit in network.all()) + own
+    kept = {
+        WEIGHTS: sum(unit.shard for unit in network.all()) + own,
+        TEACHER: sum(unit.shard for units in teachers for unit in units.all()),
+        AVERAGES: _averages(config) * sum(unit.shard for unit in network.all()),
+        GRADIENTS: trained + own,
+        STATE: cost.at_peak.get(STATE, 0) * (trained + own) // max(1, whole),
+    }
+    gathered = max(
+        _of_backward(network, config.parallel.prefetch),
+        *(units.in_a_pass(max(1, config.parallel.prefetch)) for units in [*teachers, network]),
+    )
+    found = {
+        **(dict.fromkeys(kept, 0) if config.parallel.cpu_offload else kept),
+        MEMORY: cost.at_peak.get(MEMORY, 0),
+        INPUTS: cost.at_peak.get(INPUTS, 0),
+        CASTS: 0 if network.is_low else cost.at_peak.get(CASTS, 0),
+        GATHERED: gathered,
+        ACTIVATIONS: cost.activations,
+    }
+    on_host = sum(kept.values()) if config.parallel.cpu_offload else 0
+    return RankMemory(_in_order(found), network.largest, on_host)
+
+
+def _of_backward(units: Units, prefetch: int) -> int:
+    """Return gathered parameters, gradients of the largest block, and their float32 copy to send.
+
+    The gradients have the precision of the gathered parameters.
+    """
+    largest = max(units.all(), key=lambda unit: unit.gathered)
+    return units.in_a_pass(max(1, prefetch)) + largest.gathered + largest.trained
+
+
+def _averages(config: Config) -> int:
+    """Return how many averages of the weights hooks keep on the device."""
+    return sum(
+        issubclass(HOOKS[hook.name], WeightAverage) and hook.args.get("device", "same") == "same"
+        for hook in config.hooks.values()
+        if hook.name in HOOKS and isinstance(HOOKS[hook.name], type)
+    )
+
+
+def _bytes(task: FakeTask) -> int:
+    return FULL * sum(p.numel() for p in task.base_model.parameters())
+
+
+def _in_order(found: dict[str, int]) -> dict[str, int]:
+    known = {kind: found[kind] for kind in _ORDER if found.get(kind)}
+    return known | {kind: size for kind, size in found.items() if size and kind not in known}

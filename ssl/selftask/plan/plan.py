@@ -1,0 +1,121 @@
+"""A plan: what a run costs, from its config and a step on fake tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from selftask.config.run_length import RunLength
+from selftask.config.schema import Config
+from selftask.plan.assumptions import Assumptions
+from selftask.plan.checkpoints import CheckpointPlan, checkpoint_size, plan_checkpoints
+from selftask.plan.data import PlannedData, plan_data
+from selftask.plan.memory import RankMemory, rank_memory
+from selftask.plan.model import Part, parts_of
+from selftask.plan.simulation import StepCost, fake_task, simulate
+from selftask.plan.traffic import Traffic, traffic
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run costs.
+
+    Args:
+        config: Config of the run.
+        given: What the plan assumes beside the config.
+        data: The data, and how its numbers are known.
+        length: Steps and epochs.
+        parts: Parameters by part.
+        step: The simulated step.
+        memory: Memory of one rank.
+        traffic: Bytes that one rank sends in a step.
+        checkpoints: Size and best interval.
+    """
+
+    config: Config
+    given: Assumptions
+    data: PlannedData
+    length: RunLength
+    parts: list[Part]
+    step: StepCost
+    memory: RankMemory
+    traffic: Traffic
+    checkpoints: CheckpointPlan
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.length.batch_size * self.length.accumulate
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the whole run; a multiply-add is two."""
+        samples = self.length.total_batches * self.length.batch_size
+        return sum(self.step.flops.values()) * samples
+
+    @property
+    def seconds(self) -> float | None:
+        """Time of all steps at ``images_per_s``; None if that is unknown."""
+        if self.given.images_per_s is None:
+            return None
+        return self.length.total_batches * self.length.batch_size / self.given.images_per_s
+
+    @property
+    def price(self) -> float | None:
+        """Price of all ranks; None if time or price is unknown."""
+        if self.seconds is None or self.given.price_per_hour is None:
+            return None
+        ranks = self.config.launch.world_size
+        return self.seconds / 3600 * ranks * self.given.price_per_hour
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures as plain values, bytes and seconds."""
+        launch, length = self.config.launch, self.length
+        return {
+            "recipe": self.config.recipe,
+            "ranks": launch.world_size,
+            "samples": length.num_samples,
+            "batch_size": length.batch_size,
+            "batch_size_of_a_rank": length.batch_size // launch.world_size,
+            "accumulate": length.accumulate,
+            "samples_per_step": self.samples_per_step,
+            "steps": length.total_steps,
+            "epochs": length.total_steps / length.steps_per_epoch,
+            "parameters": [dataclasses.asdict(part) for part in self.parts],
+            "flops_of_an_image": self.step.flops,
+            "flops": self.flops,
+            "memory": {**self.memory.of, "total": self.memory.total},
+            "memory_on_host": self.memory.on_host,
+            "largest_all_gather": self.memory.largest_gather,
+            "fits": None if self.given.memory is None else self.memory.fits(self.given.memory),
+            "sent_in_a_step": {**self.traffic.of, "total": self.traffic.total},
+            "checkpoint": dataclasses.asdict(self.checkpoints),
+            "seconds": self.seconds,
+            "price": self.price,
+        }
+
+
+def make_plan(config: Config, given: Assumptions) -> Plan:
+    """Plan a run. Nothing is allocated, and no process group is needed.
+
+    Raises:
+        UserError: If config, data or model do not fit together, or the step needs values.
+    """
+    data = plan_data(config, given)
+    per_rank = config.train.batch_size // config.launch.world_size
+    with fake_task(config, data.fake) as task:
+        parts = parts_of(task)
+        step = simulate(task, per_rank)
+        memory, sent = rank_memory(config, task, step), traffic(config, task, step)
+        size = checkpoint_size(task)
+    return Plan(
+        config,
+        given,
+        data,
+        RunLength.of(config.train, data.fake.num_samples),
+        parts,
+        step,
+        memory,
+        sent,
+        plan_checkpoints(size, config, mtbf_s=given.mtbf, speed=given.write_speed),
+    )

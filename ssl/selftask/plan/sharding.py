@@ -1,0 +1,109 @@
+"""What FSDP shards and gathers: the units of a network, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from selftask.config.schema import Config
+from selftask.parallel.blocks import find_blocks
+from selftask.plan.fake_task import FakeTask
+
+FULL, HALF = 4, 2  # bytes of a number
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered together.
+
+    Args:
+        shard: Bytes of one rank's shard.
+        trained_shard: Bytes of the trained part of the shard.
+        gathered: Bytes of all parameters, in the precision in which they are gathered.
+        trained: Bytes of the trained parameters in float32.
+    """
+
+    shard: int
+    trained_shard: int
+    gathered: int
+    trained: int
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of a network.
+
+    Args:
+        blocks: One for each block.
+        root: All other parameters; they stay gathered during a pass.
+        is_low: Whether all are gathered in low precision, so that autocast copies none.
+    """
+
+    blocks: list[Unit]
+    root: Unit
+    is_low: bool
+
+    def all(self) -> list[Unit]:
+        return [*self.blocks, self.root]
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest all-gather."""
+        return max(unit.gathered for unit in self.all())
+
+    def in_a_pass(self, ahead: int) -> int:
+        """Return the bytes of gathered parameters during a pass.
+
+        Args:
+            ahead: Blocks that are gathered beside the one that computes.
+        """
+        sizes = sorted((unit.gathered for unit in self.blocks), reverse=True)
+        return self.root.gathered + sum(sizes[: 1 + ahead])
+
+
+def shard_size(config: Config) -> int:
+    """Return the number of ranks that hold one copy of the network together."""
+    over = config.parallel.shard_over
+    if over == "all":
+        return config.launch.world_size
+    return config.launch.processes if over == "node" else int(over)
+
+
+def units_of(network: nn.Module, config: Config, task: FakeTask) -> Units:
+    """Divide a network as ``parallel.fsdp`` does."""
+    ranks, low = shard_size(config), task.low_precision is not None
+    blocks = find_blocks(network)
+    inside = {p for block in blocks for p in block.parameters()}
+    rest = [p for p in network.parameters() if p not in inside]
+    is_low = low and not _has_batch_norm(network)
+    return Units(
+        [_unit(b.parameters(), ranks, low and not _has_batch_norm(b)) for b in blocks],
+        _unit(rest, ranks, is_low),
+        is_low,
+    )
+
+
+def _unit(parameters: Iterable[nn.Parameter], ranks: int, low: bool) -> Unit:
+    of_all = list(dict.fromkeys(parameters))
+    trained = [p for p in of_all if p.requires_grad]
+    numel = sum(_padded(p, ranks) for p in of_all)
+    return Unit(
+        shard=FULL * numel // ranks,
+        trained_shard=FULL * sum(_padded(p, ranks) for p in trained) // ranks,
+        gathered=(HALF if low else FULL) * numel,
+        trained=FULL * sum(p.numel() for p in trained),
+    )
+
+
+def _padded(parameter: nn.Parameter, ranks: int) -> int:
+    """Return the elements of a parameter whose first dimension is padded to a multiple of ranks."""
+    rows, *others = parameter.shape or (1,)
+    return -(-rows // ranks) * ranks * prod(others)
+
+
+def _has_batch_norm(module: nn.Module) -> bool:
+    return any(isinstance(part, _BatchNorm) for part in module.modules())

@@ -1,0 +1,109 @@
+"""Memory and FLOPs of a step, operation by operation."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+ACTIVATIONS, GRADIENTS, CASTS = "activations", "gradients", "low-precision weights"
+FORWARD, BACKWARD, TEACHER = "forward", "backward", "teacher"
+_CAST = torch.ops.aten._to_copy.default
+
+
+class StepTracker(TorchDispatchMode):
+    """Counts the bytes of living storages, by kind, and FLOPs, by phase.
+
+    Storages that exist before are given by ``own``. A new one holds activations, unless it is a
+    copy of a weight in low precision or ``relabel`` says otherwise.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: Counter[str] = Counter()
+        self.total = 0
+        self.peak = 0
+        self.at_peak: dict[str, int] = {}
+        self.most_activations = 0  # at any time
+        self.flops: Counter[str] = Counter()
+        self._known: dict[int, list[Any]] = {}  # storage -> kind, bytes, weak reference
+        self._weights: set[int] = set()
+
+    def own(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of tensors that exist already, as ``kind``."""
+        for tensor in tensors:
+            self._add(tensor, kind)
+
+    def watch_casts(self, weights: Iterable[Tensor]) -> None:
+        """Count copies of these weights in another precision as ``CASTS``."""
+        self._weights = {_place(weight) for weight in weights}
+
+    def relabel(self, tensor: Tensor, kind: str) -> None:
+        """Count the storage of a tensor as another kind from now on."""
+        entry = self._known.get(_place(tensor))
+        if entry is not None and entry[0] != kind:
+            self.live[entry[0]] -= entry[1]
+            self.live[kind] += entry[1]
+            entry[0] = kind
+
+    def reset_peak(self) -> None:
+        """Forget earlier peaks and FLOPs."""
+        self.peak, self.at_peak, self.most_activations = self.total, dict(self.live), 0
+        self.flops.clear()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **kwargs or {})
+        packet = func._overloadpacket  # type: ignore[attr-defined]
+        if packet in flop_registry:
+            count = flop_registry[packet](*args, **kwargs or {}, out_val=result)
+            self.flops[_phase()] += count
+        kind = ACTIVATIONS
+        if func is _CAST and _place(args[0]) in self._weights:
+            kind = CASTS
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf, kind)
+        return result
+
+    def _add(self, tensor: Tensor, kind: str) -> None:
+        storage = tensor.untyped_storage()
+        place = storage._cdata
+        if place in self._known:
+            return
+        size = storage.nbytes()
+        entry = [kind, size, weakref.ref(storage, partial(self._freed, place))]
+        self._known[place] = entry
+        self.live[kind] += size
+        self.total += size
+        self.most_activations = max(self.most_activations, self.live[ACTIVATIONS])
+        if self.total > self.peak:
+            self.peak, self.at_peak = self.total, dict(self.live)
+
+    def _freed(self, place: int, _: object) -> None:
+        kind, size, _ = self._known.pop(place)
+        self.live[kind] -= size
+        self.total -= size
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _phase() -> str:
+    if torch._C._current_graph_task_id() != -1:
+        return BACKWARD
+    return FORWARD if torch.is_grad_enabled() else TEACHER

@@ -1,0 +1,203 @@
+"""A plan as lines for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from selftask.config.values.duration import steps_in
+from selftask.errors import plural
+from selftask.optim.arithmetic import arithmetic
+from selftask.plan.checkpoints import lost_share
+from selftask.plan.memory import USABLE, RankMemory
+from selftask.plan.plan import Plan
+
+Rows = Iterator[tuple[str, str]]
+_NAMES = {
+    "weights": "weights, float32",
+    "buffers": "buffers (BatchNorm, queues, memory banks)",
+    "inputs": "views of the batch",
+    "low-precision weights": "weights in {precision}",
+    "gathered": "parameters gathered by FSDP",
+}
+
+
+def lines(plan: Plan) -> list[str]:
+    """Return the whole table: a header, and groups of rows with a title each."""
+    config, launch = plan.config, plan.config.launch
+    ranks = launch.world_size
+    shape = f" ({launch.nodes:,} x {launch.processes:,})" if launch.nodes > 1 else ""
+    groups = [
+        ("parameters", _parameters(plan)),
+        ("compute (counted on the shapes of one step)", _compute(plan)),
+        (
+            f"memory of a rank at the peak of a step (estimate): {_memory_title(plan)}",
+            _memory(plan),
+        ),
+        ("communication of a rank in a step (estimate, ring algorithms)", _traffic(plan)),
+        ("checkpoints", _checkpoints(plan)),
+        ("time and price", _time(plan)),
+    ]
+    out = [
+        f"plan of {config.recipe} on {ranks:,} {plural('rank', ranks)}{shape}",
+        f"data: {plan.length.num_samples:,} samples an epoch ({plan.data.origin})",
+        *arithmetic(config, plan.length, ranks),
+    ]
+    for title, rows in groups:
+        cells = list(rows)
+        width = max((len(name) for name, _ in cells), default=0)
+        if cells:
+            out += [f"{title}:", *(f"  {name.ljust(width)}  {text}" for name, text in cells)]
+    return out
+
+
+def short(plan: Plan) -> str:
+    """Return memory and verdict in one line."""
+    return f"{show_bytes(plan.memory.total)} a rank (estimate){_verdict(plan)}"
+
+
+def count(number: float) -> str:
+    """Format a large number: ``697 k``, ``23.5 M``, ``4.1 G``, ``2.3e+21``."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * size:
+            return f"{number / size:.4g} {unit}" if number < 1e15 else f"{number:.2e}"
+    return f"{number:.0f}"
+
+
+def show_bytes(size: float) -> str:
+    """Format bytes: ``640 B``, ``3.1 kB``, ``20.0 MB``, ``1.5 GB``, ``2.1 TB``."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= 0.9995 * unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """Format a time: ``35 s``, ``12.5 min``, ``7.3 h``, ``4.1 days``."""
+    for size, unit in ((2 * 86_400, "days"), (3600, "h"), (120, "min")):
+        if seconds >= size:
+            return f"{seconds / {'days': 86_400, 'h': 3600, 'min': 60}[unit]:.1f} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def _parameters(plan: Plan) -> Rows:
+    for part in plan.parts:
+        kinds = [(part.trained, "trained"), (part.frozen, "not trained")]
+        yield part.name, ", ".join(f"{count(n)} {kind}" for n, kind in kinds if n)
+    trained = sum(part.trained for part in plan.parts)
+    whole = trained + sum(part.frozen for part in plan.parts)
+    yield "all", f"{count(whole)}, {count(trained)} of them trained"
+
+
+def _compute(plan: Plan) -> Rows:
+    flops = plan.step.flops
+    names = {
+        "forward": "forward, an image with all views",
+        "teacher": "without gradient (teacher), an image",
+        "backward": "backward, an image",
+    }
+    for phase, name in names.items():
+        if flops.get(phase):
+            yield name, f"{count(flops[phase])}FLOP ({count(flops[phase] / 2)} multiply-adds)"
+    whole = sum(flops.values())
+    yield "all, an image", f"{count(whole)}FLOP"
+    yield "a step, all ranks", f"{whole * plan.samples_per_step:.3g} FLOP"
+    yield "the run", f"{plan.flops:.3g} FLOP"
+
+
+def _memory_title(plan: Plan) -> str:
+    parallel, train = plan.config.parallel, plan.config.train
+    reduce = parallel.reduce if plan.config.launch.world_size > 1 else "one rank"
+    asked = parallel.activation_checkpointing
+    recomputes = "" if asked == "none" else f", activation checkpointing {asked}"
+    return f"{reduce}, {train.precision}{recomputes}"
+
+
+def _memory(plan: Plan) -> Rows:
+    for kind, size in plan.memory.of.items():
+        name = _NAMES.get(kind, kind).format(precision=plan.config.train.precision)
+        yield name, show_bytes(size)
+    yield "together", f"{show_bytes(plan.memory.total)}{_verdict(plan)}"
+    if plan.memory.largest_gather:
+        yield "largest all-gather", show_bytes(plan.memory.largest_gather)
+    if plan.memory.on_host:
+        yield "in the memory of the host", show_bytes(plan.memory.on_host)
+
+
+def _verdict(plan: Plan) -> str:
+    memory = plan.given.memory
+    if memory is None:
+        return ""
+    share = f"{plan.memory.total / memory:.0%} of {show_bytes(memory)}"
+    if plan.memory.fits(memory):
+        return f": fits, {share}"
+    return f": DOES NOT FIT, {share}, of which {USABLE:.0%} can be used"
+
+
+def _traffic(plan: Plan) -> Rows:
+    sent = plan.traffic
+    for name, size in sent.of.items():
+        yield name, show_bytes(size)
+    if len(sent.of) > 1:
+        yield "together", f"{show_bytes(sent.total)} sent, as many received"
+
+
+def _checkpoints(plan: Plan) -> Rows:
+    found, config = plan.checkpoints, plan.config
+    kept = config.train.keep_checkpoints
+    yield "size", f"{show_bytes(found.size)}, {kept} kept: {show_bytes(found.size * kept)}"
+    speed = show_bytes(plan.given.write_speed)
+    yield "time to write", f"{duration(found.write_s)} at {speed} a second (write_speed=)"
+    nodes = config.launch.nodes
+    rate = f"{nodes:,} {plural('node', nodes)}, each fails once in {duration(plan.given.mtbf)}"
+    yield "failures", f"one in {duration(found.mtbf_s)} ({rate}: mtbf=)"
+    steps = ""
+    if plan.seconds:
+        steps = f" = {max(1, round(found.interval_s / _step_seconds(plan))):,} steps"
+    yield "best interval", f"{duration(found.interval_s)}{steps} (Daly), {found.lost:.2%} is lost"
+    yield "of the recipe", f"{config.train.checkpoint_every}{_now(plan)}"
+
+
+def _now(plan: Plan) -> str:
+    """Return the time between the checkpoints of the recipe, and the share that is lost."""
+    if plan.seconds is None:
+        return " (give images_per_s= to compare)"
+    steps = steps_in(plan.config.train.checkpoint_every, plan.length)
+    interval, found = steps * _step_seconds(plan), plan.checkpoints
+    lost = lost_share(interval, found.write_s, found.mtbf_s)
+    return f" = {duration(interval)}, {lost:.2%} is lost"
+
+
+def _step_seconds(plan: Plan) -> float:
+    assert plan.seconds is not None
+    return plan.seconds / plan.length.total_steps
+
+
+def _time(plan: Plan) -> Rows:
+    if plan.seconds is None:
+        yield "unknown", "give images_per_s= of all ranks, or --measure it on this machine"
+        return
+    rate = plan.given.images_per_s
+    yield "throughput", f"{rate:,} images a second on all ranks"
+    yield "a step", duration(_step_seconds(plan))
+    yield "the run", duration(plan.seconds)
+    yield (
+        "of a rank",
+        f"{sum(plan.step.flops.values()) * (rate or 0) / _ranks(plan) / 1e12:.1f} TFLOP/s",
+    )
+    if plan.price is not None:
+        hours = plan.seconds / 3600 * _ranks(plan)
+        yield "price", f"{plan.price:,.2f} for {hours:,.1f} hours of a rank"
+
+
+def _ranks(plan: Plan) -> int:
+    return plan.config.launch.world_size
+
+
+def comparison(rows: list[tuple[str, RankMemory]], memory: float | None) -> list[str]:
+    """Return a line for each alternative with its memory, and whether it fits."""
+    width = max(len(name) for name, _ in rows)
+    return [
+        f"  {name.ljust(width)}  {show_bytes(found.total):>9}"
+        + ("" if memory is None else "  fits" if found.fits(memory) else "  does not fit")
+        for name, found in rows
+    ]

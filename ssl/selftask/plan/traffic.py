@@ -1,0 +1,69 @@
+"""Bytes that one rank sends in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from selftask.config.schema import Config
+from selftask.plan.fake_task import FakeTask
+from selftask.plan.sharding import FULL, HALF, shard_size, units_of
+from selftask.plan.simulation import StepCost
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a rank sends in a step, by purpose; it receives as many.
+
+    Ring algorithms are assumed: of N bytes an all-reduce sends 2 (W - 1) / W, an all-gather or a
+    reduce-scatter (W - 1) / W.
+    """
+
+    of: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.of.values())
+
+
+def traffic(config: Config, task: FakeTask, cost: StepCost) -> Traffic:
+    """Return what a rank sends in a step of ``config``."""
+    ranks = config.launch.world_size
+    if ranks == 1:
+        return Traffic({})
+    found = _sharded(config, task, cost) if config.parallel.reduce == "fsdp" else {}
+    inside = set(task.base_model.parameters()) if found else set()
+    item = FULL if config.parallel.grad_compression == "none" or found else HALF
+    plain = item * sum(p.numel() for p in task.trained_parameters if p not in inside)
+    found["gradients (all-reduce)"] = _ring(2 * plain, ranks)
+    batches = config.train.accumulate / task.config.train.accumulate
+    for name, size in cost.sent.items():
+        found[f"loss and statistics ({name.replace('_', '-')})"] = round(size * batches)
+    return Traffic({name: size for name, size in found.items() if size})
+
+
+def _sharded(config: Config, task: FakeTask, cost: StepCost) -> dict[str, int]:
+    """Return what FSDP sends: parameters for each pass, gradients, and those between copies."""
+    ranks, shards = config.launch.world_size, shard_size(config)
+    batches = config.train.accumulate / task.config.train.accumulate
+    network = units_of(task.base_model, config, task)
+    teachers = [units_of(module, config, task) for module in task.teachers]
+    blocks, root = sum(unit.gathered for unit in network.blocks), network.root.gathered
+    in_pass = 2 * (cost.passes * blocks + task.config.train.accumulate * root)  # and back
+    of_teachers = sum(
+        cost.teacher_passes * sum(unit.gathered for unit in units.blocks)
+        + task.config.train.accumulate * units.root.gathered
+        for units in teachers
+    )
+    last = cost.passes / task.config.train.accumulate  # of the last batch, which reduces
+    trained = last * sum(unit.trained for unit in network.blocks) + network.root.trained
+    copies = ranks // shards
+    return {
+        "parameters (all-gather)": _ring(in_pass * batches, shards),
+        "teacher's parameters (all-gather)": _ring(of_teachers * batches, shards),
+        "gradients (reduce-scatter)": _ring(trained, shards),
+        "gradients between copies (all-reduce)": _ring(2 * trained / shards, copies),
+    }
+
+
+def _ring(size: float, ranks: int) -> int:
+    return round(size * (ranks - 1) / ranks)

@@ -1,0 +1,152 @@
+"""`selftask plan`: its arithmetic against formulas, published figures and the shell."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from selftask.cli.main import main
+from selftask.config.load import load_config
+from selftask.distributed.collectives import (
+    all_gather_cat,
+    all_reduce_sum,
+    gather_objects,
+    rank,
+    world_size,
+)
+from selftask.distributed.simulated import SIMULATED
+from selftask.errors import UserError
+from selftask.plan.assumptions import Assumptions, take_assumptions
+from selftask.plan.checkpoints import daly, lost_share
+from selftask.plan.plan import Plan, make_plan
+from selftask.plan.table import count, duration, lines, show_bytes
+
+
+def plan(recipe: str, *overrides: str) -> Plan:
+    rest, given = take_assumptions([*overrides])
+    return make_plan(load_config(recipe, rest), given)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Plan:
+    """SimCLR on digits with its own small ResNet, for two ranks of 128 images."""
+    return plan("simclr", "launch.processes=2", "images_per_s=1000", "price_per_hour=2")
+
+
+def test_arithmetic_is_that_of_the_run(two_ranks: Plan) -> None:
+    found = two_ranks.to_dict()
+    assert (found["samples"], found["samples_per_step"], found["steps"]) == (1347, 256, 400)
+    assert found["seconds"] == pytest.approx(400 * 256 / 1000)
+    assert found["price"] == pytest.approx(102.4 / 3600 * 2 * 2)
+
+
+def test_gradients_travel_in_a_ring(two_ranks: Plan) -> None:
+    """2 (n - 1) / n of the trained parameters in float32; n = 2."""
+    trained = sum(part.trained for part in two_ranks.parts)
+    assert two_ranks.traffic.of["gradients (all-reduce)"] == 4 * trained
+    # two views of 128 x 128 float32, sent to one other rank
+    gathered = two_ranks.traffic.of["loss and statistics (all-gather)"]
+    assert gathered == 2 * 128 * 128 * 4
+
+
+def test_fixed_memory_is_four_times_the_weights(two_ranks: Plan) -> None:
+    """Weights, gradients and two moments of Adam (and its step counters)."""
+    of = two_ranks.memory.of
+    trained = 4 * sum(part.trained for part in two_ranks.parts)
+    assert of["gradients"] == trained
+    assert of["weights"] == 4 * sum(part.trained + part.frozen for part in two_ranks.parts)
+    assert of["optimizer"] == pytest.approx(2 * trained, rel=1e-3)
+
+
+def test_fsdp_divides_what_is_kept() -> None:
+    """Each rank of 4 keeps a quarter of weights, gradients and moments, and gathers blocks."""
+    words = ("launch.processes=4", "train.batch_size=64")
+    whole = plan("mae/digits", *words).memory.of
+    sharded = plan("mae/digits", *words, "parallel.reduce=fsdp")
+    for kind in ("weights", "gradients", "optimizer"):
+        assert sharded.memory.of[kind] == pytest.approx(whole[kind] / 4, rel=0.02)
+    assert sharded.memory.largest_gather > 0
+    passes = 2  # forward and backward
+    gathered = sharded.traffic.of["parameters (all-gather)"]
+    network = sum(p.trained + p.frozen for p in sharded.parts)
+    assert gathered == pytest.approx(passes * 4 * network * 3 / 4, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "macs"),
+    [
+        ("supervised/resnet50_imagenet", (), 4.09e9),  # torchvision's page: 4.09
+        ("supervised/images", ("data=none", "image_size=224", "backbone=vit_base"), 17.56e9),
+    ],
+)
+def test_flops_of_published_models(recipe: str, words: tuple[str, ...], macs: float) -> None:
+    flops = plan(recipe, *words, "samples=1.28M", "classes=1000").step.flops
+    assert flops["forward"] / 2 == pytest.approx(macs, rel=0.01)
+    # two products for each in the forward pass, but none for the gradient of the images
+    assert flops["backward"] == pytest.approx(2 * flops["forward"], rel=0.03)
+
+
+def test_dalys_interval_loses_the_least_time() -> None:
+    write, mtbf = 60.0, 4 * 3600.0
+    best = daly(write, mtbf)
+    assert best == pytest.approx(math.sqrt(2 * write * mtbf), rel=0.06)  # Young's
+    losses = {factor: lost_share(factor * best, write, mtbf) for factor in (0.8, 1.0, 1.25)}
+    assert min(losses, key=losses.__getitem__) == 1.0
+    assert daly(write=100.0, mtbf=20.0) == 20.0
+
+
+def test_simulated_ranks_communicate_with_nobody() -> None:
+    import torch
+
+    with SIMULATED.of(3):
+        assert (world_size(), rank()) == (3, 0)
+        assert all_gather_cat(torch.ones(2, 5)).shape == (6, 5)
+        assert all_reduce_sum(torch.ones(6)).shape == (6,)
+        assert gather_objects("x") == ["x"] * 3
+        assert SIMULATED.bytes_of == {"all_gather": 2 * 40, "all_reduce": 2 * 2 * 24 // 3}
+    assert world_size() == 1
+
+
+def test_words_of_the_plan() -> None:
+    words = ["samples=1.28M", "train.epochs=3", "memory=80GB", "mtbf=24h", "price_per_hour=2.5"]
+    rest, given = take_assumptions(words)
+    assert rest == ["train.epochs=3"]
+    assert given == Assumptions(samples=1_280_000, memory=80e9, mtbf=86_400.0, price_per_hour=2.5)
+    for wrong in ("samples=many", "memory=0.5", "mtbf=24", "images_per_s=0", "price_per_hour=nan"):
+        with pytest.raises(UserError, match=f"{wrong}: expected .* such as"):
+            take_assumptions([wrong])
+
+
+def test_numbers_are_short() -> None:
+    assert [count(n) for n in (12, 23.5e6, 4.1e9)] == ["12", "23.5 M", "4.1 G"]
+    assert [duration(s) for s in (0.02, 35, 600, 7200, 500_000)] == [
+        *("0.02 s", "35 s", "10.0 min", "2.0 h", "5.8 days")
+    ]
+    assert [show_bytes(n) for n in (640, 3100, 1.5e9)] == ["640 B", "3.1 kB", "1.5 GB"]
+
+
+def test_table_says_what_is_an_estimate(two_ranks: Plan) -> None:
+    text = "\n".join(lines(two_ranks))
+    assert "plan of simclr on 2 ranks" in text
+    assert "memory of a rank at the peak of a step (estimate): manual, float32" in text
+    assert "128 a rank x 2 ranks = 256 samples a step" in text
+
+
+def test_data_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "simclr/resnet50_imagenet"]) == 2
+    error = capsys.readouterr().err
+    assert "to plan without the data, give samples=1.28M" in error
+    assert "Traceback" not in error
+
+
+def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["plan", "simclr", "--json", "memory=1GB", f"out={tmp_path / 'run'}"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is True
+    assert found["memory"]["total"] == sum(
+        size for kind, size in found["memory"].items() if kind != "total"
+    )
+    assert not (tmp_path / "run").exists()
