@@ -50,10 +50,14 @@ def _verify_zip(path: Path) -> None:
         raise DamagedCheckpoint(f"checksum of {damaged} differs")
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """Read the state in a file. Raises DamagedCheckpoint."""
+def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+    """Read the state in a file. Raises DamagedCheckpoint.
+
+    Args:
+        mmap: Map tensors into memory instead of reading them.
+    """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # torch raises five kinds for a damaged zip
         raise DamagedCheckpoint(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
     if not isinstance(state, dict):

@@ -84,11 +84,11 @@ class KNN:
 
         correct = torch.zeros(len(self.k), dtype=torch.int64, device=targets[1].device)
         for expected, similarity, neighbour in self._neighbors(train, test):
-            # exp(s / T) relative to the nearest: the same vote without overflow
-            weight = ((similarity - similarity[:, :1]) / self.temperature).exp()
+            labels = targets[0][neighbour]
             for place, count in enumerate(self.k):
-                votes = weight.new_zeros(len(weight), num_classes)
-                votes.scatter_add_(1, targets[0][neighbour[:, :count]], weight[:, :count])
+                votes = class_votes(
+                    similarity[:, :count], labels[:, :count], num_classes, self.temperature
+                )
                 correct[place] += (votes.argmax(dim=1) == expected).sum()
         names = [
             f"knn_top1_k{count}" if place else "knn_top1" for place, count in enumerate(self.k)
@@ -120,6 +120,20 @@ class KNN:
             cosine, row = (torch.cat(found, dim=1) for found in zip(*of_ranks, strict=True))
             cosine, order = cosine.topk(max(self.k), dim=1)
             yield torch.cat([targets for _, targets in parts]), cosine, row.gather(1, order)
+
+
+def class_votes(cosine: Tensor, labels: Tensor, num_classes: int, temperature: float) -> Tensor:
+    """Return the weight of each class among the neighbours of each image: (B, C).
+
+    Args:
+        cosine: (B, k), nearest first.
+        labels: (B, k), of the neighbours.
+        num_classes: Number C of classes.
+        temperature: Of the weights exp(cosine / temperature).
+    """
+    # relative to the nearest: the same vote without overflow
+    weight = ((cosine - cosine[:, :1]) / temperature).exp()
+    return weight.new_zeros(len(weight), num_classes).scatter_add_(1, labels, weight)
 
 
 class Bank:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from selftask.batch import Batch, Loss
 from selftask.hooks.base import Hook
@@ -118,6 +118,21 @@ class Method(nn.Module, Hook):
             A scalar, or named terms whose sum is the loss; terms are logged.
         """
         raise NotImplementedError(f"{type(self).__name__} has no loss")
+
+    def visualize(self, output: Any, batch: Batch) -> dict[str, Tensor]:
+        """Return images that explain what the method does, for the report; none by default.
+
+        Called without gradients after ``prepare_batch`` and ``on_forward``.
+
+        Args:
+            output: Output of the network.
+            batch: The batch.
+
+        Returns:
+            Name -> (B, C, H, W), normalised as the views of the first group, in the order in which
+            they are shown: ``{"image": ..., "masked": ..., "reconstruction": ...}``.
+        """
+        return {}
 
     @property
     def chance_loss(self) -> float | None:

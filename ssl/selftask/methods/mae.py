@@ -22,7 +22,7 @@ from selftask.errors import UserError
 from selftask.methods.base import Method
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of, extract
-from selftask.models.features.tokens import gather_tokens
+from selftask.models.features.tokens import Grid, gather_tokens
 from selftask.models.network import Network
 from selftask.models.patch_predictor import PatchPredictor, fix_sincos_positions
 from selftask.models.precision import to_float32
@@ -123,6 +123,27 @@ class MAE(Method):
         """Mean squared error over masked patches only; ``output`` (B, M, P)."""
         return F.mse_loss(to_float32(output), batch["pixels"])
 
+    def visualize(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Image, kept patches, and the prediction of the others.
+
+        Standardised patches get back the mean and deviation of the patch they stand for, as in the
+        figures of the paper.
+        """
+        (images,) = batch.all_views
+        patches = patchify(images, self.patch_size)  # (B, N, P)
+        painted = to_float32(output)
+        if self.config.normalize_pixels:
+            true = gather_tokens(patches, batch["masked"])
+            variance, mean = torch.var_mean(true, dim=-1, keepdim=True)
+            painted = painted * (variance + 1e-6).sqrt() + mean
+        place = batch["masked"][..., None].expand_as(painted)
+        grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
+        return {
+            "image": images,
+            "masked": unpatchify(patches.scatter(1, place, 0.0), grid, self.patch_size),
+            "reconstruction": unpatchify(patches.scatter(1, place, painted), grid, self.patch_size),
+        }
+
     @property
     def chance_loss(self) -> float | None:
         """Loss of predicting each patch's mean: its variance, 1 unless the patch is constant."""
@@ -148,6 +169,12 @@ def patchify(images: Tensor, patch: int) -> Tensor:
     """
     x = images.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # (B, C, h, p, w, p)
     return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
+def unpatchify(patches: Tensor, grid: Grid, patch: int) -> Tensor:
+    """Put patches (B, N, patch * patch * C) together: images (B, C, H, W); undoes ``patchify``."""
+    x = patches.unflatten(1, grid).unflatten(3, (patch, patch, -1))  # (B, h, w, p, p, C)
+    return x.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
 
 
 def normalize(patches: Tensor) -> Tensor:

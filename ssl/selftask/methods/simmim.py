@@ -75,6 +75,18 @@ class SimMIM(Method):
         (images,) = batch.all_views
         return masked_l1(to_float32(output), images, batch["mask"])
 
+    def visualize(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Image, the pixels that were not masked, and the prediction of the others."""
+        (images,) = batch.all_views
+        rows, columns = batch["mask"].shape[1:]
+        sides = (images.shape[2] // rows, images.shape[3] // columns)
+        mask = batch["mask"].repeat_interleave(sides[0], 1).repeat_interleave(sides[1], 2)[:, None]
+        return {
+            "image": images,
+            "masked": images.masked_fill(mask, 0.0),
+            "reconstruction": torch.where(mask, to_float32(output), images),
+        }
+
     def _check_size(self, adapter: Adapter, height: int, width: int) -> None:
         """Raise UserError if squares of ``mask_size`` do not fit images and patches."""
         side = self.config.mask_size

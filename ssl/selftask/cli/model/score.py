@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.mirror import local_run
 from selftask.cli.model.load_model import take
-from selftask.config.schema import Config, ResumeConfig
+from selftask.config.schema import Config
 from selftask.config.trust import TRUST, take_trust
 from selftask.errors import UserError
 from selftask.files.paths import exists
@@ -60,18 +59,12 @@ def main(argv: list[str]) -> int:
 
 def _beside(config: Config, checkpoint: Path, folder: Path, average: str | None) -> Config:
     """Return the config of a task that only loads the checkpoint, on one process."""
+    from selftask.task.loaded import config_to_load
+
     hooks = {key: hook for key, hook in config.hooks.items() if key == average}
     if average is not None and not hooks:
         raise UserError(f"test: weights={average}: the run has no hooks.{average}")
-    return replace(
-        config,
-        out=str(folder),
-        hooks=hooks,
-        resume=ResumeConfig(checkpoint=str(checkpoint), data="allow"),
-        launch=replace(config.launch, nodes=1, processes=1),
-        parallel=replace(config.parallel, reduce="manual"),
-        train=replace(config.train, sharded_checkpoints=False, compile=False, threads="auto"),
-    )
+    return config_to_load(config, checkpoint, folder, hooks)
 
 
 def _scores(config: Config, predictions: str | None) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,8 @@ from selftask.data.transforms.normalize import Normalize
 from selftask.distributed.world import World
 
 if TYPE_CHECKING:
-    from selftask.config.schema import Config, ViewConfig
+    from selftask.batch import Batch
+    from selftask.config.schema import Component, Config, ViewConfig
     from selftask.data.loading.open_data import Sources
 
 MIN_SIDE = 96  # pixels; smaller views are enlarged by a whole number
@@ -34,6 +35,7 @@ class Row:
     name: str  # path, or name in the source
     original: np.ndarray  # uint8 (H, W, C)
     views: list[np.ndarray]  # V uint8 (h, w, C), before normalization
+    index: int = -1  # in the source
 
 
 def rows_of(config: Config, sources: Sources, num_images: int) -> list[Row]:
@@ -42,22 +44,34 @@ def rows_of(config: Config, sources: Sources, num_images: int) -> list[Row]:
     They go the whole way into a batch of floats and are un-normalised from there. Images that
     cannot be read are replaced as in training, but stop nothing.
     """
+    batch = first_batch(config, sources, num_images)
+    views = [
+        to_pixels(view, config.views[name].transforms)
+        for name, group in batch.views.items()
+        for view in group
+    ]
+    return [
+        Row(
+            sources.train.path(index),
+            sources.train[index][0],
+            [view[place] for view in views],
+            index,
+        )
+        for place, index in enumerate(batch.index.tolist())
+    ]
+
+
+def first_batch(config: Config, sources: Sources, num_images: int) -> Batch:
+    """Return the first images of epoch 0 in one batch, on the CPU, as training would read them."""
     num_images = min(num_images, len(sources.train))
     with tempfile.TemporaryDirectory() as out:  # keeps a run's list of bad files unchanged
         feed = DataModule(
             _for_one_batch(config, num_images, out), sources, World(), torch.device("cpu")
         )
         try:
-            batch = next(feed.train_batches(0))
+            return next(feed.train_batches(0))
         finally:
             feed.close()
-    numbers = num_views(config.views)
-    groups = [group for name, group in config.views.items() for _ in range(numbers[name])]
-    views = [_to_pixels(v, group) for v, group in zip(batch.all_views, groups, strict=True)]
-    return [
-        Row(sources.train.path(index), sources.train[index][0], [view[place] for view in views])
-        for place, index in enumerate(batch.index.tolist())
-    ]
 
 
 def view_names(views: Mapping[str, ViewConfig]) -> list[str]:
@@ -78,16 +92,20 @@ def _for_one_batch(config: Config, num_images: int, out: str) -> Config:
     )
 
 
-def _to_pixels(view: Tensor, group: ViewConfig) -> np.ndarray:
-    """Undo normalization: float32 (B, C, H, W) to uint8 (B, H, W, C)."""
-    last = group.transforms[-1] if group.transforms else None
-    normalize = last is not None and last.name == "normalize"
+def to_pixels(views: Tensor, transforms: Sequence[Component]) -> np.ndarray:
+    """Undo the normalization of float32 (B, C, H, W) to uint8 (B, H, W, C).
+
+    Args:
+        views: Images as the network gets them.
+        transforms: Those that made them; the last one may be ``normalize``.
+    """
+    last = transforms[-1] if transforms else None
     scale, shift = (
-        Normalize(**last.args).scale_and_shift(view.shape[1])
-        if last is not None and normalize
+        Normalize(**last.args).scale_and_shift(views.shape[1])
+        if last is not None and last.name == "normalize"
         else (np.float32(1 / 255), np.float32(0))
     )
-    values = view.permute(0, 2, 3, 1).numpy()
+    values = views.permute(0, 2, 3, 1).numpy()
     return np.rint((values - shift) / scale).clip(0, 255).astype(np.uint8)
 
 
@@ -111,7 +129,7 @@ def draw(rows: list[Row], names: list[str]) -> Image.Image:
     for row, row_cells, height in zip(rows, cells, heights, strict=True):
         for left, cell in zip(_starts(widths), row_cells, strict=True):
             sheet.paste(cell, (left, top))
-        line = _shortened(_printable(row.name), font, size[0] - 2 * _GAP)
+        line = _shortened(printable(row.name), font, size[0] - 2 * _GAP)
         pen.text((_GAP, top + height), line, fill=_INK, font=font)
         top += height + _LINE + _GAP
     return sheet
@@ -144,7 +162,7 @@ def _fit(original: np.ndarray) -> Image.Image:
     return image
 
 
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 

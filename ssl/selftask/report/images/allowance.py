@@ -1,0 +1,26 @@
+"""How long a report may take to make its images."""
+
+from __future__ import annotations
+
+import time
+
+
+class TooExpensive(Exception):
+    """A section would take longer than is allowed; the message says how long."""
+
+
+class Allowance:
+    """Seconds that may still be spent; without a limit if ``seconds`` is None."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self._until = None if seconds is None else time.monotonic() + seconds
+
+    @property
+    def limited(self) -> bool:
+        """True if there is a limit."""
+        return self._until is not None
+
+    def check(self, estimate: float) -> None:
+        """Raise TooExpensive if work of ``estimate`` seconds would exceed the limit."""
+        if self._until is not None and time.monotonic() + estimate > self._until:
+            raise TooExpensive(f"about {max(1, round(estimate))} s")

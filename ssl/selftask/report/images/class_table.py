@@ -1,0 +1,139 @@
+"""k-NN accuracy by class, the worst classes first, and what they are taken for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from selftask.evaluate.knn import Bank, class_votes
+from selftask.report.images.gathered import Gathered
+from selftask.report.images.image_section import image_section
+from selftask.report.page import Section, escape
+
+_K, _TEMPERATURE = 20, 0.07  # as evaluate.knn.KNN
+_SHOWN = 15  # rows of the table; the others are folded
+_MOST_IN_MATRIX = 20  # classes
+
+
+@dataclass(frozen=True)
+class ByClass:
+    """Counts of true and predicted classes: (C, C), rows are true classes."""
+
+    confusion: np.ndarray
+
+    @property
+    def classes(self) -> np.ndarray:
+        """Numbers of the classes that have images, those of lowest accuracy first."""
+        present = np.flatnonzero(self.confusion.sum(axis=1))
+        order = np.lexsort((present, self.accuracy[present]))
+        return np.asarray(present[order])
+
+    @property
+    def accuracy(self) -> np.ndarray:
+        """Fraction of each class that is predicted correctly; 0 without images."""
+        return np.asarray(self.confusion.diagonal() / self.confusion.sum(axis=1).clip(min=1))
+
+    @property
+    def overall(self) -> float:
+        """Fraction of all images that is predicted correctly."""
+        return float(self.confusion.trace() / max(1, self.confusion.sum()))
+
+    def mistakes(self, label: int) -> list[tuple[int, int]]:
+        """Return the classes that images of a class are taken for, and how many, most first."""
+        row = self.confusion[label].copy()
+        row[label] = 0
+        order = np.argsort(-row, kind="stable")
+        return [(int(other), int(row[other])) for other in order if row[other]]
+
+
+def by_class(features: np.ndarray, labels: np.ndarray) -> ByClass:
+    """Predict each labelled image by its nearest labelled others.
+
+    Args:
+        features: (N, E).
+        labels: (N,), -1 for images to leave out.
+    """
+    known = labels >= 0
+    rows = F.normalize(torch.from_numpy(features[known]), dim=1)
+    targets = torch.from_numpy(labels[known])
+    num_classes = int(targets.max()) + 1
+    own = torch.arange(len(rows))
+    cosine, row = Bank(rows).nearest(rows, min(_K, len(rows) - 1), own)
+    votes = class_votes(cosine, targets[row], num_classes, _TEMPERATURE)
+    confusion = np.zeros((num_classes, num_classes), dtype=np.int64)
+    np.add.at(confusion, (targets.numpy(), votes.argmax(dim=1).numpy()), 1)
+    return ByClass(confusion)
+
+
+def class_section(images: Gathered) -> Section:
+    """Return the section with the table, and the confusion matrix if there are few classes.
+
+    It is empty unless images of at least two classes are labelled.
+    """
+    labels = images.labels
+    if len(np.unique(labels[labels >= 0])) < 2:
+        return Section("Classes", "", "classes")
+    found = by_class(images.features, labels)
+    order = found.classes.tolist()
+    note = (
+        f"Each of {int((labels >= 0).sum()):,} labelled {escape(images.what)} is classified by "
+        f"its {_K} nearest others: {found.overall:.1%} are right "
+        f"(chance: {_majority(found):.1%}, the most frequent class). Worst classes first."
+    )
+    html = f"<p class=muted>{note}</p>{_table(images, found, order[:_SHOWN])}"
+    if rest := order[_SHOWN:]:
+        table = _table(images, found, rest)
+        html += f"<details><summary>{len(rest)} more classes</summary>{table}</details>"
+    if len(order) <= _MOST_IN_MATRIX:
+        matrix = _matrix(images, found, sorted(order))
+        html += f"<details><summary>Confusion matrix</summary>{matrix}</details>"
+    return image_section("k-NN accuracy by class", html, "classes")
+
+
+def _majority(found: ByClass) -> float:
+    counts = found.confusion.sum(axis=1)
+    return float(counts.max() / counts.sum())
+
+
+def _table(images: Gathered, found: ByClass, classes: list[int]) -> str:
+    rows = []
+    for label in classes:
+        accuracy = found.accuracy[label]
+        mistakes = ", ".join(
+            f"{escape(images.class_text(other))} ({count})"
+            for other, count in found.mistakes(label)[:3]
+        )
+        rows.append(
+            f"<tr><th scope=row>{escape(images.class_text(label))}</th>"
+            f"<td class=number>{found.confusion[label].sum()}</td>"
+            f"<td class=share><span class=bar style='--part:{accuracy:.3f}'></span>{accuracy:.0%}</td>"
+            f"<td>{mistakes}</td></tr>"
+        )
+    head = "<tr><th>class</th><th class=number>images</th><th>right</th><th>taken for</th></tr>"
+    return (
+        "<div class=scroll><table class=classes>"
+        f"<thead>{head}</thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _matrix(images: Gathered, found: ByClass, classes: list[int]) -> str:
+    """Return the confusion matrix; shading is the share of the row."""
+    names = [escape(images.class_text(label)) for label in classes]
+    head = "".join(f"<th scope=col><span>{name}</span></th>" for name in names)
+    rows = []
+    for label, name in zip(classes, names, strict=True):
+        counts = found.confusion[label]
+        cells = "".join(
+            f"<td class='{'hit' if other == label else 'miss'}' "
+            f"style='--part:{counts[other] / max(1, counts.sum()):.3f}'>{counts[other] or ''}</td>"
+            for other in classes
+        )
+        rows.append(f"<tr><th scope=row>{name}</th>{cells}</tr>")
+    return (
+        "<p class=muted>Rows: true class. Columns: predicted class.</p><div class=scroll>"
+        f"<table class=confusion><thead><tr><td></td>{head}</tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )

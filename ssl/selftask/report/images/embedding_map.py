@@ -1,0 +1,161 @@
+"""A map of the embeddings: SVG made here, with thumbnails, zoom and keyboard by ``map.js``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from selftask.report.images.gathered import Gathered
+from selftask.report.images.sprite import Sprite
+from selftask.report.images.image_section import image_section
+from selftask.report.page import Section, escape, json_data
+
+ID = "map-of-embeddings"
+BUDGET = 1_300_000  # characters of the thumbnails
+MOST_POINTS = 2000
+_SIDE = 64
+_WIDTH, _HEIGHT, _MARGIN = 640, 520, 14  # of the drawing
+_COLORS = 8  # those of the style sheet: .c0 ... .c7, and .other
+_SHAPES = (
+    "M-3.6 0a3.6 3.6 0 1 0 7.2 0a3.6 3.6 0 1 0 -7.2 0z",  # circle
+    "M-3.2-3.2h6.4v6.4h-6.4z",  # square
+    "M0-4.4L4.1 3.1H-4.1z",  # triangle
+    "M0-4.6L4.6 0 0 4.6-4.6 0z",  # diamond
+)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Positions of the images by one method: (N, 2), and what its axes are."""
+
+    title: str
+    positions: np.ndarray
+    axes: tuple[str, str] = ("", "")
+
+
+def map_section(images: Gathered, projections: Mapping[str, Projection]) -> Section:
+    """Return the section with the map; the first projection is shown first.
+
+    Classes have a colour and a shape each. If there are more than can be told apart, the most
+    frequent ones do.
+    """
+    sprite = Sprite("spot", _SIDE, BUDGET)
+    tiles = [sprite.tile(sprite.add(pixels)) for pixels in images.thumbnails]
+    marks = _marks(images)
+    places = {key: _scaled(one.positions) for key, one in projections.items()}
+    first = next(iter(projections))
+    data = {
+        "width": _WIDTH,
+        "height": _HEIGHT,
+        "places": {key: place.ravel().tolist() for key, place in places.items()},
+        "axes": {key: one.axes for key, one in projections.items()},
+        "names": list(images.names),
+        "labels": [images.label_text(row) for row in range(len(images))],
+        "tiles": [list(tile) for tile in tiles],
+    }
+    html = (
+        f"<p class=muted>{_note(images)}</p>"
+        f"<div class=map id=map>{_choice(projections)}"
+        f"{_drawing(images, marks, places[first], projections[first])}"
+        f"{_legend(images, marks)}</div>{json_data(data, 'map-data')}"
+    )
+    return image_section("Map of the embeddings", html, ID, sprite)
+
+
+def _note(images: Gathered) -> str:
+    return (
+        f"{len(images):,} {escape(images.what)}: near each other if the backbone gives them "
+        "similar features. Point at one, tap it, or use the arrow keys to see it; drag to zoom, "
+        "double click to see all."
+    )
+
+
+def _marks(images: Gathered) -> dict[int, int]:
+    """Return the number of colour and shape of each class that gets one of its own."""
+    counts = Counter(images.labels[images.labels >= 0].tolist())
+    frequent = sorted(label for label, _ in counts.most_common(_COLORS * len(_SHAPES)))
+    return {label: number for number, label in enumerate(frequent)}
+
+
+def _kind(mark: int | None) -> tuple[str, str]:
+    """Return CSS class and address of the shape of a mark; None is of the other images."""
+    if mark is None:
+        return "other", "#shape-0"
+    shape = (mark + mark // _COLORS) % len(_SHAPES)  # neighbours in the legend differ in both
+    return f"c{mark % _COLORS}", f"#shape-{shape}"
+
+
+def _scaled(positions: np.ndarray) -> np.ndarray:
+    """Return positions in the drawing, upwards and with the same scale on both axes: (N, 2)."""
+    low, high = positions.min(axis=0), positions.max(axis=0)
+    room = np.array([_WIDTH, _HEIGHT]) - 2 * _MARGIN
+    scale = float((room / np.maximum(high - low, 1e-12)).min())
+    centered = (positions - (low + high) / 2) * scale * [1, -1]
+    return np.round(centered + [_WIDTH / 2, _HEIGHT / 2], 1)
+
+
+def _choice(projections: Mapping[str, Projection]) -> str:
+    """Return buttons that choose the projection, and those that zoom."""
+    buttons = "".join(
+        f'<button type=button data-projection="{key}" aria-pressed={str(not place).lower()}>'
+        f"{escape(one.title)}</button>"
+        for place, (key, one) in enumerate(projections.items())
+    )
+    zoom = "".join(
+        f'<button type=button data-zoom="{factor}" aria-label="{label}">{sign}</button>'
+        for factor, label, sign in (
+            ("1.5", "zoom in", "+"),
+            ("0.6667", "zoom out", "−"),
+            ("0", "show all points", "⤢"),
+        )
+    )
+    return (
+        f'<div class=map-bar><span role=group aria-label="projection">{buttons}</span>'
+        f'<span role=group aria-label="zoom">{zoom}</span></div>'
+    )
+
+
+def _drawing(images: Gathered, marks: dict[int, int], places: np.ndarray, first: Projection) -> str:
+    shapes = "".join(
+        f'<path id="shape-{number}" d="{path}"/>' for number, path in enumerate(_SHAPES)
+    )
+    points = []
+    for label, (x, y) in zip(images.labels.tolist(), places.tolist(), strict=True):
+        style, shape = _kind(marks.get(label))
+        points.append(f'<use href="{shape}" class="{style}" transform="translate({x:g} {y:g})"/>')
+    across, up = first.axes
+    return (
+        f'<div class=map-frame><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" tabindex=0 role=application '
+        f'aria-label="Map of {len(images)} images: arrow keys go from one to the next">'
+        f"<defs>{shapes}</defs><g class=points>{''.join(points)}</g>"
+        "<circle class=ring r=8 visibility=hidden /><rect class=drag visibility=hidden />"
+        f'</svg><span class="axis up">{escape(up)}</span>'
+        f'<span class="axis across">{escape(across)}</span>'
+        "<div class=map-tip hidden><span class='tile spot'></span>"
+        "<span class=words aria-live=polite></span></div></div>"
+    )
+
+
+def _legend(images: Gathered, marks: dict[int, int]) -> str:
+    """Return a button for each class, which highlights its points."""
+    labels = images.labels.tolist()
+    counts = Counter(marks.get(label) for label in labels)
+    names: dict[int | None, str] = {mark: images.class_text(label) for label, mark in marks.items()}
+    if not marks:
+        return ""
+    others = len({label for label in labels if label not in marks})
+    names[None] = "no label" if set(labels) - set(marks) == {-1} else f"{others} other classes"
+    keys = []
+    for mark, name in names.items():
+        if not counts[mark]:
+            continue
+        style, shape = _kind(mark)
+        keys.append(
+            f'<button type=button class=key aria-pressed=false data-kind="{style} {shape}">'
+            f'<svg viewBox="-6 -6 12 12" aria-hidden=true><use href="{shape}" class="{style}"/>'
+            f"</svg>{escape(name)} <small>{counts[mark]}</small></button>"
+        )
+    return f'<div class=legend role=group aria-label="classes">{"".join(keys)}</div>'

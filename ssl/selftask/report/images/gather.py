@@ -1,0 +1,136 @@
+"""Features and thumbnails of some images of a run, in one pass over them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from selftask.config.schema import Config
+from selftask.data.inspect.contact_sheet import to_pixels
+from selftask.data.loading.dataset import BadFiles, EvalDataset
+from selftask.data.loading.loader import EvalBatches
+from selftask.data.source import Source, channels_of
+from selftask.data.subset import subset_of
+from selftask.data.views import build_pipeline
+from selftask.evaluate.features import extract_features
+from selftask.report.images.allowance import Allowance
+from selftask.report.images.gathered import Gathered
+from selftask.report.images.sprite import short_names, thumbnail
+
+_BATCH_SIZE = 64
+_SIDE = 96  # longest side of a thumbnail that is kept, in pixels
+_SHOWN = 8  # images that are shown one by one
+_TOLD_EVERY_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """Result of ``gather``, with Q images drawn at random to be shown one by one."""
+
+    images: Gathered
+    shown: list[int]  # rows of the Q images
+    inputs: Tensor  # (Q, C, H, W), as the network gets them
+    pixels: np.ndarray  # (Q, H, W, C) uint8, the same un-normalised
+
+
+def gather(
+    backbone: nn.Module,
+    config: Config,
+    source: Source,
+    *,
+    what: str,
+    count: int,
+    device: torch.device,
+    allowance: Allowance,
+    tell: Callable[[str], None],
+) -> Pass:
+    """Return features and thumbnails of ``count`` images, chosen at random by ``train.seed``.
+
+    Images are transformed by ``eval.transforms``; those that cannot be read are left out.
+
+    Args:
+        backbone: Images (B, C, H, W) -> features (B, E).
+        config: Config of the run.
+        source: The images to choose from.
+        what: Of the images, for sentences: ``validation images``.
+        count: Number of images; all if there are fewer.
+        device: To compute features on.
+        allowance: Raises TooExpensive after the first batch if the others would take too long.
+        tell: Called with lines of progress.
+    """
+    part = {"count": min(count, len(source)), "seed": config.train.seed}
+    chosen = subset_of(source, part if count < len(source) else None)
+    order = np.random.default_rng(config.train.seed).permutation(len(chosen))
+    kept = _Watched(config, _batches(config, chosen, device, allowance), allowance, tell, what)
+    kept.wanted = set(order[:_SHOWN].tolist())
+    found = extract_features(backbone.to(device), kept, device=device)
+    rows = found.indices.tolist()
+    images = Gathered(
+        what=what,
+        names=short_names([chosen.path(row) for row in rows]),
+        labels=found.targets.numpy(),
+        features=found.features.numpy(),
+        thumbnails=kept.thumbnails,
+        classes=source.class_names() or (),
+    )
+    return Pass(
+        images=images,
+        shown=[place for place, row in enumerate(rows) if row in kept.wanted],
+        inputs=torch.cat(kept.inputs),
+        pixels=np.concatenate(kept.pixels),
+    )
+
+
+def _batches(
+    config: Config, source: Source, device: torch.device, allowance: Allowance
+) -> EvalBatches:
+    pipeline = build_pipeline(config.eval.transforms, "eval.transforms", channels_of(source))
+    data = replace(config.data, on_error="skip", max_unreadable=1.0)  # a report stops nothing
+    return EvalBatches(
+        EvalDataset(source, pipeline, config.train.seed),
+        batch_size=_BATCH_SIZE,
+        num_workers=0 if allowance.limited else config.data.num_workers,
+        device=device,
+        bad_files=BadFiles.of(source, data, None),
+    )
+
+
+@dataclass
+class _Watched:
+    """Batches whose images are kept as thumbnails while they are read."""
+
+    config: Config
+    batches: EvalBatches
+    allowance: Allowance
+    tell: Callable[[str], None]
+    what: str
+    wanted: set[int] = field(default_factory=set)  # numbers of images whose input is kept
+    thumbnails: list[np.ndarray] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
+    pixels: list[np.ndarray] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        started = told = time.monotonic()
+        for number, batch in enumerate(self.batches, start=1):
+            views = batch["views"][0].cpu()
+            pixels = to_pixels(views, self.config.eval.transforms)
+            numbers = batch["index"].tolist()
+            kept = [place for place, number in enumerate(numbers) if number in self.wanted]
+            self.inputs.append(views[kept])
+            self.pixels.append(pixels[kept])
+            self.thumbnails += [thumbnail(image, _SIDE) for image in pixels]
+            yield batch
+            now = time.monotonic()
+            self.allowance.check((now - started) / number * (len(self) - number))
+            if now - told > _TOLD_EVERY_S:
+                told = now
+                self.tell(f"features of {len(self.thumbnails):,} {self.what}")

@@ -1,0 +1,105 @@
+"""Nearest neighbours of some images by cosine, with their images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selftask.evaluate.knn import Bank
+from selftask.report.images.gathered import Gathered
+from selftask.report.images.sprite import Sprite
+from selftask.report.images.image_section import image_section
+from selftask.report.page import Section, escape
+
+BUDGET = 500_000  # characters of the images
+_SIDE = 96
+_NEIGHBORS = 8
+
+
+@dataclass(frozen=True)
+class Neighbors:
+    """Nearest neighbours of Q images among N: rows and cosines (Q, k), nearest first."""
+
+    queries: np.ndarray
+    rows: np.ndarray
+    cosines: np.ndarray
+
+
+def nearest_neighbors(features: Tensor, queries: Sequence[int], k: int) -> Neighbors:
+    """Find the ``k`` nearest other images of each query by cosine.
+
+    Args:
+        features: (N, E).
+        queries: Rows of the Q images to search for.
+        k: Number of neighbours; all others if there are fewer.
+    """
+    asked = torch.as_tensor(list(queries), dtype=torch.int64)
+    bank = Bank(features)
+    normalized = F.normalize(features[asked], dim=1)
+    cosine, row = bank.nearest(normalized, min(k, len(features) - 1), asked)
+    return Neighbors(asked.numpy(), row.numpy(), cosine.numpy())
+
+
+def neighbors_section(images: Gathered, queries: Sequence[int]) -> Section:
+    """Return the section with a row for each query: the image, then its nearest neighbours."""
+    found = nearest_neighbors(torch.from_numpy(images.features), queries, _NEIGHBORS)
+    sprite = Sprite("near", _SIDE, BUDGET)
+    rows = [
+        f"<div class=near-row>{_query(images, sprite, query)}<ol>"
+        + "".join(
+            f"<li>{_neighbor(images, sprite, query, row, cosine)}</li>"
+            for row, cosine in zip(rows.tolist(), cosines.tolist(), strict=True)
+        )
+        + "</ol></div>"
+        for query, rows, cosines in zip(
+            found.queries.tolist(), found.rows, found.cosines, strict=True
+        )
+    ]
+    html = f"<p class=muted>{_note(images, found)}</p>{''.join(rows)}"
+    return image_section("Nearest neighbours", html, "neighbours", sprite)
+
+
+def _note(images: Gathered, found: Neighbors) -> str:
+    text = (
+        f"For random images, the nearest of {len(images):,} {escape(images.what)} by cosine "
+        "distance (1 - cosine) of the backbone's features; 0 is the same direction."
+    )
+    if not images.has_labels:
+        return text
+    labels = images.labels
+    pairs = labels[found.queries][:, None], labels[found.rows]
+    known = (pairs[0] >= 0) & (pairs[1] >= 0)
+    if not known.any():
+        return text
+    same = (pairs[0] == pairs[1])[known].mean()
+    return f"{text} {same:.0%} of these neighbours have the class of their image."
+
+
+def _query(images: Gathered, sprite: Sprite, row: int) -> str:
+    return f"<figure class=query>{_figure(images, sprite, row)}</figure>"
+
+
+def _neighbor(images: Gathered, sprite: Sprite, query: int, row: int, cosine: float) -> str:
+    """Return one neighbour; a mark, a word and the frame say whether its class is right."""
+    kind, mark = "", ""
+    distance = f"<span class=dist>{max(0.0, 1 - cosine):.3f}</span>"
+    if images.labels[query] >= 0 and images.labels[row] >= 0:
+        right = images.labels[query] == images.labels[row]
+        kind = "right" if right else "wrong"
+        said = "same class" if right else "other class"
+        mark = f'<b class=mark role=img aria-label="{said}">{"✓" if right else "✗"}</b>'
+    figure = _figure(images, sprite, row, mark, distance)
+    return f'<figure class="{kind}">{figure}</figure>'
+
+
+def _figure(images: Gathered, sprite: Sprite, row: int, mark: str = "", distance: str = "") -> str:
+    """Return thumbnail, class and file name of an image."""
+    name, label = images.names[row], images.label_text(row)
+    tile = sprite.html(sprite.add(images.thumbnails[row]), f"{name}, {label}" if label else name)
+    words = f"{mark}<span class=label>{escape(label)}</span>" if label else ""
+    return f"{tile}<figcaption>{words}{distance}<span class=name>{escape(name)}</span></figcaption>"

@@ -1,0 +1,85 @@
+"""Patch tokens of images as colours: their first three principal components.
+
+B images, N patches in a grid of h x w, E features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from selftask.models.eval_mode import in_eval_mode
+from selftask.models.features.extract import extract, offers
+from selftask.report.images.projections import pca
+from selftask.report.images.sprite import Sprite
+from selftask.report.images.image_section import image_section
+from selftask.report.page import Section, escape
+
+BUDGET = 250_000  # characters of the images
+_SIDE = 160
+_CLIPPED = 1.0  # per cent of the values at each end that get the same colour
+
+
+def has_patches(backbone: nn.Module) -> bool:
+    """Return whether a backbone is made of patches, as vision transformers are."""
+    return {"dense", "tokens"} <= offers(backbone)
+
+
+@torch.no_grad()
+def patch_tokens(backbone: nn.Module, images: Tensor) -> np.ndarray:
+    """Return the patch tokens of the last layer: images (B, C, H, W) -> (B, h, w, E)."""
+    with in_eval_mode(backbone):
+        patches = extract(backbone, images).tokens.map
+    found: np.ndarray = patches.permute(0, 2, 3, 1).float().cpu().numpy()
+    return found
+
+
+def patch_colors(tokens: np.ndarray) -> np.ndarray:
+    """Return the first three principal components of all patches as colours.
+
+    The components are those of the patches of all images together, so that a colour means the
+    same in every image.
+
+    Args:
+        tokens: (B, h, w, E).
+
+    Returns:
+        uint8 (B, h, w, 3).
+    """
+    scores, _ = pca(tokens.reshape(-1, tokens.shape[-1]), 3)
+    low, high = np.percentile(scores, [_CLIPPED, 100 - _CLIPPED], axis=0)
+    scaled = ((scores - low) / np.maximum(high - low, 1e-12)).clip(0, 1)
+    return np.rint(255 * scaled).astype(np.uint8).reshape(*tokens.shape[:-1], 3)
+
+
+def patch_section(
+    pixels: Sequence[np.ndarray], names: Sequence[str], tokens: np.ndarray
+) -> Section:
+    """Return the section with images (uint8, as the network saw them) and their maps beside."""
+    sprite = Sprite("patches", _SIDE, BUDGET)
+    pairs = []
+    for image, name, colors in zip(pixels, names, patch_colors(tokens), strict=True):
+        seen = sprite.html(sprite.add(image), name)
+        grid = sprite.html(sprite.add(_as_large(colors, image)), f"patch tokens of {name}")
+        pairs.append(
+            f"<figure class=pair>{seen}{grid}"
+            f"<figcaption><span class=name>{escape(name)}</span></figcaption></figure>"
+        )
+    rows, columns = tokens.shape[1:3]
+    note = (
+        "Left the image, right its patch tokens: the first three principal components of "
+        f"{len(pixels)} x {rows * columns} tokens (a grid of {rows} x {columns}), as red, green "
+        "and blue. Patches of one colour have similar features."
+    )
+    html = f"<p class=muted>{note}</p><div class=pairs>{''.join(pairs)}</div>"
+    return image_section("Patch tokens", html, "patch-tokens", sprite)
+
+
+def _as_large(colors: np.ndarray, image: np.ndarray) -> np.ndarray:
+    """Repeat the patches (h, w, 3) to about the size at which the image is drawn."""
+    side = max(max(image.shape[:2]), _SIDE)
+    times = max(1, round(side / max(colors.shape[:2])))
+    return colors.repeat(times, axis=0).repeat(times, axis=1)

@@ -1,0 +1,70 @@
+"""Features in two dimensions: PCA, t-SNE and UMAP. N images, E features."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import numpy as np
+
+_SEED = 0  # of t-SNE and UMAP: the same features give the same map
+
+
+def pca(values: np.ndarray, components: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first principal components and their shares of the variance.
+
+    Computed in float64. The sign of a component is such that its largest loading is positive.
+
+    Args:
+        values: (N, E).
+        components: Number K of components; missing ones (N or E is smaller) are zero.
+
+    Returns:
+        Scores (N, K) and shares (K,).
+    """
+    centered = np.asarray(values, dtype=np.float64) - values.mean(axis=0, dtype=np.float64)
+    if centered.shape[1] <= centered.shape[0]:
+        variances, axes = np.linalg.eigh(centered.T @ centered)
+        variances, axes = variances[::-1], axes[:, ::-1]
+    else:
+        _, singular, rows = np.linalg.svd(centered, full_matrices=False)
+        variances, axes = singular**2, rows.T
+    axes, variances = axes[:, :components], variances.clip(min=0)
+    signs = np.sign(axes[np.abs(axes).argmax(axis=0), np.arange(axes.shape[1])])
+    scores = np.zeros((len(centered), components))
+    scores[:, : axes.shape[1]] = centered @ (axes * signs)
+    shares = np.zeros(components)
+    shares[: axes.shape[1]] = variances[:components] / max(variances.sum(), 1e-300)
+    return scores, shares
+
+
+def tsne(features: np.ndarray) -> np.ndarray:
+    """Return t-SNE of L2-normalised features, started from PCA: (N, 2)."""
+    from sklearn.manifold import TSNE
+
+    reduced, _ = pca(features, min(50, *features.shape))
+    perplexity = min(30.0, (len(features) - 1) / 3)
+    model = TSNE(perplexity=perplexity, init="pca", random_state=_SEED)
+    found: np.ndarray = model.fit_transform(reduced.astype(np.float32))
+    return found
+
+
+def umap(features: np.ndarray) -> np.ndarray:
+    """Return UMAP of features by cosine: (N, 2)."""
+    import umap as package
+
+    neighbors = max(2, min(15, len(features) - 1))
+    model = package.UMAP(n_neighbors=neighbors, metric="cosine", random_state=_SEED, n_jobs=1)
+    found: np.ndarray = model.fit_transform(features)
+    return found
+
+
+def has_umap() -> bool:
+    """Return whether the package umap-learn is installed."""
+    return find_spec("umap") is not None
+
+
+def normalized(features: np.ndarray) -> np.ndarray:
+    """Return features (N, E) of length 1."""
+    lengths = np.linalg.norm(features, axis=1, keepdims=True)
+    result: np.ndarray = features / np.maximum(lengths, 1e-12)
+    return result

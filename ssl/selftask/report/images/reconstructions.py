@@ -1,0 +1,89 @@
+"""What a method makes of a batch as images: masks, reconstructions."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from selftask.config.schema import Config
+from selftask.data.inspect.contact_sheet import first_batch, to_pixels
+from selftask.data.loading.open_data import Sources
+from selftask.methods.base import Method
+from selftask.models.eval_mode import in_eval_mode
+from selftask.registry import METHODS
+from selftask.report.images.image_rows import image_rows
+from selftask.report.images.sprite import Sprite, short_names
+from selftask.report.images.image_section import image_section
+from selftask.report.page import Section, escape
+from selftask.task import Task
+from selftask.task.loaded import config_to_load
+
+BUDGET = 250_000  # characters of the images
+NUM_IMAGES = 6
+_SIDE = 112
+
+
+def visualizes(config: Config) -> bool:
+    """Return whether the method of a run has images to show."""
+    return METHODS[config.method.name].visualize is not Method.visualize
+
+
+def reconstructions_of(config: Config, sources: Sources, checkpoint: Path) -> Section:
+    """Return the section of the first images of epoch 0, by the network of a checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        task = Task(
+            config_to_load(replace(config, meters={}), checkpoint, Path(folder), {}),
+            sources=sources,
+        )
+        try:
+            task.prepare()
+            rows, names = visualize(task, sources)
+        finally:
+            task.close()
+    note = f"What {config.method.name} makes of the first images of epoch 0, with its own masks."
+    return reconstruction_section(rows, names, note)
+
+
+@torch.no_grad()
+def visualize(task: Task, sources: Sources) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Return the images of the task's method by name, uint8 (B, H, W, C), and names of the rows.
+
+    The state of the task does not change, except ``last_batch``.
+    """
+    batch = first_batch(task.config, sources, NUM_IMAGES)
+    batch.views = {name: [v.to(task.device) for v in group] for name, group in batch.views.items()}
+    task.last_batch = batch
+    with in_eval_mode(task.base_model), in_eval_mode(task.loss):
+        task.loss.prepare_batch(batch, task)
+        with task.autocast():
+            batch.output = task.base_model(batch.input)
+            task.loss.on_forward(task)
+            made = task.loss.visualize(batch.output, batch)
+    transforms = task.config.views[next(iter(batch.views))].transforms
+    pixels = {name: to_pixels(image.float().cpu(), transforms) for name, image in made.items()}
+    return pixels, short_names([sources.train.path(index) for index in batch.index.tolist()])
+
+
+def reconstruction_section(
+    columns: Mapping[str, np.ndarray], names: Sequence[str], note: str
+) -> Section:
+    """Return the section with a row for each image.
+
+    Args:
+        columns: Images (B, H, W, C) uint8 by name; without any the section is empty.
+        names: Of the B rows.
+        note: Paragraph above, plain text.
+    """
+    if not columns:
+        return Section("Reconstructions", "", "reconstructions")
+    sprite = Sprite("made", _SIDE, BUDGET)
+    rows = [
+        ([images[row] for images in columns.values()], name, "") for row, name in enumerate(names)
+    ]
+    html = f"<p class=muted>{escape(note)}</p>{image_rows(sprite, list(columns), rows)}"
+    return image_section("Reconstructions", html, "reconstructions", sprite)

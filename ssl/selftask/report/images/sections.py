@@ -1,0 +1,197 @@
+"""All sections of a run's report that show images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from selftask.checkpoint.rotation import checkpoints
+from selftask.config.load import load_config
+from selftask.config.schema import Config
+from selftask.data.fingerprint import differences, fingerprint
+from selftask.data.loading.open_data import Sources, open_data
+from selftask.data.reading.files import BadImage
+from selftask.distributed.device import pick_device
+from selftask.distributed.world import World
+from selftask.errors import UserError
+from selftask.logs import get_logger
+from selftask.report.images.allowance import Allowance, TooExpensive
+from selftask.report.images.cache import SectionCache, digest
+from selftask.report.images.class_table import class_section
+from selftask.report.images.embedding_map import MOST_POINTS, Projection, map_section
+from selftask.report.images.gather import Pass, gather
+from selftask.report.images.gathered import Gathered
+from selftask.report.images.image_section import image_section
+from selftask.report.images.neighbors import neighbors_section
+from selftask.report.images.patch_maps import has_patches, patch_section, patch_tokens
+from selftask.report.images.projections import has_umap, normalized, pca, tsne, umap
+from selftask.report.images.reconstructions import reconstructions_of, visualizes
+from selftask.report.images.views import views_of
+from selftask.report.images.weights import Weights, find_weights, trained_on
+from selftask.report.page import Section, escape
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+DEFAULT_IMAGES = 1000
+_FEWEST_FOR_MAPS = 15  # images for t-SNE and UMAP, which look at so many neighbours
+
+log = get_logger(__name__)
+
+
+@dataclass(kw_only=True)
+class ImageSections:
+    """Makes the sections of one run.
+
+    Args:
+        run: The run folder, on this machine.
+        images: Number of images that features are computed of.
+        limit_s: Sections that would take longer together are left out, and t-SNE or UMAP in any
+            case; 0 shows finished ones only. None: no limit.
+        trust: Allow code that the run names.
+        tell: Called with lines of progress.
+        task: The run's task if this process trains it, for its config and its opened data.
+    """
+
+    run: Path
+    images: int = DEFAULT_IMAGES
+    limit_s: float | None = None
+    trust: bool = False
+    tell: Callable[[str], None] = log.info
+    task: Task | None = None
+
+    def __post_init__(self) -> None:
+        self._allowance = Allowance(self.limit_s)
+        self._cache = SectionCache(self.run)
+        self._opened: tuple[Config, Sources] | None = None
+
+    def make(self) -> list[Section]:
+        """Return the sections; what cannot be shown says why in its place."""
+        if not self.images or not (self.run / "config.yaml").is_file():
+            return []
+        settings = digest((self.run / "config.yaml").read_bytes())
+        sections = self._group("Views that the network saw", "views", settings, self._views)
+        weights = find_weights(self.run)
+        if weights is None:
+            return sections
+        key = digest(settings, weights.digest, self.images, has_umap())
+        made = self._group(
+            "Images by their features", "features", key, lambda: self._features(weights)
+        )
+        newest = next(iter(checkpoints(self.run / "checkpoints")), None)
+        if newest is not None:
+            key = digest(settings, newest.name)
+            made += self._group(
+                "Reconstructions", "reconstructions", key, lambda: self._reconstructions(newest)
+            )
+        return sections + made
+
+    def _group(
+        self, title: str, name: str, key: str, make: Callable[[], list[Section]]
+    ) -> list[Section]:
+        """Return the sections of a group, from the cache if they are there."""
+        full = not self._allowance.limited
+        found = self._cache.get(name, key, full=full)
+        if found is not None:
+            return found
+        try:
+            self._allowance.check(0.0)
+            found = make()
+        except TooExpensive as error:
+            if self.limit_s == 0:
+                return []
+            command = f"selftask report {self.run}"
+            note = f"Left out at the end of the run ({error}): <code>{escape(command)}</code>"
+            return [image_section(title, f"<p class=muted>{note} makes them.</p>", name)]
+        except (UserError, BadImage, OSError, RuntimeError) as error:
+            note = f"Not shown: {escape(error)}"
+            return [image_section(title, f"<p class=muted>{note}</p>", name)]
+        self._cache.put(name, key, found, full=full)
+        return found
+
+    def _open(self) -> tuple[Config, Sources]:
+        """Return config and data. Raises UserError if they are not those of the run any more."""
+        if self.task is not None:
+            module = self.task.data_module
+            return self.task.config, Sources(module.train_source, module.val_source)
+        if self._opened is None:
+            config = load_config(str(self.run / "config.yaml"), [], trust=self.trust)
+            if config.train.threads != "auto":
+                torch.set_num_threads(config.train.threads)
+            sources = open_data(config.data)
+            before = trained_on(self.run)
+            if before is not None:
+                changed = differences(before, fingerprint(sources.train))
+                if changed:
+                    raise UserError(f"the training images have changed: {'; '.join(changed)}")
+            self._opened = config, sources
+        return self._opened
+
+    def _views(self) -> list[Section]:
+        self._allowance.check(0.3)
+        self.tell("views of training images")
+        return [views_of(*self._open())]
+
+    def _features(self, weights: Weights) -> list[Section]:
+        """Return all sections that need features: one pass over the images makes them."""
+        self._allowance.check(1.0)
+        config, sources = self._open()
+        source, what = (sources.train, "training images")
+        if sources.val is not None:
+            source, what = (sources.val, "validation images")
+        self.tell(f"features of {min(self.images, len(source)):,} {what}, by {weights.path}")
+        backbone = weights.load(config, trust=self.trust)
+        found = gather(
+            backbone,
+            config,
+            source,
+            what=what,
+            count=self.images,
+            device=pick_device(config.train.device, World()),
+            allowance=self._allowance,
+            tell=self.tell,
+        )
+        sections = [neighbors_section(found.images, found.shown), class_section(found.images)]
+        if len(found.images) > 2:
+            sections.insert(1, self._map(found.images.draw(MOST_POINTS)))
+        if has_patches(backbone):
+            sections.append(_patches(backbone, found))
+        return sections
+
+    def _map(self, images: Gathered) -> Section:
+        vectors = normalized(images.features)
+        scores, shares = pca(vectors, 2)
+        axes = [
+            f"{arrow} component {number} ({share:.0%} of the variance)"
+            for arrow, number, share in zip("→↑", (1, 2), shares, strict=True)
+        ]
+        projections = {"pca": Projection("PCA", scores, (axes[0], axes[1]))}
+        if not self._allowance.limited and len(images) >= _FEWEST_FOR_MAPS:
+            key, title, project = _nonlinear()
+            self.tell(f"{title} of {len(images):,} images")
+            projections[key] = Projection(title, project(vectors))
+        return map_section(images, projections)
+
+    def _reconstructions(self, checkpoint: Path) -> list[Section]:
+        config, sources = self._open()
+        if not visualizes(config):
+            return []
+        self._allowance.check(2.0)
+        self.tell(f"what {config.method.name} makes of training images")
+        return [reconstructions_of(config, sources, checkpoint)]
+
+
+def _nonlinear() -> tuple[str, str, Callable[[np.ndarray], np.ndarray]]:
+    """Return key, title and function of UMAP if it is installed, else of t-SNE."""
+    return ("umap", "UMAP", umap) if has_umap() else ("tsne", "t-SNE", tsne)
+
+
+def _patches(backbone: Any, found: Pass) -> Section:
+    device = next(backbone.parameters()).device
+    names: Sequence[str] = [found.images.names[row] for row in found.shown]
+    return patch_section(found.pixels, names, patch_tokens(backbone, found.inputs.to(device)))

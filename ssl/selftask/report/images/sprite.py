@@ -1,0 +1,166 @@
+"""Thumbnails of many images in one embedded file: a sprite sheet with a limited size."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image, features
+
+from selftask.data.inspect.contact_sheet import as_seen, printable
+from selftask.report.page import escape
+
+GUTTER = 2  # pixels around a tile that repeat its edge, so that neighbours do not bleed into it
+_COLUMNS = 32  # of tiles
+_BLOCK = 16  # pixels; tiles begin at a block of the codec
+_QUALITIES = (80, 65, 50, 35)
+_SCALES = (0.75, 0.5, 0.33, 0.2)  # if the lowest quality is still too large
+_MAX_SIDE = 16383  # of a WebP image, in pixels
+
+
+class Tile(NamedTuple):
+    """Position and size of a thumbnail in its sheet, in pixels."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+
+
+class Sprite:
+    """Collects thumbnails and encodes them as one image of at most ``budget`` characters.
+
+    Equal images share a tile. Images keep their aspect ratio; small ones are enlarged by a whole
+    number, so that single pixels can be seen.
+
+    Args:
+        name: CSS class of the tiles; letters and hyphens.
+        side: Longest side of a thumbnail in pixels.
+        budget: Largest number of characters of the data URI.
+    """
+
+    def __init__(self, name: str, side: int, budget: int) -> None:
+        self.name, self.side, self.budget = name, side, budget
+        self._pixels: list[np.ndarray] = []
+        self._known: dict[bytes, int] = {}  # hash of a thumbnail -> its number
+
+    def add(self, image: np.ndarray) -> int:
+        """Add an image, uint8 (H, W, C), and return the number of its tile."""
+        pixels = thumbnail(image, self.side)
+        digest = hashlib.blake2b(f"{pixels.shape}".encode() + pixels.tobytes()).digest()
+        if digest not in self._known:
+            self._known[digest] = len(self._pixels)
+            self._pixels.append(pixels)
+        return self._known[digest]
+
+    def __len__(self) -> int:
+        return len(self._pixels)
+
+    def tile(self, number: int) -> Tile:
+        """Return the position of a tile; later tiles do not move it."""
+        row, column = divmod(number, _COLUMNS)
+        height, width = self._pixels[number].shape[:2]
+        return Tile(column * self._pitch + GUTTER, row * self._pitch + GUTTER, width, height)
+
+    @property
+    def _pitch(self) -> int:
+        return -(-(self.side + 2 * GUTTER) // _BLOCK) * _BLOCK
+
+    def css(self) -> str:
+        """Return the style that shows this sheet in elements of class ``name``."""
+        if not self._pixels:
+            return ""
+        sheet = self._sheet()
+        height, width = sheet.shape[:2]
+        return (
+            f".{self.name}{{background-image:url({encode(sheet, self.budget)});"
+            f"background-size:{width}px {height}px}}"
+        )
+
+    def html(self, number: int, label: str) -> str:
+        """Return the element that shows a tile, with ``label`` for those who cannot see it."""
+        left, top, width, height = self.tile(number)
+        return (
+            f'<span class="tile {self.name}" role="img" aria-label="{escape(label)}" '
+            f'title="{escape(label)}" style="width:{width}px;height:{height}px;'
+            f'background-position:-{left}px -{top}px"></span>'
+        )
+
+    def _sheet(self) -> np.ndarray:
+        """Return all thumbnails in one image (H, W, 3)."""
+        columns, rows = min(_COLUMNS, len(self)), -(-len(self) // _COLUMNS)
+        sheet = np.full((rows * self._pitch, columns * self._pitch, 3), 128, dtype=np.uint8)
+        padding = ((GUTTER, GUTTER), (GUTTER, GUTTER), (0, 0))
+        for number, pixels in enumerate(self._pixels):
+            padded = np.pad(pixels, padding, mode="edge")
+            left, top = (corner - GUTTER for corner in self.tile(number)[:2])
+            sheet[top : top + padded.shape[0], left : left + padded.shape[1]] = padded
+        return sheet
+
+
+def thumbnail(image: np.ndarray, side: int) -> np.ndarray:
+    """Return an image uint8 (H, W, C) as red, green and blue, its longest side near ``side``.
+
+    Of more than three channels the first three are shown, of one or two the first in gray.
+    """
+    seen = Image.fromarray(np.ascontiguousarray(as_seen(image))).convert("RGB")
+    longest = max(seen.size)
+    if longest > side:
+        ratio = side / longest
+        size = (max(1, round(seen.width * ratio)), max(1, round(seen.height * ratio)))
+        return np.asarray(seen.resize(size, Image.Resampling.LANCZOS))
+    times = max(1, side // longest)
+    return np.asarray(seen).repeat(times, axis=0).repeat(times, axis=1)
+
+
+def encode(image: np.ndarray, budget: int) -> str:
+    """Return an image (H, W, 3) as a data URI of at most ``budget`` characters.
+
+    Quality is reduced first, then resolution.
+
+    Raises:
+        ValueError: If even the smallest version is too large.
+    """
+    picture = Image.fromarray(image)
+    if max(picture.size) > _MAX_SIDE:
+        picture.thumbnail((_MAX_SIDE, _MAX_SIDE))
+    attempts = [(1.0, quality) for quality in _QUALITIES]
+    attempts += [(scale, _QUALITIES[-1]) for scale in _SCALES]
+    for scale, quality in attempts:
+        uri = _data_uri(_scaled(picture, scale), quality)
+        if len(uri) <= budget:
+            return uri
+    raise ValueError(f"an image of {picture.size} pixels does not fit into {budget} characters")
+
+
+def _scaled(picture: Image.Image, scale: float) -> Image.Image:
+    if scale == 1.0:
+        return picture
+    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+    return picture.resize(size, Image.Resampling.LANCZOS)
+
+
+def _data_uri(picture: Image.Image, quality: int) -> str:
+    kind = "webp" if features.check("webp") else "jpeg"
+    file = io.BytesIO()
+    picture.save(file, kind, quality=quality)
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return the paths without the folders or the file that all of them share, printable."""
+    parts = [path.split("/") for path in paths]
+    shared = 0
+    if len(parts) > 1:
+        shortest = min(map(len, parts)) - 1
+        while shared < shortest and len({part[shared] for part in parts}) == 1:
+            shared += 1
+    names = ["/".join(part[shared:]) for part in parts]
+    files = {name.rpartition(":")[0] for name in names}  # table.csv:17, where all are in one file
+    if len(names) > 1 and len(files) == 1:
+        names = [name.rpartition(":")[2] for name in names]
+    return [printable(name) for name in names]

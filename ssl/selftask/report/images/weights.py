@@ -1,0 +1,86 @@
+"""The weights of a run that its report is about: its export, or its newest checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from selftask.checkpoint import store
+from selftask.checkpoint.manifest import crc32, read_file
+from selftask.checkpoint.rotation import MANIFEST, checkpoints, step_of
+from selftask.config.schema import Config
+from selftask.errors import UserError
+from selftask.models.build import build_backbone
+from selftask.models.weights.export import META, WEIGHTS
+from selftask.models.weights.load import backbone_state, load_weights
+from selftask.models.weights.model_source import open_model
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A file of weights, not yet read."""
+
+    path: Path  # of an export or a checkpoint
+    step: int
+    exported: bool
+
+    @property
+    def digest(self) -> str:
+        """What tells these weights from others: the checksum of the file."""
+        if self.exported:
+            return f"{self.step}-{crc32(self.path):08x}"
+        manifest = self.path / MANIFEST if self.path.is_dir() else self.path.with_suffix(".json")
+        known = json.loads(manifest.read_text(encoding="utf-8")) if manifest.exists() else {}
+        return f"{self.step}-{known.get('crc32', self.path.stat().st_mtime_ns)}"
+
+    def load(self, config: Config, *, trust: bool) -> nn.Module:
+        """Return the backbone on the CPU.
+
+        Raises:
+            UserError: If the file is damaged, or names code and ``trust`` is False.
+        """
+        if self.exported:
+            return open_model(str(self.path), trust=trust)[0]
+        try:
+            state = store.load_with({"backbone": str, "clock": dict}, self.path)
+        except store.DamagedCheckpoint as error:
+            raise UserError(f"{self.path}: is damaged ({error})") from error
+        backbone = build_backbone(config.backbone, state.get("channels", 3))
+        load_weights(backbone, backbone_state(state), what=str(self.path))
+        return backbone.eval()
+
+
+def trained_on(run: Path) -> dict[str, Any] | None:
+    """Return what identifies the training images of a run, by its newest checkpoint.
+
+    None without a checkpoint, and for a sharded one.
+    """
+    newest = next(iter(checkpoints(run / "checkpoints")), None)
+    if newest is None or newest.is_dir():
+        return None
+    try:
+        known = read_file(newest, mmap=True).get("data")
+    except store.DamagedCheckpoint:
+        return None
+    return None if known is None else {**known, "tokenizer": None}
+
+
+def find_weights(run: Path) -> Weights | None:
+    """Return the export of a run, or its newest checkpoint if that is newer; None if neither."""
+    newest = next(iter(checkpoints(run / "checkpoints")), None)
+    exported = run / "export" / WEIGHTS
+    step = _exported_step(run) if exported.is_file() else None
+    if step is not None and (newest is None or step_of(newest) <= step):
+        return Weights(exported, step, exported=True)
+    return None if newest is None else Weights(newest, step_of(newest), exported=False)
+
+
+def _exported_step(run: Path) -> int | None:
+    try:
+        return int(json.loads((run / "export" / META).read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # half an export: the checkpoint is better
