@@ -88,12 +88,14 @@ setup(
             *("accelerate>=0.30", "nbclient>=0.8", "ipykernel>=6"),
             *("sphinx>=8", "myst-parser>=4", "furo>=2024.8.6"),
             "selenium>=4.11",  # the pages of reports in Chromium
+            "umap-learn>=0.5.6",
         ],
         "docs": ["sphinx>=8", "myst-parser>=4", "furo>=2024.8.6"],  # make docs
         "tensorboard": ["tensorboard>=2.15"],  # hooks.tensorboard, and so on
         "wandb": ["wandb>=0.17"],
         "mlflow": ["mlflow-skinny>=2.9"],
         "dev": ["ruff>=0.12", "mypy>=1.14", "types-PyYAML"],
+        "umap": ["umap-learn>=0.5.6"],  # the map of a report's embeddings; t-SNE without
         "onnx": ["onnx>=1.16", "onnxscript>=0.1"],
     },
     entry_points={"console_scripts": ["selftask = selftask.cli.main:main"]},

@@ -84,10 +84,10 @@ class KNN:
 
         correct = torch.zeros(len(self.k), dtype=torch.int64, device=targets[1].device)
         for expected, similarity, neighbour in self._neighbors(train, test):
-            labels = targets[0][neighbour]
+            of_neighbour = targets[0][neighbour]
             for place, count in enumerate(self.k):
                 votes = class_votes(
-                    similarity[:, :count], labels[:, :count], num_classes, self.temperature
+                    similarity[:, :count], of_neighbour[:, :count], num_classes, self.temperature
                 )
                 correct[place] += (votes.argmax(dim=1) == expected).sum()
         names = [

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from selftask.config.schema import Component, Config, ResumeConfig
+from selftask.config.schema import Config, HookComponent, ResumeConfig
 
 
 def config_to_load(
-    config: Config, checkpoint: Path, folder: Path, hooks: Mapping[str, Component]
+    config: Config, checkpoint: Path, folder: Path, hooks: Mapping[str, HookComponent]
 ) -> Config:
     """Return the config of a task on one process that loads ``checkpoint`` in ``prepare``.
 

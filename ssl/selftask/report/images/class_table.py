@@ -109,7 +109,8 @@ def _table(images: Gathered, found: ByClass, classes: list[int]) -> str:
         rows.append(
             f"<tr><th scope=row>{escape(images.class_text(label))}</th>"
             f"<td class=number>{found.confusion[label].sum()}</td>"
-            f"<td class=share><span class=bar style='--part:{accuracy:.3f}'></span>{accuracy:.0%}</td>"
+            f"<td class=share><span class=bar style='--part:{accuracy:.3f}'></span>"
+            f"{accuracy:.0%}</td>"
             f"<td>{mistakes}</td></tr>"
         )
     head = "<tr><th>class</th><th class=number>images</th><th>right</th><th>taken for</th></tr>"

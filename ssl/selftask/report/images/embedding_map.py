@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from selftask.report.images.gathered import Gathered
-from selftask.report.images.sprite import Sprite
 from selftask.report.images.image_section import image_section
+from selftask.report.images.sprite import Sprite
 from selftask.report.page import Section, escape, json_data
 
 ID = "map-of-embeddings"
@@ -93,8 +93,8 @@ def _scaled(positions: np.ndarray) -> np.ndarray:
     low, high = positions.min(axis=0), positions.max(axis=0)
     room = np.array([_WIDTH, _HEIGHT]) - 2 * _MARGIN
     scale = float((room / np.maximum(high - low, 1e-12)).min())
-    centered = (positions - (low + high) / 2) * scale * [1, -1]
-    return np.round(centered + [_WIDTH / 2, _HEIGHT / 2], 1)
+    centered = (positions - (low + high) / 2) * scale
+    return np.round(centered * [1, -1] + np.array([_WIDTH, _HEIGHT]) / 2, 1)
 
 
 def _choice(projections: Mapping[str, Projection]) -> str:
@@ -108,7 +108,7 @@ def _choice(projections: Mapping[str, Projection]) -> str:
         f'<button type=button data-zoom="{factor}" aria-label="{label}">{sign}</button>'
         for factor, label, sign in (
             ("1.5", "zoom in", "+"),
-            ("0.6667", "zoom out", "−"),
+            ("0.6667", "zoom out", "-"),
             ("0", "show all points", "⤢"),
         )
     )

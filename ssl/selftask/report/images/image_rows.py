@@ -29,7 +29,8 @@ def image_rows(
         )
         words = f"<q>{escape(text)}</q>" if text else ""
         figures.append(
-            f'<figure class=sample><div class=tiles tabindex=0 role=group aria-label="{escape(name)}">'
+            f"<figure class=sample><div class=tiles tabindex=0 role=group "
+            f'aria-label="{escape(name)}">'
             f"{tiles}</div><figcaption><span class=name>{escape(name)}</span>{words}</figcaption>"
             "</figure>"
         )

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from selftask.evaluate.knn import Bank
 from selftask.report.images.gathered import Gathered
-from selftask.report.images.sprite import Sprite
 from selftask.report.images.image_section import image_section
+from selftask.report.images.sprite import Sprite
 from selftask.report.page import Section, escape
 
 BUDGET = 500_000  # characters of the images

@@ -17,8 +17,8 @@ from selftask.methods.base import Method
 from selftask.models.eval_mode import in_eval_mode
 from selftask.registry import METHODS
 from selftask.report.images.image_rows import image_rows
-from selftask.report.images.sprite import Sprite, short_names
 from selftask.report.images.image_section import image_section
+from selftask.report.images.sprite import Sprite, short_names
 from selftask.report.page import Section, escape
 from selftask.task import Task
 from selftask.task.loaded import config_to_load

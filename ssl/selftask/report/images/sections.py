@@ -194,4 +194,4 @@ def _nonlinear() -> tuple[str, str, Callable[[np.ndarray], np.ndarray]]:
 def _patches(backbone: Any, found: Pass) -> Section:
     device = next(backbone.parameters()).device
     names: Sequence[str] = [found.images.names[row] for row in found.shown]
-    return patch_section(found.pixels, names, patch_tokens(backbone, found.inputs.to(device)))
+    return patch_section(list(found.pixels), names, patch_tokens(backbone, found.inputs.to(device)))

@@ -9,8 +9,8 @@ from selftask.data.inspect.contact_sheet import Row, printable, rows_of, view_na
 from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source, channels_of, extras_of
 from selftask.report.images.image_rows import image_rows
-from selftask.report.images.sprite import Sprite, short_names
 from selftask.report.images.image_section import image_section
+from selftask.report.images.sprite import Sprite, short_names
 from selftask.report.page import Section, escape
 
 BUDGET = 600_000  # characters of the images

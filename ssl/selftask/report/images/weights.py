@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from selftask.checkpoint import store
-from selftask.checkpoint.manifest import crc32, read_file
+from selftask.checkpoint.manifest import DamagedCheckpoint, crc32, read_file
 from selftask.checkpoint.rotation import MANIFEST, checkpoints, step_of
 from selftask.config.schema import Config
 from selftask.errors import UserError
@@ -47,7 +47,7 @@ class Weights:
             return open_model(str(self.path), trust=trust)[0]
         try:
             state = store.load_with({"backbone": str, "clock": dict}, self.path)
-        except store.DamagedCheckpoint as error:
+        except DamagedCheckpoint as error:
             raise UserError(f"{self.path}: is damaged ({error})") from error
         backbone = build_backbone(config.backbone, state.get("channels", 3))
         load_weights(backbone, backbone_state(state), what=str(self.path))
@@ -64,7 +64,7 @@ def trained_on(run: Path) -> dict[str, Any] | None:
         return None
     try:
         known = read_file(newest, mmap=True).get("data")
-    except store.DamagedCheckpoint:
+    except DamagedCheckpoint:
         return None
     return None if known is None else {**known, "tokenizer": None}
 

@@ -1,0 +1,162 @@
+"""Sections with images of a tiny run: made, kept, and what they say if something is missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from selftask.config.load import to_yaml
+from selftask.methods.mae import unpatchify
+from selftask.report.images import sections as made
+from selftask.report.images.allowance import Allowance, TooExpensive
+from selftask.report.images.sections import ImageSections
+from selftask.report.page import Section
+from selftask.task import Task
+
+ALL = {"views", "neighbours", "map-of-embeddings", "classes", "patch-tokens", "reconstructions"}
+HURRIED = 600.0  # seconds: enough for everything but t-SNE and UMAP
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    """MAE, which has patches and reconstructions, after one epoch."""
+    task = tiny.train("mae", tmp_path_factory.mktemp("images"), "run", "train.epochs=1")
+    (task.out / "config.yaml").write_text(to_yaml(task.config), encoding="utf-8")
+    return task
+
+
+@pytest.fixture
+def run(trained: Task, tmp_path: Path) -> Iterator[Path]:
+    """The run's folder, without sections of other tests."""
+    folder = tmp_path / "copy"
+    shutil.copytree(trained.out, folder)
+    yield folder
+
+
+def sections(run: Path, **options: object) -> dict[str, Section]:
+    options = {"limit_s": HURRIED, "images": 24, **options}
+    return {section.id: section for section in ImageSections(run=run, **options).make()}
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise AssertionError("computed again")
+
+
+def test_a_run_shows_all_kinds_of_images(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    found = sections(run, tell=told.append)
+    assert found.keys() == ALL
+    assert all("data:image" in found[name].html for name in ALL - {"classes"})
+    assert any("24 training images" in line for line in told)
+    assert sum(len(section.html) for section in found.values()) < 3_000_000
+
+    monkeypatch.setattr(made, "gather", refuse)  # a second report is read from the folder
+    monkeypatch.setattr(made, "views_of", refuse)
+    monkeypatch.setattr(made, "reconstructions_of", refuse)
+    again = sections(run)
+    assert {key: again[key] for key in ALL} == found
+    assert sections(run, limit_s=0.0).keys() == ALL
+
+
+def test_other_weights_are_looked_at_again(run: Path) -> None:
+    before = sections(run)["neighbours"]
+    backbone = run / "export" / "backbone.pt"
+    state = torch.load(backbone)
+    torch.save({key: torch.randn_like(value) for key, value in state.items()}, backbone)
+    after = sections(run)["neighbours"]
+    assert after.html != before.html
+
+
+def test_a_newer_checkpoint_counts_more_than_the_export(run: Path) -> None:
+    facts = run / "export" / "backbone.json"
+    content = json.loads(facts.read_text())
+    facts.write_text(json.dumps({**content, "step": content["step"] - 1}))
+    told: list[str] = []
+    assert "neighbours" in sections(run, tell=told.append)
+    assert any("step_" in line for line in told)
+
+
+def test_nothing_is_computed_without_time(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(made, "gather", refuse)
+    assert sections(run, limit_s=0.0) == {}
+    hints = sections(run, limit_s=0.5)
+    assert "selftask report" in hints["features"].html and "views" in hints
+
+
+def test_the_time_of_all_images_is_estimated_by_the_first() -> None:
+    Allowance(None).check(1e9)
+    Allowance(10).check(5)
+    with pytest.raises(TooExpensive, match="12 s"):
+        Allowance(10).check(12)
+
+
+def test_data_that_is_gone_or_changed_is_told(run: Path, trained: Task) -> None:
+    path = trained.out.parent / "digits.npz"
+    whole = path.read_bytes()
+    with np.load(path) as kept:
+        arrays = dict(kept)
+    try:
+        np.savez(path, **{name: rows[:50] for name, rows in arrays.items()})
+        changed = sections(run)
+        assert "80 images before, 50 now" in changed["views"].html
+        path.unlink()
+        gone = sections(run)
+        assert "digits.npz" in gone["views"].html and "Not shown" in gone["features"].html
+    finally:
+        path.write_bytes(whole)
+    assert sections(run).keys() == ALL, "what failed is not kept"
+
+
+def test_a_damaged_cache_is_made_anew(run: Path) -> None:
+    assert sections(run).keys() == ALL
+    (run / "report" / "images.json").write_text('{"format": 1, "groups"')
+    assert sections(run).keys() == ALL
+
+
+def test_a_run_without_weights_shows_its_views(run: Path) -> None:
+    shutil.rmtree(run / "export")
+    shutil.rmtree(run / "checkpoints")
+    assert sections(run).keys() == {"views"}
+    (run / "config.yaml").unlink()
+    assert sections(run) == {}
+
+
+def test_a_perfect_prediction_is_the_image(trained: Task) -> None:
+    """Pixels go into patches, lose their mean and deviation, and come back."""
+    batch = next(trained.data_module.train_batches(0))
+    trained.last_batch = batch
+    trained.loss.prepare_batch(batch, trained)
+    trained.loss.on_forward(trained)
+    shown = trained.loss.visualize(batch["pixels"], batch)
+    assert torch.allclose(shown["reconstruction"], shown["image"], atol=1e-4)
+    hidden = (shown["masked"] == 0).all(dim=1)
+    share = batch["masked"].shape[1] / batch.input[1].shape[1]
+    assert hidden.float().mean() >= share / (1 + share) - 1e-6
+    assert torch.equal(shown["masked"][0][:, ~hidden[0]], shown["image"][0][:, ~hidden[0]])
+
+
+def test_patches_make_the_image_again() -> None:
+    from selftask.methods.mae import patchify
+
+    images = torch.rand(2, 5, 12, 20)
+    assert torch.equal(unpatchify(patchify(images, 4), (3, 5), 4), images)
+
+
+def test_simmim_shows_the_prediction_where_it_was_masked() -> None:
+    from selftask.methods.simmim import SimMIM
+
+    images = torch.rand(2, 3, 8, 12)
+    batch = type("Batch", (dict,), {"all_views": [images]})()
+    batch["mask"] = torch.tensor([[[True, False, False], [False, False, True]]]).expand(2, -1, -1)
+    shown = SimMIM(SimMIM.Config()).visualize(torch.zeros_like(images) - 1, batch)
+    assert (shown["reconstruction"][:, :, :4, :4] == -1).all()
+    assert (shown["reconstruction"][:, :, 4:, 8:] == -1).all()
+    assert torch.equal(shown["reconstruction"][:, :, :4, 4:], images[:, :, :4, 4:])
+    assert (shown["masked"] == 0).float().mean() == pytest.approx(1 / 3, abs=0.01)
