@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,11 +32,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Task:
 
 
 @pytest.fixture
-def run(trained: Task, tmp_path: Path) -> Iterator[Path]:
+def run(trained: Task, tmp_path: Path) -> Path:
     """The run's folder, without sections of other tests."""
     folder = tmp_path / "copy"
     shutil.copytree(trained.out, folder)
-    yield folder
+    return folder
 
 
 def sections(run: Path, **options: object) -> dict[str, Section]:
