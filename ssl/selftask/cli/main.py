@@ -52,6 +52,7 @@ COMMANDS = {
     "repro": ("selftask.cli.repro", "RUN", "what differs here from that run"),
     "list": ("selftask.cli.list", "[methods|hooks|recipes|...]", "the names a config may use"),
     "env": ("selftask.cli.env", "", "versions, devices, what is supported"),
+    "completion": ("selftask.cli.shell.completion", "bash|zsh|fish", "for the shell's Tab key"),
 }  # name -> module with USAGE and main(argv) -> exit code, arguments, one line
 
 GROUPS = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 import sys
 
 from selftask.errors import UserError
@@ -33,6 +31,9 @@ def print_versions() -> None:
     """Print the versions of selftask and what it stands on to stderr, if verbose."""
     if not is_verbose():
         return
+    import importlib.metadata  # takes as long as the rest of --help
+    import platform
+
     from selftask import __version__
 
     versions = [f"selftask {__version__}", f"python {platform.python_version()}"]

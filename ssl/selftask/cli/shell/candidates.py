@@ -1,0 +1,103 @@
+"""What may stand at the end of a command line. Does not import torch."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from collections.abc import Iterable
+
+from selftask.cli.main import COMMANDS
+from selftask.cli.shell.keys import override_candidates
+from selftask.cli.shell.paths import path_candidates, run_candidates
+
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+_LIBRARIES = ("timm:", "torchvision:")
+
+
+def candidates(line: str) -> list[str]:
+    """Return whole words that the last word of ``line`` may become.
+
+    Args:
+        line: The command line up to the cursor, beginning with ``selftask``.
+    """
+    words = _split(line)
+    last = words[-1]
+    if len(words) <= 2:
+        return _matching([*COMMANDS, "help"], last)
+    name, before = words[1], words[2:-1]
+    if name == "help":
+        return _matching(COMMANDS, last) if not before else []
+    if name not in COMMANDS:
+        return []
+    if last.startswith("-"):
+        return _matching(_options(name), last)
+    takes_keys = "=" in COMMANDS[name][1]
+    if "=" in last:
+        return override_candidates(last, before) if takes_keys else []
+    found = _arguments(name, before, last)
+    return [*found, *(override_candidates(last, before) if takes_keys and before else ())]
+
+
+def _split(line: str) -> list[str]:
+    """Return the words of a line, the last one empty after a blank; an open quote is left open."""
+    try:
+        words = shlex.split(line)
+    except ValueError:
+        words = line.split()
+    return [*words, ""] if not words or line[-1:].isspace() else words
+
+
+def _matching(words: Iterable[str], start: str) -> list[str]:
+    return [word for word in words if word.startswith(start)]
+
+
+def _options(name: str) -> list[str]:
+    """Return the options that the command's help tells of."""
+    usage = str(importlib.import_module(COMMANDS[name][0]).USAGE)
+    return list(dict.fromkeys([*_OPTION.findall(usage), "--help"]))
+
+
+def _arguments(name: str, before: list[str], last: str) -> list[str]:
+    """Return what fits the next argument, as the line of the command in ``--help`` names it."""
+    given = [word for word in before if "=" not in word and not word.startswith("-")]
+    if name == "list":
+        from selftask.cli.list import KINDS
+
+        return _matching(KINDS, last)
+    told = COMMANDS[name][1].translate(str.maketrans("", "", "[],")).split()
+    choices = [
+        word for part in told if part[0].islower() and "=" not in part for word in part.split("|")
+    ]
+    if choices and not given:
+        return _matching(choices, last)
+    kinds = [part for part in told if part[0].isupper()]
+    place = len(given) - bool(choices)
+    repeats = "..." in told and "key=value" not in told
+    if not kinds or (place >= len(kinds) and not repeats):
+        return []
+    kind = " ".join(kinds) if name == "data" else kinds[min(place, len(kinds) - 1)]
+    return _of_kind(kind, last)
+
+
+def _of_kind(kind: str, last: str) -> list[str]:
+    """Return names or paths for an argument such as ``RECIPE`` or ``RUN_OR_MODEL``."""
+    found: list[str] = []
+    if "RECIPE" in kind or "METHOD" in kind:
+        found += _matching(recipe_names(), last)
+        found += path_candidates(last, endings=(".yaml", ".yml"))
+    if "RUN" in kind or "OUT" in kind:
+        found += run_candidates(last)
+    if "MODEL" in kind:
+        found += _matching(_LIBRARIES, last)
+    if "SOURCE" in kind or "DIR" in kind:
+        found += path_candidates(last, endings=(".txt", ".csv", ".tar", ".npz", ".parquet"))
+    return list(dict.fromkeys(found))
+
+
+def recipe_names() -> list[str]:
+    """Return methods that have a recipe, then all recipes: those of a method after its slash."""
+    from selftask.config.compose.recipes import shipped
+
+    names = list(shipped())
+    return [*dict.fromkeys(name.partition("/")[0] for name in names), *names]
