@@ -15,6 +15,16 @@ class UserError(Exception):
     exit_code = 2
 
 
+EXIT_CODES = {
+    "0": "Success: finished, finished before, or back in SLURM's queue.",
+    "1": "The run failed; for `check`, `repro` and `data check`: something differs or is broken.",
+    "2": "Something the user must fix: a config, a path, data, weights.",
+    "75": "Interrupted without a signal, as by `train.stop_at`; the same command goes on.",
+    "128 + N": "Interrupted by signal N after a checkpoint: 130 by Ctrl-C, 143 by SIGTERM.",
+}
+"""Exit codes of all commands."""
+
+
 class RunError(Exception):
     """A failed run with a known cause; its message needs no traceback."""
 

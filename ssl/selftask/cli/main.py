@@ -49,6 +49,7 @@ COMMANDS = {
     "data": ("selftask.cli.data", "check|stats SOURCE, show RECIPE", "look at the images"),
     "bench": ("selftask.cli.bench", "data RECIPE [key=value ...]", "where a loader's time goes"),
     "config": ("selftask.cli.show", "RECIPE [key=value ...]", "every value and its origin"),
+    "explain": ("selftask.cli.explain", "KEY|NAME|COLUMN [...]", "what a key or a metric means"),
     "repro": ("selftask.cli.repro", "RUN", "what differs here from that run"),
     "list": ("selftask.cli.list", "[methods|hooks|recipes|...]", "the names a config may use"),
     "env": ("selftask.cli.env", "", "versions, devices, what is supported"),
@@ -56,7 +57,7 @@ COMMANDS = {
 }  # name -> module with USAGE and main(argv) -> exit code, arguments, one line
 
 GROUPS = {
-    "train": ("train", "finetune", "plan", "config", "model-summary"),
+    "train": ("train", "finetune", "plan", "config", "explain", "model-summary"),
     "look": ("report", "watch", "runs", "checkpoints", "data", "bench", "replay", "repro"),
     "evaluate and use": ("eval", "test", "features", "export"),
     "many machines": ("submit", "jobs", "cancel"),

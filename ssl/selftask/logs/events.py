@@ -1,9 +1,8 @@
 """Events of a run in ``events.jsonl``: one JSON object a line, appended by every attempt.
 
-``time`` (ISO 8601), ``step``, ``event``, ``text``, ``data``. Events are ``start``,
-``resume``, ``checkpoint``, ``evaluation``, ``warning``, ``stop``, ``requeue``, ``failure`` and
-``finish``, and those of hooks. Unlike rows of ``metrics.jsonl`` they are never removed: after a
-resume, steps repeat. Does not import torch.
+``time`` (ISO 8601), ``step``, ``event``, ``text``, ``data``. Events are those of ``EVENTS``, and
+others that hooks add. Unlike rows of ``metrics.jsonl`` they are never removed: after a resume,
+steps repeat. Does not import torch.
 """
 
 from __future__ import annotations
@@ -18,6 +17,19 @@ from selftask.distributed.heartbeat import HEARTBEAT
 from selftask.logs.rows import json_row, read_whole_lines
 
 NAME = "events.jsonl"
+
+EVENTS = {
+    "start": "A process began to train, for the first time or again; with the number of ranks.",
+    "resume": "Training goes on from a checkpoint, which is named.",
+    "checkpoint": "A checkpoint was taken.",
+    "evaluation": "Evaluations ran; with their metrics.",
+    "warning": "A line of the log at level WARNING.",
+    "stop": "The run was interrupted and will not go on by itself.",
+    "requeue": "The run was interrupted and its job is back in SLURM's queue.",
+    "failure": "The run failed; with the rank and the error.",
+    "finish": "The run is complete.",
+}
+"""Events of every run, and what they mean."""
 
 
 def add_event(folder: Path, kind: str, text: str, *, step: int = 0, **data: Any) -> None:

@@ -1,0 +1,134 @@
+"""``selftask explain``: what a key, a name or a column of metrics.jsonl means."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from selftask.config.compose.provenance import show_path
+from selftask.errors import UserError, nearest
+from selftask.registry import REGISTRIES
+
+if TYPE_CHECKING:
+    from selftask.config.reference import KeyEntry, NamedEntry
+
+USAGE = """\
+usage: selftask explain WORD [...]
+
+WORD is a key of a config (train.batch_size, or batch_size), a section (train), a registered name
+(moco, lars, random_resized_crop), a column of metrics.jsonl (emb_std), an event, or a file of a run
+folder. Prints type, default, limits and meaning; keys are also found by the names that other
+frameworks give them (base_lr)."""
+
+
+def main(argv: list[str]) -> int:
+    """Print all that a word may mean."""
+    if not argv:
+        print(USAGE)
+        return 2
+    from selftask.config.extensions import import_entry_points
+
+    import_entry_points()
+    width = shutil.get_terminal_size((100, 24)).columns
+    for number, word in enumerate(argv):
+        found = list(explanations(word, width))
+        if not found:
+            raise UserError(f"nothing is called {word!r}; {nearest(word, known_words())}")
+        print(("\n" if number else "") + "\n\n".join(found))
+    return 0
+
+
+def explanations(word: str, width: int = 100) -> Iterator[str]:
+    """Yield a text for each thing that is called ``word``."""
+    from selftask.config.reference import all_named, config_keys
+    from selftask.logs.columns import COLUMNS
+    from selftask.logs.events import EVENTS
+    from selftask.logs.run_files import RUN_FILES
+
+    things = list(all_named())
+    keys = [*config_keys(), *(key for thing in things for key in thing.keys)]
+    exact = [key for key in keys if key.key == word]
+    inside = [key for key in keys if key.key.startswith(f"{word}.")] if exact else []
+    for entry, owners in _distinct(exact or [key for key in keys if _is_called(key, word)]):
+        yield _key(entry, width, owners)
+    if inside:
+        yield "\n".join(_key(entry, width, owners) for entry, owners in _distinct(inside))
+    for thing in things:
+        if thing.name == word:
+            yield _named(thing, width)
+    for column in COLUMNS:
+        if column.name == word:
+            unit = f", {column.unit}" if column.unit else ""
+            about = f"column of metrics.jsonl{unit}; {column.written_by}"
+            yield _text(word, about, column.text, width)
+    if word in EVENTS:
+        yield _text(word, "event in events.jsonl", EVENTS[word], width)
+    for name, text in RUN_FILES.items():
+        if word in (name, name.rstrip("/")):
+            yield _text(name, "in the run folder", text, width)
+
+
+def known_words() -> set[str]:
+    """Return all words that have an explanation."""
+    from selftask.config.reference import all_named, config_keys
+    from selftask.logs.columns import COLUMNS
+    from selftask.logs.events import EVENTS
+    from selftask.logs.run_files import RUN_FILES
+
+    things = list(all_named())
+    keys = [*config_keys(), *(key for thing in things for key in thing.keys)]
+    words = {name for key in keys for name in (key.key, key.key.rpartition(".")[2], *key.also)}
+    words |= {thing.name for thing in things} | {column.name for column in COLUMNS}
+    return words | set(EVENTS) | set(RUN_FILES)
+
+
+def _is_called(key: KeyEntry, word: str) -> bool:
+    """Return whether a word is the last part of a key, or its name in another framework."""
+    return key.key.endswith(f".{word}") or word in key.also
+
+
+def _distinct(keys: list[KeyEntry]) -> list[tuple[KeyEntry, list[str]]]:
+    """Return equal keys once, with the things that have them."""
+    owners: dict[KeyEntry, list[str]] = {}
+    for key in keys:
+        owners.setdefault(replace(key, owner=""), []).append(key.owner)
+    return list(owners.items())
+
+
+def _key(entry: KeyEntry, width: int, owners: list[str]) -> str:
+    names = [name for name in owners if name]
+    title = f"{entry.key} ({', '.join(names)})" if names else entry.key
+    elsewhere = f" Elsewhere called {', '.join(entry.also)}." if entry.also else ""
+    return _text(title, _facts(entry), entry.text + elsewhere, width)
+
+
+def _facts(entry: KeyEntry) -> str:
+    facts = [entry.type, entry.limits]
+    if entry.default:
+        facts.append("required" if entry.default == "required" else f"default {entry.default}")
+    return ", ".join(fact for fact in facts if fact)
+
+
+def _named(thing: NamedEntry, width: int) -> str:
+    """Return docstring and keys of a method, hook, ..."""
+    kind = REGISTRIES[thing.kind].kind.replace("_", " ")
+    place = f"{show_path(thing.address.path)}:{thing.address.line}"
+    doc = textwrap.indent(thing.text.replace("``", "`"), "    ")
+    keys = [_text(key.key, _facts(key), key.text, width) for key in thing.keys]
+    return "\n".join([f"{thing.name}: {kind} [{place}]", doc, *keys])
+
+
+def _text(title: str, facts: str, text: str, width: int) -> str:
+    """Return a title with its facts, and below it the text."""
+    body = textwrap.fill(
+        text.replace("``", "`"),
+        max(width, 40),
+        initial_indent="    ",
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    return f"{title}: {facts}\n{body}"

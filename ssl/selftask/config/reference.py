@@ -1,0 +1,209 @@
+"""Description of every config key: type, default, limits and text, read from the config classes.
+
+``selftask explain`` and the documentation show what this returns. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from selftask.config.config_class import config_class
+from selftask.config.field_docs import field_docs
+from selftask.config.fields import default_of, has_default
+from selftask.config.schema import Component, Config
+from selftask.config.values.coerce import describe
+from selftask.errors import UserError
+from selftask.registry import REGISTRIES, Address, parse
+
+PLACES = {
+    "methods": "method.",
+    "train_steps": "train.step.",
+    "hooks": "hooks.{name}.",
+    "backbones": "backbone.",
+    "sources": "data.",
+    "samplers": "data.sampler.",
+    "tokenizers": "data.tokenizer.",
+    "transforms": "",  # an item of views.*.transforms
+    "optimizers": "optimizer.",
+    "schedules": "",  # a value of optimizer.lr, optimizer.schedule, a momentum, ...
+    "meters": "meters.{name}.",
+    "evaluations": "eval.evaluations.{name}.",
+}
+"""Where the keys of a named thing stand in a config."""
+
+IMAGE_SIZE = "Height and width of views, evaluated images and a vision transformer, in pixels."
+_UNITS = "pixels|seconds|bytes|MiB|images|samples|keys|patches|degrees|epochs|steps"
+_COUNTED = "Images|Samples|Steps|Epochs|Rows|Blocks|Channels|Tokens|Processes|Threads|Evaluations"
+
+
+@dataclass(frozen=True)
+class KeyEntry:
+    """One key of a config, as text."""
+
+    key: str
+    type: str
+    default: str  # empty for a section, "required" if there is none
+    limits: str
+    text: str
+    also: tuple[str, ...]  # names in other frameworks
+    owner: str = ""  # named thing that has the key
+
+    @property
+    def unit(self) -> str:
+        """Unit of the value, as its text says; empty for a plain number or no number."""
+        if "duration" in self.type:
+            return "steps, epochs or %"
+        found = re.search(rf"\bin (?:optimizer )?({_UNITS})\b", self.text)
+        if found:
+            return found[1]
+        counted = re.match(rf"({_COUNTED})\b", self.text)
+        is_number = "number" in self.type and "true" not in self.type
+        return counted[1].lower() if counted and is_number else ""
+
+
+@dataclass(frozen=True)
+class NamedEntry:
+    """A method, hook, transform, ... with its keys."""
+
+    kind: str
+    name: str
+    text: str  # whole docstring
+    address: Address
+    keys: tuple[KeyEntry, ...]
+
+
+def config_keys() -> list[KeyEntry]:
+    """Return every key of a config but those of named things, in the order of the sections."""
+    hidden = ("recipe", "places", "imports")
+    entries = list(_keys_of(Config, "", without=hidden))
+    size = KeyEntry("image_size", describe(int | None), "null", "at least 1", IMAGE_SIZE, ())
+    text = field_docs(Config)["imports"]
+    return [KeyEntry("import", "a list, each text", "[]", "", text, ()), size, *entries]
+
+
+def named(kind: str, name: str) -> NamedEntry:
+    """Return the description of a registered name; ``kind`` is plural, as in ``selftask list``."""
+    registry = REGISTRIES[kind]
+    address = registry.address(name)
+    config = config_class(registry, name)
+    prefix = PLACES.get(kind, "").format(name=name)
+    keys = [replace(key, owner=name) for key in _keys_of(config, prefix)] if config else []
+    try:
+        doc = ast.get_docstring(registry.definition(name))
+    except UserError:  # registered by a call
+        doc = None
+    text = doc or ast.get_docstring(parse(address.path)) or registry.summary(name)
+    return NamedEntry(kind, name, text, address, tuple(keys))
+
+
+def all_named() -> Iterator[NamedEntry]:
+    """Yield every registered name."""
+    for kind, registry in REGISTRIES.items():
+        for name in registry.names():
+            yield named(kind, name)
+
+
+def _keys_of(config: type, prefix: str, without: tuple[str, ...] = ()) -> Iterator[KeyEntry]:
+    """Yield the keys of a config class, and of the sections in it."""
+    docs, hints = field_docs(config), typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
+        if field.name in without or (field.name == "args" and "name" in hints):
+            continue  # args: keys of the named thing, which stand in the section itself
+        key, kind = f"{prefix}{field.name}", hints[field.name]
+        if field.metadata.get("flat"):
+            key = f"{prefix}name"
+        yield _entry(key, field, kind, docs.get(field.name, ""))
+        for inner, path in _sections(kind, key):
+            yield from _keys_of(inner, f"{path}.")
+
+
+def _entry(key: str, field: dataclasses.Field[Any], kind: Any, text: str) -> KeyEntry:
+    if _is_section(kind):
+        default = ""
+    else:
+        default = _show(default_of(field)) if has_default(field) else "required"
+    limits = [
+        f"{word} {field.metadata[name]:g}"
+        for name, word in _LIMITS.items()
+        if name in field.metadata and not field.metadata.get("duration")
+    ]
+    also = tuple(field.metadata.get("also", ()))
+    return KeyEntry(key, _type(field, kind), default, ", ".join(limits), text, also)
+
+
+_LIMITS = {"min": "at least", "above": "more than", "below": "less than", "max": "at most"}
+
+
+def _type(field: dataclasses.Field[Any], kind: Any) -> str:
+    """Return the type of a field in words."""
+    kinds, origin = field.metadata.get("of"), typing.get_origin(kind)
+    optional = " or null" if type(None) in typing.get_args(kind) else ""
+    noun = REGISTRIES[kinds].kind.replace("_", " ") if kinds else ""
+    if kinds == "schedules" and origin is not list and str not in typing.get_args(kind):
+        return f"a number or a schedule{optional}"
+    if kinds is not None:
+        if origin is dict:
+            return f"{noun}s by name"
+        if origin is list:
+            return f"a list of {noun}s"
+        article = "an" if noun[0] in "aeiou" else "a"
+        return f"name of {article} {noun}, or a section with it{optional}"
+    if field.metadata.get("duration"):
+        forms = "a duration (500 steps, 10 epochs, 5%)"
+        return f"{forms}{', or true' if bool in typing.get_args(kind) else ''}{optional}"
+    return _words(kind)
+
+
+def _words(kind: Any) -> str:
+    if dataclasses.is_dataclass(kind):
+        return "a section"
+    inner = typing.get_args(kind)
+    if any(dataclasses.is_dataclass(option) for option in inner):
+        if typing.get_origin(kind) is dict:
+            return "sections by name"
+        if typing.get_origin(kind) is list:
+            return "a list of sections"
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        options = [option for option in inner if not (option is int and float in inner)]
+        return " or ".join(_words(option) for option in options)
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(_show(choice) for choice in inner)
+    return describe(kind)
+
+
+def _sections(kind: Any, key: str) -> Iterator[tuple[type, str]]:
+    """Yield the config classes in a type, with the path of their keys."""
+    if _is_section(kind):
+        yield kind, key
+        return
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    names = {dict: f"{key}.NAME", list: f"{key}[]"}
+    for option in inner:
+        if _is_section(option):
+            yield option, names.get(origin, key)  # type: ignore[arg-type]
+
+
+def _is_section(kind: Any) -> bool:
+    of_name = isinstance(kind, type) and issubclass(kind, Component)
+    return dataclasses.is_dataclass(kind) and isinstance(kind, type) and not of_name
+
+
+def _show(value: Any) -> str:
+    """Return a default as it stands in yaml."""
+    if isinstance(value, Component):
+        return value.name
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_show(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_show, value)) + "]"
+    if isinstance(value, float):
+        return f"{value:g}" if 1e-4 <= abs(value) < 1e6 or not value else repr(value)
+    return value if isinstance(value, str) else json.dumps(value)
