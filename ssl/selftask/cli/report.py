@@ -1,7 +1,8 @@
-"""``selftask report``: a run as one HTML page."""
+"""``selftask report``: a run as one HTML page, or the comparison of several runs."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,12 +10,15 @@ from typing import TYPE_CHECKING
 from selftask.cli.model.load_model import take
 from selftask.config.trust import TRUST, take_trust
 from selftask.errors import UserError
+from selftask.files.paths import exists
 
 if TYPE_CHECKING:
     from selftask.report.page import Section
 
 USAGE = f"""\
 usage: selftask report RUN [out=FILE] [images=1000]
+       selftask report RUN RUN ... [sort=METRIC] [out=FILE]
+       selftask report FOLDER_OF_RUNS [sort=METRIC] [out=FILE]
 
 Writes one HTML page with what ran, a verdict, curves, events and config: report.html in the run
 folder, or FILE. It needs no network and also works while the run goes on.
@@ -22,7 +26,12 @@ It shows images, too: the views of training, and of the newest weights nearest n
 of the embeddings, accuracy by class, patch tokens of vision transformers and reconstructions.
 They are kept in RUN/report, so that a second report of the same weights takes a second.
 images=N      the number of images that features are computed of; images=false leaves them out
-{TRUST}"""
+{TRUST}
+
+With several runs, or a folder such as that of a sweep, the page compares them: a table by which
+they are ranked (sort=knn_top1, or a click on a column), mean and 95 % interval over seeds, cost,
+the differences of their configs, and their curves over each other. It is report.html in the
+folder that the runs have in common. Runs without a report of their own get one, without images."""
 
 
 def main(argv: list[str]) -> int:
@@ -30,16 +39,40 @@ def main(argv: list[str]) -> int:
     words, trust = take_trust(argv)
     out, words = take("out", words)
     asked, words = take("images", words)
-    if len(words) != 1 or "=" in words[0]:
-        raise UserError(f"report needs one RUN\n{USAGE}")
+    sort, words = take("sort", words)
+    if not words or any("=" in word and not exists(word) for word in words):
+        raise UserError(f"report needs a RUN\n{USAGE}")
     from selftask.checkpoint.mirror import local_run
+    from selftask.report.compare.places import runs_in
     from selftask.report.record import RunRecord
     from selftask.report.run_report import write_run_report
 
-    record = RunRecord.read(local_run(words[0]))
+    path = Path(out).expanduser() if out else None
+    places = [Path(local_run(word)) for word in words]
+    folders = [run for place in places for run in runs_in(place)]
+    if len(folders) > 1:
+        return _compare(list(dict.fromkeys(folders)), path, sort or "")
+    if sort:
+        raise UserError(f"sort={sort}: is for several runs, and there is one: {folders[0]}")
+    record = RunRecord.read(folders[0])
     more = _image_sections(record.folder, _number(asked), trust=trust)
-    path = write_run_report(record, Path(out).expanduser() if out else None, more=more)
+    print(write_run_report(record, path, more=more))
+    return 0
+
+
+def _compare(folders: list[Path], out: Path | None, sort: str) -> int:
+    from selftask.report.compare.comparison_page import best_line, write_comparison
+    from selftask.report.record import RunRecord
+    from selftask.report.run_report import NAME, write_run_report
+
+    path = out or Path(os.path.commonpath([folder.absolute().parent for folder in folders])) / NAME
+    for folder in folders:
+        if not (folder / NAME).exists():
+            write_run_report(RunRecord.read(folder))
+    comparison = write_comparison(folders, path, sort)
     print(path)
+    if line := best_line(comparison):
+        print(line)
     return 0
 
 

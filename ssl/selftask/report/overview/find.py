@@ -11,7 +11,10 @@ DEPTH = 5  # levels of folders that are searched
 _SIGNS = frozenset({"status.json", "metrics.jsonl", "environment.json"})  # files of a run folder
 _JOBS = Path("slurm", "jobs.json")
 _INSIDE = frozenset(
-    ("checkpoints", "export", "errors", "failures", "slurm", "tensorboard", "wandb", "profile")
+    (
+        *("checkpoints", "export", "errors", "failures", "slurm", "report"),
+        *("tensorboard", "wandb", "profile"),
+    )
 )  # folders of a run, which hold no runs
 
 

@@ -151,7 +151,7 @@
       for (const kind of ["touchstart", "touchmove"]) {
         plot.over.addEventListener(kind, (event) => touched(plot, event), { passive: true });
       }
-      showLast(plot);
+      setTimeout(() => this.plots.includes(plot) && showLast(plot)); // uPlot clears the legend first
       return plot;
     }
 

@@ -1,0 +1,1 @@
+"""Several runs on one page: what differs, what they reached, curves over each other."""

@@ -1,0 +1,210 @@
+"""The page of a comparison."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from selftask.errors import UserError, nearest, plural, shorten
+from selftask.report.charts import Chart, Curve, Line, charts_html
+from selftask.report.compare.groups import Comparison, Group, Member, compare
+from selftask.report.compare.tables import differences_table, group_table, run_table, swatch
+from selftask.report.curves import chance_loss, clock_of
+from selftask.report.overview.table import small_is_good
+from selftask.report.page import Section, escape, static_text, write_page
+from selftask.report.record import RunRecord
+
+MOST_CURVES = 40  # runs whose curves are drawn: the best ones
+_TITLES = {
+    "loss": "Loss",
+    "chance_ratio": "Loss relative to chance",
+    "emb_std": "Spread of embeddings",
+    "effective_rank": "Effective rank of embeddings",
+    "lr": "Learning rate",
+    "images_per_s": "Images per second",
+    "data_wait": "Waiting for data",
+}
+_FROM_ZERO = ("lr", "images_per_s", "data_wait")
+
+
+def write_comparison(folders: Sequence[Path], path: Path, sort: str = "") -> Comparison:
+    """Write the page of several runs.
+
+    Args:
+        folders: The run folders.
+        path: The file.
+        sort: Column by which runs are ranked. Default: the first evaluation, or else the loss.
+
+    Returns:
+        The comparison, best first.
+
+    Raises:
+        UserError: If a folder is not of a run, or no run has the column.
+        OSError: If the file cannot be written.
+    """
+    comparison = read_comparison(folders, sort)
+    title = f"{len(folders)} runs: selftask"
+    write_page(
+        path, title, comparison_sections(comparison, path.parent), top=comparison_head(comparison)
+    )
+    return comparison
+
+
+def read_comparison(folders: Sequence[Path], sort: str = "") -> Comparison:
+    """Return the runs in groups, the best first. Raises UserError as ``write_comparison``."""
+    comparison = compare([RunRecord.read(folder) for folder in folders], names_of(folders))
+    columns = {name for member in comparison.members for name in member.record.columns}
+    if sort and sort not in columns:
+        raise UserError(f"sort={sort}: no run has this column; {nearest(sort, columns)}")
+    if sort and sort not in comparison.metrics:
+        comparison.evaluations.insert(0, sort)
+    ranking = sort or next(iter(comparison.metrics), "")
+    if ranking:
+        comparison.rank(ranking)
+    comparison.ranked_by = ranking
+    return comparison
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Return names for runs: their folders below the one that all have in common."""
+    whole = [folder.resolve() for folder in folders]
+    shared = os.path.commonpath([folder.parent for folder in whole])
+    return [folder.relative_to(shared).as_posix() for folder in whole]
+
+
+def comparison_head(comparison: Comparison) -> str:
+    """Return the heading: how many runs, which is best, and what to beware of."""
+    members = comparison.members
+    counts: dict[str, int] = {}
+    for member in members:
+        counts[member.line.state] = counts.get(member.line.state, 0) + 1
+    states = ", ".join(f"{number} {state}" for state, number in counts.items())
+    groups = len(comparison.groups)
+    about = f"{groups} {plural('configuration', groups)}; {states}"
+    notes = "".join(f"<li>{text}</li>" for text in _notes(comparison))
+    best = escape(best_line(comparison))
+    return (
+        f"<h1>{len(members)} runs</h1><p class='muted'>{escape(about)}</p>"
+        f'<div class="verdict {"good" if best else "plain"}"><p>{best or "nothing to rank yet"}</p>'
+        f"{f'<ul>{notes}</ul>' if notes else ''}</div>"
+    )
+
+
+def best_line(comparison: Comparison) -> str:
+    """Return which group is the best, in words; empty if there is nothing to rank by."""
+    name, first = comparison.ranked_by, comparison.groups[0]
+    found = first.final(name) if name else None
+    if found is None:
+        return ""
+    half = "" if found.half is None else f" ± {found.half:.2g}"
+    over = f", mean of {found.count} runs" if found.count > 1 else ""
+    what = "lowest" if small_is_good(name) else "highest"
+    return f"{what} {name}: {found.mean:.4g}{half}, {first.label}{over}"
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    """Return what a reader has to know to compare fairly, as HTML."""
+    notes = []
+    for member in comparison.members:
+        line = member.line
+        if member.is_complete:
+            continue
+        reached = "" if line.step is None else f" at step {line.step:,}"
+        reached += f" of {line.total_steps:,}" if line.total_steps else ""
+        told = f"{line.state}{reached}" + (f": {line.note}" if line.note else "")
+        told = line.note if line.note.startswith("RUN ") else told
+        notes.append(f"<b>{escape(member.name)}</b>: {escape(shorten(told, 320))}")
+    if any(not m.is_complete for m in comparison.members):
+        notes.append("values with * are not from the end of training; means are over finished runs")
+    if any(len(group.members) > 1 for group in comparison.groups):
+        notes.append("± is the 95 % interval of the mean over seeds (Student's t)")
+    lengths = {m.line.total_steps for m in comparison.members if m.line.total_steps}
+    if len(lengths) > 1:
+        told = ", ".join(f"{length:,}" for length in sorted(lengths))
+        notes.append(f"the runs are of different length: {told} steps")
+    if not comparison.of_one_loss and "loss" in comparison.metrics:
+        notes.append("the settings of the method differ: losses of different scale, not comparable")
+    if any(key.startswith("data.") for key in comparison.keys):
+        notes.append("the runs read different data")
+    return notes
+
+
+def comparison_sections(comparison: Comparison, folder: Path) -> list[Section]:
+    """Return the sections of the page.
+
+    Args:
+        comparison: The runs, ranked.
+        folder: Folder of the page, from which links start.
+    """
+    script, style = static_text("compare.js"), static_text("compare.css")
+    of_seeds = any(len(group.members) > 1 for group in comparison.groups)
+    ranking = Section(
+        "Configurations",
+        group_table(comparison) if of_seeds else "",
+        "configurations",
+        script=script,
+        style=style,
+    )
+    runs = Section("Runs", run_table(comparison, folder), "runs-table", script=script, style=style)
+    curves = Section("Curves", _curves(comparison), "curves-of-runs", script=script, style=style)
+    settings = Section("Differences of configs", differences_table(comparison), "differences")
+    return [ranking, runs, curves, settings]
+
+
+def _curves(comparison: Comparison) -> str:
+    drawn = [(g, m) for g in comparison.groups for m in g.members][:MOST_CURVES]
+    names = [*comparison.evaluations, *_TITLES]
+    charts = [_chart(name, drawn) for name in dict.fromkeys(names)]
+    clocks = {member.name: clock_of(member.record) for _, member in drawn}
+    left = len(comparison.members) - len(drawn)
+    note = f"<p class='muted'>the {MOST_CURVES} best runs; {left} are not drawn</p>" if left else ""
+    return note + _switches(comparison, drawn) + charts_html(charts, clocks=clocks)
+
+
+def _chart(name: str, drawn: Sequence[tuple[Group, Member]]) -> Chart:
+    curves, chances = [], set()
+    for group, member in drawn:
+        column = member.record.columns.get(name)
+        if column is None:
+            continue
+        curves.append(
+            Curve(
+                curve_label(group, member),
+                column.steps,
+                column.values,
+                color=group.number,
+                thin=len(group.members) > 1,
+                clock=member.name,
+            )
+        )
+        chance = chance_loss(member.record) if name == "loss" else None
+        chances |= set() if chance is None else {float(f"{chance:.4g}")}
+    lines = (
+        [Line(f"chance {chance:.4g}", chance) for chance in chances] if len(chances) == 1 else []
+    )
+    lines += [Line("chance", 1.0)] if name == "chance_ratio" else []
+    smooth = name in ("loss", "chance_ratio", "images_per_s", "data_wait")
+    title = _TITLES.get(name, name)
+    return Chart(title, curves, lines, smooth=smooth, from_zero=name in _FROM_ZERO)
+
+
+def curve_label(group: Group, member: Member) -> str:
+    """Return the name of a run in legends."""
+    if len(group.members) == 1:
+        return group.label
+    return f"{group.label}, seed {member.seed}" if member.seed else f"{group.label}, {member.name}"
+
+
+def _switches(comparison: Comparison, drawn: Sequence[tuple[Group, Member]]) -> str:
+    """Return a switch for each group, for all charts at once."""
+    if len(comparison.groups) < 2:
+        return ""
+    there = {id(group) for group, _ in drawn}
+    boxes = "".join(
+        f'<label><input type="checkbox" checked data-group="{group.number}"> '
+        f"{swatch(group)} {escape(group.label)}</label>"
+        for group in comparison.groups
+        if id(group) in there
+    )
+    return f'<div class="controls switches">{boxes}</div>'

@@ -1,0 +1,84 @@
+"""In which keys the configs of runs differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SEED = "train.seed"
+# Where a run lies, how it was started and on how many processors: no part of what it computes.
+_PLACE = ("out", "recipe", "import", "train.threads", "data.num_workers")
+_PLACES = ("launch.", "resume.")
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return dotted keys and values as text; entries of a list of sections have numbers."""
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, list) and value and all(isinstance(v, Mapping) for v in value):
+            value = {str(number): entry for number, entry in enumerate(value)}
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{key}.")
+        else:
+            found[key] = _text(value)
+    return found
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return json.dumps(value, default=str)
+
+
+def identity(config: Mapping[str, Any]) -> str:
+    """Return a text that is equal for configs that differ in seed and place only."""
+    kept = {key: value for key, value in flat(config).items() if key != SEED and not _is_place(key)}
+    return json.dumps(kept, sort_keys=True)
+
+
+def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys in which configs differ, in the order of the first; the seed is last.
+
+    If a component differs by name (``optimizer.name``), settings that only one of the two has
+    follow from that and are left out.
+    """
+    texts = [flat(config) for config in configs if config]  # some may be unreadable
+    keys = list(dict.fromkeys(key for text in texts for key in text))
+    found = [key for key in keys if not _is_place(key) and len({t.get(key) for t in texts}) > 1]
+    named = {key.removesuffix("name") for key in found if key.endswith(".name")}
+    kept = [
+        key
+        for key in found
+        if key.endswith(".name")
+        or all(key in text for text in texts)
+        or not key.startswith(tuple(named))
+    ]
+    return sorted(kept, key=lambda key: key == SEED)
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """Return the last parts of keys, with as many before as it takes to tell them apart."""
+    names = {}
+    for key in keys:
+        parts = key.split(".")
+        if parts[-1] in ("name", "enabled") and len(parts) > 1:
+            parts = parts[:-1]
+        for count in range(1, len(parts) + 1):
+            name = ".".join(parts[-count:])
+            if not any(_ends_with(other, name) for other in keys if other != key):
+                break
+        names[key] = name
+    return names
+
+
+def _ends_with(key: str, name: str) -> bool:
+    key = key.removesuffix(".name")
+    return key == name or key.endswith(f".{name}")
+
+
+def _is_place(key: str) -> bool:
+    return key in _PLACE or key.startswith(_PLACES)

@@ -1,0 +1,185 @@
+"""Runs that differ in their seed only are one group."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from selftask.report.compare.differences import SEED, differing, flat, identity, short_names
+from selftask.report.compare.interval import Interval, interval
+from selftask.report.curves import clock_of
+from selftask.report.overview.run_line import RunLine, read_line
+from selftask.report.overview.table import small_is_good
+from selftask.report.record import RunRecord
+
+MIB = 2**20
+
+
+@dataclass
+class Member:
+    """One run of a comparison."""
+
+    record: RunRecord
+    line: RunLine
+    name: str  # its folder, below the folder that all have in common
+    settings: dict[str, str] = field(default_factory=dict)  # flat config
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its last values are those of the whole training."""
+        return self.line.state == "finished"
+
+    @property
+    def seed(self) -> str:
+        return self.settings.get(SEED, "")
+
+    def final(self, column: str) -> float | None:
+        """Return the last value of a column."""
+        return self.record.last(column)
+
+    def best(self, column: str) -> float | None:
+        """Return the best value of a column: the smallest of a loss, else the largest."""
+        found = self.record.columns.get(column)
+        if found is None:
+            return None
+        return min(found.values) if small_is_good(column) else max(found.values)
+
+    @property
+    def hours(self) -> float | None:
+        """Time of training, without that between attempts."""
+        seconds = clock_of(self.record).seconds[-1]
+        return seconds / 3600 if seconds else None
+
+    @property
+    def images_per_s(self) -> float | None:
+        """Median of the rows."""
+        found = self.record.columns.get("images_per_s")
+        return statistics.median(found.values) if found else None
+
+    @property
+    def memory(self) -> float | None:
+        """Peak in bytes: of the GPU if it has one, else of the process."""
+        columns = self.record.columns
+        found = columns.get("device_memory_mb") or columns.get("memory_mb")
+        return max(found.values) * MIB if found else None
+
+
+@dataclass
+class Group:
+    """Runs with equal configs but for the seed."""
+
+    label: str
+    number: int  # by which it has its colour
+    members: list[Member]
+
+    @property
+    def counted(self) -> list[Member]:
+        """The runs that count for means: complete ones, or all if none is complete."""
+        return [m for m in self.members if m.is_complete] or self.members
+
+    def final(self, column: str) -> Interval | None:
+        return self._over([member.final(column) for member in self.counted])
+
+    def best(self, column: str) -> Interval | None:
+        return self._over([member.best(column) for member in self.counted])
+
+    def cost(self, name: str) -> Interval | None:
+        """Return ``hours``, ``images_per_s`` or ``memory`` of its runs."""
+        return self._over([getattr(member, name) for member in self.counted])
+
+    def _over(self, values: Sequence[float | None]) -> Interval | None:
+        return interval([value for value in values if value is not None])
+
+
+@dataclass
+class Comparison:
+    """Runs in groups, and the columns by which they can be compared."""
+
+    groups: list[Group]
+    keys: list[str]  # in which configs differ
+    evaluations: list[str]
+    ranked_by: str = ""  # column of `rank`
+
+    @property
+    def members(self) -> list[Member]:
+        return [member for group in self.groups for member in group.members]
+
+    @property
+    def metrics(self) -> list[str]:
+        """Columns of the tables: evaluations, then the loss."""
+        has_loss = any("loss" in member.record.columns for member in self.members)
+        return [*self.evaluations, *(["loss"] if has_loss else [])]
+
+    @property
+    def of_one_loss(self) -> bool:
+        """Whether losses can be compared: one method with equal settings."""
+        return not any(key.startswith("method.") for key in self.keys)
+
+    def rank(self, column: str) -> None:
+        """Order groups, and runs in a group, by a column, the best first."""
+        sign = 1 if small_is_good(column) else -1
+
+        def place(value: float | None) -> tuple[bool, float]:
+            return value is None, sign * (value or 0.0)
+
+        for group in self.groups:
+            group.members.sort(key=lambda member: place(member.final(column)))
+        self.groups.sort(key=lambda g: place(found.mean if (found := g.final(column)) else None))
+        for number, group in enumerate(self.groups):
+            group.number = number
+
+
+def compare(records: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
+    """Return the runs in groups, in their order.
+
+    Args:
+        records: The runs.
+        names: One for each, to show.
+    """
+    keys = differing([record.config for record in records])
+    members = [
+        Member(record, read_line(record.folder), name, flat(record.config))
+        for record, name in zip(records, names, strict=True)
+    ]
+    groups: dict[str, list[Member]] = {}
+    for member in members:
+        # without a config nothing tells that it is the same as another
+        same = identity(member.record.config) if member.record.config else member.name
+        groups.setdefault(same, []).append(member)
+    labels = _labels(list(groups.values()), [key for key in keys if key != SEED])
+    evaluations = dict.fromkeys(name for m in members for name in m.line.evaluations)
+    pairs = zip(labels, groups.values(), strict=True)
+    return Comparison(
+        [Group(label, number, runs) for number, (label, runs) in enumerate(pairs)],
+        keys,
+        list(evaluations),
+    )
+
+
+def _labels(groups: Sequence[Sequence[Member]], keys: Sequence[str]) -> list[str]:
+    """Return what sets groups apart, such as ``lr 0.003``, by as few keys as it takes."""
+    chosen = [key for key in keys if key == "method.name"]
+
+    def told(keys: Sequence[str]) -> list[tuple[str, ...]]:
+        return [tuple(runs[0].settings.get(key, "") for key in keys) for runs in groups]
+
+    while len(set(told(chosen))) < len(groups):
+        gains = {key: len(set(told([*chosen, key]))) for key in keys if key not in chosen}
+        if not gains or max(gains.values()) == len(set(told(chosen))):
+            break
+        chosen.append(max(gains, key=lambda key: (gains[key], key.endswith(".name"))))
+    short = short_names(keys)
+    labels = []
+    for runs in groups:
+        settings = runs[0].settings
+        named = [key for key in keys if key in chosen and key in settings]
+        parts = [
+            settings[key] if key.endswith(".name") else f"{short[key]} {settings[key]}"
+            for key in named
+        ]
+        labels.append(", ".join(parts) or runs[0].record.recipe)
+    for number, label in enumerate(labels):
+        if labels.count(label) > 1:
+            labels[number] = f"{label} ({groups[number][0].name})"
+    return labels

@@ -1,0 +1,37 @@
+"""Mean of a few values with its 95 % confidence interval."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Mean of ``count`` values; ``half`` is half the width of its interval, None for one value."""
+
+    mean: float
+    half: float | None
+    count: int
+
+
+def interval(values: Sequence[float]) -> Interval | None:
+    """Return the mean and the 95 % interval by Student's t; None without values.
+
+    The values, such as those of runs that differ in their seed only, are taken for independent
+    draws of a normal distribution: mean +- t(0.975, n - 1) * s / sqrt(n).
+    """
+    values = [value for value in values if math.isfinite(value)]
+    if not values:
+        return None
+    mean, count = statistics.fmean(values), len(values)
+    if count == 1:
+        return Interval(mean, None, 1)
+    from scipy.special import stdtrit  # slow to import
+
+    quantile = float(stdtrit(count - 1, (1 + LEVEL) / 2))
+    return Interval(mean, quantile * statistics.stdev(values) / math.sqrt(count), count)

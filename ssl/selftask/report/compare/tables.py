@@ -1,0 +1,236 @@
+"""Tables of a comparison as HTML; a click on the head of a column sorts by it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from selftask.report.compare.differences import SEED
+from selftask.report.compare.groups import Comparison, Group, Member
+from selftask.report.compare.interval import Interval
+from selftask.report.overview.table import TROUBLE, small_is_good
+from selftask.report.page import escape
+
+GIB = 2**30
+MOST_COLUMNS = 12  # groups whose settings are set against each other
+_STATE_CLASS = {"finished": "good", "running": "plain", **dict.fromkeys(TROUBLE, "bad")}
+
+
+@dataclass(frozen=True)
+class Head:
+    """Head of a column.
+
+    Args:
+        text: What it says.
+        best: What a first click puts on top: ``min``, ``max``, or empty for texts.
+        title: Explanation, shown on hover.
+    """
+
+    text: str
+    best: str = ""
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Datum:
+    """A cell: HTML, and the value to sort by (None: always last)."""
+
+    html: str
+    key: float | str | None = None
+
+
+def sortable(heads: Sequence[Head], rows: Sequence[Sequence[Datum]], id: str) -> str:
+    """Return a table that the page's script sorts."""
+    top = "".join(
+        f'<th scope="col"{_class(head)} data-best="{head.best}" title="{escape(head.title)}">'
+        f'<button type="button">{escape(head.text)}</button></th>'
+        for head in heads
+    )
+    body = "".join(
+        "<tr>"
+        + "".join(_cell(head, datum) for head, datum in zip(heads, row, strict=True))
+        + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="scroll"><table class="sortable" id="{escape(id)}">'
+        f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _class(head: Head) -> str:
+    return ' class="number"' if head.best else ""
+
+
+def _cell(head: Head, datum: Datum) -> str:
+    key = "" if datum.key is None else f' data-key="{escape(datum.key)}"'
+    return f"<td{_class(head)}{key}>{datum.html or '-'}</td>"
+
+
+def group_table(comparison: Comparison) -> str:
+    """Return the table of groups: means over seeds with their intervals."""
+    heads = [Head("configuration"), Head("runs", "max", "finished runs, of all")]
+    for name in comparison.metrics:
+        heads.append(Head(name, _best(name), "last value: mean over seeds, 95 % interval"))
+        if name != "loss":
+            heads.append(Head(f"best {name}", _best(name), "best value during training"))
+    heads += [Head("hours", "min"), Head("images/s", "max"), Head("memory", "min", "peak")]
+    return sortable(heads, [_group_row(group, comparison) for group in comparison.groups], "groups")
+
+
+def _group_row(group: Group, comparison: Comparison) -> list[Datum]:
+    complete = sum(member.is_complete for member in group.members)
+    row = [
+        Datum(f"{swatch(group)} {escape(group.label)}", group.label),
+        Datum(f"{complete} of {len(group.members)}", complete),
+    ]
+    for name in comparison.metrics:
+        mark = "" if complete else _unfinished(group.members)
+        row.append(_mean(group.final(name), mark))
+        if name != "loss":
+            row.append(_mean(group.best(name)))
+    row.append(_mean(group.cost("hours"), show=show_hours, spread=False))
+    row.append(_mean(group.cost("images_per_s"), show="{:,.0f}".format, spread=False))
+    row.append(_mean(group.cost("memory"), show=show_memory, spread=False))
+    return row
+
+
+def run_table(comparison: Comparison, folder: Path) -> str:
+    """Return the table of single runs, with links to their own reports.
+
+    Args:
+        comparison: The runs.
+        folder: Folder of the page, from which links start.
+    """
+    seeds = len({member.seed for member in comparison.members}) > 1
+    heads = [Head("run"), Head("configuration"), Head("state"), Head("step", "max")]
+    heads += [Head(name, _best(name), "last value") for name in comparison.metrics]
+    heads += [Head(f"best {n}", _best(n)) for n in comparison.evaluations]
+    heads += [Head("seed")] if seeds else []
+    heads += [Head("hours", "min"), Head("images/s", "max"), Head("memory", "min")]
+    rows = [
+        _run_row(group, member, comparison, folder, seeds)
+        for group in comparison.groups
+        for member in group.members
+    ]
+    return sortable(heads, rows, "runs")
+
+
+def _run_row(
+    group: Group, member: Member, comparison: Comparison, folder: Path, seeds: bool
+) -> list[Datum]:
+    line = member.line
+    steps = "" if line.step is None else f"{line.step:,}"
+    steps += f" of {line.total_steps:,}" if line.total_steps and not member.is_complete else ""
+    row = [
+        Datum(f"{swatch(group)} {_link(member, folder)}", member.name),
+        Datum(escape(group.label), group.label),
+        Datum(state_badge(line.state, line.note), line.state),
+        Datum(steps, line.step),
+    ]
+    mark = "" if member.is_complete else _unfinished([member])
+    row += [_number(member.final(name), mark) for name in comparison.metrics]
+    row += [_number(member.best(name)) for name in comparison.evaluations]
+    if seeds:
+        row.append(Datum(escape(member.seed), _sort_key(member.seed)))
+    hours, rate, memory = member.hours, member.images_per_s, member.memory
+    row.append(Datum("" if hours is None else show_hours(hours), hours))
+    row.append(Datum("" if rate is None else f"{rate:,.0f}", rate))
+    row.append(Datum("" if memory is None else show_memory(memory), memory))
+    return row
+
+
+def differences_table(comparison: Comparison) -> str:
+    """Return the keys in which the configs of groups differ, one column for each group."""
+    keys = [key for key in comparison.keys if key != SEED]
+    groups = comparison.groups[:MOST_COLUMNS]
+    if not keys or len(groups) < 2:
+        return ""
+    top = "".join(f'<th scope="col">{swatch(g)} {escape(g.label)}</th>' for g in groups)
+    rows = []
+    for key in keys:
+        values = [group.members[0].settings.get(key) for group in groups]
+        cells = "".join(
+            "<td>-</td>" if v is None else f"<td><code>{escape(_short(v))}</code></td>"
+            for v in values
+        )
+        rows.append(f'<tr><th scope="row"><code>{escape(key)}</code></th>{cells}</tr>')
+    more = len(comparison.groups) - len(groups)
+    note = (
+        f"<p class='muted'>of the best {len(groups)}; {more} more are left out</p>" if more else ""
+    )
+    return (
+        f'{note}<div class="scroll"><table class="differences"><thead><tr><th>key</th>{top}</tr>'
+        f"</thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def swatch(group: Group) -> str:
+    """Return a small square in the colour of a group's curves."""
+    return f'<span class="swatch" style="background: var(--c{group.number % 8})"></span>'
+
+
+def state_badge(state: str, note: str = "") -> str:
+    """Return a state as a coloured word; the note is shown on hover."""
+    first = state.split(",")[0].partition(":")[0]
+    kind = _STATE_CLASS.get(first, "warning")
+    return f'<span class="state {kind}" title="{escape(note)}">{escape(state)}</span>'
+
+
+def _link(member: Member, folder: Path) -> str:
+    report = member.record.folder / "report.html"
+    if not report.is_file():
+        return escape(member.name)
+    target = quote(os.path.relpath(report.resolve(), folder.resolve()))
+    return f'<a href="{escape(target)}">{escape(member.name)}</a>'
+
+
+def _number(value: float | None, mark: str = "") -> Datum:
+    return Datum("") if value is None else Datum(f"{value:.4g}{mark}", value)
+
+
+def _mean(
+    found: Interval | None,
+    mark: str = "",
+    *,
+    show: Callable[[float], str] = "{:.4g}".format,
+    spread: bool = True,
+) -> Datum:
+    if found is None:
+        return Datum("")
+    half = f" ± {found.half:.2g}" if spread and found.half is not None else ""
+    return Datum(f"{show(found.mean)}{half}{mark}", found.mean)
+
+
+def _unfinished(members: Sequence[Member]) -> str:
+    """Return a mark for values of runs that did not get to their end."""
+    states = ", ".join(dict.fromkeys(member.line.state for member in members))
+    return f'<sup title="{escape(states)}: not the end of training">*</sup>'
+
+
+def show_hours(hours: float) -> str:
+    """Return hours as ``2.4 h``, and short ones as ``1.6 min``."""
+    return f"{hours:.3g} h" if hours >= 1 else f"{60 * hours:.2g} min"
+
+
+def show_memory(size: float) -> str:
+    """Return bytes in GiB."""
+    return f"{size / GIB:.2f} GiB"
+
+
+def _best(name: str) -> str:
+    return "min" if small_is_good(name) else "max"
+
+
+def _sort_key(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:297]}..."
