@@ -63,6 +63,9 @@ def open_frozen(address: str, overrides: list[str]) -> Frozen:
     own = expand_user(address) / "config.yaml"
     recipe = str(own if exists(own) else recipes.folder() / SHIPPED)
     config = load_config(recipe, overrides, trust=trust)
+    if _has_lost_labels(config):
+        overrides = ["data.labels=true", *overrides]
+        config = load_config(recipe, overrides, trust=trust)
     asked_size, rest = take("image_size", overrides)
     size = int(asked_size) if asked_size and asked_size != "null" else None
 
@@ -91,6 +94,12 @@ def open_frozen(address: str, overrides: list[str]) -> Frozen:
     device = pick_device(config.train.device, World())
     keep_freed_memory(device)
     return Frozen(backbone, facts, config, sources, device)
+
+
+def _has_lost_labels(config: Config) -> bool:
+    """Return whether images that are not the run's have its ``labels: false`` unasked."""
+    given = [config.place(key).startswith("command line") for key in ("data.path", "data.labels")]
+    return config.data.source.args.get("labels") is False and given == [True, False]
 
 
 def take(name: str, words: list[str]) -> tuple[str | None, list[str]]:
