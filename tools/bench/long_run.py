@@ -1,0 +1,118 @@
+"""Memory and open files of a run of 100,000 steps.
+
+    python tools/bench/long_run.py [--steps 100000] [--out FOLDER]
+
+The digits with one small linear network, four images a batch, with the real loader, all default
+hooks, k-NN, a checkpoint and a row of the log every hundredth of the run. At each row the resident
+memory, the number of open files and that of Python's objects are noted. Shown are the slopes over
+the second half of the run, with a 95 % interval, and the extremes. A leak shows as a slope whose
+interval excludes 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
+import selftask
+from selftask.hooks.base import Hook
+from selftask.registry import register_backbone, register_hook
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+TAKEN: list[dict[str, float]] = []
+
+
+@register_backbone("bench_linear")
+@dataclass(frozen=True, kw_only=True)
+class LinearConfig:
+    """3072 -> 16 features."""
+
+    def build(self) -> Any:
+        from torch import nn
+
+        network = nn.Sequential(nn.Flatten(), nn.Linear(3072, 16))
+        network.embed_dim = 16
+        return network
+
+
+@register_hook("bench_resources")
+@dataclass(eq=False, kw_only=True)
+class Resources(Hook):
+    """Notes what the process holds at each row."""
+
+    def on_row(self, task: Any) -> None:
+        if "loss" in task.last_row:
+            TAKEN.append({"step": task.steps_done, **resources()})
+
+
+def resources() -> dict[str, float]:
+    """Resident memory (bytes), open files and objects of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    gc.collect()
+    return {
+        "memory": pages * PAGE,
+        "files": len(os.listdir("/proc/self/fd")),
+        "objects": len(gc.get_objects()),
+    }
+
+
+def measure(steps: int, out: Path) -> list[dict[str, float]]:
+    """Train; return what was noted, a dict a row."""
+    TAKEN.clear()
+    part = max(steps // 100, 1)
+    selftask.train(
+        "simclr/digits",
+        out=out,
+        data={"num_workers": 0},
+        backbone="bench_linear",
+        method={"out_dim": 8, "hidden_dim": 16},
+        eval={"every": f"{10 * part} steps"},
+        train={
+            "max_steps": steps,
+            "epochs": None,
+            "batch_size": 4,
+            "threads": 1,
+            "log_every": part,
+            "checkpoint_every": f"{part} steps",
+        },
+        hooks={"bench_resources": {}},
+    )
+    return list(TAKEN)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        taken = measure(options.steps, options.out or Path(folder) / "run")
+    late = taken[len(taken) // 2 :]
+    steps = [row["step"] for row in late]
+    print(f"{options.steps} steps, {len(taken)} rows; slopes over the second half")
+    for name in ("memory", "files", "objects"):
+        values = [row[name] for row in late]
+        fit = stats.linregress(steps, values)
+        spread = stats.t.ppf(0.975, len(late) - 2) * fit.stderr
+        low, high = fit.slope - spread, fit.slope + spread
+        print(
+            f"{name:<8} {fit.slope:+.4f} a step [{low:+.4f}, {high:+.4f}]; "
+            f"least {min(values):,.0f}, most {max(values):,.0f}"
+        )
+    return int(np.ptp([row["files"] for row in late]) != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
