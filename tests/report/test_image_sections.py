@@ -115,7 +115,7 @@ def test_data_that_is_gone_or_changed_is_told(run: Path, trained: Task) -> None:
 
 def test_a_damaged_cache_is_made_anew(run: Path) -> None:
     assert sections(run).keys() == ALL
-    (run / "report" / "images.json").write_text('{"format": 1, "groups"')
+    (run / "report" / "images.json").write_text('{"format": "1 0", "groups"')
     assert sections(run).keys() == ALL
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+_LEAST_S, _SHARE = 3.0, 0.05  # of the run's time
+
 
 class TooExpensive(Exception):
     """A section would take longer than is allowed; the message says how long."""
@@ -24,3 +26,8 @@ class Allowance:
         """Raise TooExpensive if work of ``estimate`` seconds would exceed the limit."""
         if self._until is not None and time.monotonic() + estimate > self._until:
             raise TooExpensive(f"about {max(1, round(estimate))} s")
+
+
+def limit_at_end(run_seconds: float) -> float:
+    """Return the seconds that images may take at the end of a run of ``run_seconds``."""
+    return max(_LEAST_S, _SHARE * run_seconds)

@@ -10,11 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from selftask import __version__
 from selftask.report.images.image_section import image_section
 from selftask.report.page import Section
 
 FOLDER, NAME = "report", "images.json"
-FORMAT = 1  # raise it if the content of a section changes
+FORMAT = f"1 {__version__}"  # raise the number if the content of a section changes
 
 
 class SectionCache:
