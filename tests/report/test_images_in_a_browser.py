@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chromium import PHONE, Page, open_page
 from pictured import CLASSES, gathered
 
+from chromium import PHONE, Page, open_page
 from selftask.data.inspect.contact_sheet import Row
 from selftask.report.images.class_table import class_section
 from selftask.report.images.embedding_map import Projection, map_section
