@@ -162,7 +162,7 @@ def test_different_methods_lengths_and_texts_of_users(
     [
         (["empty"], "empty: not a run folder, and there are no runs below it"),
         (["nowhere"], "nowhere: there is no such run"),
-        (["run", "sort=loss"], "sort= is for several runs"),
+        (["run", "sort=loss"], "sort=loss: is for several runs, and there is one: run"),
         ([], "report needs a RUN"),
     ],
 )

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from selftask.checkpoint import rotation
-from selftask.checkpoint.manifest import write_durably
 from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.errors import UserError
 
@@ -52,6 +51,8 @@ class Kept:
     def write(self, folder: Path) -> None:
         """Write the file, or remove it if nothing is kept."""
         if self.steps:
+            from selftask.checkpoint.manifest import write_durably  # torch: reports only read
+
             write_durably(folder / FILE, json.dumps(self.to_dict()))
         else:
             (folder / FILE).unlink(missing_ok=True)

@@ -40,6 +40,7 @@ COMMANDS = {
     "features": ("selftask.cli.model.features", "RUN_OR_MODEL out=DIR data=...", "keep features"),
     "export": ("selftask.cli.model.export", "RUN [--to FORMAT]", "write the backbone for others"),
     "report": ("selftask.cli.report", "RUN [RUN ...] [out=FILE]", "HTML page of a run, or several"),
+    "watch": ("selftask.cli.monitor.watch", "[DIR] [port=...]", "live pages of all runs below DIR"),
     "runs": ("selftask.cli.monitor.runs", "[DIR ...] [sort=...]", "table of all runs below DIR"),
     "checkpoints": ("selftask.cli.checkpoints", "RUN", "list them: step, metric, good or not"),
     "plan": ("selftask.cli.plan", "RECIPE [key=value ...]", "memory, FLOPs, time, price of a run"),

@@ -71,19 +71,20 @@ def _read(words: list[str]) -> _Wanted:
                 raise UserError(f"{word}: there is no key {key!r}; {nearest(key, _KEYS)}")
             given[key] = value
         else:
-            folders.append(_folder(word))
+            folders.append(folder_of(word))
     chosen = {key: [part for part in given[key].split(",") if part] for key in _KEYS}
     return _Wanted(
-        folders or [_folder("runs")], given["sort"] or "", chosen["state"], chosen["columns"]
+        folders or [folder_of("runs")], given["sort"] or "", chosen["state"], chosen["columns"]
     )
 
 
-def _folder(word: str) -> Path:
+def folder_of(word: str, command: str = "runs") -> Path:
+    """Return a folder of runs that a user names; raise UserError if it is none."""
     if is_remote(word):
         raise UserError(f"{word}: an address; copy its runs to a folder, or name a local one")
     if not paths.is_folder(word):
         hint = "there are no runs here yet" if word == "runs" else "no such folder"
-        raise UserError(f"{word}: {hint}; selftask runs DIR looks in DIR")
+        raise UserError(f"{word}: {hint}; selftask {command} DIR looks in DIR")
     return Path(word)
 
 

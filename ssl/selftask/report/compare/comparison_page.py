@@ -9,7 +9,14 @@ from pathlib import Path
 from selftask.errors import UserError, nearest, plural, shorten
 from selftask.report.charts import Chart, Curve, Line, charts_html
 from selftask.report.compare.groups import Comparison, Group, Member, compare
-from selftask.report.compare.tables import differences_table, group_table, run_table, swatch
+from selftask.report.compare.tables import (
+    Link,
+    differences_table,
+    group_table,
+    reports_from,
+    run_table,
+    swatch,
+)
 from selftask.report.curves import chance_loss, clock_of
 from selftask.report.overview.table import small_is_good
 from selftask.report.page import Section, escape, static_text, write_page
@@ -46,14 +53,26 @@ def write_comparison(folders: Sequence[Path], path: Path, sort: str = "") -> Com
     comparison = read_comparison(folders, sort)
     title = f"{len(folders)} runs: selftask"
     write_page(
-        path, title, comparison_sections(comparison, path.parent), top=comparison_head(comparison)
+        path,
+        title,
+        comparison_sections(comparison, reports_from(path.parent)),
+        top=comparison_head(comparison),
     )
     return comparison
 
 
-def read_comparison(folders: Sequence[Path], sort: str = "") -> Comparison:
-    """Return the runs in groups, the best first. Raises UserError as ``write_comparison``."""
-    comparison = compare([RunRecord.read(folder) for folder in folders], names_of(folders))
+def read_comparison(
+    folders: Sequence[Path], sort: str = "", names: Sequence[str] = ()
+) -> Comparison:
+    """Return the runs in groups, the best first.
+
+    Args:
+        folders: The run folders.
+        sort: As for ``write_comparison``, which raises the same errors.
+        names: Of the runs. Default: from their folders.
+    """
+    records = [RunRecord.read(folder) for folder in folders]
+    comparison = compare(records, names or names_of(folders))
     columns = {name for member in comparison.members for name in member.record.columns}
     if sort and sort not in columns:
         raise UserError(f"sort={sort}: no run has this column; {nearest(sort, columns)}")
@@ -130,12 +149,12 @@ def _notes(comparison: Comparison) -> list[str]:
     return notes
 
 
-def comparison_sections(comparison: Comparison, folder: Path) -> list[Section]:
+def comparison_sections(comparison: Comparison, link: Link) -> list[Section]:
     """Return the sections of the page.
 
     Args:
         comparison: The runs, ranked.
-        folder: Folder of the page, from which links start.
+        link: Returns the address of a run's report.
     """
     script, style = static_text("compare.js"), static_text("compare.css")
     of_seeds = any(len(group.members) > 1 for group in comparison.groups)
@@ -146,7 +165,7 @@ def comparison_sections(comparison: Comparison, folder: Path) -> list[Section]:
         script=script,
         style=style,
     )
-    runs = Section("Runs", run_table(comparison, folder), "runs-table", script=script, style=style)
+    runs = Section("Runs", run_table(comparison, link), "runs-table", script=script, style=style)
     curves = Section("Curves", _curves(comparison), "curves-of-runs", script=script, style=style)
     settings = Section("Differences of configs", differences_table(comparison), "differences")
     return [ranking, runs, curves, settings]

@@ -44,21 +44,25 @@ class Datum:
 
 def sortable(heads: Sequence[Head], rows: Sequence[Sequence[Datum]], id: str) -> str:
     """Return a table that the page's script sorts."""
-    top = "".join(
+    body = "".join(f"<tr>{cells_html(heads, row)}</tr>" for row in rows)
+    return (
+        f'<div class="scroll"><table class="sortable" id="{escape(id)}">'
+        f"<thead><tr>{heads_html(heads)}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def heads_html(heads: Sequence[Head]) -> str:
+    """Return the cells of the head of a sortable table."""
+    return "".join(
         f'<th scope="col"{_class(head)} data-best="{head.best}" title="{escape(head.title)}">'
         f'<button type="button">{escape(head.text)}</button></th>'
         for head in heads
     )
-    body = "".join(
-        "<tr>"
-        + "".join(_cell(head, datum) for head, datum in zip(heads, row, strict=True))
-        + "</tr>"
-        for row in rows
-    )
-    return (
-        f'<div class="scroll"><table class="sortable" id="{escape(id)}">'
-        f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
+
+
+def cells_html(heads: Sequence[Head], row: Sequence[Datum]) -> str:
+    """Return the cells of one row of a sortable table."""
+    return "".join(_cell(head, datum) for head, datum in zip(heads, row, strict=True))
 
 
 def _class(head: Head) -> str:
@@ -98,12 +102,15 @@ def _group_row(group: Group, comparison: Comparison) -> list[Datum]:
     return row
 
 
-def run_table(comparison: Comparison, folder: Path) -> str:
+Link = Callable[[Member], str]
+
+
+def run_table(comparison: Comparison, link: Link) -> str:
     """Return the table of single runs, with links to their own reports.
 
     Args:
         comparison: The runs.
-        folder: Folder of the page, from which links start.
+        link: Returns the address of a run's report, empty if there is none.
     """
     seeds = len({member.seed for member in comparison.members}) > 1
     heads = [Head("run"), Head("configuration"), Head("state"), Head("step", "max")]
@@ -112,7 +119,7 @@ def run_table(comparison: Comparison, folder: Path) -> str:
     heads += [Head("seed")] if seeds else []
     heads += [Head("hours", "min"), Head("images/s", "max"), Head("memory", "min")]
     rows = [
-        _run_row(group, member, comparison, folder, seeds)
+        _run_row(group, member, comparison, link, seeds)
         for group in comparison.groups
         for member in group.members
     ]
@@ -120,13 +127,13 @@ def run_table(comparison: Comparison, folder: Path) -> str:
 
 
 def _run_row(
-    group: Group, member: Member, comparison: Comparison, folder: Path, seeds: bool
+    group: Group, member: Member, comparison: Comparison, link: Link, seeds: bool
 ) -> list[Datum]:
     line = member.line
     steps = "" if line.step is None else f"{line.step:,}"
     steps += f" of {line.total_steps:,}" if line.total_steps and not member.is_complete else ""
     row = [
-        Datum(f"{swatch(group)} {_link(member, folder)}", member.name),
+        Datum(f"{swatch(group)} {_linked(member, link(member))}", member.name),
         Datum(escape(group.label), group.label),
         Datum(state_badge(line.state, line.note), line.state),
         Datum(steps, line.step),
@@ -180,12 +187,21 @@ def state_badge(state: str, note: str = "") -> str:
     return f'<span class="state {kind}" title="{escape(note)}">{escape(state)}</span>'
 
 
-def _link(member: Member, folder: Path) -> str:
-    report = member.record.folder / "report.html"
-    if not report.is_file():
-        return escape(member.name)
-    target = quote(os.path.relpath(report.resolve(), folder.resolve()))
-    return f'<a href="{escape(target)}">{escape(member.name)}</a>'
+def reports_from(folder: Path) -> Link:
+    """Return a function that gives the path of a run's report, from a page in ``folder``."""
+
+    def link(member: Member) -> str:
+        report = member.record.folder / "report.html"
+        return (
+            quote(os.path.relpath(report.resolve(), folder.resolve())) if report.is_file() else ""
+        )
+
+    return link
+
+
+def _linked(member: Member, target: str) -> str:
+    name = escape(member.name)
+    return f'<a href="{escape(target)}">{name}</a>' if target else name
 
 
 def _number(value: float | None, mark: str = "") -> Datum:

@@ -1,0 +1,1 @@
+"""Live pages of a folder of runs, served on this machine."""

@@ -1,0 +1,125 @@
+"""A run that is read again whenever its files change, and what a page has to know of that."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from selftask.report.charts import Chart
+from selftask.report.curves import clock_of, marks_of, run_charts
+from selftask.report.header import head_html
+from selftask.report.record import RunRecord
+
+FRESH_S = 1.0  # for so long all readers get the same
+REST = 10  # a result is kept for this many times what it took to make
+_CHANGING = ("metrics.jsonl", "events.jsonl", "status.json", "config.yaml", "checkpoints", "export")
+T = TypeVar("T")
+
+
+class Cached(Generic[T]):
+    """Result of an expensive function, shared by all threads, made anew when it is too old."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._until = 0.0
+        self._value: T | None = None
+
+    def __call__(self) -> T:
+        with self._lock:
+            begun = time.monotonic()
+            if self._value is None or begun >= self._until:
+                self._value = self._make()
+                ended = time.monotonic()
+                self._until = ended + max(FRESH_S, REST * (ended - begun))
+            return self._value
+
+
+class LiveRun:
+    """The record of a run folder, read again when a file has changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stamp: list[Any] = []
+        self._record: RunRecord | None = None
+        self.record = Cached(self._read)
+
+    def _read(self) -> RunRecord:
+        """Raises UserError if the folder is not that of a run, or no longer."""
+        stamp = [_stamp(self.folder / name) for name in _CHANGING]
+        if self._record is None or stamp != self._stamp:
+            self._record = RunRecord.read(self.folder)
+            self._stamp = stamp
+        return self._record
+
+
+def live_state(record: RunRecord) -> dict[str, Any]:
+    """Return what a page sends with its questions: which charts it has, up to which step."""
+    return {"step": _last_step(record), "shape": _shape(run_charts(record))}
+
+
+def changes(record: RunRecord, step: int, shape: str) -> dict[str, Any]:
+    """Return what a page needs to go on: points of curves from ``step`` on, and the new head.
+
+    Points of ``step`` itself are sent again, since an evaluation adds values to the last step.
+
+    Args:
+        record: The run.
+        step: Last step that the page has.
+        shape: Of ``live_state``; with other charts, or after rows were removed by a resume, the
+            page has to load again.
+    """
+    charts = run_charts(record)
+    now = _last_step(record)
+    if shape != _shape(charts) or now < step:
+        return {"reload": True}
+    return {
+        "step": now,
+        "curves": [
+            [_points(curve.steps, curve.values, step) for curve in c.curves] for c in charts
+        ],
+        "clocks": _clock(record),
+        "marks": [{"step": m.step, "kind": m.kind, "text": m.text} for m in marks_of(record)],
+        "head": head_html(record),
+    }
+
+
+def _points(steps: Any, values: Any, since: int) -> dict[str, list[Any]]:
+    first = len(steps)
+    while first and steps[first - 1] >= since:
+        first -= 1
+    kept = [value if abs(value) < float("inf") else None for value in values[first:]]
+    return {"x": list(steps[first:]), "y": kept}
+
+
+def _clock(record: RunRecord) -> dict[str, dict[str, list[Any]]]:
+    clock = clock_of(record)
+    every = max(1, len(clock.steps) // 400)
+    chosen = sorted({*range(0, len(clock.steps), every), len(clock.steps) - 1})
+    columns = {"steps": clock.steps, "epochs": clock.epochs, "seconds": clock.seconds}
+    return {"": {name: [column[i] for i in chosen] for name, column in columns.items()}}
+
+
+def _shape(charts: list[Chart]) -> str:
+    """Return a short text that changes when charts or their curves do."""
+    names = [
+        (chart.title, [curve.label for curve in chart.curves]) for chart in charts if chart.curves
+    ]
+    return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16]
+
+
+def _last_step(record: RunRecord) -> int:
+    return int(record.rows[-1]["step"]) if record.rows else 0
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size

@@ -1,0 +1,225 @@
+"""The web server of ``selftask watch``: GET only, and nothing outside of run folders."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import re
+import socket
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from selftask.errors import UserError
+from selftask.report.watch import pages
+from selftask.report.watch.access import Access, path_parts
+from selftask.report.watch.live_run import changes
+from selftask.report.watch.site import TEXTS, NotThere, Site
+
+PORTS = 20  # tried one after another
+MOST_CONNECTIONS = 64
+TIMEOUT_S = 30.0  # of a connection on which nothing comes
+_SMALL = 1400  # bytes that are not worth compressing
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+_NO_CODE = "default-src 'none'; frame-ancestors 'none'"
+
+
+class Server(ThreadingHTTPServer):
+    """Serves a site; connections beyond ``MOST_CONNECTIONS`` are closed at once."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int], site: Site, access: Access) -> None:
+        self.site, self.access = site, access
+        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader that goes away is no error; others are printed."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
+def open_server(site: Site, access: Access, port: int) -> Server:
+    """Return a server on the port, or on the next free one. Raises UserError if none is free."""
+    tried = [port] if port == 0 else range(port, min(port + PORTS, 65536))
+    for number in tried:
+        try:
+            return Server((access.host, number), site, access)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise UserError(f"host={access.host}: {error.strerror or error}") from error
+    raise UserError(f"port={port}: this port and the next {PORTS - 1} are taken; give another one")
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers one request after another on a connection."""
+
+    protocol_version = "HTTP/1.1"
+    server_version = "selftask"
+    sys_version = ""
+    timeout = TIMEOUT_S
+    server: Server
+
+    def do_GET(self) -> None:
+        access = self.server.access
+        hosts = self.headers.get_all("Host") or []
+        url = urlsplit(self.path if self.path.startswith("/") else "/\0")
+        query = parse_qs(url.query)
+        if len(hosts) != 1 or not access.knows_host(hosts[0]):
+            self._plain(421, "this server does not go by that name")
+        elif "token" in query and access.token is not None:
+            self._sign_in(url.path, query["token"][-1])
+        elif not access.knows_reader(self.headers.get("Cookie", "")):
+            self._plain(403, "open the address with ?token=... that selftask watch printed")
+        else:
+            self._try_to_answer(query)
+
+    def _try_to_answer(self, query: dict[str, list[str]]) -> None:
+        parts = path_parts(self.path)
+        try:
+            if parts is None:
+                raise NotThere
+            self._answer(parts, query)
+        except NotThere:
+            self._plain(404, "not found")
+        except UserError as error:
+            self._plain(404, str(error))
+
+    def _answer(self, parts: list[str], query: dict[str, list[str]]) -> None:
+        site = self.server.site
+        match parts:
+            case []:
+                self._page(pages.overview_page(str(site.root), site.lines()))
+            case ["runs.json"]:
+                news = pages.table_changes(site.lines())
+                if query.get("tag") == [news["tag"]]:
+                    self._send(204, b"", "text/plain")
+                else:
+                    self._json(news)
+            case ["compare"]:
+                names = query.get("run") or list(site.lines())
+                folders = {name: site.folder(name) for name in names}
+                if not folders:
+                    raise NotThere
+                self._page(pages.comparison_page(folders, query.get("sort", [""])[-1]))
+            case ["run", *rest]:
+                self._run(rest, query)
+            case _:
+                raise NotThere
+
+    def _run(self, parts: list[str], query: dict[str, list[str]]) -> None:
+        site = self.server.site
+        name, rest = site.split(parts)
+        if not rest and not urlsplit(self.path).path.endswith("/"):
+            self._redirect(pages.run_url(name))  # links on the page start there
+        elif not rest:
+            self._page(pages.run_page(name, site.run(name).record()))
+        elif rest == ["live.json"]:
+            step = query.get("step", [""])[-1]
+            if not re.fullmatch(r"\d{1,15}", step):
+                raise NotThere
+            self._json(changes(site.run(name).record(), int(step), query.get("shape", [""])[-1]))
+        else:
+            self._file(site.file(name, rest))
+
+    def _sign_in(self, path: str, token: str) -> None:
+        """Exchange the token in an address for a cookie, so that it stays out of the history."""
+        access = self.server.access
+        if access.has_token(token):
+            self._redirect(path if path_parts(path) else "/", {"Set-Cookie": access.cookie})
+        else:
+            self._plain(403, "this is not the token that selftask watch printed")
+
+    def _page(self, text: str) -> None:
+        self._send(200, text.encode(), "text/html; charset=utf-8", policy="frame-ancestors 'none'")
+
+    def _json(self, content: Any) -> None:
+        self._send(200, json.dumps(content, allow_nan=False).encode(), "application/json")
+
+    def _plain(self, code: int, text: str) -> None:
+        self._send(code, f"{text}\n".encode(), "text/plain; charset=utf-8")
+
+    def _redirect(self, path: str, headers: dict[str, str] | None = None) -> None:
+        self._send(303, b"", "text/plain", headers={"Location": path, **(headers or {})})
+
+    def _send(
+        self,
+        code: int,
+        body: bytes,
+        kind: str,
+        *,
+        policy: str = _NO_CODE,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        more = dict(headers or {})
+        if len(body) > _SMALL and "gzip" in self.headers.get("Accept-Encoding", ""):
+            body, more["Content-Encoding"] = gzip.compress(body, 5), "gzip"
+        self.send_response(code)
+        if code != 204:
+            more |= {"Content-Type": kind, "Content-Length": str(len(body))}
+        for name, value in {**_HEADERS, "Content-Security-Policy": policy, **more}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _file(self, path: Path) -> None:
+        """Send a file; texts are shown, weights are saved by the browser."""
+        is_text = path.name in TEXTS
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            self.send_response(200)
+            kind = "text/plain; charset=utf-8" if is_text else "application/octet-stream"
+            for name, value in {**_HEADERS, "Content-Security-Policy": _NO_CODE}.items():
+                self.send_header(name, value)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(size))
+            if not is_text:
+                self.send_header("Content-Disposition", "attachment")
+            self.end_headers()
+            remaining = size  # a log grows meanwhile
+            while remaining and (piece := file.read(min(remaining, 1 << 20))):
+                self.wfile.write(piece)
+                remaining -= len(piece)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer what is no GET, or no HTTP: in plain text, without repeating the request."""
+        self.close_connection = True
+        body = b"GET only\n" if code in (405, 501) else b"bad request\n"
+        self.send_response(405 if code == 501 else code)
+        headers = {**_HEADERS, "Content-Type": "text/plain", "Content-Length": str(len(body))}
+        for name, value in {**headers, "Allow": "GET", "Connection": "close"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if getattr(self, "command", "") != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged."""

@@ -1,0 +1,78 @@
+"""Which runs and files a server shows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from selftask.report.overview.run_line import RunLine
+from selftask.report.record import FILES
+from selftask.report.watch.live_run import Cached, LiveRun
+
+TEXTS = frozenset((*FILES, "groups.txt"))  # files of a run that are shown
+_WEIGHTS = ("checkpoints", "export")  # folders whose files can be saved
+
+
+class NotThere(Exception):
+    """The answer is 404."""
+
+
+class Site:
+    """Content of the pages, by path.
+
+    Args:
+        root: The folder of runs.
+        read_lines: Returns the lines of all runs below it, with the states of their jobs.
+    """
+
+    def __init__(self, root: Path, read_lines: Callable[[], Sequence[RunLine]]) -> None:
+        self.root = root.resolve()
+        self._read_lines = read_lines
+        self.lines = Cached(self._lines)
+        self._runs: dict[Path, LiveRun] = {}
+        self._lock = threading.Lock()
+
+    def _lines(self) -> dict[str, RunLine]:
+        return {self._name(line.folder): line for line in self._read_lines()}
+
+    def _name(self, folder: Path) -> str:
+        whole = folder.resolve()
+        if whole == self.root or not whole.is_relative_to(self.root):
+            return whole.name
+        return whole.relative_to(self.root).as_posix()
+
+    def split(self, parts: Sequence[str]) -> tuple[str, list[str]]:
+        """Return the run that the first parts of a path name, and the parts after it."""
+        lines = self.lines()
+        for count in range(len(parts), 0, -1):
+            name = "/".join(parts[:count])
+            if name in lines:
+                return name, list(parts[count:])
+        raise NotThere
+
+    def folder(self, name: str) -> Path:
+        """Return the folder of a run; links that lead out of the folder of runs do not count."""
+        lines = self.lines()
+        if name not in lines:
+            raise NotThere
+        folder = lines[name].folder.resolve()
+        if not folder.is_relative_to(self.root) or not folder.is_dir():
+            raise NotThere
+        return folder
+
+    def run(self, name: str) -> LiveRun:
+        folder = self.folder(name)
+        with self._lock:
+            return self._runs.setdefault(folder, LiveRun(folder))
+
+    def file(self, name: str, parts: Sequence[str]) -> Path:
+        """Return a file of a run that may be read: its records, checkpoints and exports."""
+        folder = self.folder(name)
+        is_text = len(parts) == 1 and parts[0] in TEXTS
+        if not is_text and not (len(parts) == 2 and parts[0] in _WEIGHTS):
+            raise NotThere
+        path = folder.joinpath(*parts).resolve()
+        if not path.is_relative_to(folder) or not path.is_file():
+            raise NotThere
+        return path
