@@ -11,7 +11,6 @@ import torch
 
 import tiny
 from ranks import run_ranks
-from selftask.errors import ConfigError
 
 FEATURES = {
     "bfloat16": ["train.precision=bfloat16"],
@@ -33,7 +32,7 @@ COMMON = ["train.max_steps=4", "method.norm=false", "optimizer.schedule=constant
 def whole_and_parts(rank: int, pair: tuple[str, str], folder: Path) -> list[str]:
     """Train through, and stopped after one and three steps; return what differs at the end."""
     more = [*COMMON, *FEATURES[pair[0]], *FEATURES[pair[1]]]
-    whole = tiny.train("simclr", folder, "whole", *more)
+    tiny.train("simclr", folder, "whole", *more)
     for stop in ("train.stop_at=1", "train.stop_at=3", "train.stop_at=null"):
         torch.compiler.reset()  # as in a new process
         parts = tiny.train("simclr", folder, "parts", *more, stop)
