@@ -65,4 +65,6 @@ class WarningEvents(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno == logging.WARNING:  # errors are part of the event `failure`
-            add_event(self.folder, "warning", record.getMessage(), step=HEARTBEAT.step)
+            about = getattr(record, "about", None)  # a word for programs, given as `extra`
+            data = {} if about is None else {"about": about}
+            add_event(self.folder, "warning", record.getMessage(), step=HEARTBEAT.step, **data)

@@ -1,14 +1,213 @@
-"""What ran: the head of a report."""
+"""What ran: the head of a report, its facts, and links to the files of the run."""
 
 from __future__ import annotations
 
-from selftask.report.page import escape
-from selftask.report.record import RunRecord
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from selftask.config.values.budget import show_bytes
+from selftask.errors import plural
+from selftask.report.page import Section, escape
+from selftask.report.record import FILES, RunRecord
+from selftask.report.verdict import Kind, Verdict, show_duration
+
+STATE_KINDS: dict[str, Kind] = {
+    "finished": "good",
+    "running": "plain",
+    "interrupted": "warning",
+    "requeued": "warning",
+    "failed": "bad",
+    "silent": "bad",
+}
+_SYMBOLS: dict[Kind, str] = {"good": "✓", "warning": "!", "bad": "✗", "plain": "·"}
+MAX_CHECKPOINTS = 12  # rows; more are folded
 
 
-def head_html(record: RunRecord) -> str:
-    """Return the heading of a run's page, with its state."""
-    return (
-        f'<h1>{escape(record.name)} <span class="state">{escape(record.state)}</span></h1>'
-        f'<p class="muted">{escape(record.recipe)} · step {record.step:,}</p>'
+def head_html(record: RunRecord, verdict: Verdict) -> str:
+    """Return the heading of a run's page: name, state, verdict."""
+    kind = STATE_KINDS.get(record.state, "plain")
+    badge = f'<span class="state {kind}">{escape(_SYMBOLS[kind])} {escape(record.state)}</span>'
+    line = " · ".join(map(escape, _summary(record)))
+    findings = "".join(
+        f'<li><span class="badge {finding.kind}">{_SYMBOLS[finding.kind]}</span> '
+        f"{escape(finding.text)}</li>"
+        for finding in verdict.findings
     )
+    return (
+        f"<h1>{escape(record.name)} {badge}</h1>"
+        f'<p class="muted">{line}</p>'
+        f'<div class="verdict {verdict.kind}"><p>{escape(verdict.headline)}</p>'
+        f"{f'<ul>{findings}</ul>' if findings else ''}</div>"
+    )
+
+
+def facts_section(record: RunRecord) -> Section:
+    """Return what ran: recipe, data, length, hardware, time, versions, code."""
+    items = [
+        *_what(record),
+        *_where(record),
+        *_when(record),
+        *_code(record),
+        ("problems", "; ".join(record.problems)),
+    ]
+    facts = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in items if text
+    )
+    command = (
+        f'<div class="wide"><dt>command</dt><dd><code>{escape(record.command)}</code></dd></div>'
+        if record.command
+        else ""
+    )
+    return Section("What ran", f'<dl class="facts">{facts}{command}</dl>', "facts")
+
+
+def files_section(record: RunRecord, page: Path) -> Section:
+    """Return links to the files, checkpoints and exports of the run, relative to the page.
+
+    Args:
+        record: The run.
+        page: The file that the section is written to.
+    """
+    names = [name for name in FILES if (record.folder / name).exists()]
+    links = " · ".join(_link(record.folder / name, page, name) for name in names)
+    parts = [f"<p>{links}</p>" if links else ""]
+    if record.checkpoints:
+        rows = [_checkpoint_row(record, number, page) for number in range(len(record.checkpoints))]
+        head = "<thead><tr><th>checkpoint</th><th class=number>step</th><th class=number>size</th>"
+        head += "<th>kept as</th></tr></thead>"
+        parts.append(f"<table>{head}<tbody>{''.join(rows[:MAX_CHECKPOINTS])}</tbody></table>")
+        if rest := rows[MAX_CHECKPOINTS:]:
+            parts.append(
+                f"<details><summary>{len(rest)} older ones</summary><table><tbody>"
+                f"{''.join(rest)}</tbody></table></details>"
+            )
+    if record.exports:
+        exports = " · ".join(_link(path, page, path.name) for path in record.exports)
+        parts.append(f"<p>backbone: {exports}</p>")
+    return Section("Files", "".join(parts), "files")
+
+
+def _checkpoint_row(record: RunRecord, number: int, page: Path) -> str:
+    checkpoint = record.checkpoints[number]
+    return (
+        f"<tr><td>{_link(checkpoint.path, page, checkpoint.path.name)}</td>"
+        f"<td class=number>{checkpoint.step:,}</td>"
+        f"<td class=number>{show_bytes(checkpoint.size)}</td><td>{escape(checkpoint.why)}</td></tr>"
+    )
+
+
+def _link(path: Path, page: Path, text: str) -> str:
+    try:
+        relative = os.path.relpath(path.resolve(), page.resolve().parent)
+    except ValueError:  # another drive
+        return escape(text)
+    return f'<a href="{escape(quote(relative))}">{escape(text)}</a>'
+
+
+def _summary(record: RunRecord) -> Iterable[str]:
+    yield record.recipe
+    total = _total_steps(record)
+    steps = f"step {record.step:,}" + (f" of {total:,}" if total else "")
+    yield steps if record.epoch is None else f"{steps}, epoch {record.epoch:g}"
+    if record.started and record.ended:
+        yield f"{record.started:%Y-%m-%d %H:%M}"
+        yield show_duration(max(0.0, (record.ended - record.started).total_seconds()))
+
+
+def _total_steps(record: RunRecord) -> int | None:
+    """Return the length of the run in steps, from the last row's step, epoch and config."""
+    steps, epochs = record.setting("train.max_steps"), record.setting("train.epochs")
+    lengths = [steps] if isinstance(steps, int) else []
+    row = next((row for row in reversed(record.rows) if row.get("epoch")), None)
+    if isinstance(epochs, int | float) and row is not None:
+        lengths.append(round(row["step"] / row["epoch"] * epochs))
+    return min(lengths, default=None)
+
+
+def _what(record: RunRecord) -> Iterable[tuple[str, str]]:
+    yield "recipe", record.recipe
+    yield "method", record.method
+    yield "backbone", _component(record.config.get("backbone"))
+    yield "data", _data(record)
+    yield "batch size", _number(record.setting("train.batch_size"))
+    length = {"epochs": record.setting("train.epochs"), "steps": record.setting("train.max_steps")}
+    yield "length", " or ".join(f"{value:,g} {unit}" for unit, value in length.items() if value)
+    yield "optimizer", _component(record.config.get("optimizer"), "lr", "weight_decay")
+    yield "precision", str(record.setting("train.precision") or "")
+    yield "seed", _number(record.setting("train.seed"))
+
+
+def _where(record: RunRecord) -> Iterable[tuple[str, str]]:
+    machine = record.environment
+    gpus = machine.get("gpus") or []
+    counted = {name: gpus.count(name) for name in gpus}
+    yield "GPUs", ", ".join(f"{number} x {name}" for name, number in counted.items())
+    cpus, memory = machine.get("cpus"), machine.get("memory_gib")
+    cpu = [str(machine.get("cpu") or "")]
+    cpu += [f"{cpus} {plural('core', cpus)}"] if cpus else []
+    cpu += [f"{memory:g} GiB"] if memory else []
+    yield "CPU", ", ".join(filter(None, cpu))
+    yield "host", str(machine.get("host") or "")
+    yield "processes", _number(_of_start(record, "world_size"))
+
+
+def _when(record: RunRecord) -> Iterable[tuple[str, str]]:
+    if record.started:
+        yield "started", f"{record.started:%Y-%m-%d %H:%M:%S %Z}"
+    if record.ended:
+        yield "last change", f"{record.ended:%Y-%m-%d %H:%M:%S %Z}"
+    attempts = record.num_attempts
+    yield "attempts", f"{attempts}" if attempts > 1 else ""
+    if record.state == "running" and (eta := record.last("eta_s")):
+        yield "remaining", show_duration(eta)
+
+
+def _code(record: RunRecord) -> Iterable[tuple[str, str]]:
+    found = record.environment
+    packages: Mapping[str, str] = found.get("packages") or {}
+    selftask: Mapping[str, Any] = found.get("selftask") or {}
+    yield "selftask", _with_commit(str(selftask.get("version") or ""), selftask.get("commit"))
+    git: Mapping[str, Any] = found.get("git") or {}
+    if git:
+        changed = ", uncommitted changes" if git.get("dirty") else ""
+        commit = str(git.get("commit") or "")[:12]
+        yield "git", f"{commit} on {git.get('branch')}{changed}"
+    versions = [f"torch {packages['torch']}"] if "torch" in packages else []
+    versions += [f"python {found['python']}"] if found.get("python") else []
+    yield "versions", ", ".join(versions)
+
+
+def _with_commit(version: str, commit: object) -> str:
+    if not commit:
+        return version
+    first, dash, rest = str(commit).partition("-")
+    return f"{version} ({first[:12]}{dash}{rest})"
+
+
+def _component(section: object, *keys: str) -> str:
+    """Return the name of a section and some of its values."""
+    if not isinstance(section, dict):
+        return str(section or "")
+    values = [f"{key} {section[key]}" for key in keys if section.get(key) is not None]
+    return ", ".join([str(section.get("name") or ""), *values])
+
+
+def _data(record: RunRecord) -> str:
+    section = record.config.get("data")
+    if not isinstance(section, dict):
+        return str(section or "")
+    told = _of_start(record, "data") or section.get("path") or section.get("name")
+    return str(told or "")
+
+
+def _of_start(record: RunRecord, name: str) -> Any:
+    """Return a value that the last attempt recorded when it started, or None."""
+    starts = [event for event in record.events if event.get("event") == "start"]
+    return (starts[-1].get("data") or {}).get(name) if starts else None
+
+
+def _number(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -160,21 +161,8 @@ class RunRecord:
 
     @cached_property
     def columns(self) -> dict[str, Column]:
-        """The numeric columns of the rows, in order of appearance.
-
-        Rows before a resume that repeats them were cut off by the run itself; of a step that is
-        there twice, the later value counts.
-        """
-        found: dict[str, dict[int, float]] = {}
-        for row in self.rows:
-            step = row["step"]
-            for name, value in row.items():
-                if name != "step" and type(value) in (int, float):
-                    found.setdefault(name, {})[step] = value
-        return {
-            name: Column(sorted(values), [values[step] for step in sorted(values)])
-            for name, values in found.items()
-        }
+        """The numeric columns of the rows, in order of appearance."""
+        return columns_of(self.rows)
 
     def last(self, name: str) -> float | None:
         """Return the last value of a column, or None."""
@@ -217,6 +205,20 @@ class RunRecord:
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def columns_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
+    """Return the numeric columns of rows, in order of appearance; of equal steps, the last row."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        step = row["step"]
+        for name, value in row.items():
+            if name != "step" and type(value) in (int, float):
+                found.setdefault(name, {})[step] = value
+    return {
+        name: Column(sorted(values), [values[step] for step in sorted(values)])
+        for name, values in found.items()
+    }
 
 
 def is_run(folder: Path) -> bool:

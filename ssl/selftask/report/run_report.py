@@ -6,16 +6,44 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from selftask.report.curves import curves_section
-from selftask.report.header import head_html
+from selftask.report.event_list import events_section
+from selftask.report.header import facts_section, files_section, head_html
 from selftask.report.page import Section, write_page
 from selftask.report.record import RunRecord
+from selftask.report.settings import config_section
+from selftask.report.time_spent import time_section
+from selftask.report.verdict import Verdict, judge
 
 NAME = "report.html"
 
 
-def run_sections(record: RunRecord) -> list[Section]:
-    """Return the sections of a run's page that need its files only, not its data or weights."""
-    return [curves_section(record)]
+def verdict_of(record: RunRecord) -> Verdict:
+    """Return the verdict on a run."""
+    return judge(
+        record.rows,
+        record.events,
+        record.status,
+        config=record.config,
+        environment=record.environment,
+        silent_s=record.silent_s,
+    )
+
+
+def run_sections(record: RunRecord, page: Path) -> list[Section]:
+    """Return the sections of a run's page that need its files only, not its data or weights.
+
+    Args:
+        record: The run.
+        page: The file that they are written to; links are relative to it.
+    """
+    return [
+        curves_section(record),
+        facts_section(record),
+        time_section(record),
+        events_section(record),
+        config_section(record),
+        files_section(record, page),
+    ]
 
 
 def write_run_report(
@@ -32,6 +60,7 @@ def write_run_report(
         OSError: If the file cannot be written.
     """
     path = path or record.folder / NAME
-    first, *rest = run_sections(record)
-    write_page(path, f"{record.name}: selftask", [first, *more, *rest], top=head_html(record))
+    first, *rest = run_sections(record, path)
+    top = head_html(record, verdict_of(record))
+    write_page(path, f"{record.name}: selftask", [first, *more, *rest], top=top)
     return path

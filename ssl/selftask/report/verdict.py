@@ -2,10 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
 
-from selftask.hooks.watching.limits import COLLAPSED, MIN_RANK
+from selftask.data.loading.data_stall import LONG_ENOUGH, TOO_MUCH, Cores, workers_advice
+from selftask.errors import plural
+from selftask.hooks.watching.limits import (
+    CHANCE_STEPS,
+    COLLAPSED,
+    FROM_STEP,
+    MIN_RANK,
+    beats_chance,
+    stays_at_chance,
+)
+from selftask.report.record import SILENT_S, Column, columns_of
+
+Kind = Literal["good", "warning", "bad", "plain"]
+MIN_ROWS = 4  # of training, to say anything about learning
+GAIN = 0.02  # change of an accuracy that is worth a word
+CLEAR_GAIN = 0.05  # more than the noise of some hundred images
+LEAST_FALL = 1e-3  # of the loss, relative
+MANY_EVALUATIONS = 0.25  # share of the time
+DECODED = ("folder", "list", "glob", "table", "webdataset", "frames", "lmdb", "hdf5")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is known about a run."""
+
+    kind: Kind
+    text: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a run, in one line, and what else a reader should know.
+
+    ``learns`` is whether the run learns, without its state; None if that cannot be said.
+    """
+
+    kind: Kind
+    headline: str
+    findings: list[Finding] = field(default_factory=list)
+    learns: bool | None = None
+
+
+def judge(
+    rows: Sequence[Mapping[str, Any]],
+    events: Sequence[Mapping[str, Any]],
+    status: Mapping[str, Any],
+    *,
+    config: Mapping[str, Any] | None = None,
+    environment: Mapping[str, Any] | None = None,
+    silent_s: float = 0.0,
+) -> Verdict:
+    """Return the verdict on a run.
+
+    Args:
+        rows: Rows of ``metrics.jsonl``.
+        events: Events of ``events.jsonl``.
+        status: Content of ``status.json``.
+        config: Content of ``config.yaml``; for limits that the run has changed, and for advice.
+        environment: Content of ``environment.json``, for advice.
+        silent_s: Seconds since a file of the run changed.
+    """
+    config, environment = config or {}, environment or {}
+    learning, learns = _learning(rows, events, config)
+    others = [
+        *_evaluations(rows),
+        *_data_wait(rows, config, environment),
+        *_evaluation_time(rows),
+        *_interruptions(events),
+        *_warnings(events),
+    ]
+    ended = _ended(rows, events, status, silent_s)
+    if ended is None:
+        return Verdict(learning.kind, learning.text, others, learns)
+    headline, _, more = ended.text.partition(". ")  # errors end with advice
+    details = [Finding(ended.kind, more)] if more else []
+    shown = [*details, *([learning] if rows else []), *others]
+    return Verdict(ended.kind, headline, shown, learns)
 
 
 def collapse_limits(config: Mapping[str, Any]) -> tuple[float, float]:
@@ -14,3 +93,276 @@ def collapse_limits(config: Mapping[str, Any]) -> tuple[float, float]:
     health = hooks.get("health") if isinstance(hooks, dict) else None
     own = health if isinstance(health, dict) else {}
     return float(own.get("collapsed", COLLAPSED)), float(own.get("min_rank", MIN_RANK))
+
+
+def _ended(
+    rows: Sequence[Mapping[str, Any]],
+    events: Sequence[Mapping[str, Any]],
+    status: Mapping[str, Any],
+    silent_s: float,
+) -> Finding | None:
+    """Return how the run ended, unless it finished or goes on."""
+    state = status.get("state")
+    step = status.get("step")
+    at = f" at step {step:,}" if isinstance(step, int) else ""
+    if state == "failed":
+        error = str(status.get("error") or "").strip().splitlines()
+        reason = error[0] if error else "no reason was recorded"
+        rank = status.get("rank")
+        where = f"{at} on rank {rank}" if rank is not None else at
+        return Finding("bad", f"failed{where}: {reason}")
+    if state in ("interrupted", "requeued"):
+        by = f" by {status['by']}" if status.get("by") else ""
+        after = "waits in the queue" if state == "requeued" else "the same command goes on"
+        return Finding("warning", f"{state}{at}{by}; {after}")
+    if state == "running" and silent_s > SILENT_S:
+        return Finding(
+            "bad", f"no sign of life for {show_duration(silent_s)}: it was killed or hangs"
+        )
+    if state is None and not rows and not events:
+        return Finding("plain", "nothing is recorded yet")
+    return None
+
+
+def _learning(
+    rows: Sequence[Mapping[str, Any]],
+    events: Sequence[Mapping[str, Any]],
+    config: Mapping[str, Any],
+) -> tuple[Finding, bool | None]:
+    """Return whether the run learns, in words and as a bool or None."""
+    trained = [row for row in rows if "lr" in row and row.get("loss") is not None]
+    columns = columns_of(trained)
+    if not trained:
+        return Finding("plain", "no step is logged yet"), None
+    if collapse := _collapse(columns, config):
+        return Finding("bad", collapse), False
+    if still := _frozen(columns, events):
+        return Finding("bad", still), False
+    last = trained[-1]["step"]
+    if len(trained) < MIN_ROWS or last < FROM_STEP:
+        return Finding("plain", f"too early to say: {last} {plural('step', last)}"), None
+    loss, gain = _fall(columns["loss"]), _gain(rows)
+    ratio = columns.get("chance_ratio")
+    if ratio is not None and last >= CHANCE_STEPS:
+        return _against_chance(ratio, loss, gain)
+    if loss.falls or gain.rises:
+        return Finding("good", f"learning: {_and(loss.text, gain.text)}"), True
+    return Finding("warning", f"no sign of learning: {_and(loss.text, gain.text)}"), False
+
+
+def _against_chance(ratio: Column, loss: Trend, gain: Trend) -> tuple[Finding, bool | None]:
+    first, now = ratio.values[0], _end(ratio.values)
+    lowest = min(ratio.values)
+    facts = _and(loss.text, gain.text)
+    if beats_chance(now):
+        return Finding("good", f"learning: {facts}; the loss is {now:.2f} times chance"), True
+    if not beats_chance(lowest) and (gain.rises or (loss.falls and not gain.known)):
+        slow = f"slowly learning: {facts}; but the loss is still {now:.2f} times chance"
+        return Finding("warning", slow), True
+    if stays_at_chance(first, lowest):
+        advice = "another optimizer.lr, a shorter optimizer.warmup or weaker views"
+        return Finding("bad", f"at chance: {facts}; try {advice}"), False
+    if beats_chance(lowest):
+        step = ratio.steps[ratio.values.index(lowest)]
+        lost = f"back at chance: the loss is {now:.2f} times chance, {lowest:.2f} at step {step:,}"
+        return Finding("bad", lost), False
+    return Finding("bad", f"at chance: {facts}; the loss is {now:.2f} times chance"), False
+
+
+def _collapse(columns: Mapping[str, Column], config: Mapping[str, Any]) -> str | None:
+    """Return since when the embeddings have been collapsed, or None."""
+    least_std, least_rank = collapse_limits(config)
+    for name, limit, what in (
+        ("emb_std", least_std, "embeddings of different images are almost the same"),
+        ("effective_rank", least_rank, "embeddings vary in one direction only"),
+    ):
+        column = columns.get(name)
+        since = _since(column, limit) if column else None
+        if column and since is not None:
+            when = "from the start" if since == column.steps[0] else f"at step {since:,}"
+            return f"collapsed {when}: {what} ({name} {column.values[-1]:.3g}, limit {limit:g})"
+    return None
+
+
+def _since(column: Column, limit: float) -> int | None:
+    """Return the step from which all values to the last one are below the limit, or None."""
+    since = None
+    for step, value in zip(reversed(column.steps), reversed(column.values), strict=True):
+        if value >= limit:
+            break
+        since = step
+    return since if column.steps[-1] >= FROM_STEP else None
+
+
+def _frozen(columns: Mapping[str, Column], events: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return why no weight moves, or None."""
+    lr = columns.get("lr")
+    rates = [value for name in columns if name.startswith("lr/") for value in columns[name].values]
+    if lr and len(lr.values) > 1 and not any([*lr.values, *rates]):
+        return "nothing is trained: the learning rate is 0; raise optimizer.lr"
+    for event in events:
+        if event.get("event") == "warning" and (event.get("data") or {}).get("about") == "weights":
+            return f"nothing is trained: {event.get('text', '')}"
+    return None
+
+
+@dataclass(frozen=True)
+class Trend:
+    """Whether a column improves, in words; ``text`` is empty if there is no such column."""
+
+    text: str = ""
+    falls: bool = False
+    rises: bool = False
+
+    @property
+    def known(self) -> bool:
+        return bool(self.text)
+
+
+def _fall(loss: Column) -> Trend:
+    """Compare the start and the end of the loss, beyond its noise."""
+    part = max(2, len(loss.values) // 5)
+    start, end = loss.values[:part], loss.values[-part:]
+    first, last = statistics.fmean(start), statistics.fmean(end)
+    jumps = [abs(b - a) for a, b in pairwise(loss.values)]
+    noise = 2 * statistics.median(jumps) / part**0.5
+    if abs(first - last) <= max(noise, LEAST_FALL * abs(first)):
+        return Trend(f"the loss stays at {last:.4g}")
+    falls = last < first
+    words = "fell" if falls else "rose"
+    return Trend(f"the loss {words} from {loss.values[0]:.4g} to {_end(loss.values):.4g}", falls)
+
+
+def _gain(rows: Sequence[Mapping[str, Any]]) -> Trend:
+    """Compare the first and the last accuracy of an evaluation."""
+    found = _accuracies(rows)
+    if not found:
+        return Trend()
+    name, column = next(iter(found.items()))
+    first, last = column.values[0], column.values[-1]
+    if len(column.values) < 2:
+        return Trend(f"{name} is {last:.1%}")
+    gain = last - first
+    words = "stays near" if abs(gain) < GAIN else "rose to" if gain > 0 else "fell to"
+    text = f"{name} {words} {last:.1%}, from {first:.1%} at step {column.steps[0]:,}"
+    return Trend(text, rises=gain >= CLEAR_GAIN)
+
+
+def _accuracies(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
+    """Return accuracies of evaluations while training; k-NN first."""
+    columns = columns_of(row for row in rows if "lr" not in row)
+    names = [name for name in columns if name.endswith("top1")]
+    return {name: columns[name] for name in sorted(names, key=lambda n: not n.startswith("knn"))}
+
+
+def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Report evaluations that were better before."""
+    found = []
+    for name, column in _accuracies(rows).items():
+        best = max(column.values)
+        if best - column.values[-1] >= GAIN:
+            step = column.steps[column.values.index(best)]
+            text = (
+                f"{name} was best at step {step:,} ({best:.1%}) and is {column.values[-1]:.1%} "
+                f"now; train.keep_best.metric={name} keeps the best checkpoint"
+            )
+            found.append(Finding("warning", text))
+    return found
+
+
+def data_wait(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the share of the training time spent waiting for data; None if not known yet.
+
+    The first row does not count: the workers start in it.
+    """
+    timed = [row for row in rows if row.get("data_wait") is not None and row.get("step_s")]
+    if len(timed) < 2:
+        return None
+    waited = whole = 0.0
+    for before, row in pairwise(timed):
+        seconds = row["step_s"] * max(1, row["step"] - before["step"])
+        waited, whole = waited + seconds * row["data_wait"], whole + seconds
+    return waited / whole
+
+
+def _data_wait(
+    rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], environment: Mapping[str, Any]
+) -> list[Finding]:
+    share = data_wait(rows)
+    if share is None or share <= TOO_MUCH or rows[-1]["step"] < LONG_ENOUGH:
+        return []
+    text = f"waiting for data {share:.0%} of the time: {_data_advice(config, environment)}"
+    return [Finding("warning", text)]
+
+
+def _data_advice(config: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
+    data, launch = config.get("data"), config.get("launch")
+    data = data if isinstance(data, dict) else {}
+    processes = (launch if isinstance(launch, dict) else {}).get("processes")
+    workers, cpus = data.get("num_workers"), environment.get("cpus")
+    advice = None
+    if isinstance(workers, int) and isinstance(cpus, int):
+        advice = workers_advice(workers, Cores(cpus, processes if type(processes) is int else 1))
+    if data.get("cache") == "none" and data.get("name") in DECODED:
+        return f"set data.cache=ram{f', or: {advice}' if advice else ''}"
+    return advice or "cheaper or fewer views, or smaller images (data.max_side), would help"
+
+
+def _evaluation_time(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    spent = sum(row["eval_s"] for row in rows if row.get("eval_s"))
+    steps, trained = 0, 0.0
+    for row in rows:
+        if row.get("step_s"):
+            trained += row["step_s"] * max(0, row["step"] - steps)
+            steps = row["step"]
+    if not trained or spent <= MANY_EVALUATIONS * trained or spent < 60:
+        return []
+    text = f"evaluations took {show_duration(spent)} beside {show_duration(trained)} of training"
+    return [Finding("warning", f"{text}; eval.every says how often they run")]
+
+
+def _interruptions(events: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    counts = {kind: _count(events, kind) for kind in ("resume", "requeue")}
+    words = {"resume": "resumed", "requeue": "requeued"}
+    told = [
+        f"{words[kind]} {number} {plural('time', number)}"
+        for kind, number in counts.items()
+        if number
+    ]
+    return [Finding("plain", ", ".join(told))] if told else []
+
+
+def _warnings(events: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    texts = [str(event.get("text", "")) for event in events if event.get("event") == "warning"]
+    if not texts:
+        return []
+    number = len(texts)
+    return [Finding("warning", f"{number} {plural('warning', number)}, the last: {texts[-1]}")]
+
+
+def show_duration(seconds: float) -> str:
+    """Format a time as ``45 s``, ``12 min``, ``3 h 20 min`` or ``2 d 5 h``."""
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    minutes = round(seconds / 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h" if hours else f"{days} d"
+
+
+def _count(events: Sequence[Mapping[str, Any]], kind: str) -> int:
+    return sum(event.get("event") == kind for event in events)
+
+
+def _end(values: Sequence[float]) -> float:
+    """Return the median of the last tenth."""
+    return statistics.median(values[-max(1, len(values) // 10) :])
+
+
+def _and(*texts: str) -> str:
+    return ", ".join(text for text in texts if text)

@@ -143,7 +143,7 @@ class Health(Hook):
     def _warn(self, task: Task, kind: str, text: str) -> None:
         if kind not in self.told:
             self.told.add(kind)
-            log.warning("step %d: %s", task.steps_done + 1, text)
+            log.warning("step %d: %s", task.steps_done + 1, text, extra={"about": kind})
 
 
 def _peak(task: Task) -> float:

@@ -19,3 +19,12 @@ def stays_at_chance(first: float, lowest: float) -> bool:
         lowest: The smallest one so far.
     """
     return lowest >= AT_CHANCE * max(1.0, first)
+
+
+def beats_chance(ratio: float) -> bool:
+    """Return True if a loss is below that of an uninformed network by more than noise.
+
+    Args:
+        ratio: chance_ratio.
+    """
+    return ratio < AT_CHANCE

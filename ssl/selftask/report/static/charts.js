@@ -292,6 +292,7 @@
 
   // Without a cursor the legend has the last value of each curve.
   function showLast(plot) {
+    if (!plot.root.isConnected) return; // drawn anew meanwhile
     const last = plot.data[0].length - 1;
     const idxs = plot.series.map((_, number) => (number ? nearestValue(plot, number, last) : last));
     plot.setLegend({ idxs });

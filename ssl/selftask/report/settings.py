@@ -1,0 +1,79 @@
+"""The config of a run as a table, values that the user or the recipe has set first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from selftask.report.page import Section, escape
+from selftask.report.record import RunRecord
+
+
+def config_section(record: RunRecord) -> Section:
+    """Return the section with the config; empty if it cannot be read.
+
+    Where values come from stands in ``environment.json``; runs of older versions have no origins.
+    """
+    values = dict(flat(record.config))
+    origins = record.environment.get("origins")
+    origins = origins if isinstance(origins, dict) else {}
+    if not values:
+        return Section("Config", "", "config")
+    placed = {key: _origin(origins, key) for key in values}
+    typed = [key for key in values if placed[key].startswith("command line")]
+    recipe = [key for key in values if placed[key] and key not in typed]
+    rest = [key for key in values if key not in {*typed, *recipe}]
+    parts = [
+        _table("Set on the command line", typed, values, placed, folded=False),
+        _table("Set by the recipe", recipe, values, placed, folded=bool(typed)),
+        _table("Defaults" if origins else "All values", rest, values, placed, folded=True),
+    ]
+    return Section("Config", "".join(parts), "config")
+
+
+def flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested sections by dotted keys; lists and empty sections are values."""
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{key}.")
+        elif _are_sections(value):
+            for number, entry in enumerate(value):
+                yield from flat(entry, f"{key}.{number}.")
+        else:
+            yield key, value
+
+
+def _are_sections(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, dict) for v in value)
+
+
+def _origin(origins: dict[str, Any], key: str) -> str:
+    """Return where a key, or the section around it, was set; empty for a default."""
+    while key:
+        if key in origins:
+            return str(origins[key])
+        key = key.rpartition(".")[0]
+    return ""
+
+
+def _table(
+    title: str, keys: list[str], values: dict[str, Any], placed: dict[str, str], *, folded: bool
+) -> str:
+    if not keys:
+        return ""
+    rows = "".join(
+        f"<tr><td class=mono>{escape(key)}</td><td class=mono>{escape(_shown(values[key]))}</td>"
+        f"<td class=muted>{escape(placed[key])}</td></tr>"
+        for key in keys
+    )
+    table = f"<table><tbody>{rows}</tbody></table>"
+    if folded:
+        return f"<details><summary>{escape(title)} ({len(keys)})</summary>{table}</details>"
+    return f"<h3>{escape(title)}</h3>{table}"
+
+
+def _shown(value: Any) -> str:
+    """Format a value as on the command line."""
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
