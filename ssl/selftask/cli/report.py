@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +37,7 @@ folder that the runs have in common. Runs without a report of their own get one,
 
 
 def main(argv: list[str]) -> int:
-    """Write the page and print its path and the verdict."""
+    """Write the page, and print the verdict and the path of the page."""
     words, trust = take_trust(argv)
     out, words = take("out", words)
     asked, words = take("images", words)
@@ -43,9 +45,10 @@ def main(argv: list[str]) -> int:
     if not words or any("=" in word and not exists(word) for word in words):
         raise UserError(f"report needs a RUN\n{USAGE}")
     from selftask.checkpoint.mirror import local_run
+    from selftask.files import addresses
     from selftask.report.compare.places import runs_in
     from selftask.report.record import RunRecord
-    from selftask.report.run_report import write_run_report
+    from selftask.report.run_report import NAME, verdict_of, write_run_report
 
     path = Path(out).expanduser() if out else None
     places = [Path(local_run(word)) for word in words]
@@ -56,8 +59,25 @@ def main(argv: list[str]) -> int:
         raise UserError(f"sort={sort}: is for several runs, and there is one: {folders[0]}")
     record = RunRecord.read(folders[0])
     more = _image_sections(record.folder, _number(asked), trust=trust)
-    print(write_run_report(record, path, more=more))
+    with _written(out or f"{record.folder}/{NAME}"):
+        made = write_run_report(record, path, more=more)
+    print(f"{record.name}: {verdict_of(record).headline}")
+    if addresses.is_remote(words[0]) and not out:
+        address = f"{words[0].rstrip('/')}/{NAME}"
+        addresses.upload(made, address)
+        print(address)
+    else:
+        print(made)
     return 0
+
+
+@contextmanager
+def _written(name: str) -> Iterator[None]:
+    """Context in which a file that cannot be written is an error of the user."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{name}: cannot be written ({error.strerror or error})") from error
 
 
 def _compare(folders: list[Path], out: Path | None, sort: str) -> int:
@@ -69,7 +89,8 @@ def _compare(folders: list[Path], out: Path | None, sort: str) -> int:
     for folder in folders:
         if not (folder / NAME).exists():
             write_run_report(RunRecord.read(folder))
-    comparison = write_comparison(folders, path, sort)
+    with _written(str(path)):
+        comparison = write_comparison(folders, path, sort)
     print(path)
     if line := best_line(comparison):
         print(line)

@@ -10,9 +10,10 @@ from urllib.parse import quote
 
 from selftask.config.values.budget import show_bytes
 from selftask.errors import plural
+from selftask.report.overview.durations import show_seconds
 from selftask.report.page import Section, escape
 from selftask.report.record import FILES, RunRecord
-from selftask.report.verdict import Kind, Verdict, show_duration
+from selftask.report.verdict import Kind, Verdict
 
 STATE_KINDS: dict[str, Kind] = {
     "finished": "good",
@@ -20,7 +21,8 @@ STATE_KINDS: dict[str, Kind] = {
     "interrupted": "warning",
     "requeued": "warning",
     "failed": "bad",
-    "silent": "bad",
+    "hung": "bad",
+    "lost": "bad",
 }
 _SYMBOLS: dict[Kind, str] = {"good": "✓", "warning": "!", "bad": "✗", "plain": "·"}
 MAX_CHECKPOINTS = 12  # rows; more are folded
@@ -114,7 +116,7 @@ def _summary(record: RunRecord) -> Iterable[str]:
     yield steps if record.epoch is None else f"{steps}, epoch {record.epoch:g}"
     if record.started and record.ended:
         yield f"{record.started:%Y-%m-%d %H:%M}"
-        yield show_duration(max(0.0, (record.ended - record.started).total_seconds()))
+        yield show_seconds(max(0.0, (record.ended - record.started).total_seconds()))
 
 
 def _total_steps(record: RunRecord) -> int | None:
@@ -162,7 +164,7 @@ def _when(record: RunRecord) -> Iterable[tuple[str, str]]:
     attempts = record.num_attempts
     yield "attempts", f"{attempts}" if attempts > 1 else ""
     if record.state == "running" and (eta := record.last("eta_s")):
-        yield "remaining", show_duration(eta)
+        yield "remaining", show_seconds(eta)
 
 
 def _code(record: RunRecord) -> Iterable[tuple[str, str]]:
@@ -199,7 +201,7 @@ def _data(record: RunRecord) -> str:
     section = record.config.get("data")
     if not isinstance(section, dict):
         return str(section or "")
-    told = _of_start(record, "data") or section.get("path") or section.get("name")
+    told = _of_start(record, "images") or section.get("path") or section.get("name")
     return str(told or "")
 
 

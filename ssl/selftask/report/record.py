@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import statistics
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,9 +20,8 @@ from selftask.errors import UserError
 from selftask.files.paths import is_folder
 from selftask.logs import read_json
 from selftask.logs.rows import read_whole_lines
+from selftask.report.overview.liveness import judge
 
-SILENT_S = 180.0  # a run touches its lock file every 5 s; network file systems cache for 60 s
-SIGNS = (".lock", "metrics.jsonl", "log.txt", "status.json")  # files that a living run changes
 FILES = (
     *("config.yaml", "log.txt", "metrics.jsonl", "events.jsonl", "status.json"),
     *("environment.json", "git.diff"),
@@ -50,7 +50,8 @@ class Column:
 class RunRecord:
     """The files of a run folder as plain values; what is missing is empty.
 
-    ``problems`` names the files that could not be read, each in one line.
+    ``state`` is that of ``status.json``, or ``hung`` or ``lost`` if it says running but the process
+    does not run; ``lost`` says why. ``problems`` has a line for each file that could not be read.
     """
 
     folder: Path
@@ -62,7 +63,8 @@ class RunRecord:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     exports: list[Path] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    silent_s: float = 0.0  # since a file of the run changed
+    state: str = "unknown"
+    lost: str = ""
     read_at: float = field(default_factory=time.time)
 
     @classmethod
@@ -85,8 +87,10 @@ class RunRecord:
         record.events = record._read_lines("events.jsonl")
         record.checkpoints = _checkpoints(folder / "checkpoints")
         record.exports = sorted(path for path in (folder / "export").glob("*") if path.is_file())
-        changed = [path.stat().st_mtime for name in SIGNS if (path := folder / name).exists()]
-        record.silent_s = max(0.0, record.read_at - max(changed, default=record.read_at))
+        record.state = str(record.status.get("state") or "unknown")
+        if record.state == "running":
+            interval_s = record._interval_s()
+            record.state, record.lost = judge(folder, record.status, interval_s, record.read_at)
         return record
 
     @property
@@ -109,15 +113,6 @@ class RunRecord:
         """Command line that started the run, as one would type it, or an empty string."""
         words = [str(word) for word in self.environment.get("command") or []]
         return shlex.join([Path(words[0]).name, *words[1:]]) if words else ""
-
-    @property
-    def state(self) -> str:
-        """``status.json``'s state; ``silent`` for a running one without a sign of life.
-
-        ``unknown`` if there is no status.
-        """
-        state = str(self.status.get("state") or "unknown")
-        return "silent" if state == "running" and self.silent_s > SILENT_S else state
 
     @property
     def step(self) -> int:
@@ -168,6 +163,14 @@ class RunRecord:
         """Return the last value of a column, or None."""
         column = self.columns.get(name)
         return column.values[-1] if column else None
+
+    def _interval_s(self) -> float | None:
+        """Return the usual time between two rows of training, or None before there are two."""
+        column = self.columns.get("step_s")
+        if column is None or len(column.steps) < 2:
+            return None
+        steps = column.steps[-1] - column.steps[-2]
+        return steps * statistics.median(column.values)
 
     def _read_yaml(self, path: Path) -> dict[str, Any]:
         try:

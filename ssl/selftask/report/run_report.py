@@ -25,7 +25,7 @@ def verdict_of(record: RunRecord) -> Verdict:
         record.status,
         config=record.config,
         environment=record.environment,
-        silent_s=record.silent_s,
+        lost=record.lost,
     )
 
 

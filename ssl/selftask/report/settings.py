@@ -22,7 +22,8 @@ def config_section(record: RunRecord) -> Section:
         return Section("Config", "", "config")
     placed = {key: _origin(origins, key) for key in values}
     typed = [key for key in values if placed[key].startswith("command line")]
-    recipe = [key for key in values if placed[key] and key not in typed]
+    chosen = [key for key in values if not placed[key].startswith(("auto", "command line"))]
+    recipe = [key for key in chosen if placed[key]]
     rest = [key for key in values if key not in {*typed, *recipe}]
     parts = [
         _table("Set on the command line", typed, values, placed, folded=False),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from selftask.report.overview.durations import show_seconds
 from selftask.report.page import Section, escape
 from selftask.report.record import RunRecord
-from selftask.report.verdict import data_wait, show_duration
+from selftask.report.verdict import data_wait
 
 PARTS = "ms_"  # columns of the hook `timing`
 LEAST = 0.001  # share of the time below which a part is left out
@@ -82,4 +83,4 @@ def _bars(title: str, note: str, parts: dict[str, float], *, milliseconds: bool)
 
 
 def _time(seconds: float, milliseconds: bool) -> str:
-    return f"{1e3 * seconds:,.1f} ms" if milliseconds else show_duration(seconds)
+    return f"{1e3 * seconds:,.1f} ms" if milliseconds else show_seconds(seconds)

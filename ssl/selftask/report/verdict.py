@@ -18,7 +18,8 @@ from selftask.hooks.watching.limits import (
     beats_chance,
     stays_at_chance,
 )
-from selftask.report.record import SILENT_S, Column, columns_of
+from selftask.report.overview.durations import show_seconds
+from selftask.report.record import Column, columns_of
 
 Kind = Literal["good", "warning", "bad", "plain"]
 MIN_ROWS = 4  # of training, to say anything about learning
@@ -57,7 +58,7 @@ def judge(
     *,
     config: Mapping[str, Any] | None = None,
     environment: Mapping[str, Any] | None = None,
-    silent_s: float = 0.0,
+    lost: str = "",
 ) -> Verdict:
     """Return the verdict on a run.
 
@@ -67,7 +68,7 @@ def judge(
         status: Content of ``status.json``.
         config: Content of ``config.yaml``; for limits that the run has changed, and for advice.
         environment: Content of ``environment.json``, for advice.
-        silent_s: Seconds since a file of the run changed.
+        lost: Why a run whose status is ``running`` does not run; empty if it does.
     """
     config, environment = config or {}, environment or {}
     learning, learns = _learning(rows, events, config)
@@ -78,7 +79,7 @@ def judge(
         *_interruptions(events),
         *_warnings(events),
     ]
-    ended = _ended(rows, events, status, silent_s)
+    ended = _ended(rows, events, status, lost)
     if ended is None:
         return Verdict(learning.kind, learning.text, others, learns)
     headline, _, more = ended.text.partition(". ")  # errors end with advice
@@ -99,7 +100,7 @@ def _ended(
     rows: Sequence[Mapping[str, Any]],
     events: Sequence[Mapping[str, Any]],
     status: Mapping[str, Any],
-    silent_s: float,
+    lost: str,
 ) -> Finding | None:
     """Return how the run ended, unless it finished or goes on."""
     state = status.get("state")
@@ -115,10 +116,8 @@ def _ended(
         by = f" by {status['by']}" if status.get("by") else ""
         after = "waits in the queue" if state == "requeued" else "the same command goes on"
         return Finding("warning", f"{state}{at}{by}; {after}")
-    if state == "running" and silent_s > SILENT_S:
-        return Finding(
-            "bad", f"no sign of life for {show_duration(silent_s)}: it was killed or hangs"
-        )
+    if lost:
+        return Finding("bad", f"does not run any more: {lost}")
     if state is None and not rows and not events:
         return Finding("plain", "nothing is recorded yet")
     return None
@@ -140,7 +139,9 @@ def _learning(
         return Finding("bad", still), False
     last = trained[-1]["step"]
     if len(trained) < MIN_ROWS or last < FROM_STEP:
-        return Finding("plain", f"too early to say: {last} {plural('step', last)}"), None
+        return Finding(
+            "plain", f"too early to say whether it learns: {last} {plural('step', last)}"
+        ), None
     loss, gain = _fall(columns["loss"]), _gain(rows)
     ratio = columns.get("chance_ratio")
     if ratio is not None and last >= CHANCE_STEPS:
@@ -156,7 +157,7 @@ def _against_chance(ratio: Column, loss: Trend, gain: Trend) -> tuple[Finding, b
     facts = _and(loss.text, gain.text)
     if beats_chance(now):
         return Finding("good", f"learning: {facts}; the loss is {now:.2f} times chance"), True
-    if not beats_chance(lowest) and (gain.rises or (loss.falls and not gain.known)):
+    if not beats_chance(lowest) and gain.rises:
         slow = f"slowly learning: {facts}; but the loss is still {now:.2f} times chance"
         return Finding("warning", slow), True
     if stays_at_chance(first, lowest):
@@ -166,6 +167,10 @@ def _against_chance(ratio: Column, loss: Trend, gain: Trend) -> tuple[Finding, b
         step = ratio.steps[ratio.values.index(lowest)]
         lost = f"back at chance: the loss is {now:.2f} times chance, {lowest:.2f} at step {step:,}"
         return Finding("bad", lost), False
+    if loss.falls and not gain.known:
+        return Finding(
+            "warning", f"no better than chance so far: {facts}, {now:.2f} times it"
+        ), None
     return Finding("bad", f"at chance: {facts}; the loss is {now:.2f} times chance"), False
 
 
@@ -317,7 +322,7 @@ def _evaluation_time(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
             steps = row["step"]
     if not trained or spent <= MANY_EVALUATIONS * trained or spent < 60:
         return []
-    text = f"evaluations took {show_duration(spent)} beside {show_duration(trained)} of training"
+    text = f"evaluations took {show_seconds(spent)} beside {show_seconds(trained)} of training"
     return [Finding("warning", f"{text}; eval.every says how often they run")]
 
 
@@ -338,21 +343,6 @@ def _warnings(events: Sequence[Mapping[str, Any]]) -> list[Finding]:
         return []
     number = len(texts)
     return [Finding("warning", f"{number} {plural('warning', number)}, the last: {texts[-1]}")]
-
-
-def show_duration(seconds: float) -> str:
-    """Format a time as ``45 s``, ``12 min``, ``3 h 20 min`` or ``2 d 5 h``."""
-    whole = round(seconds)
-    if whole < 120:
-        return f"{whole} s"
-    minutes = round(seconds / 60)
-    if minutes < 120:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
-    days, hours = divmod(hours, 24)
-    return f"{days} d {hours} h" if hours else f"{days} d"
 
 
 def _count(events: Sequence[Mapping[str, Any]], kind: str) -> int:

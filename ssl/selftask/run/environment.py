@@ -9,6 +9,7 @@ import platform
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,16 @@ DIFF = "git.diff"
 MAX_DIFF = 2**20  # bytes; the rest is cut off
 
 
-def write(out: Path) -> None:
-    """Write ``environment.json``, and ``git.diff`` if there are uncommitted changes."""
+def write(out: Path, origins: Mapping[str, str] | None = None) -> None:
+    """Write ``environment.json``, and ``git.diff`` if there are uncommitted changes.
+
+    Args:
+        out: The run folder.
+        origins: Where values of the config come from, by dotted key; defaults are left out.
+    """
     found = describe()
+    chosen = {key: place for key, place in (origins or {}).items() if not _is_default(place)}
+    found["origins"] = chosen
     diff = _git("diff", "HEAD", "--no-ext-diff", "--no-color") or ""
     (out / DIFF).unlink(missing_ok=True)  # of the attempt before
     if diff and found["git"]:
@@ -33,6 +41,10 @@ def write(out: Path) -> None:
         (out / DIFF).write_text(f"{cut}\n", encoding="utf-8")
         found["git"]["diff"] = DIFF
     write_json(out / FILE, found)
+
+
+def _is_default(place: str) -> bool:
+    return place == "default" or place.startswith("default of ")
 
 
 def describe() -> dict[str, Any]:

@@ -17,6 +17,7 @@ from selftask.errors import RunError, UserError
 from selftask.logs import LOGGER, add_line, log_result
 from selftask.logs.events import add_event
 from selftask.run import slurm_job
+from selftask.run.end_page import write_end_page
 from selftask.run.failure import Failure
 from selftask.run.status import Status
 from selftask.run.watchdog import Watch
@@ -44,6 +45,7 @@ class Ending:
         if self.task.clock.stopped is not None:
             line += f"; {self.task.clock.stopped}"
         self.task.event("finish", line)
+        self._write_page()
         log_result(line)
         return 0
 
@@ -71,6 +73,7 @@ class Ending:
         line = f"RUN interrupted by {leaving.by} at step {self.step}; {how}; {leaving.outlook}"
         kind = "requeue" if leaving.state == "requeued" else "stop"
         self.task.event(kind, line, by=leaving.by)
+        self._write_page()
         log_result(line)
         return leaving.code
 
@@ -112,6 +115,7 @@ class Ending:
                 self.status.write("failed", step=self.step, **what)
                 add_event(self.task.out, "failure", line, step=self.step, **what)
             self._write_error_for(failure)
+            self._write_page(for_rank0=for_rank0)
         for text in (failure.details, *rest):
             if text:
                 LOGGER.error("%s", text)
@@ -120,6 +124,11 @@ class Ending:
             with _written_or_said():
                 add_line(self.task.out, line)
             print(line, file=sys.stderr, flush=True)
+
+    def _write_page(self, *, for_rank0: bool = False) -> None:
+        """Write the report, before the last line of the log."""
+        if self.task.config.train.report and (self.first or for_rank0):
+            write_end_page(self.task.out)
 
     def _write_error_for(self, failure: Failure) -> None:
         """Write the error file of a rank that was killed or hangs, unless it wrote its own."""

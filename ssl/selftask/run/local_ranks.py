@@ -25,6 +25,7 @@ from selftask.distributed.world import STOP_SIGNALS, is_ignored, read_world
 from selftask.errors import UserError, describe_exit
 from selftask.logs import add_line, announce
 from selftask.logs.events import add_event
+from selftask.run.end_page import write_end_page
 from selftask.run.run_folder import check_free
 from selftask.run.status import Status
 
@@ -161,6 +162,8 @@ def _tell_what_ranks_could_not(status: Status, ranks: Ranks) -> None:
     status.write("failed", rank=ranks.first_failed, error=message)
     line = f"RUN FAILED on rank {ranks.first_failed}: {message}"
     add_event(status.path.parent, "failure", line, rank=ranks.first_failed, error=message)
+    if status.config.train.report:
+        write_end_page(status.path.parent)
     add_line(status.path.parent, line)
     print(line, flush=True)
 

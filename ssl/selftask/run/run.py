@@ -127,12 +127,13 @@ def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
         with _signals_told():
             if world.rank == 0:
                 write_durably(task.out / "config.yaml", to_yaml(config))
-                environment.write(task.out)
+                environment.write(task.out, config.places)
                 copy_plugins(config, task.out)
                 _log_origins(config)
                 status.write("running", world_size=world.size)
                 told = f"RUN started: {config.recipe}, world size {world.size}"
-                add_event(task.out, "start", told, world_size=world.size)
+                images = task.sources.train.describe() if task.sources else ""
+                add_event(task.out, "start", told, world_size=world.size, images=images)
             # The watchdog reports a hang first; the collectives' longer timeout is a fallback.
             tell = partial(_tell, ending, upload)
             with watch_others(task.out, world, tell):

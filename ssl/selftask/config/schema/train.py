@@ -119,6 +119,8 @@ class TrainConfig:
     """Whether every process writes its part into a folder and nothing is gathered
     (``parallel.reduce=fsdp``).
     """
+    report: bool = True
+    """Whether to write ``report.html`` into the run folder when the run ends."""
     threads: int | Literal["auto"] = setting("auto", min=1, max=1024)
     """Threads of torch on the CPU, per process; auto: three quarters of the cores, with a GPU those
     that workers leave; kept on resume.

@@ -1,0 +1,149 @@
+"""The page: texts of users cannot become code, curves keep their extremes, it stays small."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from selftask.logs import json_row
+from selftask.report.charts import Chart, Curve, charts_html, thinned
+from selftask.report.page import Section, escape, json_data, page_html, static_text
+from selftask.report.record import RunRecord, columns_of
+from selftask.report.run_report import write_run_report
+from selftask.report.settings import flat
+
+EVIL = "</script><script>alert(1)</script><!-- \" ' & \u2028"
+
+
+def run_folder(folder: Path, rows: list[dict[str, object]], **config: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(json.dumps(config or {"recipe": "simclr"}))
+    (folder / "metrics.jsonl").write_text("".join(json_row(row) + "\n" for row in rows))
+    return folder
+
+
+def test_json_cannot_end_its_element() -> None:
+    text = json_data({EVIL: [EVIL, 1.5, None]}, "x")
+    inner = text.removeprefix('<script type="application/json" id="x">').removesuffix("</script>")
+    assert not set("<>&\u2028") & set(inner)
+    assert json.loads(inner) == {EVIL: [EVIL, 1.5, None]}
+
+
+def test_texts_of_users_are_escaped(tmp_path: Path) -> None:
+    """In every place that a run can bring a text to."""
+    rows = [
+        {"step": n, "epoch": n / 3, "loss": 2.0 / n, "lr": 0.1, EVIL: 1.0, f"{EVIL}/x": n}
+        for n in range(1, 8)
+    ]
+    config = {"recipe": EVIL, "method": {"name": EVIL}, "data": {"path": EVIL}, "k": {EVIL: EVIL}}
+    run = run_folder(tmp_path / "<img src=x onerror=alert(1)>", rows, **config)
+    event = {"time": EVIL, "step": 1, "event": "warning", "text": EVIL, "data": {}}
+    (run / "events.jsonl").write_text(
+        json.dumps(event) + "\n" + json.dumps({**event, "event": EVIL})
+    )
+    told = {"command": ["selftask", EVIL], "host": EVIL, "gpus": [EVIL], "origins": {"k": EVIL}}
+    told["git"] = {"commit": EVIL, "branch": EVIL, "dirty": True}
+    (run / "environment.json").write_text(json.dumps(told))
+    (run / "status.json").write_text(json.dumps({"state": EVIL, "error": EVIL}))
+    (run / "export").mkdir()
+    (run / "export" / "<b>.pt").write_text("")
+    text = write_run_report(RunRecord.read(run)).read_text()
+    assert "<script>alert" not in text and "<img" not in text and "<b>" not in text
+    own = {f"<script>{static_text(name)}</script>" for name in ("page.js", "charts.js")}
+    own |= {f"<script>{static_text('uplot/uPlot.iife.min.js')}</script>"}
+    for script in own:
+        assert text.count(script) == 1
+        text = text.replace(script, "")
+    assert re.findall("<script[^>]*>", text) == ['<script type="application/json" id="charts">']
+
+
+def test_only_known_scripts_may_run() -> None:
+    """The policy has the digest of each script, and no connection is allowed."""
+    page = page_html("t", [Section("a", "x", "a", script="let a;"), Section("b", "", "b")])
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]+)"', page)
+    assert page.count("sha256-") == len(re.findall("<script>", page)) == 4
+    assert "default-src 'none'" in policy and "connect-src 'none'" in policy
+    assert "unsafe-inline" not in policy.partition("script-src")[2].partition(";")[0]
+    assert 'id="b"' not in page  # empty sections are left out
+    assert not re.findall(r'(?:src|href)="(?!#)', page)
+
+
+def test_a_thinned_curve_keeps_its_extremes() -> None:
+    random = np.random.default_rng(0)
+    values = random.normal(size=100_001)
+    values[50_321], values[7] = 40.0, np.nan
+    steps, kept = thinned(range(100_001), values.tolist(), most=2000)
+    assert len(steps) <= 2000 and steps == sorted(steps)
+    assert (steps[0], steps[-1]) == (0, 100_000)
+    numbers = [value for value in kept if value is not None]
+    assert max(numbers) == 40.0 and min(numbers) == pytest.approx(np.nanmin(values), rel=1e-5)
+    assert all(
+        v is None or v == pytest.approx(values[s], rel=1e-5)
+        for s, v in zip(steps, kept, strict=True)
+    )
+    assert thinned([1, 2], [1.0, float("inf")]) == ([1, 2], [1.0, None])
+    assert thinned([], []) == ([], [])
+
+
+def test_a_long_run_makes_a_small_page_quickly(tmp_path: Path) -> None:
+    """100,000 rows: below a megabyte, within seconds."""
+    row = {"loss": 5.1234, "lr": 0.001, "images_per_s": 812.5, "data_wait": 0.02, "step_s": 0.31}
+    names = ("emb_std", "effective_rank", "chance_ratio", "memory_mb", "dino", "ibot", "koleo")
+    line = json.dumps({**row, **dict.fromkeys(names, 0.512345678)})[1:]
+    folder = run_folder(tmp_path / "run", [])
+    rows = (f'{{"step": {n}, "epoch": {n / 700:.4f}, {line}\n' for n in range(1, 100_001))
+    (folder / "metrics.jsonl").write_text("".join(rows))
+    started = time.process_time()
+    path = write_run_report(RunRecord.read(folder))
+    assert time.process_time() - started < 3.0
+    assert path.stat().st_size < 1e6
+
+
+def test_charts_without_data_are_left_out() -> None:
+    assert charts_html([]) == charts_html([Chart("a", [Curve("b", [], [])])]) == ""
+    assert "<figcaption>a&lt;" in charts_html([Chart("a<", [Curve("b", [1], [2.0])])])
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "status.json", "config.yaml"])
+@pytest.mark.parametrize("content", [b"", b"\x00\xff{", b"[1]\n{}\nnull\n", b'{"a": 1}\n{"st'])
+def test_damaged_files_are_named_and_harmless(tmp_path: Path, name: str, content: bytes) -> None:
+    run = run_folder(tmp_path / "run", [{"step": 1, "loss": 1.0, "lr": 0.1}])
+    (run / name).write_bytes(content)
+    record = RunRecord.read(run)
+    assert "<h1>run" in write_run_report(record).read_text()
+    cut = name.endswith(".jsonl") and b"\n" not in content  # a last line that is being written
+    named = any(problem.startswith(name) for problem in record.problems)
+    assert named == (not cut and (b"null" in content or not name.endswith(".jsonl")))
+
+
+def test_a_run_that_is_being_written(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", [{"step": 1, "loss": 1.0}, {"step": 2, "loss": None}])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    record = RunRecord.read(run)
+    assert [row["step"] for row in record.rows] == [1, 2]
+    assert (record.columns["loss"].steps, record.step) == ([1], 2)
+    assert not any("metrics" in problem for problem in record.problems)
+
+
+def test_columns_of_rows() -> None:
+    found = columns_of(
+        [{"step": 2, "a": 1}, {"step": 1, "a": 3, "b": "x", "c": True}, {"step": 2, "a": 9}]
+    )
+    assert {name: (c.steps, c.values) for name, c in found.items()} == {"a": ([1, 2], [3, 9])}
+
+
+def test_flat_config() -> None:
+    nested = {"a": {"b": 1, "c": {}}, "views": [{"name": "x", "p": [1, 2]}], "d": None}
+    assert dict(flat(nested)) == {
+        "a.b": 1, "a.c": {}, "views.0.name": "x", "views.0.p": [1, 2], "d": None,
+    }  # fmt: skip
+
+
+def test_escape_also_quotes() -> None:
+    assert escape("<a href=\"x\" id='y'>&") == "&lt;a href=&quot;x&quot; id=&#x27;y&#x27;&gt;&amp;"

@@ -1,0 +1,198 @@
+"""The verdict on runs: real ones, and rows made up so that one thing is wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from selftask.data.loading.data_stall import TOO_MUCH
+from selftask.hooks.watching.limits import COLLAPSED, MIN_RANK
+from selftask.report.verdict import collapse_limits, data_wait, judge
+
+FINISHED = {"state": "finished", "step": 200}
+CHANCE = 6.236
+
+
+def rows(number: int = 40, every: int = 5, **columns: Any) -> list[dict[str, Any]]:
+    """Rows of a run that learns; a column is a value, or a function of progress in [0, 1]."""
+    standard = {
+        "loss": lambda w: 6.8 - 3 * w,
+        "lr": lambda w: 1e-3 * (1 - w),
+        "data_wait": 0.02,
+        "step_s": 0.1,
+        "emb_std": 0.5,
+        "effective_rank": 80.0,
+    }
+    made = []
+    for index in range(number):
+        w = index / (number - 1)
+        row: dict[str, Any] = {"step": every * (index + 1), "epoch": w * 10}
+        for name, value in {**standard, **columns}.items():
+            if value is not None:
+                row[name] = value(w) if callable(value) else value
+        if "chance_ratio" not in columns:
+            row["chance_ratio"] = row["loss"] / CHANCE
+        made.append({name: value for name, value in row.items() if value is not None})
+    return made
+
+
+def evaluated(*pairs: tuple[int, float]) -> list[dict[str, Any]]:
+    return [{"step": step, "epoch": 0.0, "knn_top1": value, "eval_s": 1.0} for step, value in pairs]
+
+
+def event(kind: str, text: str = "", **data: Any) -> dict[str, Any]:
+    return {
+        "time": "2026-01-01T00:00:00+00:00",
+        "step": 1,
+        "event": kind,
+        "text": text,
+        "data": data,
+    }
+
+
+def test_a_run_that_learns() -> None:
+    found = judge([*evaluated((0, 0.17)), *rows(), *evaluated((200, 0.7))], [], FINISHED)
+    assert (found.kind, found.learns) == ("good", True)
+    assert found.headline.startswith("learning: the loss fell from 6.8 to 3.")
+    assert "knn_top1 rose to 70.0%, from 17.0% at step 0" in found.headline
+    assert found.findings == []
+
+
+def test_without_chance_the_loss_or_the_evaluation_tells() -> None:
+    """A teacher's loss may rise while the network learns."""
+    rising = rows(loss=lambda w: 1 + w, chance_ratio=None)
+    assert judge(rising, [], FINISHED).learns is False
+    both = [*evaluated((0, 0.2)), *rising, *evaluated((200, 0.5))]
+    assert judge(both, [], FINISHED).learns is True
+
+
+def test_noise_is_no_trend() -> None:
+    noisy = rows(loss=lambda w: 6.8 + 0.1 * math.sin(1e4 * w), chance_ratio=None)
+    assert "the loss stays at 6." in judge(noisy, [], FINISHED).headline
+
+
+def test_at_chance() -> None:
+    found = judge(rows(loss=6.5), [], FINISHED)
+    assert (found.kind, found.learns) == ("bad", False)
+    assert found.headline.startswith("at chance: the loss stays at 6.5; try another optimizer.lr")
+    found = judge(rows(loss=lambda w: 7 - 0.5 * w), [], FINISHED)
+    assert (found.kind, found.learns) == ("warning", None)
+    assert found.headline.startswith("no better than chance so far: the loss fell from 7 to 6.5")
+    noise = [*evaluated((0, 0.17)), *rows(loss=lambda w: 7 - 0.5 * w), *evaluated((200, 0.2))]
+    assert judge(noise, [], FINISHED).learns is False
+
+
+def test_slow_but_better_features() -> None:
+    slow = [*evaluated((0, 0.17)), *rows(loss=lambda w: 6.75 - 0.4 * w), *evaluated((200, 0.28))]
+    found = judge(slow, [], FINISHED)
+    assert (found.kind, found.learns) == ("warning", True)
+    assert found.headline.endswith("but the loss is still 1.02 times chance")
+
+
+def test_back_at_chance() -> None:
+    found = judge(rows(loss=lambda w: 6.8 - 8 * w * (1 - w)), [], FINISHED)
+    assert found.headline.startswith("back at chance: the loss is 1.0")
+
+
+@pytest.mark.parametrize(
+    ("column", "limit"), [("emb_std", COLLAPSED), ("effective_rank", MIN_RANK)]
+)
+def test_collapse_with_its_step(column: str, limit: float) -> None:
+    falling = {column: lambda w: limit * (0.9 if w > 0.5 else 2.0)}
+    found = judge(rows(**falling), [], FINISHED)
+    assert (found.kind, found.learns) == ("bad", False)
+    first = next(row["step"] for row in rows(**falling) if row[column] < limit)
+    assert found.headline.startswith(f"collapsed at step {first}: ") and first == 105
+    recovered = {column: lambda w: limit * (0.9 if 0.2 < w < 0.5 else 2.0)}
+    assert judge(rows(**recovered), [], FINISHED).learns is True
+
+
+def test_the_limits_are_those_of_the_run() -> None:
+    config = {"hooks": {"health": {"collapsed": 0.6, "min_rank": 3}}}
+    assert collapse_limits(config) == (0.6, 3.0)
+    assert judge(rows(), [], FINISHED, config=config).headline.startswith(
+        "collapsed from the start"
+    )
+    for hooks in (None, {"health": None}, {"health": {}}, "broken"):
+        assert collapse_limits({"hooks": hooks}) == (COLLAPSED, MIN_RANK)
+
+
+def test_nothing_is_trained() -> None:
+    assert "the learning rate is 0" in judge(rows(lr=0.0), [], FINISHED).headline
+    groups = {"lr": 0.0, "lr/head": 0.1}
+    assert judge(rows(**groups), [], FINISHED).learns is True
+    told = event("warning", "step 10: no weight moves", about="weights")
+    assert (
+        judge(rows(), [told], FINISHED).headline == "nothing is trained: step 10: no weight moves"
+    )
+
+
+def test_waiting_for_data_and_what_to_change() -> None:
+    waiting = rows(data_wait=0.34)
+    assert data_wait(waiting) == pytest.approx(0.34)
+    files = {"data": {"name": "folder", "cache": "none", "num_workers": 2}}
+    (told,) = judge(waiting, [], FINISHED, config=files, environment={"cpus": 2}).findings
+    assert told.text == "waiting for data 34% of the time: set data.cache=ram"
+    one = {"data": {"name": "array", "cache": "none", "num_workers": 1}}
+    (told,) = judge(waiting, [], FINISHED, config=one, environment={"cpus": 8}).findings
+    assert told.text.endswith("data.num_workers=1 leaves cores idle (8 cores); try 8")
+    assert judge(rows(data_wait=TOO_MUCH - 0.01), [], FINISHED).findings == []
+
+
+def test_the_first_row_does_not_wait() -> None:
+    """Its workers start in it."""
+    assert data_wait([{"step": 5, "step_s": 1.0, "data_wait": 0.9}]) is None
+    two = [{"step": 5, "step_s": 1.0, "data_wait": w} for w in (0.9,)]
+    two += [
+        {"step": 10, "step_s": 1.0, "data_wait": 0.0},
+        {"step": 25, "step_s": 1.0, "data_wait": 1},
+    ]
+    assert data_wait(two) == pytest.approx(0.75)
+
+
+def test_how_it_ended() -> None:
+    failed = {"state": "failed", "step": 7, "rank": 3, "error": "no memory. Try less\ntrace"}
+    found = judge(rows(), [], failed)
+    assert (found.kind, found.headline) == ("bad", "failed at step 7 on rank 3: no memory")
+    assert next(f.text for f in found.findings) == "Try less"
+    assert any(f.text.startswith("learning: ") for f in found.findings)
+    stopped = {"state": "interrupted", "step": 7, "by": "SIGTERM"}
+    assert judge(rows(), [], stopped).headline == (
+        "interrupted at step 7 by SIGTERM; the same command goes on"
+    )
+    requeued = {"state": "requeued", "step": 7, "by": "SIGUSR1"}
+    assert judge(rows(), [], requeued).headline.endswith("waits in the queue")
+    lost = judge(rows(), [], {"state": "running"}, lost="no heartbeat for 9 min")
+    assert (lost.kind, lost.headline) == ("bad", "does not run any more: no heartbeat for 9 min")
+
+
+def test_what_else_is_worth_a_line() -> None:
+    events = [
+        *[event("resume")] * 5,
+        event("requeue"),
+        event("warning", "a"),
+        event("warning", "b"),
+    ]
+    late = [*evaluated((0, 0.1), (100, 0.6)), *rows(), *evaluated((200, 0.5))]
+    texts = [f.text for f in judge(late, events, FINISHED).findings]
+    assert texts[0].startswith("knn_top1 was best at step 100 (60.0%) and is 50.0% now")
+    assert texts[1:] == ["resumed 5 times, requeued 1 time", "2 warnings, the last: b"]
+
+
+@pytest.mark.parametrize(
+    "few",
+    [
+        [],
+        rows(2, every=1),
+        [{"step": 1}],
+        [{"step": 1, "loss": None, "lr": 0.1}],
+        evaluated((0, 0.1)),
+        [{"step": 1, "loss": 1.0, "lr": 0.1, "data_wait": None, "emb_std": None}] * 60,
+    ],
+)
+def test_too_little_to_say_anything(few: list[dict[str, Any]]) -> None:
+    for status in ({}, {"state": "running"}, FINISHED):
+        found = judge(few, [], status)
+        assert found.learns is None and found.kind == "plain"
