@@ -127,7 +127,7 @@
         padding: [10, 12, 0, 0],
         series: [{ label: X_LABELS[this.unit], value: (_, x) => (isNumber(x) ? X_FORMATS[this.unit](x) : "") }, ...series],
         scales: {
-          x: { time: false, range: (_, low, high) => this.xRange(low, high) },
+          x: { time: false, range: (u, low, high) => this.xRange(u, low, high) },
           y: { distr: log ? 3 : 1, range: (u, low, high) => this.yRange(chart, log, low, high) },
         },
         axes: this.axes(chart),
@@ -137,6 +137,7 @@
           dataIdx: nearestValue,
           focus: { prox: 24 },
           points: { size: 7 },
+          bind: { dblclick: () => () => (this.setZoom(null), null) },
         },
         focus: { alpha: 0.4 },
         hooks: {
@@ -198,8 +199,10 @@
       return chart.curves.every((curve) => curve.y.every((y) => !isNumber(y) || y > 0));
     }
 
-    xRange(low, high) {
-      return this.zoom || this.range || [low, high];
+    // uPlot asks with the limits of the data when it scales by itself, else with those wanted.
+    xRange(plot, low, high) {
+      const xs = plot.data[0];
+      return low === xs[0] && high === xs.at(-1) ? this.zoom || this.range : [low, high];
     }
 
     yRange(chart, log, low, high) {
