@@ -63,9 +63,9 @@ def test_on_request(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "report needs one RUN"),
+        ([], "report needs a RUN"),
         (["nowhere"], "nowhere: there is no such run"),
-        (["{}"], "not a run folder"),
+        (["{}/run/checkpoints"], "not a run folder"),
         (
             ["{}/run", "out={}/no/such/x.html"],
             "x.html: cannot be written (No such file or directory)",
