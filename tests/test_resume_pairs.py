@@ -71,7 +71,7 @@ def _beyond(a: Any, b: Any, bound: float, place: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_resumes_bit_for_bit(pair: tuple[str, str], tmp_path: Path) -> None:
-    """Two ranks with fsdp. With torch.compile within 1e-6: a new process may fuse sums otherwise."""
+    """Two ranks with fsdp. With torch.compile within 1e-6: a new process may fuse otherwise."""
     if "fsdp" in pair:
         differences = run_ranks(whole_and_parts, 2, pair, tmp_path)[0]
     else:

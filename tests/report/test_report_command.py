@@ -11,7 +11,7 @@ import tiny
 from selftask.cli.main import main
 from selftask.report import run_report
 from selftask.report.record import RunRecord
-from selftask.report.run_report import verdict_of
+from selftask.report.verdict import verdict_of
 from selftask.run import end_page
 
 

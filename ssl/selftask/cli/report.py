@@ -48,7 +48,8 @@ def main(argv: list[str]) -> int:
     from selftask.files import addresses
     from selftask.report.compare.places import runs_in
     from selftask.report.record import RunRecord
-    from selftask.report.run_report import NAME, verdict_of, write_run_report
+    from selftask.report.run_report import NAME, write_run_report
+    from selftask.report.verdict import verdict_of
 
     path = Path(out).expanduser() if out else None
     places = [Path(local_run(word)) for word in words]

@@ -13,7 +13,7 @@ from selftask.errors import plural
 from selftask.report.overview.durations import show_seconds
 from selftask.report.page import Section, escape
 from selftask.report.record import FILES, RunRecord
-from selftask.report.verdict import Kind, Verdict
+from selftask.report.verdict import Kind, verdict_of
 
 STATE_KINDS: dict[str, Kind] = {
     "finished": "good",
@@ -28,8 +28,9 @@ _SYMBOLS: dict[Kind, str] = {"good": "✓", "warning": "!", "bad": "✗", "plain
 MAX_CHECKPOINTS = 12  # rows; more are folded
 
 
-def head_html(record: RunRecord, verdict: Verdict) -> str:
+def head_html(record: RunRecord) -> str:
     """Return the heading of a run's page: name, state, verdict."""
+    verdict = verdict_of(record)
     kind = STATE_KINDS.get(record.state, "plain")
     badge = f'<span class="state {kind}">{escape(_SYMBOLS[kind])} {escape(record.state)}</span>'
     line = " · ".join(map(escape, _summary(record)))

@@ -12,29 +12,17 @@ from selftask.report.page import Section, write_page
 from selftask.report.record import RunRecord
 from selftask.report.settings import config_section
 from selftask.report.time_spent import time_section
-from selftask.report.verdict import Verdict, judge
 
 NAME = "report.html"
 
 
-def verdict_of(record: RunRecord) -> Verdict:
-    """Return the verdict on a run."""
-    return judge(
-        record.rows,
-        record.events,
-        record.status,
-        config=record.config,
-        environment=record.environment,
-        lost=record.lost,
-    )
-
-
-def run_sections(record: RunRecord, page: Path) -> list[Section]:
+def run_sections(record: RunRecord, page: Path | None = None) -> list[Section]:
     """Return the sections of a run's page that need its files only, not its data or weights.
 
     Args:
         record: The run.
-        page: The file that they are written to; links are relative to it.
+        page: The file that they are written to; links are relative to it. Default:
+            ``report.html`` in the run folder.
     """
     return [
         curves_section(record),
@@ -42,7 +30,7 @@ def run_sections(record: RunRecord, page: Path) -> list[Section]:
         time_section(record),
         events_section(record),
         config_section(record),
-        files_section(record, page),
+        files_section(record, page or record.folder / NAME),
     ]
 
 
@@ -61,6 +49,6 @@ def write_run_report(
     """
     path = path or record.folder / NAME
     first, *rest = run_sections(record, path)
-    top = head_html(record, verdict_of(record))
-    write_page(path, f"{record.name}: selftask", [first, *more, *rest], top=top)
+    sections = [first, *more, *rest]
+    write_page(path, f"{record.name}: selftask", sections, top=head_html(record))
     return path

@@ -19,7 +19,7 @@ from selftask.hooks.watching.limits import (
     stays_at_chance,
 )
 from selftask.report.overview.durations import show_seconds
-from selftask.report.record import Column, columns_of
+from selftask.report.record import Column, RunRecord, columns_of
 
 Kind = Literal["good", "warning", "bad", "plain"]
 MIN_ROWS = 4  # of training, to say anything about learning
@@ -49,6 +49,18 @@ class Verdict:
     headline: str
     findings: list[Finding] = field(default_factory=list)
     learns: bool | None = None
+
+
+def verdict_of(record: RunRecord) -> Verdict:
+    """Return the verdict on a run."""
+    return judge(
+        record.rows,
+        record.events,
+        record.status,
+        config=record.config,
+        environment=record.environment,
+        lost=record.lost,
+    )
 
 
 def judge(
