@@ -9,10 +9,9 @@ import pytest
 
 import tiny
 from selftask.cli.main import main
-from selftask.report import run_report
+from selftask.report import at_end, run_report
 from selftask.report.record import RunRecord
 from selftask.report.verdict import verdict_of
-from selftask.run import end_page
 
 
 def train(folder: Path, *more: str, out: str = "run") -> int:
@@ -103,7 +102,7 @@ def test_a_report_that_hangs_does_not_hold_the_run(
 
     over = threading.Event()
     monkeypatch.setattr(RunRecord, "read", lambda *_: over.wait(30))
-    end_page.write_end_page(tmp_path, limit_s=0.05)
+    at_end.write_end_page(tmp_path, limit_s=0.05)
     over.set()
     assert "not written within 0.05 s" in caplog.text
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from selftask.errors import RunError, UserError
 from selftask.logs import LOGGER, add_line, log_result
 from selftask.logs.events import add_event
+from selftask.report.at_end import write_end_page
 from selftask.run import slurm_job
-from selftask.run.end_page import write_end_page
 from selftask.run.failure import Failure
 from selftask.run.status import Status
 from selftask.run.watchdog import Watch

@@ -25,7 +25,7 @@ from selftask.distributed.world import STOP_SIGNALS, is_ignored, read_world
 from selftask.errors import UserError, describe_exit
 from selftask.logs import add_line, announce
 from selftask.logs.events import add_event
-from selftask.run.end_page import write_end_page
+from selftask.report.at_end import write_end_page
 from selftask.run.run_folder import check_free
 from selftask.run.status import Status
 
