@@ -34,7 +34,7 @@ setup(
     packages=[*find_packages(where="ssl"), "selftask.configs"],
     package_data={
         "selftask.configs": ["**/*.yaml"],
-        "selftask": ["py.typed", "**/*.pyi", "report/static/**"],
+        "selftask": ["py.typed", "**/*.pyi", "report/static/**", "cli/scaffold/templates/*.txt"],
     },
     ext_modules=[AUGMENT],
     install_requires=[

@@ -46,6 +46,7 @@ COMMANDS = {
     "plan": ("selftask.cli.plan", "RECIPE [key=value ...]", "memory, FLOPs, time, price of a run"),
     "model-summary": ("selftask.cli.model.summary", "RECIPE [key=value ...]", "cost by module"),
     "replay": ("selftask.cli.replay", "RUN/failures/step_N", "repeat a step that gave NaN"),
+    "new": ("selftask.cli.scaffold.new", "method|hook|step|project NAME", "first files of yours"),
     "check": ("selftask.cli.check", "METHOD|--all [key=value ...]", "same on 1, 2, 4 ranks?"),
     "data": ("selftask.cli.data", "check|stats SOURCE, show RECIPE", "look at the images"),
     "bench": ("selftask.cli.bench", "data RECIPE [key=value ...]", "where a loader's time goes"),
