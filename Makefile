@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 BUDGET ?= 45
+OLDEST ?= python3.10
 
 .PHONY: demo test test-all prove check docs install wheel clean
 
@@ -46,6 +47,19 @@ wheel: $(VENV)/.tests ## a manylinux wheel with the compiled kernel, for this Py
 	rm -rf dist/raw
 	SELFTASK_REQUIRE_KERNEL=1 $(BIN)/python -m pip wheel --quiet --no-deps -w dist/raw .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m auditwheel repair -w dist dist/raw/*.whl
+
+release: wheel ## dist/: wheel, source distribution, sbom.json, licenses.md, all checked
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[release]"
+	$(BIN)/python tools/release/oldest.py --check
+	$(BIN)/python -m build --sdist --outdir dist .
+	$(BIN)/python tools/release/sbom.py --out dist
+	$(BIN)/python -m pytest -q tests/release
+
+test-oldest: ## the oldest versions that setup.py allows, on the oldest Python: install, train
+	$(OLDEST) -m venv build/oldest
+	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check \
+		-r tools/release/oldest.txt -e .
+	build/oldest/bin/python tools/release/smoke.py
 
 clean:
 	rm -rf $(VENV) runs dist build docs/_build

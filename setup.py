@@ -53,7 +53,7 @@ setup(
         "rich>=13",
         "numpy>=1.24",
         "pillow>=10",
-        "opencv-python-headless>=4.8",
+        "opencv-python-headless>=4.8.1.78",
         "simplejpeg>=1.7",
         "pyyaml>=6",
     ],
@@ -95,6 +95,7 @@ setup(
         "wandb": ["wandb>=0.17"],
         "mlflow": ["mlflow-skinny>=2.9"],
         "dev": ["ruff>=0.12", "mypy>=1.14", "types-PyYAML"],
+        "release": ["cyclonedx-bom>=5", "pip-licenses>=5", "build>=1"],  # make release
         "umap": ["umap-learn>=0.5.6"],  # the map of a report's embeddings; t-SNE without
         "onnx": ["onnx>=1.16", "onnxscript>=0.1"],
     },

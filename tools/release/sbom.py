@@ -1,0 +1,131 @@
+"""What an installation of selftask consists of, and under which licences.
+
+python tools/release/sbom.py [--out dist]
+
+Writes dist/sbom.json (CycloneDX, by cyclonedx-bom) and dist/licenses.md (by pip-licenses) for
+selftask and all that its core requires, directly or not, as installed in this environment; extras
+and tools of developers are left out. Exit code 1 if a licence is copyleft or unknown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+PACKAGE = "selftask"
+COPYLEFT = re.compile(
+    r"\b(A|L)?GPL|General Public Licen[sc]e|EUPL|SSPL|CC-BY-SA|OSL-", re.IGNORECASE
+)
+FREE = re.compile(
+    r"MIT|BSD|Apache|PSF|Python Software|ISC|HPND|MPL|Mozilla|Unlicense|Public Domain|Zlib|NVIDIA|"
+    r"Boost|CC0|0BSD",
+    re.IGNORECASE,
+)
+"""Licences that ask nothing of programs that use the package. MPL asks to publish changes of its
+own files only; NVIDIA's are those of the CUDA libraries that wheels of torch require."""
+EMPTY = {"cuda-toolkit": "NVIDIA: an empty package that requires the CUDA libraries"}
+"""Licences of packages whose metadata give none."""
+
+
+def core_packages(root: str = PACKAGE) -> list[str]:
+    """Return the canonical names of ``root``'s requirements, direct or not, extras left out."""
+    found: set[str] = set()
+    waiting = [(root, frozenset[str]())]
+    while waiting:
+        name, extras = waiting.pop()
+        for text in importlib.metadata.requires(name) or ():
+            requirement = Requirement(text)
+            marker = requirement.marker
+            wanted = marker is None or any(marker.evaluate({"extra": e}) for e in (extras or {""}))
+            other = canonicalize_name(requirement.name)
+            if wanted and other not in found:
+                found.add(other)
+                waiting.append((other, frozenset(requirement.extras)))
+    return sorted(found)
+
+
+def licence(name: str) -> str:
+    """Return a package's licence as its metadata have it: expression, classifiers or text."""
+    metadata = importlib.metadata.metadata(name)
+    classifiers = [
+        text.rpartition(" :: ")[2]
+        for text in metadata.get_all("Classifier") or ()
+        if text.startswith("License :: ") and not text.endswith("OSI Approved")
+    ]
+    told = metadata.get("License-Expression") or ", ".join(classifiers) or metadata.get("License")
+    return (told or EMPTY.get(name, "")).strip().partition("\n")[0]
+
+
+def problems(packages: list[str]) -> list[str]:
+    """Return a line for each package whose licence is copyleft or unknown."""
+    found = []
+    for name in packages:
+        told = licence(name)
+        if COPYLEFT.search(told):
+            found.append(f"{name}: copyleft: {told}")
+        elif not FREE.search(told):
+            found.append(f"{name}: unknown licence: {told or 'none given'}")
+    return found
+
+
+def write_sbom(path: Path, packages: list[str]) -> None:
+    """Write the CycloneDX document of these packages."""
+    words = [sys.executable, "-m", "cyclonedx_py", "environment", "--output-format", "JSON"]
+    whole = json.loads(
+        subprocess.run([*words, sys.executable], check=True, capture_output=True).stdout
+    )
+    kept = {*packages, PACKAGE}
+    own = [c for c in whole["components"] if canonicalize_name(c["name"]) in kept]
+    refs = {component["bom-ref"] for component in own}
+    missing = kept - {canonicalize_name(component["name"]) for component in own}
+    if missing:
+        raise SystemExit(f"{path}: cyclonedx does not know {', '.join(sorted(missing))}")
+    whole["components"] = own
+    whole["dependencies"] = [_within(d, refs) for d in whole["dependencies"] if d["ref"] in refs]
+    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+def _within(dependency: dict[str, Any], refs: set[str]) -> dict[str, Any]:
+    """Return the dependency with only those of its targets that are kept."""
+    return {**dependency, "dependsOn": [r for r in dependency.get("dependsOn", []) if r in refs]}
+
+
+def write_licences(path: Path, packages: list[str]) -> None:
+    """Write the table of licences, with the addresses of the projects."""
+    words = ["-m", "piplicenses", "--format=markdown", "--with-urls", "--order=name"]
+    done = subprocess.run(
+        [sys.executable, *words, "--packages", *packages],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    head = f"# Licences\n\nOf what selftask requires; selftask itself: {licence(PACKAGE)}.\n\n"
+    path.write_text(head + done.stdout, encoding="utf-8")
+
+
+def main() -> int:
+    """Write both files; return 1 if a licence needs a look."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("dist"))
+    out: Path = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    packages = core_packages()
+    write_sbom(out / "sbom.json", packages)
+    write_licences(out / "licenses.md", packages)
+    print(f"{out}/sbom.json, {out}/licenses.md: {len(packages)} packages")
+    found = problems(packages)
+    print("\n".join(found))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

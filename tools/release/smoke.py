@@ -1,0 +1,48 @@
+"""Does this installation work? Train, stop, resume, evaluate, export: `make test-oldest` runs it.
+
+python tools/release/smoke.py
+
+Runs `selftask` with the Python that runs this file, in an empty folder. Exit code 1 at the first
+command that does not print what it should; its output is shown.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+
+SMALL = ("train.max_steps=4", "train.batch_size=32", "backbone.width=8", "data.num_workers=1")
+TRAIN = ("train", "simclr", "out=run", *SMALL)
+COMMANDS = (
+    (("env",), "torch"),
+    (("list", "hooks"), "progress"),
+    (("config", "moco/images", "data=images"), "command line: data=images"),
+    ((*TRAIN, "train.stop_at=2"), "RUN interrupted by train.stop_at=2"),
+    (TRAIN, "resumes at step 2 of 4"),
+    (TRAIN, "RUN finished already"),
+    (("eval", "knn", "run"), '"knn_top1"'),
+    (("eval", "linear", "run"), '"linear_top1"'),
+    (("features", "run", "out=features"), "1,347 images"),
+    (("export", "run", "--to", "safetensors"), "backbone.pt"),
+    (("train", "mae", "out=mae", "train.max_steps=1", "train.batch_size=32"), "RUN finished"),
+    (("check", "byol", "--ranks", "1,2", "--steps", "1"), "SAME: byol on 2 ranks"),
+)  # arguments, and what the output must hold
+
+
+def main() -> int:
+    """Run the commands; return 1 at the first that fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        for words, expected in COMMANDS:
+            run = [sys.executable, "-m", "selftask", *words]
+            done = subprocess.run(run, cwd=folder, capture_output=True, text=True, check=False)
+            if expected not in done.stdout:
+                print(f"FAILED: selftask {' '.join(words)}: no {expected!r} in its output")
+                print(done.stdout[-4000:], done.stderr[-4000:], sep="\n")
+                return 1
+            print(f"ok: selftask {' '.join(words)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
