@@ -74,7 +74,7 @@ def test_readme_names_what_is_registered(key: str, names: registry.Registry) -> 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
 def test_commands_exist(page: Path) -> None:
-    assert {words[0] for words in commands(page)} <= set(COMMANDS)
+    assert {words[0] for words in commands(page)} <= {*COMMANDS, "help", "--help", "--version"}
 
 
 @pytest.mark.slow
