@@ -14,9 +14,10 @@ import tiny
 from selftask.config.load import to_yaml
 from selftask.methods.mae import unpatchify
 from selftask.report.images import sections as made
-from selftask.report.images.allowance import Allowance, TooExpensive
+from selftask.report.images.allowance import Allowance, TooExpensive, limit_at_end
 from selftask.report.images.sections import ImageSections
 from selftask.report.page import Section
+from selftask.run.end_page import write_end_page
 from selftask.task import Task
 
 ALL = {"views", "neighbours", "map-of-embeddings", "classes", "patch-tokens", "reconstructions"}
@@ -159,3 +160,14 @@ def test_simmim_shows_the_prediction_where_it_was_masked() -> None:
     assert (shown["reconstruction"][:, :, 4:, 8:] == -1).all()
     assert torch.equal(shown["reconstruction"][:, :, :4, 4:], images[:, :, :4, 4:])
     assert (shown["masked"] == 0).float().mean() == pytest.approx(1 / 3, abs=0.01)
+
+
+def test_the_end_of_a_run_shows_images_if_there_is_time(trained: Task) -> None:
+    page = trained.out / "report.html"
+    write_end_page(trained.out, task=trained, images_s=0.0)
+    assert "Nearest neighbours" not in page.read_text()
+    write_end_page(trained.out, task=trained, images_s=HURRIED)
+    text = page.read_text()
+    assert all(f'<section id="{name}">' in text for name in ALL)
+    assert "UMAP" not in text and "t-SNE" not in text
+    assert limit_at_end(2.0) == 0.0 and limit_at_end(30.0) == 3.0 and limit_at_end(200.0) == 10.0

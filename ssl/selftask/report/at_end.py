@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from selftask.logs import get_logger
+
+if TYPE_CHECKING:
+    from selftask.report.page import Section
+    from selftask.task import Task
 
 log = get_logger(__name__)
 
 LIMIT_S = 20.0  # ordinary runs take less than a second; a file server may take forever
 
 
-def write_end_page(folder: Path, *, limit_s: float = LIMIT_S) -> None:
+def write_end_page(
+    folder: Path,
+    *,
+    limit_s: float = LIMIT_S,
+    task: Task | None = None,
+    images_s: float = 0.0,
+) -> None:
     """Write the report of a run that has ended; log a warning if that fails or takes too long.
 
     Args:
         folder: The run folder.
-        limit_s: Seconds after which to go on without it.
+        limit_s: Seconds after which to go on without it, beside those of its images.
+        task: The finished task, whose images are shown. None: no images.
+        images_s: Seconds that its images may take.
     """
     problems: list[str] = []
 
@@ -26,17 +39,29 @@ def write_end_page(folder: Path, *, limit_s: float = LIMIT_S) -> None:
         from selftask.report.run_report import write_run_report
 
         try:
-            write_run_report(RunRecord.read(folder))
+            more = [] if task is None else _images(task, images_s)
+            write_run_report(RunRecord.read(folder), more=more)
         except Exception as error:  # noqa: BLE001 - the run has ended, well or not
             problems.append(f"{type(error).__name__}: {error}")
 
     thread = threading.Thread(target=write, name="selftask report", daemon=True)
     try:
         thread.start()
-        thread.join(limit_s)
+        thread.join(limit_s + images_s)
         if thread.is_alive():
-            problems.append(f"not written within {limit_s:g} s")
+            problems.append(f"not written within {limit_s + images_s:g} s")
     except KeyboardInterrupt:
         problems.append("interrupted")
     if problems:
         log.warning("no report of this run (%s); selftask report %s", problems[0], folder)
+
+
+def _images(task: Task, seconds: float) -> list[Section]:
+    """Return the sections with images; a failure of theirs is a warning and costs only them."""
+    from selftask.report.images.sections import ImageSections
+
+    try:
+        return ImageSections(run=task.out, limit_s=seconds, trust=True, task=task).make()
+    except Exception as error:  # noqa: BLE001 - the run has ended well
+        log.warning("no images in the report (%s: %s)", type(error).__name__, error)
+        return []

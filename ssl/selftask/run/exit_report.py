@@ -17,6 +17,7 @@ from selftask.errors import RunError, UserError
 from selftask.logs import LOGGER, add_line, log_result
 from selftask.logs.events import add_event
 from selftask.report.at_end import write_end_page
+from selftask.report.images.allowance import limit_at_end
 from selftask.run import slurm_job
 from selftask.run.failure import Failure
 from selftask.run.status import Status
@@ -45,7 +46,7 @@ class Ending:
         if self.task.clock.stopped is not None:
             line += f"; {self.task.clock.stopped}"
         self.task.event("finish", line)
-        self._write_page()
+        self._write_page(images_s=limit_at_end(seconds))
         log_result(line)
         return 0
 
@@ -125,10 +126,11 @@ class Ending:
                 add_line(self.task.out, line)
             print(line, file=sys.stderr, flush=True)
 
-    def _write_page(self, *, for_rank0: bool = False) -> None:
-        """Write the report, before the last line of the log."""
+    def _write_page(self, *, for_rank0: bool = False, images_s: float = 0.0) -> None:
+        """Write the report, before the last line of the log; with images if they have time."""
         if self.task.config.train.report and (self.first or for_rank0):
-            write_end_page(self.task.out)
+            task = self.task if images_s else None
+            write_end_page(self.task.out, task=task, images_s=images_s)
 
     def _write_error_for(self, failure: Failure) -> None:
         """Write the error file of a rank that was killed or hangs, unless it wrote its own."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-_LEAST_S, _SHARE = 3.0, 0.05  # of the run's time
+_SHARE, _LEAST_S, _MOST_S = 0.05, 3.0, 60.0  # of the run's time
+_SHORT_S = 20.0  # a run that is over sooner has its images by `selftask report` only
 
 
 class TooExpensive(Exception):
@@ -30,4 +31,6 @@ class Allowance:
 
 def limit_at_end(run_seconds: float) -> float:
     """Return the seconds that images may take at the end of a run of ``run_seconds``."""
-    return max(_LEAST_S, _SHARE * run_seconds)
+    if run_seconds < _SHORT_S:
+        return 0.0
+    return min(max(_LEAST_S, _SHARE * run_seconds), _MOST_S)

@@ -152,7 +152,7 @@ class ImageSections:
             source,
             what=what,
             count=self.images,
-            device=pick_device(config.train.device, World()),
+            device=self._device(config),
             allowance=self._allowance,
             tell=self.tell,
         )
@@ -162,6 +162,11 @@ class ImageSections:
         if has_patches(backbone):
             sections.append(_patches(backbone, found))
         return sections
+
+    def _device(self, config: Config) -> torch.device:
+        if self.task is not None:
+            return self.task.device
+        return pick_device(config.train.device, World())
 
     def _map(self, images: Gathered) -> Section:
         vectors = normalized(images.features)
