@@ -9,7 +9,7 @@ _SHORT_S = 20.0  # a run that is over sooner has its images by `selftask report`
 
 
 class TooExpensive(Exception):
-    """A section would take longer than is allowed; the message says how long."""
+    """A section would take longer than is allowed; the message says so."""
 
 
 class Allowance:
@@ -25,8 +25,12 @@ class Allowance:
 
     def check(self, estimate: float) -> None:
         """Raise TooExpensive if work of ``estimate`` seconds would exceed the limit."""
-        if self._until is not None and time.monotonic() + estimate > self._until:
-            raise TooExpensive(f"about {max(1, round(estimate))} s")
+        if self._until is None:
+            return
+        left = self._until - time.monotonic()
+        if estimate > left or left <= 0:
+            told = f"it would take about {estimate:.0f} s" if estimate >= 1 else "no time was left"
+            raise TooExpensive(told)
 
 
 def limit_at_end(run_seconds: float) -> float:

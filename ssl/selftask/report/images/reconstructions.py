@@ -28,9 +28,9 @@ NUM_IMAGES = 6
 _SIDE = 112
 
 
-def visualizes(config: Config) -> bool:
-    """Return whether the method of a run has images to show."""
-    return METHODS[config.method.name].visualize is not Method.visualize
+def visualizes(method: str) -> bool:
+    """Return whether a method has images to show. One of the user's own, not imported, has."""
+    return method not in METHODS or METHODS[method].visualize is not Method.visualize
 
 
 def reconstructions_of(config: Config, sources: Sources, checkpoint: Path) -> Section:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import yaml
 
 from selftask.checkpoint.rotation import checkpoints
 from selftask.config.load import load_config
@@ -19,7 +20,7 @@ from selftask.data.reading.files import BadImage
 from selftask.distributed.device import pick_device
 from selftask.distributed.world import World
 from selftask.errors import UserError
-from selftask.logs import get_logger
+from selftask.logs import DETAIL, get_logger
 from selftask.report.images.allowance import Allowance, TooExpensive
 from selftask.report.images.cache import SectionCache, digest
 from selftask.report.images.class_table import class_section
@@ -44,6 +45,11 @@ _FEWEST_FOR_MAPS = 15  # images for t-SNE and UMAP, which look at so many neighb
 log = get_logger(__name__)
 
 
+def log_detail(text: str) -> None:
+    """Log a line that the terminal shows only if verbose."""
+    log.log(DETAIL, "%s", text)
+
+
 @dataclass(kw_only=True)
 class ImageSections:
     """Makes the sections of one run.
@@ -62,7 +68,7 @@ class ImageSections:
     images: int = DEFAULT_IMAGES
     limit_s: float | None = None
     trust: bool = False
-    tell: Callable[[str], None] = log.info
+    tell: Callable[[str], None] = log_detail
     task: Task | None = None
 
     def __post_init__(self) -> None:
@@ -84,7 +90,7 @@ class ImageSections:
             "Images by their features", "features", key, lambda: self._features(weights)
         )
         newest = next(iter(checkpoints(self.run / "checkpoints")), None)
-        if newest is not None:
+        if newest is not None and visualizes(self._method):
             key = digest(settings, newest.name)
             made += self._group(
                 "Reconstructions", "reconstructions", key, lambda: self._reconstructions(newest)
@@ -113,6 +119,12 @@ class ImageSections:
             return [image_section(title, f"<p class=muted>{note}</p>", name)]
         self._cache.put(name, key, found, full=full)
         return found
+
+    @property
+    def _method(self) -> str:
+        """Name of the method, without loading code that the run names."""
+        config = yaml.safe_load((self.run / "config.yaml").read_text(encoding="utf-8"))
+        return str(config["method"]["name"])
 
     def _open(self) -> tuple[Config, Sources]:
         """Return config and data. Raises UserError if they are not those of the run any more."""
@@ -184,8 +196,6 @@ class ImageSections:
 
     def _reconstructions(self, checkpoint: Path) -> list[Section]:
         config, sources = self._open()
-        if not visualizes(config):
-            return []
         self._allowance.check(2.0)
         self.tell(f"what {config.method.name} makes of training images")
         return [reconstructions_of(config, sources, checkpoint)]

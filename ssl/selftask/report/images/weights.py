@@ -12,12 +12,12 @@ from torch import nn
 from selftask.checkpoint import store
 from selftask.checkpoint.manifest import DamagedCheckpoint, crc32, read_file
 from selftask.checkpoint.rotation import MANIFEST, checkpoints, step_of
-from selftask.config.schema import Config
+from selftask.config.schema import Component, Config
 from selftask.errors import UserError
 from selftask.models.build import build_backbone
 from selftask.models.weights.export import META, WEIGHTS
-from selftask.models.weights.load import backbone_state, load_weights
-from selftask.models.weights.model_source import open_model
+from selftask.models.weights.load import backbone_state, read_state
+from selftask.models.weights.model_source import describe_model
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,16 @@ class Weights:
             UserError: If the file is damaged, or names code and ``trust`` is False.
         """
         if self.exported:
-            return open_model(str(self.path), trust=trust)[0]
+            facts = describe_model(str(self.path), trust=trust)
+            backbone = build_backbone(Component(**facts["architecture"]), facts["channels"])
+            backbone.load_state_dict(read_state(self.path))
+            return backbone.eval()
         try:
             state = store.load_with({"backbone": str, "clock": dict}, self.path)
         except DamagedCheckpoint as error:
             raise UserError(f"{self.path}: is damaged ({error})") from error
         backbone = build_backbone(config.backbone, state.get("channels", 3))
-        load_weights(backbone, backbone_state(state), what=str(self.path))
+        backbone.load_state_dict(backbone_state(state))
         return backbone.eval()
 
 
