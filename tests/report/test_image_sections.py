@@ -12,9 +12,11 @@ import torch
 
 import tiny
 from selftask.config.load import to_yaml
+from selftask.data.inspect.contact_sheet import to_pixels
 from selftask.methods.mae import unpatchify
 from selftask.report.images import sections as made
 from selftask.report.images.allowance import Allowance, TooExpensive, limit_at_end
+from selftask.report.images.reconstructions import visualize
 from selftask.report.images.sections import ImageSections
 from selftask.report.page import Section
 from selftask.run.end_page import write_end_page
@@ -171,3 +173,20 @@ def test_the_end_of_a_run_shows_images_if_there_is_time(trained: Task) -> None:
     assert all(f'<section id="{name}">' in text for name in ALL)
     assert "UMAP" not in text and "t-SNE" not in text
     assert limit_at_end(2.0) == 0.0 and limit_at_end(30.0) == 3.0 and limit_at_end(200.0) == 10.0
+
+
+@pytest.mark.parametrize("method", ["simmim", "data2vec", "ijepa"])
+def test_masked_methods_show_their_masks(method: str, tmp_path: Path) -> None:
+    task = tiny.task(method, tmp_path)
+    task.prepare()
+    shown, names = visualize(task, task.sources)
+    gray = to_pixels(torch.zeros(1, 3, 1, 1), task.config.views["main"].transforms)[0]
+    task.close()
+    assert len(names) == len(shown["image"]) == 6 and len(shown) >= 2
+    for name, images in shown.items():
+        if name in ("image", "reconstruction"):
+            continue
+        kept = (images == shown["image"]).all(axis=3)
+        hidden = (images == gray).all(axis=3)
+        assert (kept | hidden).all(), "pixels are seen as they are, or gray"
+        assert 0.05 < kept.mean() < 1.0, name

@@ -23,6 +23,7 @@ from selftask.methods.base import Method
 from selftask.models.block_mask import BlockMask
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import FeatureExtractor, adapter_of, extract
+from selftask.models.masks import hide_patches
 from selftask.models.network import Network
 from selftask.models.precision import to_float32
 from selftask.models.teacher import Teacher
@@ -124,6 +125,11 @@ class Data2Vec(Method):
         ).mean(dim=2)  # (B, N)
         of_image = (distance * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
         return of_image.mean()
+
+    def visualize(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Image and the patches that the student sees."""
+        (images,) = batch.all_views
+        return {"image": images, "masked": hide_patches(images, batch["mask"])}
 
     def on_update(self, task: Task) -> None:
         self.teacher.update(task.base_model.backbone, momentum=self.momentum_at(task.where))

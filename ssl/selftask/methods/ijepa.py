@@ -25,7 +25,7 @@ from selftask.methods.base import Method
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import FeatureExtractor, adapter_of, extract
 from selftask.models.features.tokens import Grid, gather_tokens, mean_token
-from selftask.models.masks import MultiBlockMask
+from selftask.models.masks import MultiBlockMask, hide_patches, mask_of
 from selftask.models.network import Network
 from selftask.models.patch_predictor import PatchPredictor, fix_sincos_positions
 from selftask.models.precision import to_float32
@@ -165,6 +165,18 @@ class IJEPA(Method):
         of_patch = distance.mean(dim=3) * inside  # (B, M, Q)
         of_block = of_patch.sum(dim=2) / inside.sum(dim=2)  # (B, M)
         return of_block.mean()
+
+    def visualize(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Image, its context, and each target block."""
+        (images,) = batch.all_views
+        indices, padding = batch["targets"]  # (B, M, Q)
+        _, context, _ = batch.input
+        blocks = {"context": context}
+        for block in range(indices.shape[1]):
+            blocks[f"target {block + 1}"] = (indices[:, block], padding[:, block])
+        masks = {name: mask_of(*block, self.masks.num_patches) for name, block in blocks.items()}
+        shown = {name: hide_patches(images, ~mask) for name, mask in masks.items()}
+        return {"image": images, **shown}
 
     def on_update(self, task: Task) -> None:
         self.teacher.update(task.base_model.backbone, momentum=self.momentum_at(task.where))

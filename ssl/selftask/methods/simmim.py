@@ -22,7 +22,7 @@ from selftask.methods.base import Method
 from selftask.models.build import embed_dim
 from selftask.models.features.adapter import Adapter
 from selftask.models.features.extract import adapter_of, extract
-from selftask.models.masks import random_mask
+from selftask.models.masks import hide_patches, random_mask
 from selftask.models.network import Network
 from selftask.models.precision import to_float32
 from selftask.registry import register_method
@@ -78,14 +78,10 @@ class SimMIM(Method):
     def visualize(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Image, the pixels that were not masked, and the prediction of the others."""
         (images,) = batch.all_views
-        rows, columns = batch["mask"].shape[1:]
-        sides = (images.shape[2] // rows, images.shape[3] // columns)
-        mask = batch["mask"].repeat_interleave(sides[0], 1).repeat_interleave(sides[1], 2)[:, None]
-        return {
-            "image": images,
-            "masked": images.masked_fill(mask, 0.0),
-            "reconstruction": torch.where(mask, to_float32(output), images),
-        }
+        mask = batch["mask"].flatten(1)
+        seen = hide_patches(images, mask)
+        painted = seen + hide_patches(to_float32(output), ~mask)
+        return {"image": images, "masked": seen, "reconstruction": painted}
 
     def _check_size(self, adapter: Adapter, height: int, width: int) -> None:
         """Raise UserError if squares of ``mask_size`` do not fit images and patches."""

@@ -181,3 +181,22 @@ def random_mask(
     mask = draws.argsort(dim=1, stable=True).argsort(dim=1) < math.ceil(rows * columns * ratio)
     squares = mask.view(-1, rows, columns)
     return squares.repeat_interleave(unit, dim=1).repeat_interleave(unit, dim=2).flatten(1)
+
+
+def mask_of(indices: Tensor, padding: Tensor, num_patches: int) -> Tensor:
+    """Return the mask (B, N) that is True at the indices (B, K), except for padding (B, K)."""
+    mask = torch.zeros(len(indices), num_patches, dtype=torch.int32, device=indices.device)
+    return mask.scatter_add_(1, indices, (~padding).int()) > 0
+
+
+def hide_patches(images: Tensor, mask: Tensor) -> Tensor:
+    """Return images (B, C, H, W) whose masked patches, True in ``mask`` (B, N), are 0.
+
+    Patches are square and in order, row by row.
+    """
+    height, width = images.shape[2:]
+    rows = round(math.sqrt(mask.shape[1] * height / width))
+    squares = mask.unflatten(1, (rows, -1))
+    side = height // rows
+    pixels = squares.repeat_interleave(side, dim=1).repeat_interleave(side, dim=2)
+    return images.masked_fill(pixels[:, None], 0.0)

@@ -80,10 +80,10 @@ def reconstruction_section(
         note: Paragraph above, plain text.
     """
     if not columns:
-        return Section("Reconstructions", "", "reconstructions")
+        return Section("Masks and reconstructions", "", "reconstructions")
     sprite = Sprite("made", _SIDE, BUDGET)
     rows = [
         ([images[row] for images in columns.values()], name, "") for row, name in enumerate(names)
     ]
     html = f"<p class=muted>{escape(note)}</p>{image_rows(sprite, list(columns), rows)}"
-    return image_section("Reconstructions", html, "reconstructions", sprite)
+    return image_section("Masks and reconstructions", html, "reconstructions", sprite)

@@ -93,7 +93,10 @@ class ImageSections:
         if newest is not None and visualizes(self._method):
             key = digest(settings, newest.name)
             made += self._group(
-                "Reconstructions", "reconstructions", key, lambda: self._reconstructions(newest)
+                "Masks and reconstructions",
+                "reconstructions",
+                key,
+                lambda: self._reconstructions(newest),
             )
         return sections + made
 
