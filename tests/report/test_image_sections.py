@@ -14,12 +14,12 @@ import tiny
 from selftask.config.load import to_yaml
 from selftask.data.inspect.contact_sheet import to_pixels
 from selftask.methods.mae import unpatchify
+from selftask.report.at_end import write_end_page
 from selftask.report.images import sections as made
 from selftask.report.images.allowance import Allowance, TooExpensive, limit_at_end
 from selftask.report.images.reconstructions import visualize
 from selftask.report.images.sections import ImageSections
 from selftask.report.page import Section
-from selftask.run.end_page import write_end_page
 from selftask.task import Task
 
 ALL = {"views", "neighbours", "map-of-embeddings", "classes", "patch-tokens", "reconstructions"}

@@ -174,8 +174,10 @@ class IJEPA(Method):
         blocks = {"context": context}
         for block in range(indices.shape[1]):
             blocks[f"target {block + 1}"] = (indices[:, block], padding[:, block])
-        masks = {name: mask_of(*block, self.masks.num_patches) for name, block in blocks.items()}
-        shown = {name: hide_patches(images, ~mask) for name, mask in masks.items()}
+        shown = {
+            name: hide_patches(images, ~mask_of(rows, unused, self.masks.num_patches))
+            for name, (rows, unused) in blocks.items()
+        }
         return {"image": images, **shown}
 
     def on_update(self, task: Task) -> None:
