@@ -17,9 +17,33 @@ author = "the selftask authors"
 project_copyright = "the selftask authors, Apache License 2.0"
 version = release = re.findall(r'__version__ = "(.+)"', _INIT)[0]
 
-extensions = ["myst_parser", "manual.source_pages"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "manual.docstrings",
+    "manual.source_pages",
+    "manual.reference_pages",
+]
 exclude_patterns = ["_build"]
 nitpicky = True  # a reference that leads nowhere is a warning, and a warning fails `make docs`
+nitpick_ignore_regex = [
+    # annotations: other packages, whose inventories would need the network; type variables
+    ("py:.*", r"(ast|classy_vision|collections|contextlib|dataclasses|fvcore)\..*"),
+    ("py:.*", r"(numpy|pathlib|torch)\..*"),
+    ("py:class", r"(Tensor|(nn\.)?Module|TrainConfig|selftask\..*\.[PRT]|[A-Z0-9]|float32)"),
+    # classes of selftask that are no API
+    ("py:class", r"selftask\.(config\.schema|data\.reading|data\.loading)\..*"),
+]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_custom_sections = ["Shape"]
 
 myst_heading_anchors = 4  # the anchors of headings are GitHub's
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]

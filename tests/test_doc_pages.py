@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import selftask.registry as registry
+from manual.reference_pages import pages
 from selftask.cli.main import COMMANDS
 from selftask.config.load import load_config
 
@@ -34,12 +36,20 @@ def commands(page: Path) -> list[list[str]]:
     return [line[1:] for line in words if line[:1] == ["selftask"]]
 
 
+@cache
+def reference_pages() -> set[str]:
+    return set(pages())
+
+
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")
         if "://" in path:
+            continue
+        if path.startswith(("reference/", "docs/reference/")):  # pages made by `make docs`
+            assert Path(path).name in reference_pages(), target
             continue
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), target

@@ -123,6 +123,7 @@ class Learner(nn.Module):
         return {"steps": self._task.clock.steps_done}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
+        """Restore what ``get_extra_state`` returned."""
         self._task.clock.steps_done = self._task.clock.batch = state["steps"]
 
 

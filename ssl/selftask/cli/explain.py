@@ -106,9 +106,10 @@ def _key(entry: KeyEntry, width: int, owners: list[str]) -> str:
 
 
 def _facts(entry: KeyEntry) -> str:
-    facts = [entry.type, entry.limits]
-    if entry.default:
-        facts.append("required" if entry.default == "required" else f"default {entry.default}")
+    from selftask.config.reference import NO_DEFAULT
+
+    default = entry.default if entry.default in ("", *NO_DEFAULT) else f"default {entry.default}"
+    facts = (entry.type, entry.limits, default)
     return ", ".join(fact for fact in facts if fact)
 
 

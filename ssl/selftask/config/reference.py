@@ -39,6 +39,7 @@ PLACES = {
 }
 """Where the keys of a named thing stand in a config."""
 
+REQUIRED, FROM_RECIPE = NO_DEFAULT = ("required", "set by the recipe")
 IMAGE_SIZE = "Height and width of views, evaluated images and a vision transformer, in pixels."
 _UNITS = "pixels|seconds|bytes|MiB|images|samples|keys|patches|degrees|epochs|steps"
 _COUNTED = "Images|Samples|Steps|Epochs|Rows|Blocks|Channels|Tokens|Processes|Threads|Evaluations"
@@ -50,7 +51,7 @@ class KeyEntry:
 
     key: str
     type: str
-    default: str  # empty for a section, "required" if there is none
+    default: str  # empty for a section; may be one of NO_DEFAULT
     limits: str
     text: str
     also: tuple[str, ...]  # names in other frameworks
@@ -83,7 +84,10 @@ class NamedEntry:
 def config_keys() -> list[KeyEntry]:
     """Return every key of a config but those of named things, in the order of the sections."""
     hidden = ("recipe", "places", "imports")
-    entries = list(_keys_of(Config, "", without=hidden))
+    entries = [
+        replace(key, default=FROM_RECIPE) if "." not in key.key and key.default == REQUIRED else key
+        for key in _keys_of(Config, "", without=hidden)
+    ]
     size = KeyEntry("image_size", describe(int | None), "null", "at least 1", IMAGE_SIZE, ())
     text = field_docs(Config)["imports"]
     return [KeyEntry("import", "a list, each text", "[]", "", text, ()), size, *entries]
@@ -129,7 +133,7 @@ def _entry(key: str, field: dataclasses.Field[Any], kind: Any, text: str) -> Key
     if _is_section(kind):
         default = ""
     else:
-        default = _show(default_of(field)) if has_default(field) else "required"
+        default = _show(default_of(field)) if has_default(field) else REQUIRED
     limits = [
         f"{word} {field.metadata[name]:g}"
         for name, word in _LIMITS.items()

@@ -1,23 +1,25 @@
-"""The base class of hooks, and the training loop that calls them::
+"""The base class of hooks, and the training loop that calls them.
 
-on_start
-for each phase:                 # an epoch of training, or a pass over the test set
-    on_phase_start
-    for each step:
-        before_step             # training only: before the batch is read
-        forward;  on_forward
-        loss;     on_loss_and_meter
-        backward; on_backward   # training only: gradients are final and unscaled
-        update;   on_update     # training only
-        on_step
-    on_phase_end
-on_end
-before_save / after_load        # around checkpoints
-before_evaluation               # of the frozen backbone; on several ranks, on all of them
-after_evaluation                # its row is task.last_row
-on_row                          # a row was written to the log: task.last_row; that of an
-                                # evaluation at step 0 may come before a hook's on_start
-on_exception                    # after any error (task.exception), before the process ends
+The order of the calls::
+
+    on_start
+    for each phase:                 # an epoch of training, or a pass over the test set
+        on_phase_start
+        for each step:
+            before_step             # training only: before the batch is read
+            forward;  on_forward
+            loss;     on_loss_and_meter
+            backward; on_backward   # training only: gradients are final and unscaled
+            update;   on_update     # training only
+            on_step
+        on_phase_end
+    on_end
+    before_save / after_load        # around checkpoints
+    before_evaluation               # of the frozen backbone; on several ranks, on all of them
+    after_evaluation                # its row is task.last_row
+    on_row                          # a row was written to the log: task.last_row; that of an
+                                    # evaluation at step 0 may come before a hook's on_start
+    on_exception                    # after any error (task.exception), before the process ends
 """
 
 from __future__ import annotations

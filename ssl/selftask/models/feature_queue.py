@@ -21,7 +21,7 @@ class FeatureQueue(nn.Module):
     """
 
     rows: Tensor
-    """(K, *shape), in no particular order."""
+    """``(K, *shape)``, in no particular order."""
     oldest: Tensor
     """Index of the entry to replace next."""
 
@@ -35,7 +35,7 @@ class FeatureQueue(nn.Module):
 
     @torch.no_grad()
     def update(self, rows: Tensor) -> None:
-        """Replace the oldest entries by ``rows`` (B, *shape) of this rank. Every rank must call it.
+        """Replace the oldest entries by ``rows`` ``(B, *shape)``. Every rank must call it.
 
         Rows are enqueued in the order of the global batch. If there are more than K, the last K
         stay.

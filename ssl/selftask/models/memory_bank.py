@@ -26,7 +26,7 @@ class MemoryBank(nn.Module):
     """
 
     rows: Tensor
-    """(num_images, *shape)."""
+    """``(num_images, *shape)``."""
 
     def __init__(self, num_images: int, *shape: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class MemoryBank(nn.Module):
         return len(self.rows)
 
     def __getitem__(self, index: Tensor) -> Tensor:
-        """Return the entries (..., *shape) of the images ``index`` (...)."""
+        """Return the entries ``(..., *shape)`` of the images ``index`` (...)."""
         return self.rows[index]
 
     @torch.no_grad()
@@ -48,7 +48,7 @@ class MemoryBank(nn.Module):
 
         Args:
             index: Numbers of this rank's images, (B,).
-            features: Their features, (B, *shape), of any length.
+            features: Their features, ``(B, *shape)``, of any length.
             momentum: Weight of the old entry, in [0, 1]; 0 replaces it.
         """
         index = all_gather_cat(index)  # (W * B,)
