@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from import_graph import Graph, circles, imports
+from import_graph import LEVELS, Graph, circles, imports
 from selftask.config.compose.recipes import shipped
 from selftask.config.load import load_config
 from selftask.registry import HOOKS, METHODS, REGISTRIES, TRAIN_STEPS
@@ -19,20 +19,6 @@ from selftask.registry import HOOKS, METHODS, REGISTRIES, TRAIN_STEPS
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ssl" / "selftask"
 FILES = sorted(PACKAGE.rglob("*.py"))
-LEVELS = [
-    {"errors", "registry", "classy", "files", "random", "distributed", "logs", "batch"},
-    {"config", "checkpoint"},
-    {"data", "models", "optim", "meters", "parallel"},
-    {"hooks"},
-    {"methods"},
-    {"task"},
-    {"train_steps", "evaluate"},
-    {"equivalence", "report", "plan"},
-    {"run"},
-    {"slurm"},
-    {"cli", "api"},
-    {"__main__"},
-]
 GRAPH = Graph()
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 TORCH_FREE = (

@@ -15,6 +15,21 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ssl" / "selftask"
+LEVELS = [
+    {"errors", "registry", "classy", "files", "random", "distributed", "logs", "batch"},
+    {"config", "checkpoint"},
+    {"data", "models", "optim", "meters", "parallel"},
+    {"hooks"},
+    {"methods"},
+    {"task"},
+    {"train_steps", "evaluate"},
+    {"equivalence", "report", "plan"},
+    {"run"},
+    {"slurm"},
+    {"cli", "api"},
+    {"__main__"},
+]
+"""Packages and modules of selftask by level; each may import what is above it in this list."""
 
 
 class Import(NamedTuple):

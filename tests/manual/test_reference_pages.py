@@ -8,7 +8,9 @@ import pytest
 
 pytest.importorskip("sphinx")
 
+from import_graph import LEVELS
 from manual.api_pages import PARTS
+from manual.levels import DRAWING, svg
 from manual.reference_pages import TITLES, markdown, pages
 from selftask.cli.main import COMMANDS
 from selftask.config.reference import config_keys, named
@@ -37,6 +39,15 @@ def test_nothing_is_left_out(made: dict[str, str]) -> None:
         assert f"| `{name}` |" in made["runs.md"]
     assert set(TITLES) | {"tasks"} == set(REGISTRIES)
     assert set(PARTS) < {name.removesuffix(".md") for name in made}
+
+
+def test_the_drawing_of_levels_is_current(made: dict[str, str]) -> None:
+    """After a change of LEVELS: python tools/manual/levels.py."""
+    assert DRAWING.read_text(encoding="utf-8") == svg()
+    for number, names in enumerate(LEVELS):
+        for name in names:
+            assert f">{name}</text>" in svg()
+            assert re.search(rf"\| {number} \| `{name}` \| .+\. \|", made["packages.md"]), name
 
 
 def test_tables_have_equal_rows(made: dict[str, str]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from sphinx.application import Sphinx
 
 from manual.api_pages import api_pages
+from manual.levels import packages
 from selftask.cli.main import COMMANDS, GROUPS
 from selftask.config.reference import NO_DEFAULT, PLACES, KeyEntry, NamedEntry, config_keys, named
 from selftask.errors import EXIT_CODES
@@ -87,6 +88,7 @@ def write_pages(app: Sphinx) -> None:
 def pages() -> dict[str, str]:
     """Return file name -> MyST text of every page."""
     made = {"config.md": config_page(), "commands.md": commands_page(), "runs.md": runs_page()}
+    made["packages.md"] = packages_page()
     made |= {f"{kind.replace('_', '-')}.md": names_page(kind) for kind in TITLES}
     return made | api_pages()
 
@@ -187,6 +189,13 @@ def runs_page() -> str:
             _two_columns(EXIT_CODES, "code", "meaning"),
         ]
     )
+
+
+def packages_page() -> str:
+    """Return the page of the packages of selftask, by level."""
+    rows = ["| level | package | |", "|---|---|---|"]
+    rows += [f"| {level} | `{name}` | {markdown(text)} |" for level, name, text in packages()]
+    return _joined(["# Packages", "Each imports only those of lower levels.", "\n".join(rows)])
 
 
 def markdown(text: str) -> str:

@@ -1,0 +1,1 @@
+"""Meters of test phases; each is registered under the name of its file."""

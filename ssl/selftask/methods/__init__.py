@@ -1,0 +1,1 @@
+"""Self-supervised methods; each file has head, loss, memory and hook points of one."""

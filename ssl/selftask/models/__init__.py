@@ -1,0 +1,1 @@
+"""Backbones, features of any of them, heads, losses, teachers, weights."""

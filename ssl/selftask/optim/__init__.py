@@ -1,0 +1,1 @@
+"""Optimizers, schedules, parameter groups, gradients."""

@@ -1,0 +1,1 @@
+"""Train steps; each is registered under the name of its file."""
