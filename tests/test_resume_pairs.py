@@ -33,9 +33,9 @@ def whole_and_parts(rank: int, pair: tuple[str, str], folder: Path) -> list[str]
     """Train through, and stopped after one and three steps; return what differs at the end."""
     more = [*COMMON, *FEATURES[pair[0]], *FEATURES[pair[1]]]
     tiny.train("simclr", folder, "whole", *more)
-    for stop in ("train.stop_at=1", "train.stop_at=3", "train.stop_at=null"):
+    for stop in (1, "null") if "compile" in pair else (1, 3, "null"):  # compiling is slow
         torch.compiler.reset()  # as in a new process
-        parts = tiny.train("simclr", folder, "parts", *more, stop)
+        parts = tiny.train("simclr", folder, "parts", *more, f"train.stop_at={stop}")
     assert parts.resumed and parts.clock.done
     if rank:
         return []
@@ -62,16 +62,17 @@ def _beyond(a: Any, b: Any, bound: float, place: str) -> list[str]:
     if not isinstance(a, float | torch.Tensor):
         return [] if a == b else [f"{place}: {a!r} and {b!r}"]
     one, other = torch.as_tensor(a).double(), torch.as_tensor(b).double()
-    difference = float((one - other).abs().max()) if one.numel() else 0.0
-    return (
-        [f"{place}: {difference:.1e}"] if difference > bound * (1 + float(one.abs().max())) else []
-    )
+    if not one.numel():
+        return []
+    difference = float((one - other).abs().max())
+    limit = bound * (1 + float(one.abs().max()))
+    return [f"{place}: {difference:.1e}"] if difference > limit else []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_resumes_bit_for_bit(pair: tuple[str, str], tmp_path: Path) -> None:
-    """Two ranks with fsdp. With torch.compile within 1e-6: a new process may fuse otherwise."""
+    """Two ranks with fsdp. With torch.compile within 1e-6: sums may be fused differently."""
     if "fsdp" in pair:
         differences = run_ranks(whole_and_parts, 2, pair, tmp_path)[0]
     else:
