@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from selftask.config.schema import Config
 from selftask.distributed.simulated import SIMULATED
 from selftask.parallel.blocks import find_blocks
 from selftask.plan.fake_data import FakeData
 from selftask.plan.fake_task import FakeTask
-from selftask.plan.step_tracker import StepTracker
+from selftask.plan.repeated_blocks import repeated_blocks
+from selftask.plan.step_tracker import ACTIVATIONS, StepTracker
 
 WEIGHTS, TEACHER, STATE = "weights", "teacher", "optimizer"
 GRADIENTS, MEMORY, INPUTS = "gradients", "buffers", "inputs"
+
+_FEW = (2, 3)  # numbers of equal blocks that are simulated, if there are many
 
 
 @dataclass(frozen=True)
@@ -63,9 +68,41 @@ def simulate(task: FakeTask, images: int) -> StepCost:
         task: A task of ``fake_task``.
         images: Images of one batch on this rank.
     """
+    blocks = repeated_blocks(task)
+    if blocks is None:
+        return _cost(_run(task, images))
+    networks = [task.base_model, *task.teachers]
+    runs = []
+    for number in _FEW:
+        with blocks.only(number, networks):
+            runs.append(_run(task, images))
+    return _cost(_extrapolate(*runs, to=len(blocks.names)))
+
+
+@dataclass
+class _Run:
+    """Figures of one simulated step, before they become those of an image or of a rank.
+
+    Args:
+        excess: Bytes of the peak above the largest of the moments.
+        activations_excess: The same of activations alone.
+    """
+
+    images: int
+    batches: int
+    moments: dict[str, Counter[str]]
+    excess: int
+    activations_excess: int
+    flops: Counter[str]
+    sent: Counter[str]
+    passes: int
+    teacher_passes: int
+
+
+def _run(task: FakeTask, images: int) -> _Run:
     tracker = StepTracker()
     with task.mode:
-        _begin(task, tracker)
+        handles = _begin(task, tracker)
     passes = [_Passes(network) for network in (task.base_model, *task.teachers)]
     batches = task.read(images)
     tracker.own(INPUTS, [x for b in batches for x in tree_leaves((b.views, dict(b.extras)))])
@@ -73,43 +110,90 @@ def simulate(task: FakeTask, images: int) -> StepCost:
     with task.mode, tracker:
         tracker.reset_peak()
         task.train_step_function(task)
-    sent = dict(SIMULATED.bytes_of)
-    read = images * len(batches)
-    return StepCost(
-        images=images,
-        peak=tracker.peak,
-        at_peak={kind: size for kind, size in tracker.at_peak.items() if size},
-        activations=tracker.most_activations,
-        flops={phase: count / read for phase, count in tracker.flops.items()},
-        sent=sent,
-        passes=passes[0].number,
-        teacher_passes=max((one.number for one in passes[1:]), default=0),
+    for handle in (*handles, *(one.handle for one in passes)):
+        handle.remove()
+    moments = {name: Counter(live) for name, live in tracker.moments.items()}
+    return _Run(
+        images,
+        len(batches),
+        moments,
+        tracker.peak - max(live.total() for live in moments.values()),
+        tracker.most_activations - max(live[ACTIVATIONS] for live in moments.values()),
+        Counter(tracker.flops),
+        Counter(SIMULATED.bytes_of),
+        passes[0].number,
+        max((one.number for one in passes[1:]), default=0),
     )
 
 
-def _begin(task: FakeTask, tracker: StepTracker) -> None:
-    """Make gradients and optimizer state, and tell the tracker what exists before the step."""
+def _cost(run: _Run) -> StepCost:
+    highest = max(run.moments.values(), key=lambda live: live.total())
+    at_peak = highest + Counter({ACTIVATIONS: run.excess})
+    activations = max(live[ACTIVATIONS] for live in run.moments.values())
+    return StepCost(
+        images=run.images,
+        peak=at_peak.total(),
+        at_peak=dict(at_peak),
+        activations=activations + run.activations_excess,
+        flops={phase: count / run.images / run.batches for phase, count in run.flops.items()},
+        sent=dict(run.sent),
+        passes=run.passes,
+        teacher_passes=run.teacher_passes,
+    )
+
+
+def _extrapolate(fewer: _Run, more: _Run, *, to: int) -> _Run:
+    """Return the figures for so many blocks: all are linear in their number but the excess."""
+    few, many = _FEW
+
+    def grown(first: Counter[str], second: Counter[str]) -> Counter[str]:
+        return Counter(
+            {
+                key: first[key] + (second[key] - first[key]) * (to - few) // (many - few)
+                for key in {**first, **second}
+            }
+        )
+
+    return replace(
+        more,
+        moments={name: grown(live, more.moments[name]) for name, live in fewer.moments.items()},
+        flops=grown(fewer.flops, more.flops),
+        sent=grown(fewer.sent, more.sent),
+    )
+
+
+def _begin(task: FakeTask, tracker: StepTracker) -> list[RemovableHandle]:
+    """Make gradients and optimizer state, and tell the tracker what exists before the step.
+
+    Returns:
+        Handles of the parameters' hooks.
+    """
     trained = task.trained_parameters
-    if task.world.size > 1:
-        _flatten_gradients(trained, tracker)
-    else:
-        kept = [torch.empty_like(parameter) for parameter in trained]
-        tracker.own(GRADIENTS, kept)
-        for parameter, gradient in zip(trained, kept, strict=True):
-            parameter.grad = gradient
-            parameter.register_post_accumulate_grad_hook(
-                lambda p: tracker.relabel(p.grad, GRADIENTS)
-            )
-        del kept, gradient  # they are freed as in a run
+    prepare = _flat_gradients if task.world.size > 1 else _single_gradients
+    handles = prepare(trained, tracker)
     task.optimizer.step(where=task.where)
     tracker.own(TEACHER, [tensor for network in task.teachers for tensor in _state(network)])
     tracker.own(WEIGHTS, [*task.base_model.parameters(), *task.loss.parameters()])
     tracker.watch_casts([*task.base_model.parameters(), *task.loss.parameters()])
     tracker.own(MEMORY, [*task.base_model.buffers(), *task.loss.buffers()])
     tracker.own(STATE, task.optimizer_state)
+    return handles
 
 
-def _flatten_gradients(trained: list[nn.Parameter], tracker: StepTracker) -> None:
+def _single_gradients(trained: list[nn.Parameter], tracker: StepTracker) -> list[RemovableHandle]:
+    """Give parameters the gradients of the step before; a single rank frees them each step."""
+
+    def arrived(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            tracker.relabel(parameter.grad, GRADIENTS)
+
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter)
+        tracker.own(GRADIENTS, [parameter.grad])
+    return [parameter.register_post_accumulate_grad_hook(arrived) for parameter in trained]
+
+
+def _flat_gradients(trained: list[nn.Parameter], tracker: StepTracker) -> list[RemovableHandle]:
     """Make gradients views of one tensor when they arrive, as manual reduction and DDP do."""
     flat = torch.empty(sum(p.numel() for p in trained))
     places = dict(zip(trained, flat.split([p.numel() for p in trained]), strict=True))
@@ -120,8 +204,8 @@ def _flatten_gradients(trained: list[nn.Parameter], tracker: StepTracker) -> Non
 
     for parameter in trained:
         parameter.grad = places[parameter].view(parameter.shape)
-        parameter.register_post_accumulate_grad_hook(arrived)
     tracker.own(GRADIENTS, [flat])
+    return [parameter.register_post_accumulate_grad_hook(arrived) for parameter in trained]
 
 
 class _Passes:
@@ -129,8 +213,8 @@ class _Passes:
 
     def __init__(self, network: nn.Module) -> None:
         self.number = 0
-        for block in find_blocks(network)[:1] or [network]:
-            block.register_forward_pre_hook(self._count)
+        first = (find_blocks(network) or [network])[0]
+        self.handle = first.register_forward_pre_hook(self._count)
 
     def _count(self, *_: Any) -> None:
         if torch._C._current_graph_task_id() == -1:

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 ACTIVATIONS, GRADIENTS, CASTS = "activations", "gradients", "low-precision weights"
 FORWARD, BACKWARD, TEACHER = "forward", "backward", "teacher"
+BEFORE, START, END = "end of forward", "start of backward", "end of backward"
 _CAST = torch.ops.aten._to_copy.default
 
 
@@ -34,6 +35,7 @@ class StepTracker(TorchDispatchMode):
         self.at_peak: dict[str, int] = {}
         self.most_activations = 0  # at any time
         self.flops: Counter[str] = Counter()
+        self.moments: dict[str, dict[str, int]] = {}  # living bytes by kind, at BEFORE, START, END
         self._known: dict[int, list[Any]] = {}  # storage -> kind, bytes, weak reference
         self._weights: set[int] = set()
 
@@ -58,6 +60,7 @@ class StepTracker(TorchDispatchMode):
         """Forget earlier peaks and FLOPs."""
         self.peak, self.at_peak, self.most_activations = self.total, dict(self.live), 0
         self.flops.clear()
+        self.moments = {BEFORE: dict(self.live)}
 
     def __torch_dispatch__(
         self,
@@ -66,17 +69,24 @@ class StepTracker(TorchDispatchMode):
         args: Any = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        phase = _phase()
+        if phase == BACKWARD and START not in self.moments:
+            self.moments[START] = dict(self.live)
         result = func(*args, **kwargs or {})
         packet = func._overloadpacket  # type: ignore[attr-defined]
         if packet in flop_registry:
             count = flop_registry[packet](*args, **kwargs or {}, out_val=result)
-            self.flops[_phase()] += count
+            self.flops[phase] += count
         kind = ACTIVATIONS
         if func is _CAST and _place(args[0]) in self._weights:
             kind = CASTS
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._add(leaf, kind)
+        if phase == BACKWARD:
+            self.moments[END] = dict(self.live)
+        elif START not in self.moments:
+            self.moments[BEFORE] = dict(self.live)
         return result
 
     def _add(self, tensor: Tensor, kind: str) -> None:
