@@ -8,7 +8,7 @@ from selftask.cli.options import take_options
 from selftask.errors import UserError
 
 USAGE = """\
-usage: selftask plan RECIPE [key=value ...] [--json]
+usage: selftask plan RECIPE [key=value ...] [--measure] [--json]
 
 Prints steps, parameters, FLOPs, memory of a rank, communication, checkpoints, time and price of a
 run of this config. Nothing is allocated or trained: a step is run on tensors without memory.
@@ -19,8 +19,9 @@ run of this config. Nothing is allocated or trained: a step is run on tensors wi
   images_per_s=12k price_per_hour=2.5  throughput of all ranks, price of one: time and price
   mtbf=30d write_speed=1GB             time between failures of a node, bytes written a second:
                                        how often to save checkpoints
---json   all figures, in bytes, seconds and FLOPs (a multiply-add is two)"""
-KNOWN: dict[str, type] = {"--json": bool}
+--measure  train a few steps of random images on this machine, for the throughput
+--json     all figures, in bytes, seconds and FLOPs (a multiply-add is two)"""
+KNOWN: dict[str, type] = {"--json": bool, "--measure": bool}
 
 
 def main(argv: list[str]) -> int:
@@ -34,11 +35,19 @@ def main(argv: list[str]) -> int:
     overrides, given = take_assumptions(words[1:])
     config = load_config(words[0], overrides)
     from selftask.plan.plan import make_plan
-    from selftask.plan.table import lines
+    from selftask.plan.remedies import remedies
+    from selftask.plan.table import lines, remedy_lines
 
-    plan = make_plan(config, given)
+    plan = make_plan(config, given, measured=bool(options.get("--measure")))
+    fits = given.memory is None or plan.memory.fits(given.memory)
+    found = remedies(plan, given)
     if options.get("--json"):
-        print(json.dumps(plan.to_dict(), indent=2))
-    else:
-        print("\n".join(lines(plan)))
+        changes = [
+            {"change": one.words, "effect": one.effect, "memory": one.memory.total} for one in found
+        ]
+        print(json.dumps({**plan.to_dict(), "remedies": changes}, indent=2))
+        return 0
+    print("\n".join(lines(plan)))
+    if not fits:
+        print("\n".join(remedy_lines(found)))
     return 0

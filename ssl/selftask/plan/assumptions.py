@@ -30,6 +30,7 @@ class Assumptions:
         mtbf: Seconds between failures of one node.
         write_speed: Bytes a second of the file system that takes checkpoints.
         images_per_s: Images a second that all ranks train on; None if unknown.
+        measured_on: Device on which one rank was measured; None if the figure was given.
         price_per_hour: Price of one rank for an hour, in any currency.
     """
 
@@ -41,6 +42,7 @@ class Assumptions:
     mtbf: float = 30 * 86_400.0
     write_speed: float = 1e9
     images_per_s: float | None = None
+    measured_on: str | None = None
     price_per_hour: float | None = None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from selftask.batch import Batch
 from selftask.config.run_length import Clock, RunLength
@@ -56,10 +56,10 @@ class FakeTask(Task):
             build.model(self)
         self.device = device
         self.reduction = Reduction()  # gradients of one rank; the plan computes what it sends
+        if mode:
+            for module in (self.base_model, self.loss):
+                module._apply(lambda tensor: FakeTensor(mode, tensor.detach(), device))
         with self.mode:
-            if mode:
-                for module in (self.base_model, self.loss):
-                    module.to_empty(device=device)
             build.optimizer(self)
         build.hooks(self)
         for module in (self.base_model, self.loss):
@@ -93,11 +93,12 @@ class FakeTask(Task):
             batch = self.data_module.batch(views, size, self.device)
             self.loss.prepare_batch(batch, self)
             prepared.append(batch)
-        self.batches = self._each(prepared)
+        self.batches = self._each([*prepared])
         return prepared
 
     def _each(self, prepared: list[Batch]) -> Any:
-        for batch in prepared:
+        while prepared:
+            batch = prepared.pop(0)  # freed as soon as the next one is read
             if LAYER_DRAWS.num_layers:
                 LAYER_DRAWS.start(batch.key, self.device)
             yield batch

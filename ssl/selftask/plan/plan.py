@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from selftask.config.run_length import RunLength
@@ -11,6 +11,7 @@ from selftask.config.schema import Config
 from selftask.plan.assumptions import Assumptions
 from selftask.plan.checkpoints import CheckpointPlan, checkpoint_size, plan_checkpoints
 from selftask.plan.data import PlannedData, plan_data
+from selftask.plan.measure import measure
 from selftask.plan.memory import RankMemory, rank_memory
 from selftask.plan.model import Part, parts_of
 from selftask.plan.simulation import StepCost, fake_task, simulate
@@ -95,8 +96,13 @@ class Plan:
         }
 
 
-def make_plan(config: Config, given: Assumptions) -> Plan:
+def make_plan(config: Config, given: Assumptions, *, measured: bool = False) -> Plan:
     """Plan a run. Nothing is allocated, and no process group is needed.
+
+    Args:
+        config: Config of the run.
+        given: What the plan assumes beside it.
+        measured: Whether to train some real steps on this machine, for the throughput.
 
     Raises:
         UserError: If config, data or model do not fit together, or the step needs values.
@@ -108,6 +114,10 @@ def make_plan(config: Config, given: Assumptions) -> Plan:
         step = simulate(task, per_rank)
         memory, sent = rank_memory(config, task, step), traffic(config, task, step)
         size = checkpoint_size(task)
+    if measured:
+        of_rank, device = measure(config, data.fake)
+        rate = of_rank * config.launch.world_size
+        given = replace(given, images_per_s=rate, measured_on=str(device))
     return Plan(
         config,
         given,

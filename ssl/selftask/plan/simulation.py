@@ -100,12 +100,14 @@ class _Run:
 
 
 def _run(task: FakeTask, images: int) -> _Run:
+    _begin(task)
     tracker = StepTracker()
-    with task.mode:
-        handles = _begin(task, tracker)
+    handles = _watch(task, tracker)
     passes = [_Passes(network) for network in (task.base_model, *task.teachers)]
-    batches = task.read(images)
-    tracker.own(INPUTS, [x for b in batches for x in tree_leaves((b.views, dict(b.extras)))])
+    first, *others = task.read(images)
+    tracker.own(INPUTS, tree_leaves((first.views, dict(first.extras))))
+    batches = 1 + len(others)
+    del first, others
     SIMULATED.bytes_of.clear()
     with task.mode, tracker:
         tracker.reset_peak()
@@ -115,7 +117,7 @@ def _run(task: FakeTask, images: int) -> _Run:
     moments = {name: Counter(live) for name, live in tracker.moments.items()}
     return _Run(
         images,
-        len(batches),
+        batches,
         moments,
         tracker.peak - max(live.total() for live in moments.values()),
         tracker.most_activations - max(live[ACTIVATIONS] for live in moments.values()),
@@ -162,49 +164,44 @@ def _extrapolate(fewer: _Run, more: _Run, *, to: int) -> _Run:
     )
 
 
-def _begin(task: FakeTask, tracker: StepTracker) -> list[RemovableHandle]:
-    """Make gradients and optimizer state, and tell the tracker what exists before the step.
+def _begin(task: FakeTask) -> None:
+    """Make gradients and optimizer state, as after the step before."""
+    with task.mode:
+        for parameter in task.trained_parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+        if not task.optimizer_state:
+            task.optimizer.step(where=task.where)
+
+
+def _watch(task: FakeTask, tracker: StepTracker) -> list[RemovableHandle]:
+    """Tell the tracker what exists before the step, and which of the new tensors are gradients.
+
+    With several ranks gradients are parts of buckets, for manual reduction and DDP alike: they
+    stay, and what the backward pass makes is freed at once. A single rank frees them each step.
 
     Returns:
         Handles of the parameters' hooks.
     """
+    several = task.world.size > 1
     trained = task.trained_parameters
-    prepare = _flat_gradients if task.world.size > 1 else _single_gradients
-    handles = prepare(trained, tracker)
-    task.optimizer.step(where=task.where)
-    tracker.own(TEACHER, [tensor for network in task.teachers for tensor in _state(network)])
-    tracker.own(WEIGHTS, [*task.base_model.parameters(), *task.loss.parameters()])
-    tracker.watch_casts([*task.base_model.parameters(), *task.loss.parameters()])
-    tracker.own(MEMORY, [*task.base_model.buffers(), *task.loss.buffers()])
-    tracker.own(STATE, task.optimizer_state)
-    return handles
-
-
-def _single_gradients(trained: list[nn.Parameter], tracker: StepTracker) -> list[RemovableHandle]:
-    """Give parameters the gradients of the step before; a single rank frees them each step."""
+    kept = {p: p.grad for p in trained}
 
     def arrived(parameter: Tensor) -> None:
-        if parameter.grad is not None:
+        if several:
+            parameter.grad = kept[parameter]  # type: ignore[index]
+        elif parameter.grad is not None:
             tracker.relabel(parameter.grad, GRADIENTS)
 
-    for parameter in trained:
-        parameter.grad = torch.empty_like(parameter)
-        tracker.own(GRADIENTS, [parameter.grad])
-    return [parameter.register_post_accumulate_grad_hook(arrived) for parameter in trained]
-
-
-def _flat_gradients(trained: list[nn.Parameter], tracker: StepTracker) -> list[RemovableHandle]:
-    """Make gradients views of one tensor when they arrive, as manual reduction and DDP do."""
-    flat = torch.empty(sum(p.numel() for p in trained))
-    places = dict(zip(trained, flat.split([p.numel() for p in trained]), strict=True))
-
-    def arrived(parameter: Tensor) -> None:
-        place = places[parameter].view(parameter.shape)  # type: ignore[index]
-        parameter.grad = place.copy_(parameter.grad) if parameter.grad is not None else place
-
-    for parameter in trained:
-        parameter.grad = places[parameter].view(parameter.shape)
-    tracker.own(GRADIENTS, [flat])
+    weights = [*task.base_model.parameters(), *task.loss.parameters()]
+    tracker.own(GRADIENTS, [gradient for gradient in kept.values() if gradient is not None])
+    tracker.own(TEACHER, [tensor for network in task.teachers for tensor in _state(network)])
+    tracker.own(WEIGHTS, weights)
+    tracker.watch_casts(weights)
+    tracker.own(MEMORY, [*task.base_model.buffers(), *task.loss.buffers()])
+    tracker.own(STATE, task.optimizer_state)
+    if not several:
+        kept.clear()
     return [parameter.register_post_accumulate_grad_hook(arrived) for parameter in trained]
 
 

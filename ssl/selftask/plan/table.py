@@ -8,8 +8,9 @@ from selftask.config.values.duration import steps_in
 from selftask.errors import plural
 from selftask.optim.arithmetic import arithmetic
 from selftask.plan.checkpoints import lost_share
-from selftask.plan.memory import USABLE, RankMemory
+from selftask.plan.memory import USABLE
 from selftask.plan.plan import Plan
+from selftask.plan.remedies import Remedy
 
 Rows = Iterator[tuple[str, str]]
 _NAMES = {
@@ -109,6 +110,8 @@ def _memory_title(plan: Plan) -> str:
     reduce = parallel.reduce if plan.config.launch.world_size > 1 else "one rank"
     asked = parallel.activation_checkpointing
     recomputes = "" if asked == "none" else f", activation checkpointing {asked}"
+    if asked not in ("none", "blocks"):
+        recomputes += ", counted as if every block were computed again"
     return f"{reduce}, {train.precision}{recomputes}"
 
 
@@ -177,27 +180,37 @@ def _time(plan: Plan) -> Rows:
         yield "unknown", "give images_per_s= of all ranks, or --measure it on this machine"
         return
     rate = plan.given.images_per_s
-    yield "throughput", f"{rate:,} images a second on all ranks"
+    yield "throughput", f"{rate:,.0f} images a second on all ranks{_origin(plan)}"
     yield "a step", duration(_step_seconds(plan))
     yield "the run", duration(plan.seconds)
-    yield (
-        "of a rank",
-        f"{sum(plan.step.flops.values()) * (rate or 0) / _ranks(plan) / 1e12:.1f} TFLOP/s",
-    )
+    of_rank = sum(plan.step.flops.values()) * (rate or 0) / _ranks(plan)
+    yield "work of a rank", f"{count(of_rank)}FLOP/s, to compare with what the device can do"
     if plan.price is not None:
         hours = plan.seconds / 3600 * _ranks(plan)
         yield "price", f"{plan.price:,.2f} for {hours:,.1f} hours of a rank"
+
+
+def _origin(plan: Plan) -> str:
+    if plan.given.measured_on is None:
+        return " (images_per_s=)"
+    one = (plan.given.images_per_s or 0) / _ranks(plan)
+    return (
+        f": {one:,.1f} measured on one {plan.given.measured_on} of this machine, without loading "
+        "and communication, times the ranks"
+    )
 
 
 def _ranks(plan: Plan) -> int:
     return plan.config.launch.world_size
 
 
-def comparison(rows: list[tuple[str, RankMemory]], memory: float | None) -> list[str]:
-    """Return a line for each alternative with its memory, and whether it fits."""
-    width = max(len(name) for name, _ in rows)
+def remedy_lines(found: list[Remedy]) -> list[str]:
+    """Return a line for each change that makes the run fit, and what else it changes."""
+    if not found:
+        return ["no single change makes it fit: take more ranks, or a smaller network or batch"]
+    rows = [(remedy.words, show_bytes(remedy.memory.total), remedy.effect) for remedy in found]
+    width = max(len(words) for words, *_ in rows)
     return [
-        f"  {name.ljust(width)}  {show_bytes(found.total):>9}"
-        + ("" if memory is None else "  fits" if found.fits(memory) else "  does not fit")
-        for name, found in rows
+        "each of these makes it fit:",
+        *(f"  {words.ljust(width)}  {size:>8}  {effect}" for words, size, effect in rows),
     ]

@@ -1,0 +1,48 @@
+"""Throughput of one rank, measured by real steps on this machine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+
+from selftask.config.schema import Config
+from selftask.distributed.accelerator import wait_for
+from selftask.distributed.device import pick_device
+from selftask.distributed.simulated import SIMULATED
+from selftask.distributed.world import World
+from selftask.plan.fake_data import FakeData
+from selftask.plan.fake_task import FakeTask
+
+_STEPS, _SECONDS = 3, 20.0  # steps to time, at least; seconds after which no other one begins
+
+
+def measure(config: Config, data: FakeData) -> tuple[float, torch.device]:
+    """Return images a second of one rank with its part of the batch, and the device.
+
+    The images are random and on the device already: neither loading nor communication counts. The
+    first step is not timed.
+    """
+    device = pick_device(config.train.device, World())
+    per_rank = config.train.batch_size // config.launch.world_size
+    alone = replace(
+        config,
+        train=replace(config.train, batch_size=per_rank),
+        launch=replace(config.launch, nodes=1, processes=1),
+    )
+    times: list[float] = []
+    images = 0
+    with SIMULATED.of(1):
+        task = FakeTask(alone, replace(data, config=alone), None, device)
+        begun = time.perf_counter()
+        while len(times) <= _STEPS or time.perf_counter() - begun < _SECONDS / 4:
+            images = per_rank * len(task.read(per_rank))
+            wait_for(device)
+            start = time.perf_counter()
+            task.train_step_function(task)
+            wait_for(device)
+            times.append(time.perf_counter() - start)
+            if len(times) > 1 and time.perf_counter() - begun > _SECONDS:
+                break
+    return images * len(times[1:]) / sum(times[1:]), device

@@ -1,0 +1,117 @@
+"""What would make a run fit into a device's memory, nearest change first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from selftask.config.schema import Component, Config
+from selftask.errors import UserError
+from selftask.plan.assumptions import Assumptions
+from selftask.plan.memory import RankMemory, rank_memory
+from selftask.plan.plan import Plan
+from selftask.plan.simulation import fake_task, simulate
+
+_SPLITS = (2, 4, 8, 16, 32, 64)  # of the batch
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of the config.
+
+    Args:
+        words: The change, as ``key=value`` words.
+        effect: What else changes.
+        memory: Memory of a rank with it.
+    """
+
+    words: str
+    effect: str
+    memory: RankMemory
+
+
+def remedies(plan: Plan, given: Assumptions) -> list[Remedy]:
+    """Return changes that make the run fit, each alone; empty if it fits or none of them helps."""
+    memory = given.memory
+    if memory is None or plan.memory.fits(memory):
+        return []
+    found: list[Remedy] = []
+    for change in (_precision, _recompute, _shard, _recompute_and_shard, _accumulate, _smaller):
+        if change is _recompute_and_shard and any("parallel." in one.words for one in found):
+            continue  # one of them is enough
+        for config, words, effect in change(plan.config):
+            planned = _memory(plan, config)
+            if planned is not None and planned.fits(memory):
+                found.append(Remedy(words, effect, planned))
+                break
+    return found
+
+
+_Change = Iterator[tuple[Config, str, str]]
+
+
+def _precision(config: Config) -> _Change:
+    if config.train.precision == "float32":
+        changed = replace(config, train=replace(config.train, precision="bfloat16"))
+        yield changed, "train.precision=bfloat16", "faster, results differ by rounding"
+
+
+def _recompute(config: Config) -> _Change:
+    if config.parallel.activation_checkpointing == "none":
+        parallel = replace(config.parallel, activation_checkpointing="blocks")
+        yield (
+            replace(config, parallel=parallel),
+            "parallel.activation_checkpointing=blocks",
+            "the same result; a second forward pass of each block",
+        )
+
+
+def _shard(config: Config) -> _Change:
+    if config.parallel.reduce != "fsdp" and config.launch.world_size > 1:
+        changed = replace(config, parallel=replace(config.parallel, reduce="fsdp"))
+        yield changed, "parallel.reduce=fsdp", "the same result to rounding; more communication"
+
+
+def _recompute_and_shard(config: Config) -> _Change:
+    for half, first, effect in _recompute(config):
+        for changed, second, _ in _shard(half):
+            yield changed, f"{first} {second}", effect
+
+
+def _accumulate(config: Config) -> _Change:
+    """Smaller batches, as many to a step that its samples stay the same."""
+    train = config.train
+    if train.step.name not in ("standard", "accumulate", "manual", "compiled"):
+        return
+    for changed, size in _divided(config):
+        number = train.accumulate * train.batch_size // size
+        step = Component(name="accumulate")
+        yield (
+            replace(changed, train=replace(changed.train, accumulate=number, step=step)),
+            f"train.batch_size={size} train.accumulate={number} train.step=accumulate",
+            "as many samples a step; losses and BatchNorm see the smaller batch",
+        )
+
+
+def _smaller(config: Config) -> _Change:
+    for changed, size in _divided(config):
+        yield changed, f"train.batch_size={size}", "another learning rate may be needed"
+
+
+def _divided(config: Config) -> Iterator[tuple[Config, int]]:
+    train, ranks = config.train, config.launch.world_size
+    for parts in _SPLITS:
+        size = train.batch_size // parts
+        if train.batch_size % parts == 0 and size % ranks == 0 and size // ranks > 1:
+            yield replace(config, train=replace(train, batch_size=size)), size
+
+
+def _memory(plan: Plan, config: Config) -> RankMemory | None:
+    """Return the memory of a rank of a changed config; None if that config is not possible."""
+    data = replace(plan.data.fake, config=config)
+    per_rank = config.train.batch_size // config.launch.world_size
+    try:
+        with fake_task(config, data) as task:
+            return rank_memory(config, task, simulate(task, per_rank))
+    except UserError:  # such as a network without blocks to compute again
+        return None
