@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.config.schema import Config
 from selftask.plan import simulation
@@ -112,3 +114,12 @@ def test_remedies_fit_and_say_what_they_change() -> None:
     for change, memory in found.items():
         changed = make_plan(load_config("mae/vit_base_imagenet", [*rest, *change.split()]), given)
         assert changed.memory.total == memory.total <= 0.95 * 24e9
+
+
+def test_the_page_shows_what_the_commands_print(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^```sh\nselftask (.*)\n```\n\n```text\n(.*?)^```", page, re.M | re.S)
+    assert len(shown) == 2
+    for command, output in shown:
+        assert main(command.split()) == 0
+        assert capsys.readouterr().out == output
