@@ -118,7 +118,7 @@ def test_remedies_fit_and_say_what_they_change() -> None:
 
 def test_the_page_shows_what_the_commands_print(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
-    shown = re.findall(r"^```sh\nselftask (.*)\n```\n\n```text\n(.*?)^```", page, re.M | re.S)
+    shown = re.findall(r"^```sh\nselftask ([^\n]*)\n```\n\n```text\n(.*?)^```", page, re.M | re.S)
     assert len(shown) == 2
     for command, output in shown:
         assert main(command.split()) == 0
