@@ -51,7 +51,8 @@ def train_and_measure(config: Config, trace: Path) -> int:
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == "a step"]
     assert len(steps) >= 3  # and one call that finds no further batch
-    moves = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
+    moves = [(e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]"]
+    moves.sort(key=lambda move: move[0])  # of equal times as the trace has them
     total = peak = 0
     for time, size in moves:
         total += size
