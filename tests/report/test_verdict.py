@@ -66,6 +66,11 @@ def test_without_chance_the_loss_or_the_evaluation_tells() -> None:
     assert judge(rising, [], FINISHED).learns is False
     both = [*evaluated((0, 0.2)), *rising, *evaluated((200, 0.5))]
     assert judge(both, [], FINISHED).learns is True
+    falling = rows(chance_ratio=None, effective_rank=lambda w: 100 - 80 * w)
+    found = judge([*evaluated((0, 0.37)), *falling, *evaluated((200, 0.35))], [], FINISHED)
+    assert found.learns is False
+    assert found.headline.startswith("the features do not improve: knn_top1 fell to 35.0%")
+    assert "effective_rank 100 at first, now" in found.findings[1].text
 
 
 def test_noise_is_no_trend() -> None:

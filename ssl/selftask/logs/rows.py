@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,9 @@ def read_whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """
     rows, damaged = [], 0
     *lines, last = path.read_bytes().split(b"\n")
+    with suppress(ValueError):  # all at once is twice as fast
+        if not last and all(map(_is_dict, whole := json.loads(b"[" + b",".join(lines) + b"]"))):
+            return whole, 0
     for line in (*lines, last):
         try:
             row = json.loads(line)
@@ -87,6 +91,10 @@ def read_whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
         elif line.strip() and line is not last:
             damaged += 1
     return rows, damaged
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def format_row(row: dict[str, Any]) -> str:
@@ -117,7 +125,9 @@ _FORMATS: dict[str, Callable[[Any, str], str]] = {
     "device_memory_mb": lambda value, _: f"device_memory {value / 1024:.1f} GiB",
 }
 
-FILE_ONLY = ("loss_median", "step_s", "step_s_median", "memory_mb", "weight_decay")
+FILE_ONLY = (
+    *("loss_median", "step_s", "step_s_median", "memory_mb", "weight_decay", "chance_loss"),
+)
 
 MEASURED = (
     *("images_per_s", "data_wait", "step_s", "step_s_median", "eta_s"),

@@ -20,7 +20,7 @@ _KNOWN = frozenset(
     (
         *("step", "epoch", "loss", "loss_median", "lr", "weight_decay", "images_per_s"),
         *("data_wait", "step_s", "step_s_median", "memory_mb", "device_memory_mb", "eta_s"),
-        *("chance_ratio", "emb_std", "mean_cosine", "effective_rank"),
+        *("chance_loss", "chance_ratio", "emb_std", "mean_cosine", "effective_rank"),
         *("eval_s", "eval_images_per_s"),
     )
 )
@@ -41,7 +41,7 @@ def run_charts(record: RunRecord) -> list[Chart]:
         *_evaluations(record),
         *_others(record),
         _chart(record, "Learning rate", _named(record, "lr", "lr/"), smooth=False, from_zero=True),
-        _chart(record, "Weight decay", ["weight_decay"], smooth=False, from_zero=True),
+        *_weight_decay(record),
         *_embeddings(record),
         _chart(record, "Images per second", ["images_per_s"], from_zero=True),
         _chart(record, "Waiting for data", ["data_wait"], format="percent", from_zero=True),
@@ -115,7 +115,7 @@ def _others(record: RunRecord) -> Iterator[Chart]:
     names = [n for n in record.columns if n not in _KNOWN | evaluated and not n.startswith("lr/")]
     groups: dict[str, list[str]] = {}
     for name in names:
-        if name.startswith("ms_") or name == "chance_loss":
+        if name.startswith("ms_"):
             continue
         title, slash, _ = name.partition("/")
         groups.setdefault(title if slash else "Loss terms and others", []).append(name)
@@ -146,6 +146,13 @@ def _embeddings(record: RunRecord) -> Iterator[Chart]:
         lines=[Line("collapse", least_rank)],
         note="number of directions in which embeddings vary",
     )
+
+
+def _weight_decay(record: RunRecord) -> Iterator[Chart]:
+    """Only if it has a schedule: a constant is in the config."""
+    column = record.columns.get("weight_decay")
+    if column and len(set(column.values)) > 1:
+        yield _chart(record, "Weight decay", ["weight_decay"], smooth=False, from_zero=True)
 
 
 def _memory(record: RunRecord) -> Chart:

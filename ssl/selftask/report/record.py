@@ -132,7 +132,9 @@ class RunRecord:
 
     @property
     def ended(self) -> datetime | None:
-        """Time of the last event or status."""
+        """Time of the last event or status; of a run that goes on, the time of reading."""
+        if self.state == "running":
+            return datetime.fromtimestamp(self.read_at).astimezone()
         if self.status.get("updated"):
             return datetime.fromtimestamp(float(self.status["updated"])).astimezone()
         return _time_of(self.events[-1]) if self.events else None
@@ -212,16 +214,26 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 def columns_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
     """Return the numeric columns of rows, in order of appearance; of equal steps, the last row."""
-    found: dict[str, dict[int, float]] = {}
+    found: dict[str, Column] = {}
+    ordered = True
     for row in rows:
         step = row["step"]
         for name, value in row.items():
-            if name != "step" and type(value) in (int, float):
-                found.setdefault(name, {})[step] = value
-    return {
-        name: Column(sorted(values), [values[step] for step in sorted(values)])
-        for name, values in found.items()
-    }
+            if name == "step" or type(value) not in (int, float):
+                continue
+            column = found.get(name)
+            if column is None:
+                found[name] = Column([step], [value])
+                continue
+            ordered = ordered and step > column.steps[-1]
+            column.steps.append(step)
+            column.values.append(value)
+    return found if ordered else {name: _in_order(column) for name, column in found.items()}
+
+
+def _in_order(column: Column) -> Column:
+    values = dict(zip(column.steps, column.values, strict=True))
+    return Column(sorted(values), [values[step] for step in sorted(values)])
 
 
 def is_run(folder: Path) -> bool:

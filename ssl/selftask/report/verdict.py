@@ -25,6 +25,7 @@ Kind = Literal["good", "warning", "bad", "plain"]
 MIN_ROWS = 4  # of training, to say anything about learning
 GAIN = 0.02  # change of an accuracy that is worth a word
 CLEAR_GAIN = 0.05  # more than the noise of some hundred images
+NARROWER = 4.0  # ratio of the first and the last effective_rank that is worth a word
 LEAST_FALL = 1e-3  # of the loss, relative
 MANY_EVALUATIONS = 0.25  # share of the time
 DECODED = ("folder", "list", "glob", "table", "webdataset", "frames", "lmdb", "hdf5")
@@ -83,9 +84,12 @@ def judge(
         lost: Why a run whose status is ``running`` does not run; empty if it does.
     """
     config, environment = config or {}, environment or {}
-    learning, learns = _learning(rows, events, config)
+    trained = [row for row in rows if "lr" in row and row.get("loss") is not None]
+    columns = columns_of(trained)
+    learning, learns = _learning(columns, rows, events, config)
     others = [
         *_evaluations(rows),
+        *_narrower(columns),
         *_data_wait(rows, config, environment),
         *_evaluation_time(rows),
         *_interruptions(events),
@@ -136,21 +140,20 @@ def _ended(
 
 
 def _learning(
+    columns: Mapping[str, Column],
     rows: Sequence[Mapping[str, Any]],
     events: Sequence[Mapping[str, Any]],
     config: Mapping[str, Any],
 ) -> tuple[Finding, bool | None]:
     """Return whether the run learns, in words and as a bool or None."""
-    trained = [row for row in rows if "lr" in row and row.get("loss") is not None]
-    columns = columns_of(trained)
-    if not trained:
+    if "loss" not in columns:
         return Finding("plain", "no step is logged yet"), None
     if collapse := _collapse(columns, config):
         return Finding("bad", collapse), False
     if still := _frozen(columns, events):
         return Finding("bad", still), False
-    last = trained[-1]["step"]
-    if len(trained) < MIN_ROWS or last < FROM_STEP:
+    last = columns["loss"].steps[-1]
+    if len(columns["loss"].steps) < MIN_ROWS or last < FROM_STEP:
         return Finding(
             "plain", f"too early to say whether it learns: {last} {plural('step', last)}"
         ), None
@@ -158,6 +161,10 @@ def _learning(
     ratio = columns.get("chance_ratio")
     if ratio is not None and last >= CHANCE_STEPS:
         return _against_chance(ratio, loss, gain)
+    if loss.falls and gain.known and not gain.rises:
+        return Finding(
+            "warning", f"the features do not improve: {_and(gain.text, loss.text)}"
+        ), False
     if loss.falls or gain.rises:
         return Finding("good", f"learning: {_and(loss.text, gain.text)}"), True
     return Finding("warning", f"no sign of learning: {_and(loss.text, gain.text)}"), False
@@ -285,6 +292,19 @@ def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
             )
             found.append(Finding("warning", text))
     return found
+
+
+def _narrower(columns: Mapping[str, Column]) -> list[Finding]:
+    """Report embeddings that have come to vary in far fewer directions."""
+    column = columns.get("effective_rank")
+    if column is None or len(column.values) < MIN_ROWS:
+        return []
+    first, now = column.values[0], _end(column.values)
+    if now <= 0 or first < NARROWER * now:
+        return []
+    ranks = f"effective_rank {first:.3g} at first, now {now:.3g}"
+    text = f"embeddings vary in ever fewer directions: {ranks}"
+    return [Finding("warning", text)]
 
 
 def data_wait(rows: Sequence[Mapping[str, Any]]) -> float | None:

@@ -83,6 +83,7 @@ class Health(Hook):
         if not chance:
             return None
         ratio = float(task.last_batch.loss / chance)  # type: ignore[operator]
+        task.log("chance_loss", chance)
         task.log("chance_ratio", ratio)
         self.ratios = self.ratios or [ratio, ratio]
         self.ratios[1] = min(self.ratios[1], ratio)

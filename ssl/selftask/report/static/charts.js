@@ -38,6 +38,17 @@
   const X_FORMATS = { steps: (x) => x.toLocaleString("en"), epochs: (x) => `${+x.toPrecision(4)}`, seconds: showSeconds };
   const X_LABELS = { steps: "step", epochs: "epoch", seconds: "training time" };
 
+  const POWERS = Array.from({ length: 60 }, (_, n) => 2 ** n);
+  const DECIMALS = Array.from({ length: 9 }, (_, n) => [1, 2, 5].map((digit) => digit * 10 ** (n - 9))).flat();
+  const CLOCK = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 18000, 36000, 72000, 180000];
+  const DAYS = [1, 2, 5, 10, 20, 50].map((days) => days * 86400);
+
+  // Distances between the ticks of an axis that are round numbers in its units.
+  function spacing(format) {
+    if (format === "bytes") return { incrs: POWERS };
+    return format === "seconds" ? { incrs: [...DECIMALS, ...CLOCK, ...DAYS] } : {};
+  }
+
   // Linear interpolation; straight on beyond the ends.
   function interpolated(xs, ys, x) {
     if (xs.length < 2) return ys.length ? ys[0] : x;
@@ -190,8 +201,8 @@
       };
       const show = (format) => (_, values) => values.map((value) => (isNumber(value) ? format(value) : ""));
       return [
-        { ...shared, size: 34, space: 60, values: show(X_FORMATS[this.unit]) },
-        { ...shared, values: show(FORMATS[chart.format]), size: widthOfLabels, space: 32 },
+        { ...shared, ...spacing(this.unit), size: 34, space: 60, values: show(X_FORMATS[this.unit]) },
+        { ...shared, ...spacing(chart.format), values: show(FORMATS[chart.format]), size: widthOfLabels, space: 32 },
       ];
     }
 
@@ -202,7 +213,7 @@
     // uPlot asks with the limits of the data when it scales by itself, else with those wanted.
     xRange(plot, low, high) {
       const xs = plot.data[0];
-      return low === xs[0] && high === xs.at(-1) ? this.zoom || this.range : [low, high];
+      return xs.length < 2 || (low === xs[0] && high === xs.at(-1)) ? this.zoom || this.range : [low, high];
     }
 
     yRange(chart, log, low, high) {
@@ -259,7 +270,8 @@
         stroke(ctx, bbox.left, y, bbox.left + bbox.width, y);
         const above = y - bbox.top > 18 * pixels;
         ctx.textAlign = "right";
-        ctx.fillText(label, bbox.left + bbox.width - 4 * pixels, above ? y - 4 * pixels : y + 13 * pixels);
+        ctx.textBaseline = above ? "bottom" : "top";
+        ctx.fillText(label, bbox.left + bbox.width - 4 * pixels, y + (above ? -3 : 3) * pixels);
       }
       ctx.setLineDash([2 * pixels, 3 * pixels]);
       for (const mark of this.data.marks) {
