@@ -49,6 +49,12 @@ COLUMNS = (
         "device_memory_mb", "MiB", "Largest memory allocated on a GPU so far.", "runs on CUDA GPUs"
     ),
     Column(
+        "chance_loss",
+        "",
+        "Loss of a network that knows nothing.",
+        f"{_HEALTH}; methods with a known loss at chance",
+    ),
+    Column(
         "chance_ratio",
         "",
         "Loss divided by that of a network that knows nothing: 1 is chance, below 1 something is "
