@@ -66,7 +66,8 @@ def test_trains_resumes_exports_and_evaluates(
     names = set(addresses.walk(OUT))
     steps = {f"checkpoints/step_00000000{step}" for step in (4, 5)}
     assert {n for n in names if "step_" in n} == {s + e for s in steps for e in (".pt", ".json")}
-    assert {"config.yaml", "environment.json", "log.txt", "metrics.jsonl", "status.json"} <= names
+    files = {"config.yaml", "environment.json", "log.txt", "metrics.jsonl", "status.json"}
+    assert files | {"report.html"} <= names
     assert not [name for name in names if ".tmp" in name or ".lock" in name]
     assert json.loads(addresses.read_bytes(f"{OUT}/status.json"))["state"] == "interrupted"
 

@@ -184,6 +184,9 @@ def test_what_else_is_worth_a_line() -> None:
     texts = [f.text for f in judge(late, events, FINISHED).findings]
     assert texts[0].startswith("knn_top1 was best at step 100 (60.0%) and is 50.0% now")
     assert texts[1:] == ["resumed 5 times, requeued 1 time", "2 warnings, the last: b"]
+    worse = [*evaluated((0, 0.17)), *rows(), *evaluated((200, 0.1))]
+    (told,) = judge(worse, [], FINISHED).findings
+    assert told.text == "knn_top1 is 10.0%, less than that of the untrained network (17.0%)"
 
 
 @pytest.mark.parametrize(

@@ -285,11 +285,12 @@ def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
     for name, column in _accuracies(rows).items():
         best = max(column.values)
         if best - column.values[-1] >= GAIN:
-            step = column.steps[column.values.index(best)]
-            text = (
-                f"{name} was best at step {step:,} ({best:.1%}) and is {column.values[-1]:.1%} "
-                f"now; train.keep_best.metric={name} keeps the best checkpoint"
-            )
+            step, now = column.steps[column.values.index(best)], column.values[-1]
+            if step:
+                text = f"{name} was best at step {step:,} ({best:.1%}) and is {now:.1%} now; "
+                text += f"train.keep_best.metric={name} keeps the best checkpoint"
+            else:
+                text = f"{name} is {now:.1%}, less than that of the untrained network ({best:.1%})"
             found.append(Finding("warning", text))
     return found
 
