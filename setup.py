@@ -85,12 +85,12 @@ setup(
                 "fsspec[http]>=2023.6",
                 "tifffile>=2023.7",
             ),
-            *("accelerate>=0.30", "nbclient>=0.8", "ipykernel>=6"),
-            *("sphinx>=8", "myst-parser>=4", "furo>=2024.8.6"),
+            *("accelerate>=0.30", "nbclient>=0.8", "ipykernel>=6", "matplotlib>=3.7"),
+            *("sphinx>=8", "myst-nb>=1.2", "furo>=2024.8.6"),
             "selenium>=4.11",  # the pages of reports in Chromium
             "umap-learn>=0.5.6",
         ],
-        "docs": ["sphinx>=8", "myst-parser>=4", "furo>=2024.8.6"],  # make docs
+        "docs": ["sphinx>=8", "myst-nb>=1.2", "furo>=2024.8.6"],  # make docs
         "tensorboard": ["tensorboard>=2.15"],  # hooks.tensorboard, and so on
         "wandb": ["wandb>=0.17"],
         "mlflow": ["mlflow-skinny>=2.9"],

@@ -18,7 +18,7 @@ project_copyright = "the selftask authors, Apache License 2.0"
 version = release = re.findall(r'__version__ = "(.+)"', _INIT)[0]
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
@@ -45,6 +45,7 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_custom_sections = ["Shape"]
 
+nb_execution_mode = "off"  # notebooks are shown with the outputs that they have
 myst_heading_anchors = 4  # the anchors of headings are GitHub's
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 

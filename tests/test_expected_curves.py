@@ -1,0 +1,79 @@
+"""docs/expected-curves.md: losses at chance are those of the methods."""
+
+from __future__ import annotations
+
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from page_blocks import ROOT
+from selftask.config.compose.recipes import shipped
+from selftask.config.load import load_config
+from selftask.config.schema.views import num_views
+from selftask.methods.base import Method
+from selftask.registry import METHODS
+
+PAGE = (ROOT / "docs/expected-curves.md").read_text(encoding="utf-8")
+ROWS = {
+    name: cells
+    for name, *cells in re.findall(
+        r"^\| `(\w+)` \| (.*) \| (\S+) \| (\S+) \| (\S+) \|$", PAGE, re.MULTILINE
+    )
+}
+NUM_CLASSES = {"digits": 10, "images": 10, "imagenet": 1000}
+
+
+def chance(recipe: str, num_classes: int) -> float | None:
+    """The method's chance_loss without a network: what ``setup`` counts is set by hand."""
+    config = load_config(recipe, ["data=no/such/folder"] if recipe.endswith("/images") else [])
+    cls = METHODS[config.method.name]
+    method: Method = cls.__new__(cls)
+    nn.Module.__init__(method)
+    counted = {
+        "num_negatives": sum(num_views(config.views).values()) * (config.train.batch_size - 1),
+        "num_pairs": config.train.batch_size,
+        "num_classes": num_classes,
+    }
+    method.config = SimpleNamespace(**config.method.args)
+    for name, value in counted.items():
+        setattr(method, name, value)
+    return method.chance_loss
+
+
+def large_recipe(method: str) -> str:
+    """Its recipe for ImageNet, or for as many images."""
+    found = sorted(
+        name for name in shipped() if re.match(rf"{method}/.*(imagenet|captions)$", name)
+    )
+    return found[-1]
+
+
+@pytest.mark.parametrize("method", sorted(ROWS))
+def test_losses_at_chance(method: str) -> None:
+    """To the digits that the table has."""
+    _, *values = ROWS[method]
+    recipes = (f"{method}/digits", f"{method}/images", large_recipe(method))
+    for value, recipe, classes in zip(values, recipes, NUM_CLASSES.values(), strict=True):
+        found = chance(recipe, classes)
+        if value == "none":
+            assert found is None
+        else:
+            digits = len(value.partition(".")[2])
+            assert found == pytest.approx(float(value), abs=0.51 * 10**-digits), recipe
+
+
+def test_every_method_with_a_chance_level_is_listed() -> None:
+    with_chance = {name for name in METHODS.names() if "chance_loss" in vars(METHODS[name])}
+    assert with_chance == set(ROWS)
+
+
+def test_numbers_that_people_paste() -> None:
+    for value, number in re.findall(r"([\d.]{4,}) is ln ([\d,]+)", PAGE):
+        digits = len(value.partition(".")[2])
+        assert math.log(int(number.replace(",", ""))) == pytest.approx(
+            float(value), abs=0.51 * 10**-digits
+        )
+    assert math.log(65_537) == pytest.approx(11.09, abs=0.005)
