@@ -62,7 +62,7 @@ def test_commands_run_and_print_what_the_page_says(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         said[line] = done.stdout
     assert "CHECK ok: all 1,437 images" in said["selftask data check images/train"]
-    assert "resumed from" in said[train] and "RUN finished: 220 steps" in said[train]
+    assert "resumes at step" in said[train] and "RUN finished: 220 steps" in said[train]
     rows = tiny.rows(tmp_path / "runs/first")
     first, last = (row["knn_top1"] for row in rows if "knn_top1" in row)
     assert first == pytest.approx(0.81, abs=0.03) and last > 0.92
@@ -71,4 +71,6 @@ def test_commands_run_and_print_what_the_page_says(tmp_path: Path) -> None:
         result = json.loads(said[line].splitlines()[-1])
         assert result[f"{kind}_top1"] >= least
     assert "60 tensors\n(360, 128) 9" in said["python neighbours.py"]
+    assert "first: learning: the loss fell" in said["selftask report runs/first"]
+    assert "finished  220/220" in said["selftask runs"]
     assert (tmp_path / "features/images.csv").exists() and (tmp_path / "views.png").exists()
