@@ -3,7 +3,7 @@
   const EVERY_MS = 2000;
   const state = JSON.parse(document.getElementById("live-state").textContent);
   const told = document.getElementById("live-told");
-  let about = told.textContent;
+  let about = state.kind === "run" ? "" : told.textContent;
 
   async function ask(path, values) {
     const answer = await fetch(`${path}?${new URLSearchParams(values)}`, { cache: "no-store" });

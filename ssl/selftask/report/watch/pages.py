@@ -83,7 +83,7 @@ def run_page(name: str, record: RunRecord) -> str:
     state = {"kind": "run", **live_state(record)}
     top = (
         f'<p><a href="/">all runs</a></p><div id="live-head">{head_html(record)}</div>'
-        f'<p class="muted" id="live-told"></p>{json_data(state, "live-state")}'
+        f'<p class="muted" id="live-told">live</p>{json_data(state, "live-state")}'
     )
     return page_html(name, run_sections(record), top=top, scripts=[_script()], connect=_SELF)
 
@@ -122,11 +122,15 @@ def _mark(name: str) -> str:
 def _datum(name: str, line: RunLine, column: str) -> Datum:
     found = cell(line, column)
     if column == "run":
-        note = f'<small class="note">{escape(line.note)}</small>' if line.note else ""
+        note = _note(line.note) if line.note else ""
         return Datum(f'<a href="{escape(run_url(name))}">{escape(name)}</a>{note}', name)
     if column == "state":
         return Datum(state_badge(line.state, line.note), line.state)
     return Datum("" if found.text == "-" else escape(found.text), found.key)
+
+
+def _note(text: str) -> str:
+    return f'<small class="note" title="{escape(text)}">{escape(text)}</small>'
 
 
 def _counts(lines: Mapping[str, RunLine]) -> str:
