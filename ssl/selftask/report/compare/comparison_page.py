@@ -118,6 +118,8 @@ def best_line(comparison: Comparison) -> str:
         return ""
     half = "" if found.half is None else f" ± {found.half:.2g}"
     over = f", mean of {found.count} runs" if found.count > 1 else ""
+    if not any(member.is_complete for member in first.members):
+        over += ", not finished"
     what = "lowest" if small_is_good(name) else "highest"
     return f"{what} {name}: {found.mean:.4g}{half}, {first.label}{over}"
 
