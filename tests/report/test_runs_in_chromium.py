@@ -132,7 +132,9 @@ def test_a_run_follows_with_zoom_and_place_kept(watched: tuple[Path, Server, str
         page.run("window.opened = 'once'; scrollTo({top: 200, behavior: 'instant'})")
         place = page.run("return scrollY")
         assert page.run(last) == 8 and place == 200
+        wait_until(lambda: "8" in page.find(".u-legend").text, "not drawn")
         page.run("selftask.charts.charts.setZoom([2, 6])")
+        wait_until(lambda: page.run(zoom) == [2, 6], "no zoom")
         append(root / "going", *(row(step, 1.0) for step in range(9, 13)))
         wait_until(lambda: page.run(last) == 12, "the new rows are missing")
         assert page.run(zoom) == [2, 6] and page.run("return scrollY") == place

@@ -13,6 +13,7 @@ from selftask.report.compare.groups import Comparison, Group, Member
 from selftask.report.compare.interval import Interval
 from selftask.report.overview.table import TROUBLE, small_is_good
 from selftask.report.page import escape
+from selftask.report.run_report import verdict_of
 
 GIB = 2**30
 MOST_COLUMNS = 12  # groups whose settings are set against each other
@@ -118,6 +119,7 @@ def run_table(comparison: Comparison, link: Link) -> str:
     heads += [Head(f"best {n}", _best(n)) for n in comparison.evaluations]
     heads += [Head("seed")] if seeds else []
     heads += [Head("hours", "min"), Head("images/s", "max"), Head("memory", "min")]
+    heads.append(Head("verdict", title="as on the run's own page"))
     rows = [
         _run_row(group, member, comparison, link, seeds)
         for group in comparison.groups
@@ -147,6 +149,9 @@ def _run_row(
     row.append(Datum("" if hours is None else show_hours(hours), hours))
     row.append(Datum("" if rate is None else f"{rate:,.0f}", rate))
     row.append(Datum("" if memory is None else show_memory(memory), memory))
+    verdict = verdict_of(member.record)
+    words = f'<span class="words {verdict.kind}-text">{escape(verdict.headline)}</span>'
+    row.append(Datum(words, verdict.headline))
     return row
 
 

@@ -51,10 +51,27 @@
     curve.y = [...curve.y.slice(0, kept), ...news.y];
   }
 
+  const shown = new Map(); // HTML as it came: what the browser makes of it may differ
+
+  // Replace the content of an element, below its heading; what is unfolded stays so.
+  function replace(element, html, heading = "") {
+    if (shown.get(element) === html) return;
+    const open = [...element.querySelectorAll("details")].map((details) => details.open);
+    element.innerHTML = heading + html;
+    [...element.querySelectorAll("details")].forEach((details, i) => (details.open ||= Boolean(open[i])));
+    shown.set(element, html);
+  }
+
   async function updateRun() {
     const news = await ask("live.json", { step: state.step, shape: state.shape });
     if (news.reload) return location.reload();
-    document.getElementById("live-head").innerHTML = news.head;
+    replace(document.getElementById("live-head"), news.head);
+    for (const [id, html] of Object.entries(news.sections)) {
+      const section = document.getElementById(id);
+      const place = section && (section.querySelector(":scope > details") || section);
+      if (place) replace(place, html, place.firstElementChild.outerHTML);
+      else if (html) return location.reload(); // the first event, the first checkpoint
+    }
     const group = (selftask.charts || {}).charts;
     if (!group) return;
     const curves = news.curves.filter((chart) => chart.length);

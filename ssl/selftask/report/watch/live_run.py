@@ -14,10 +14,12 @@ from selftask.report.charts import Chart
 from selftask.report.curves import clock_of, marks_of, run_charts
 from selftask.report.header import head_html
 from selftask.report.record import RunRecord
+from selftask.report.run_report import NAME, run_sections, verdict_of
 
 FRESH_S = 1.0  # for so long all readers get the same
 REST = 10  # a result is kept for this many times what it took to make
 _CHANGING = ("metrics.jsonl", "events.jsonl", "status.json", "config.yaml", "checkpoints", "export")
+_STEADY = ("curves", "config")  # sections that are not sent again
 T = TypeVar("T")
 
 
@@ -85,7 +87,12 @@ def changes(record: RunRecord, step: int, shape: str) -> dict[str, Any]:
         ],
         "clocks": _clock(record),
         "marks": [{"step": m.step, "kind": m.kind, "text": m.text} for m in marks_of(record)],
-        "head": head_html(record),
+        "head": head_html(record, verdict_of(record)),
+        "sections": {
+            section.id: section.html
+            for section in run_sections(record, record.folder / NAME)
+            if section.id not in _STEADY
+        },
     }
 
 
