@@ -124,7 +124,12 @@
       );
       this.range = [Math.min(...xs), Math.max(...xs)];
       if (this.range[0] === this.range[1]) this.range = [this.range[0] - 0.5, this.range[1] + 0.5];
+      this.zooming = true; // a new chart of a single point reports a range of its own
       this.plots = this.data.charts.map((chart, number) => this.plot(chart, this.figures[number]));
+      queueMicrotask(() => {
+        this.zooming = false;
+        if (zoom) this.setZoom(zoom);
+      });
     }
 
     plot(chart, figure) {
