@@ -92,9 +92,9 @@ def _compare(folders: list[Path], out: Path | None, sort: str) -> int:
             write_run_report(RunRecord.read(folder))
     with _written(str(path)):
         comparison = write_comparison(folders, path, sort)
-    print(path)
     if line := best_line(comparison):
         print(line)
+    print(path)
     return 0
 
 
