@@ -17,6 +17,7 @@ from selftask.cli.main import main
 from selftask.report.overview.durations import show_seconds
 from selftask.report.overview.find import find_runs
 from selftask.report.overview.run_line import read_line
+from selftask.slurm import queue
 
 
 def dead_process() -> int:
@@ -89,6 +90,30 @@ def test_the_table_sorts_filters_and_adds_notes(
     assert names == ["lr_2", "lr_10"], "numbers by their value"
     assert main(["runs", "columns=lr", "state=finished"]) == 0
     assert capsys.readouterr().out.splitlines()[0].split()[5:] == ["lr", "AGE", "ETA"]
+
+
+def test_jobs_of_slurm_are_in_the_same_table(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the state in the queue; also those that wait and have no folder yet."""
+    submitted = {name: (runs / "sweep" / name).absolute() for name in ("going", "back", "waiting")}
+    write_run(submitted["going"], "running", steps=5, host="node7")
+    write_run(submitted["back"], "requeued", steps=5, host="node7")
+    queue.note(runs / "sweep", {path: f"7_{i}" for i, path in enumerate(submitted.values())})
+    in_slurm = {"7_0": "RUNNING", "7_1": "PENDING (BeginTime)", "7_2": "PENDING (Resources)"}
+    monkeypatch.setattr(queue, "queue", lambda ids: {job: in_slurm[job] for job in ids})
+    found = {Path(str(run["run"])).name: run for run in listed(capsys)}
+    told = {name: (found[name]["job"], found[name]["state"]) for name in submitted}
+    assert told == {
+        "going": ("7_0", "running"),
+        "back": ("7_1", "requeued, pending (begintime)"),
+        "waiting": ("7_2", "pending (resources)"),
+    }
+    assert found["lr_2"]["job"] == ""
+    pending = {Path(str(run["run"])).name for run in listed(capsys, "state=pending")}
+    assert pending == {"back", "waiting"}
+    assert main(["runs", "state=pending"]) == 0
+    assert capsys.readouterr().out.startswith("JOB  RUN ")
 
 
 @pytest.mark.parametrize(
