@@ -82,7 +82,11 @@ def group_table(comparison: Comparison) -> str:
         heads.append(Head(name, _best(name), "last value: mean over seeds, 95 % interval"))
         if name != "loss":
             heads.append(Head(f"best {name}", _best(name), "best value during training"))
-    heads += [Head("hours", "min"), Head("images/s", "max"), Head("memory", "min", "peak")]
+    heads += [
+        Head("time", "min", "of training"),
+        Head("images/s", "max"),
+        Head("memory", "min", "peak"),
+    ]
     return sortable(heads, [_group_row(group, comparison) for group in comparison.groups], "groups")
 
 
@@ -118,8 +122,7 @@ def run_table(comparison: Comparison, link: Link) -> str:
     heads += [Head(name, _best(name), "last value") for name in comparison.metrics]
     heads += [Head(f"best {n}", _best(n)) for n in comparison.evaluations]
     heads += [Head("seed")] if seeds else []
-    heads += [Head("hours", "min"), Head("images/s", "max"), Head("memory", "min")]
-    heads.append(Head("verdict", title="as on the run's own page"))
+    heads += [Head("time", "min", "of training"), Head("images/s", "max"), Head("memory", "min")]
     rows = [
         _run_row(group, member, comparison, link, seeds)
         for group in comparison.groups
@@ -135,7 +138,7 @@ def _run_row(
     steps = "" if line.step is None else f"{line.step:,}"
     steps += f" of {line.total_steps:,}" if line.total_steps and not member.is_complete else ""
     row = [
-        Datum(f"{swatch(group)} {_linked(member, link(member))}", member.name),
+        Datum(f"{swatch(group)} {_linked(member, link(member))}{_verdict(member)}", member.name),
         Datum(escape(group.label), group.label),
         Datum(state_badge(line.state, line.note), line.state),
         Datum(steps, line.step),
@@ -149,9 +152,6 @@ def _run_row(
     row.append(Datum("" if hours is None else show_hours(hours), hours))
     row.append(Datum("" if rate is None else f"{rate:,.0f}", rate))
     row.append(Datum("" if memory is None else show_memory(memory), memory))
-    verdict = verdict_of(member.record)
-    words = f'<span class="words {verdict.kind}-text">{escape(verdict.headline)}</span>'
-    row.append(Datum(words, verdict.headline))
     return row
 
 
@@ -207,6 +207,12 @@ def reports_from(folder: Path) -> Link:
 def _linked(member: Member, target: str) -> str:
     name = escape(member.name)
     return f'<a href="{escape(target)}">{name}</a>' if target else name
+
+
+def _verdict(member: Member) -> str:
+    verdict = verdict_of(member.record)
+    text = escape(verdict.headline)
+    return f'<small class="note {verdict.kind}-text" title="{text}">{text}</small>'
 
 
 def _number(value: float | None, mark: str = "") -> Datum:

@@ -137,7 +137,7 @@ def _datum(name: str, line: RunLine, column: str) -> Datum:
 
 
 def _note(text: str) -> str:
-    return f'<small class="note" title="{escape(text)}">{escape(text)}</small>'
+    return f'<small class="note bad-text" title="{escape(text)}">{escape(text)}</small>'
 
 
 def _counts(lines: Mapping[str, RunLine]) -> str:
