@@ -13,7 +13,7 @@ from selftask.report.compare.groups import Comparison, Group, Member
 from selftask.report.compare.interval import Interval
 from selftask.report.overview.table import TROUBLE, small_is_good
 from selftask.report.page import escape
-from selftask.report.run_report import verdict_of
+from selftask.report.verdict import verdict_of
 
 GIB = 2**30
 MOST_COLUMNS = 12  # groups whose settings are set against each other

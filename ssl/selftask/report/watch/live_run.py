@@ -14,7 +14,7 @@ from selftask.report.charts import Chart
 from selftask.report.curves import clock_of, marks_of, run_charts
 from selftask.report.header import head_html
 from selftask.report.record import RunRecord
-from selftask.report.run_report import NAME, run_sections, verdict_of
+from selftask.report.run_report import NAME, run_sections
 
 FRESH_S = 1.0  # for so long all readers get the same
 REST = 10  # a result is kept for this many times what it took to make
@@ -87,7 +87,7 @@ def changes(record: RunRecord, step: int, shape: str) -> dict[str, Any]:
         ],
         "clocks": _clock(record),
         "marks": [{"step": m.step, "kind": m.kind, "text": m.text} for m in marks_of(record)],
-        "head": head_html(record, verdict_of(record)),
+        "head": head_html(record),
         "sections": {
             section.id: section.html
             for section in run_sections(record, record.folder / NAME)

@@ -20,7 +20,7 @@ from selftask.report.overview.run_line import RunLine
 from selftask.report.overview.table import cell, columns_of, small_is_good
 from selftask.report.page import Section, escape, json_data, page_html, static_text
 from selftask.report.record import RunRecord
-from selftask.report.run_report import NAME, run_sections, verdict_of
+from selftask.report.run_report import NAME, run_sections
 from selftask.report.watch.live_run import live_state
 
 _TEXTS = ("run", "method", "recipe", "state", "job")
@@ -81,7 +81,7 @@ def table_body(lines: Mapping[str, RunLine]) -> str:
 def run_page(name: str, record: RunRecord) -> str:
     """Return the page of a run, which updates itself."""
     state = {"kind": "run", **live_state(record)}
-    head = head_html(record, verdict_of(record))
+    head = head_html(record)
     top = (
         f'<p><a href="/">all runs</a></p><div id="live-head">{head}</div>'
         f'<p class="muted" id="live-told">live</p>{json_data(state, "live-state")}'
