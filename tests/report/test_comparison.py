@@ -40,7 +40,8 @@ def test_settings_that_follow_from_a_name_are_left_out() -> None:
     adam = {"optimizer": {"name": "adamw", "lr": 0.1, "betas": [0.9, 0.95]}, "out": "a"}
     sgd = {"optimizer": {"name": "sgd", "lr": 0.3, "momentum": 0.9}, "out": "b"}
     assert differing([adam, sgd]) == ["optimizer.name", "optimizer.lr"]
-    assert differing([adam, adam | {"out": "c", "launch": {"nodes": 2}}]) == []
+    elsewhere = {"out": "c", "launch": {"nodes": 2}, "train": {"log_every": 9}}
+    assert differing([adam, adam | elsewhere]) == []
     assert flat({"a": {"b": 1e12, "c": None, "d": "x"}}) == {
         "a.b": "1e+12",
         "a.c": "null",

@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SEED = "train.seed"
-# Where a run lies, how it was started and on how many processors: no part of what it computes.
-_PLACE = ("out", "recipe", "import", "train.threads", "data.num_workers")
+# Where a run lies, how it was started, what it logs and keeps: no part of what it computes.
+_PLACE = (
+    *("out", "recipe", "import", "train.threads", "data.num_workers"),
+    *("train.report", "train.log_every", "train.keep_checkpoints"),
+)
 _PLACES = ("launch.", "resume.")
 
 
