@@ -1,0 +1,163 @@
+"""Train on CIFAR-10 for a wall-clock budget, then measure: k-NN and linear, for each seed.
+
+    python run.py DATA [--recipe patches] [--minutes 15] [--seeds 3] [--out runs/speedrun]
+                       [key=value ...]
+
+DATA/train and DATA/test hold one folder of images for each class. Recipes: patches (k-means on
+whitened patches; it needs less than the budget), network (SimCLR, low resolution first) and gpu.
+Pretraining reads no labels. The speed of each stage is measured in a few steps, which count as part
+of the budget, and sets its number of steps. Evaluations come after the budget and are timed too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from selftask.config.load import load_config
+from selftask.data.loading.open_data import open_data
+from selftask.distributed.device import pick_device
+from selftask.distributed.world import World
+from selftask.evaluate.offline import evaluate_backbone
+from selftask.logs import read_metrics
+from selftask.models.build import build_backbone
+from selftask.models.weights.model_source import open_model
+from selftask.random.process_state import seed_all
+
+HERE = Path(__file__).resolve().parent
+PROBE_STEPS = 30
+QUIET = "eval.evaluations={knn: null, linear: null}"  # evaluated afterwards, see below
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Training at one size for a share of the budget; no share: as long as the recipe says."""
+
+    share: float | None = None
+    size: int | None = None
+
+
+STAGES = {
+    "patches": [Stage()],
+    "network": [Stage(0.25, 16), Stage(0.35, 24), Stage(0.4, 32)],
+    "gpu": [Stage(0.25, 16), Stage(0.35, 24), Stage(0.4, 32)],
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    name: str
+    seed: int
+    train_s: float
+    eval_s: float
+    knn: float
+    linear: float
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--recipe", choices=[*STAGES], default="patches")
+    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("runs/speedrun"))
+    options, overrides = parser.parse_known_args(argv)
+    images = [f"data.path={options.data / 'train'}", f"data.val.path={options.data / 'test'}"]
+    sys.path.insert(0, str(HERE))  # for patches.py
+    results: list[Result] = []
+    for seed in range(1, options.seeds + 1):
+        out = options.out / f"{options.recipe}_seed_{seed}"
+        shutil.rmtree(out, ignore_errors=True)  # a wall-clock budget cannot resume
+        words = [*images, *overrides, f"train.seed={seed}"]
+        started = time.monotonic()
+        run = pretrain(options.recipe, words, out, options.minutes * 60)
+        seconds = time.monotonic() - started
+        recipe = HERE / f"{options.recipe}.yaml"
+        if not results:
+            results.append(evaluate("untrained", None, words, recipe))
+        results.append(replace(evaluate(options.recipe, run, words, recipe), train_s=seconds))
+        print_table(results)
+
+
+def pretrain(recipe: str, words: list[str], out: Path, budget: float) -> Path:
+    """Train all stages within ``budget`` seconds; return the folder of the last one."""
+    deadline = time.monotonic() + budget
+    stages = STAGES[recipe]
+    previous: Path | None = None
+    for place, stage in enumerate(stages):
+        own = list(words)
+        if stage.size is not None:
+            own.append(f"views.main.transforms.0.size={stage.size}")
+        if previous is not None:
+            own.append(f"init.backbone={previous}")
+        if stage.share is not None:
+            probe = out / f"probe_{place}"
+            began = time.monotonic()
+            _train(recipe, [*own, f"train.max_steps={PROBE_STEPS}", f"out={probe}"])
+            took = time.monotonic() - began
+            step_s = _seconds_per_step(probe)
+            start_up = max(0.0, took - PROBE_STEPS * step_s)  # imports, reading the images
+            remaining = sum(s.share or 0.0 for s in stages[place:])
+            seconds = (deadline - time.monotonic()) * stage.share / remaining - start_up
+            steps = max(1, int(seconds / step_s))
+            print(f"stage {place}: {step_s:.3f} s a step, {steps} steps", flush=True)
+            own += [f"train.max_steps={steps}", "train.epochs=null"]
+        previous = out / f"stage_{place}"
+        _train(recipe, [*own, f"out={previous}"])
+    assert previous is not None
+    return previous
+
+
+def _train(recipe: str, words: list[str]) -> None:
+    command = [sys.executable, "-m", "selftask", "train", str(HERE / f"{recipe}.yaml")]
+    subprocess.run([*command, QUIET, *words], check=True)
+
+
+def _seconds_per_step(run: Path) -> float:
+    """Return the time of a step from the speed of the last rows, without the first ones."""
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if "images_per_s" in row]
+    config = load_config(str(run / "config.yaml"), [])
+    return config.train.batch_size / float(rows[-1]["images_per_s"])
+
+
+def evaluate(name: str, run: Path | None, words: list[str], config_file: Path) -> Result:
+    """Return k-NN and linear accuracy on the test images; no run: of random weights."""
+    config = load_config(str(config_file), words)
+    seed = config.train.seed
+    seed_all(seed, 0)
+    backbone = (
+        build_backbone(config.backbone) if run is None else open_model(str(run), trust=True)[0]
+    )
+    device = pick_device(config.train.device, World())
+    started = time.monotonic()
+    row = evaluate_backbone(backbone, config, open_data(config.data), device=device)
+    seconds = time.monotonic() - started
+    return Result(name, seed, 0.0, seconds, row["knn_top1"], row["linear_top1"])
+
+
+def print_table(results: list[Result]) -> None:
+    """Print one line a run, and the means, ready for a README."""
+    print(f"\n{os.cpu_count()} CPU cores")
+    print("| features | seed | training, min | evaluation, min | k-NN | linear |")
+    print("|---|---|---|---|---|---|")
+    trained = [result for result in results if result.name != "untrained"]
+    for r in results:
+        times = f"{r.train_s / 60:.1f} | {r.eval_s / 60:.1f}"
+        print(f"| {r.name} | {r.seed} | {times} | {r.knn:.3f} | {r.linear:.3f} |")
+    knn, linear = ([getattr(r, key) for r in trained] for key in ("knn", "linear"))
+    if len(trained) > 1:
+        means = f"{sum(knn) / len(knn):.3f} | {sum(linear) / len(linear):.3f}"
+        print(f"| mean of {len(trained)} seeds | | | | {means} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
