@@ -46,7 +46,7 @@ setup(
         "submitit>=1.5",
         "hydra-core>=1.3",
         "omegaconf>=2.3",
-        "timm>=1.0.12",
+        "timm>=1.0.16",  # before, its blocks took no attn_mask
         "scikit-learn>=1.3",
         "scipy>=1.9",
         "safetensors>=0.4",

@@ -17,8 +17,8 @@ _PINNED = ("cuda", "xpu")  # copy from page-locked host memory while the host go
 
 def names() -> list[str]:
     """Return the name of each accelerator, such as ``NVIDIA H200``."""
-    device = torch.accelerator.current_accelerator()
-    if device is None or not torch.accelerator.is_available():
+    device = _current()
+    if device is None:
         return []
     name = getattr(_module(device), "get_device_name", lambda index: device.type)
     return [name(index) for index in range(torch.accelerator.device_count())]
@@ -86,16 +86,16 @@ def empty_cache(device: torch.device) -> None:
 
 def rng_state() -> dict[str, torch.Tensor]:
     """Return the state of the current device's generator by its type; empty on a CPU."""
-    device = torch.accelerator.current_accelerator()
-    if device is None or not torch.accelerator.is_available():
+    device = _current()
+    if device is None:
         return {}
     return {device.type: _module(device).get_rng_state()}
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restore ``rng_state``; a state of another type of device is ignored."""
-    device = torch.accelerator.current_accelerator()
-    if device is not None and device.type in state and torch.accelerator.is_available():
+    device = _current()
+    if device is not None and device.type in state:
         _module(device).set_rng_state(state[device.type])
 
 
@@ -108,6 +108,11 @@ def forked_rng() -> Iterator[None]:
             yield
         finally:
             set_rng_state(before)
+
+
+def _current() -> torch.device | None:
+    """Return the current accelerator, or None; without one, torch 2.6 raises a RuntimeError."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def _module(device: torch.device) -> Any:
