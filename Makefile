@@ -25,7 +25,7 @@ check: $(VENV)/.tests ## format, lint, types
 	$(BIN)/mypy
 
 docs: $(VENV)/.docs ## the documentation in docs/_build/html, without network; a warning is an error
-	$(BIN)/python -m sphinx -W -n --keep-going -q -b html docs docs/_build/html
+	$(BIN)/python -W ignore -m sphinx -W -n --keep-going -q -b html docs docs/_build/html
 
 install: $(VENV)/.installed
 

@@ -37,6 +37,7 @@ nitpick_ignore_regex = [
     ("py:class", r"selftask\.(config\.schema|data\.reading|data\.loading)\..*"),
 ]
 
+viewcode_follow_imported_members = False  # or it links to a page of builtins
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
