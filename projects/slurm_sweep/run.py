@@ -58,8 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     urgent = ["sbatch", "--parsable", "--partition=urgent", f"--nodelist={node}", "--exclusive"]
     subprocess.run([*urgent, "--output=/dev/null", "--wrap=sleep 2"], check=True)
     wait_for(
-        lambda: "back into the queue" in log_of(preempted), deadline, f"{preempted} to be requeued"
+        lambda: was_requeued(preempted) or state_of(preempted) in ENDS,
+        deadline,
+        f"{preempted} to be requeued",
     )
+    if not was_requeued(preempted):
+        sys.exit(f"error: {preempted} ended before it was preempted; longer: train.epochs=40")
     wait_for(lambda: all(state_of(run) in ENDS for run in runs), deadline, "all runs to end")
 
     seed = f"train.seed={seeds[1]}"
@@ -108,6 +112,10 @@ def state_of(run: Path) -> str:
 def log_of(run: Path) -> str:
     path = run / "log.txt"
     return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def was_requeued(run: Path) -> bool:
+    return "back into the queue" in log_of(run)
 
 
 def node_of(run: Path) -> str:

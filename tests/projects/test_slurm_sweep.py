@@ -50,7 +50,7 @@ def test_one_of_two_runs_is_preempted(tmp_path: Path) -> None:
         pytest.skip(f"no SLURM cluster can be started here: {error}")
     shutil.rmtree(tmp_path / "runs", ignore_errors=True)  # there if the test is tried once more
     words = [sys.executable, str(SCRIPT), "--seeds", "2", "--patience", "240"]
-    words += ["backbone.width=8", "eval.evaluations={knn: null}"]
+    words += ["backbone.width=8", "train.epochs=40", "eval.evaluations={knn: null}"]
     done = tiny.run(words, tmp_path, SLURM_CONF=str(config), timeout=280)
     if not was_up:
         cluster.down()
