@@ -137,10 +137,10 @@ def test_progress_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setattr("selftask.hooks.watching.progress.REFRESHES_PER_S", 1000)
+    monkeypatch.setattr("selftask.logs.stages.REFRESHES_PER_S", 1000)
     task = tiny.train("simclr", tmp_path, "run")
     (bar,) = [hook for hook in task.hooks if isinstance(hook, ProgressBar)]
-    assert bar.bar is None
+    assert bar.stage is None
     shown = screen.getvalue()
     assert f"{tiny.STEPS}/{tiny.STEPS}" in shown
     assert "epoch 3.0" in shown
@@ -151,7 +151,7 @@ def test_progress_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_progress_bar_without_a_terminal(tmp_path: Path, capsys: Any) -> None:
     task = tiny.train("simclr", tmp_path, "run", "train.max_steps=1")
     (bar,) = [hook for hook in task.hooks if isinstance(hook, ProgressBar)]
-    assert bar.bar is None
+    assert bar.stage is None
     assert "epoch " not in capsys.readouterr().out.replace("epoch 0", "")
 
 
@@ -166,7 +166,7 @@ def test_progress_bar_after_a_resume_and_an_error(
     task.prepare()
     task.on_start()
     (bar,) = [hook for hook in task.hooks if isinstance(hook, ProgressBar)]
-    assert bar.bar.tasks[0].completed == 7
+    assert bar.stage.line.completed == 7
     task.on_exception()
-    assert bar.bar is None
+    assert bar.stage is None
     task.close()
