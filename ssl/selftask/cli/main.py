@@ -78,15 +78,19 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["help"]:
         argv = [*argv[1:], "--help"]
+    return guarded(_answer, argv)
+
+
+def _answer(argv: list[str]) -> int:
     if not argv or argv[0] in HELP:
-        print(usage())
+        print(usage(), flush=True)
         return 0
     if argv[0] in ("-V", "--version"):
         from selftask import __version__
 
         print(f"selftask {__version__}")
         return 0
-    return guarded(lambda words: _run(words[0], words[1:]), argv)
+    return _run(argv[0], argv[1:])
 
 
 def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
