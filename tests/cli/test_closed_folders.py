@@ -77,8 +77,12 @@ COMMANDS_ON_PATHS = {
     "replay": ["replay", "CLOSED/x/failures/step_1"],
     "repro": ["repro", "CLOSED/x"],
     "model-summary": ["model-summary", "CLOSED/x.yaml"],
+    "plan": ["plan", "CLOSED/x.yaml"],
+    "report": ["report", "CLOSED/x"],
+    "runs": ["runs", "CLOSED/x"],
+    "watch": ["watch", "CLOSED/x"],
 }
-NO_PATHS = {"list", "env"}
+NO_PATHS = {"list", "env", "explain", "completion", "new"}
 
 
 def test_every_command_with_a_path_is_here() -> None:
