@@ -28,10 +28,8 @@ def test_every_block_is_one_of_the_files_that_run() -> None:
     assert len(blocks) == len(FILES)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [m if m == METHODS[0] else pytest.param(m, marks=pytest.mark.slow) for m in METHODS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_the_commands_of_the_page_run(method: str, tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")

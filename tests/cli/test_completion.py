@@ -49,7 +49,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("selftask train simclr nothing.", []),
         ("selftask train --qu", ["--quiet"]),
         ("selftask list hoo", ["hooks"]),
-        ("selftask help exp", ["export"]),
+        ("selftask help exp", ["export", "explain"]),
         ("selftask data sh", ["show"]),
         ("selftask eval kn", ["knn"]),
         ("selftask eval knn runs/", ["runs/one", "runs/two/"]),

@@ -61,6 +61,7 @@ def test_fixed_memory_is_four_times_the_weights(two_ranks: Plan) -> None:
     assert of["optimizer"] == pytest.approx(2 * trained, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_fsdp_divides_what_is_kept() -> None:
     """Each rank of 4 keeps a quarter of weights, gradients and moments, and gathers blocks."""
     words = ("launch.processes=4", "train.batch_size=64")
@@ -78,7 +79,9 @@ def test_fsdp_divides_what_is_kept() -> None:
 @pytest.mark.parametrize(
     ("recipe", "words", "macs"),
     [
-        ("supervised/resnet50_imagenet", (), 4.09e9),  # torchvision's page: 4.09
+        pytest.param(  # torchvision's page: 4.09
+            "supervised/resnet50_imagenet", (), 4.09e9, marks=pytest.mark.slow
+        ),
         ("supervised/images", ("data=none", "image_size=224", "backbone=vit_base"), 17.56e9),
     ],
 )

@@ -49,6 +49,7 @@ def test_values_of_the_command_line_come_first(folder: Path) -> None:
     assert "command line: optimizer.lr=0" in page
 
 
+@pytest.mark.slow
 def test_on_request(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = folder / "page.html"
     assert main(["report", str(folder / "run"), f"out={other}"]) == 0
