@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-BUDGET ?= 45
+BUDGET ?= 40
 OLDEST ?= python3.10
 
 .PHONY: demo test test-all prove check docs install wheel clean
