@@ -45,6 +45,8 @@ def shortened(command: str) -> list[str]:
     words = shlex.split(command)[1:]
     if words[0] in ("train", "finetune"):
         words += SHORT if any(word.startswith("data") for word in words) else ("train.max_steps=2",)
+    if words[0] == "plan":
+        words += SHORT[1:2]  # there are few images
     if any(word.startswith(("timm:", "torchvision:")) for word in words):
         words.append("weights=none")  # no network in tests
     return words

@@ -200,6 +200,14 @@ def run_slow_tests(end: float) -> bool:
     start = time.monotonic()
     left = None if end == float("inf") else end - start
     words = ["-m", "pytest", "-m", "slow and not proof", "-rsR"]
+    words += [
+        "-n",
+        "auto",
+        "--maxprocesses",
+        "2",
+        "--dist",
+        "loadgroup",
+    ]  # one has the SLURM cluster
     try:
         done = subprocess.run([sys.executable, *words], cwd=ROOT, check=False, timeout=left)
     except subprocess.TimeoutExpired:
