@@ -33,7 +33,7 @@ from selftask.slurm.plan import plan
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.flaky(reruns=1),
-    pytest.mark.xdist_group("slurm"),  # one cluster, whose queue is emptied after each test
+    pytest.mark.slurm,
 ]
 
 STEPS = 15

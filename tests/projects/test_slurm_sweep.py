@@ -39,7 +39,7 @@ def test_a_single_bit_is_a_difference() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("slurm")
+@pytest.mark.slurm
 @pytest.mark.flaky(reruns=1)  # when SLURM starts a job is its own affair
 def test_one_of_two_runs_is_preempted(tmp_path: Path) -> None:
     cluster = load(tiny.ROOT / "tools/slurm/cluster.py")
