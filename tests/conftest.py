@@ -48,10 +48,12 @@ def _names_registered_inside_a_test_are_forgotten() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _the_log_is_left_as_it_was_found() -> Iterator[None]:
     root, ours = logging.getLogger(), logs.LOGGER
-    before = root.level, ours.level, ours.propagate
+    before = root.level, ours.level
+    ours.propagate = True  # a run of a module's fixture turns it off: pytest would listen twice
     yield
     logs.stop_log()
-    root.level, ours.level, ours.propagate = before
+    root.level, ours.level = before
+    ours.propagate = True
 
 
 @pytest.fixture
