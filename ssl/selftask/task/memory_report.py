@@ -97,7 +97,7 @@ def budget_bytes(task: Task, fixed: int) -> int | None:
 
 
 def nearest_size(fits: int, world: int) -> int:
-    """Return the batch size of all ranks for ``fits`` samples a rank: a multiple of 8 if it can."""
+    """Return the global batch size for ``fits`` samples a rank, rounded down to multiples of 8."""
     return world * (fits - fits % 8 if fits >= 8 else fits)
 
 

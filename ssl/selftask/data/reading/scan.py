@@ -203,7 +203,7 @@ def _assemble(found: list[Folder]) -> Index:
 
 
 def _top_folder_labels(found: list[Folder]) -> np.ndarray | None:
-    """Number the top folder of each folder, in sorted order; None if there is only one."""
+    """Return a label for each folder: the rank of its top folder by name; None if all share one."""
     tops = [folder.path.partition(b"/")[0] for folder in found]
     used = {top for top, folder in zip(tops, found, strict=True) if folder.count and top}
     if len(used) < 2:
