@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import random
 import sys
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 import selftask
-from selftask import logs
 from selftask.registry import REGISTRIES
 
 PACKAGE = Path(selftask.__file__).resolve().parent
@@ -43,17 +41,6 @@ def _names_registered_inside_a_test_are_forgotten() -> Iterator[None]:
         for name in set(registry._addresses) - before[kind]:
             if TESTS in registry._addresses[name].path.resolve().parents:
                 del registry._addresses[name], registry._registered[name]
-
-
-@pytest.fixture(autouse=True)
-def _the_log_is_left_as_it_was_found() -> Iterator[None]:
-    root, ours = logging.getLogger(), logs.LOGGER
-    before = root.level, ours.level
-    ours.propagate = True  # a run of a module's fixture turns it off: pytest would listen twice
-    yield
-    logs.stop_log()
-    root.level, ours.level = before
-    ours.propagate = True
 
 
 @pytest.fixture

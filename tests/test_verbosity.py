@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pty
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 import tiny
 from selftask.cli.main import main
-from selftask.logs import verbosity
+from selftask.logs import LOGGER, show_root_lines_of, start_log, stop_log, verbosity
 
 DETAILS = ("sampler: shuffled", "model: simclr on", "arithmetic:", "parameter groups:", "threads: ")
 
@@ -110,3 +111,21 @@ def on_a_terminal(words: list[str], cwd: Path, **env: str) -> str:
     os.close(ours)
     assert process.wait() in (0, 75), read.decode()
     return read.decode()
+
+
+@pytest.mark.parametrize("propagates", [True, False])
+def test_a_log_leaves_the_loggers_as_it_found_them(
+    propagates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pytest's caplog and an application's own handlers listen to the root logger."""
+    root = logging.getLogger()
+    monkeypatch.setattr(LOGGER, "propagate", propagates)
+    before = LOGGER.level, root.level, list(LOGGER.handlers), list(root.handlers)
+    start_log(tmp_path, 0)
+    start_log(tmp_path, 1)  # closes the first
+    show_root_lines_of("a_package")
+    assert not LOGGER.propagate
+    assert LOGGER.level != before[0]
+    stop_log()
+    assert LOGGER.propagate is propagates
+    assert (LOGGER.level, root.level, list(LOGGER.handlers), list(root.handlers)) == before

@@ -15,6 +15,10 @@ class UserError(Exception):
     exit_code = 2
 
 
+class AddressError(UserError):
+    """An address (``s3://bucket/x``) that cannot be read; the message starts with the address."""
+
+
 EXIT_CODES = {
     "0": "Success: finished, finished before, or back in SLURM's queue.",
     "1": "The run failed; for `check`, `repro` and `data check`: something differs or is broken.",

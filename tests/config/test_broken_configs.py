@@ -138,6 +138,10 @@ CASES = {
         rf"{CLI}train\.accumulate=4: .*use train\.step=accumulate", ["train.accumulate=4"]
     ),
     "no views": Broken(r"views is empty", ["views.main=null"]),
+    "null for views that are none": Broken(
+        rf"{CLI}views\.mian=null: unknown key 'views\.mian'; did you mean 'main'\?",
+        ["views.mian=null"],
+    ),
     "not normalized": Broken(
         r"my\.yaml:6: views\.main\.transforms must end with 'normalize' \(its last is 'toy_crop'\)",
         edit=("      - normalize\n", ""),

@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from selftask.config.compose.data_forms import expand_source
+from selftask.config.load import load_config
 from selftask.config.schema import Component
-from selftask.data.loading.open_data import open_source
+from selftask.data.loading.open_data import open_data, open_source
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.data.staging.staged_source import copied
@@ -106,3 +107,16 @@ def test_patterns(store: Path) -> None:
         "a/2.PNG",
     ]
     assert names("no?es.txt") == ["notes.txt"]
+
+
+@pytest.mark.parametrize("key", ["data", "data.val", "data.val_sets.far"])
+def test_an_address_that_nothing_reads_names_its_key(key: str) -> None:
+    given = {"data": "digits", key: "nosuhc://x/y.csv"}
+    data = load_config("simclr/digits", [f"{name}={text}" for name, text in given.items()]).data
+    with pytest.raises(UserError, match=rf"^{key}: nosuhc://x/y\.csv: .*; known: .*https?"):
+        open_data(data)
+
+
+def test_an_address_of_a_misspelt_scheme() -> None:
+    with pytest.raises(UserError, match=r"^htps://x/y: .*; did you mean 'https'\?$"):
+        addresses.exists("htps://x/y")

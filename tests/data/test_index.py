@@ -24,7 +24,6 @@ from selftask.data.reading.path_list import read_list
 from selftask.data.reading.scan import scan_folder
 from selftask.data.sources.files import Folder
 from selftask.errors import UserError
-from selftask.logs import LOGGER
 
 ENDINGS = (".png", ".jpg")
 
@@ -286,7 +285,6 @@ def test_without_a_place_the_list_stays_in_memory(
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(store, "_write", full)
-    monkeypatch.setattr(LOGGER, "propagate", True)
     index = scan_folder(str(root), ENDINGS)
     assert index.file is None
     assert paths_of(index) == paths_below(root)

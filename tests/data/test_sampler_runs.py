@@ -16,7 +16,6 @@ from selftask.config.load import load_config
 from selftask.data.loading.open_data import check_data, open_data
 from selftask.data.sampling.sampler import build_sampler, steps_per_epoch
 from selftask.errors import ConfigError, UserError
-from selftask.logs import LOGGER
 from selftask.registry import SAMPLERS
 
 PAGE = (tiny.ROOT / "docs" / "samplers.md").read_text(encoding="utf-8")
@@ -55,9 +54,8 @@ def test_an_epoch_is_as_long_as_the_sampler_says(tmp_path: Path) -> None:
 
 
 def test_the_log_says_how_long_an_epoch_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(LOGGER, "propagate", True)
     caplog.set_level("DEBUG", logger="selftask")
     task = tiny.task("simclr", tmp_path, "run", "data.sampler=balanced")
     task.prepare()

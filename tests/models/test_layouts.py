@@ -129,7 +129,6 @@ def test_a_vissl_checkpoint_as_it_is(
     for name in [name for name in sys.modules if name.startswith("vissl")]:
         del sys.modules[name]  # whoever reads it has no VISSL
 
-    logging.getLogger("selftask").propagate = True
     ours = resnet("resnet50").eval()
     with caplog.at_level(logging.INFO, logger="selftask"):
         load_weights(ours, read_state(path), what="w")

@@ -100,7 +100,6 @@ def test_of_a_checkpoint_what_export_would_take(resnet: nn.Module, tmp_path: Pat
 
 
 def test_coverage_is_logged_by_module(resnet: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("selftask").propagate = True
     with caplog.at_level(logging.INFO, logger="selftask"):
         load_weights(build_backbone(RESNET), resnet.state_dict(), what="init.backbone")
     assert "init.backbone: 120/120 tensors (conv1 1/1, bn1 5/5, layer1 24/24" in caplog.text

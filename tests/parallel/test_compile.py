@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -62,10 +61,7 @@ def texts(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in ours]
 
 
-def test_graph_breaks_and_fallbacks_are_reported(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("selftask"), "propagate", True)
+def test_graph_breaks_and_fallbacks_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "selftask")
     report_of(nn.Linear(3, 3))
     assert texts(caplog) == ["compile: 1 graph"]

@@ -129,10 +129,7 @@ class Reader:
         if typing.get_origin(kind) is list and dataclasses.is_dataclass(typing.get_args(kind)[0]):
             return self._sections(value, typing.get_args(kind)[0], key)
         if _holds(kind):
-            inner = typing.get_args(kind)[1]
-            groups = {str(k): v for k, v in self.mapping(value, key).items() if v is not None}
-            made = {name: self.section(inner, v, (*key, name)) for name, v in groups.items()}
-            return _WRONG if None in made.values() else made
+            return self._groups(value, typing.get_args(kind)[1], key)
         return self._plain(value, field, kind, key)
 
     def _plain(self, value: Any, field: dataclasses.Field[Any], kind: Any, key: Key) -> Any:
@@ -146,6 +143,20 @@ class Reader:
         self.note_place(key)
         is_path = field.metadata.get("path") and converted is not None
         return os.path.expanduser(converted) if is_path else converted
+
+    def _groups(self, value: Any, kind: type, key: Key) -> Any:
+        """Read a mapping of sections; null removes one that a file below has set."""
+        groups = {str(name): section for name, section in self.mapping(value, key).items()}
+        below = [layer.value(key) for layer in self.layers]
+        sections = [section for section in below if isinstance(section, dict)]
+        given = {str(name) for section in sections for name, v in section.items() if v is not None}
+        for name in [name for name, section in groups.items() if section is None]:
+            if name not in given:
+                inner = (*key, name)
+                self.problem(inner, f"unknown key {dotted(inner)!r}; {nearest(name, given)}")
+            del groups[name]
+        made = {name: self.section(kind, v, (*key, name)) for name, v in groups.items()}
+        return _WRONG if None in made.values() else made
 
     def _sections(self, value: Any, kind: type, key: Key) -> Any:
         """Read a list of sections."""

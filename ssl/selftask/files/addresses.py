@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from selftask.errors import UserError
+from selftask.errors import AddressError, UserError
 from selftask.files.cache_dir import cache_path
 from selftask.files.paths import expand_user
 
@@ -203,7 +203,7 @@ def _ask(address: str, question: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # each handler has errors of its own
-        raise UserError(f"{address}: cannot be read ({reason_of(error)})") from error
+        raise AddressError(f"{address}: cannot be read ({reason_of(error)})") from error
 
 
 def _match(pattern: str) -> list[str]:

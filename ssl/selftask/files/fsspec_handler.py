@@ -9,10 +9,13 @@ from typing import IO, Any, cast
 
 from iopath.common.file_io import PathHandler
 
-from selftask.errors import UserError
+from selftask.errors import AddressError, nearest
 from selftask.files.cache_dir import cache_folder, locked
 
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
+
+_COMMON = ("abfs", "az", "ftp", "gcs", "gs", "hdfs", "hf", "http", "https", "s3", "sftp", "webdav")
+"""Schemes to choose from in an error; fsspec knows more, most of them wrappers of others."""
 
 
 class FsspecHandler(PathHandler):
@@ -28,9 +31,9 @@ class FsspecHandler(PathHandler):
 
     @classmethod
     def of(cls, address: str) -> FsspecHandler:
-        """Return a handler for an address. Raises UserError if fsspec does not know its scheme."""
+        """Return an address's handler. Raises AddressError if fsspec does not know its scheme."""
         if importlib.util.find_spec("fsspec") is None:
-            raise UserError(
+            raise AddressError(
                 f"{address}: needs a handler registered with iopath, or the package fsspec: "
                 "pip install fsspec, or pip install 'selftask[data]'"
             )
@@ -109,14 +112,17 @@ class FsspecHandler(PathHandler):
 def store_of(address: str) -> tuple[Any, str]:
     """Return fsspec's file system of an address, of this process, and the path in it.
 
-    Raises UserError if fsspec does not know the scheme, or needs a package for it.
+    Raises AddressError if fsspec does not know the scheme, or needs a package for it.
     """
     from fsspec.core import url_to_fs
+    from fsspec.registry import available_protocols
 
     try:
         store, inside = url_to_fs(address)
     except (ImportError, ValueError) as error:
-        raise UserError(f"{address}: {error}") from error
+        scheme = address.partition("://")[0]
+        hint = "" if scheme in available_protocols() else f"; {nearest(scheme, _COMMON)}"
+        raise AddressError(f"{address}: {error}{hint}") from error
     return store, inside
 
 

@@ -25,17 +25,18 @@ def get_logger(name: str) -> logging.Logger:
 def start_log(folder: Path, rank: int) -> None:
     """Set up logging of a run.
 
-    Rank 0 logs to the console and ``log.txt``, other ranks to ``log_rankN.txt`` only.
+    Rank 0 logs to the console and ``log.txt``, other ranks to ``log_rankN.txt`` only. Handlers of
+    the root logger get nothing until ``stop_log``.
 
     Args:
         folder: The run folder.
         rank: Rank of this process.
     """
     stop_log()
+    name = "log.txt" if rank == 0 else f"log_rank{rank}.txt"
+    file = _LogFile(folder / name, LOGGER)
     LOGGER.setLevel(min(DETAIL, console_level()))
     LOGGER.propagate = False
-    name = "log.txt" if rank == 0 else f"log_rank{rank}.txt"
-    file = _LogFile(folder / name, encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s", _TIME))
     LOGGER.addHandler(file)
     if rank == 0:
@@ -48,6 +49,7 @@ class _FromRoot(logging.Handler):
     def __init__(self, package: str) -> None:
         super().__init__(logging.INFO)
         self.package = package
+        self.root_level = logging.getLogger().level
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.package in Path(record.pathname).parts:
@@ -64,12 +66,16 @@ def show_root_lines_of(package: str) -> None:
 
 
 def stop_log() -> None:
-    """Flush and close what ``start_log`` opened."""
+    """Flush and close what ``start_log`` opened; restore both loggers' level and propagation."""
     root = logging.getLogger()
     for other in [other for other in root.handlers if isinstance(other, _FromRoot)]:
         root.removeHandler(other)
+        root.setLevel(other.root_level)
     for handler in list(LOGGER.handlers):
         LOGGER.removeHandler(handler)
+        if isinstance(handler, _LogFile):
+            LOGGER.setLevel(handler.level_before)
+            LOGGER.propagate = handler.propagate_before
         with suppress(OSError):  # a full disk was reported at the write
             handler.close()
 
@@ -149,7 +155,14 @@ class _Lasting:
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that reports a failed write in one line instead of a traceback."""
+    """A log file that reports a failed write in one line instead of a traceback.
+
+    It keeps the logger's level and propagation from before, for ``stop_log``.
+    """
+
+    def __init__(self, path: Path, logger: logging.Logger) -> None:
+        super().__init__(path, encoding="utf-8")
+        self.level_before, self.propagate_before = logger.level, logger.propagate
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not getattr(record, "is_summary", False) and bool(super().filter(record))

@@ -16,7 +16,7 @@ from selftask.data.source import Source, channels_of, extras_of
 from selftask.data.staging.staged_source import copied
 from selftask.data.subset import subset_of
 from selftask.data.transforms.channels import list_problems
-from selftask.errors import ConfigError, UserError
+from selftask.errors import AddressError, ConfigError, UserError
 from selftask.registry import SOURCES
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def open_data(data: DataConfig) -> Sources:
     From then on this process, and those it forks, are as patient with files as ``data`` says.
     """
     set_policy(Policy(data.read_timeout_s, data.read_retries, data.max_bytes, data.max_scans))
-    train = subset_of(open_source(data.source, data.max_pixels), data.subset)
+    train = subset_of(_open_named(data.source, data, "data"), data.subset)
     train = relabelled(train, data.relabel)
     val = None if data.val is None else _open_val(data.val, data, train, "data.val")
     sets = {
@@ -62,9 +62,17 @@ def open_data(data: DataConfig) -> Sources:
     return Sources(train, val, sets)
 
 
+def _open_named(component: Component, data: DataConfig, key: str) -> Source:
+    """Open the source at ``key``, which is added to errors of its address."""
+    try:
+        return open_source(component, data.max_pixels)
+    except AddressError as error:
+        raise AddressError(f"{key}: {error}") from error
+
+
 def _open_val(component: Component, data: DataConfig, train: Source, key: str) -> Source:
     """Open a validation set whose classes are numbered as those of the training images."""
-    source = open_source(component, data.max_pixels)
+    source = _open_named(component, data, key)
     if channels_of(source) != channels_of(train):
         raise UserError(
             f"{key}: its images have {channels_of(source)} channels, those of data have "
