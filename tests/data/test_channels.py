@@ -44,7 +44,10 @@ ARGS: dict[str, dict[str, Any]] = {
     "random_erasing": {"fill": "noise"},
 }
 NAMES = Registry("transform", "selftask.data.transforms").names()
-OF_COLOURS = ["auto_augment", "grayscale", "lab", "rand_augment", "trivial_augment_wide"]
+OF_COLOURS = [
+    *("auto_augment", "bgr", "grayscale", "lab", "lightness"),
+    *("rand_augment", "trivial_augment_wide"),
+]
 ANY = [name for name in NAMES if name not in (*OF_COLOURS, "normalize")]
 OF_ALL = {"channel_drop", "gaussian_noise", "random_erasing"}  # what a channel gets is its own
 NESTS = {"random_apply", "random_choice", "random_order"}
@@ -132,6 +135,8 @@ def test_groups_are_of_sizes_that_opencv_knows() -> None:
         ("color_jitter", {"saturation": 0.4}, 1, "saturation: 0.4 needs 3 channels"),
         ("grayscale", {"p": 0.2}, 5, "p: 0.2; grayscale needs 3 channels, the data have 5"),
         ("lab", {}, 4, "name: lab needs 3 channels"),
+        ("lightness", {}, 1, "name: lightness needs 3 channels"),
+        ("bgr", {}, 4, "name: bgr needs 3 channels"),
         ("rand_augment", {}, 4, "name: rand_augment changes saturation and needs 3"),
         ("auto_augment", {}, 4, "name: auto_augment changes saturation and needs 3"),
         ("trivial_augment_wide", {}, 4, "name: trivial_augment_wide changes saturation and needs"),

@@ -116,6 +116,8 @@ CASES: dict[str, tuple[list[Component], float]] = {
     "jigsaw": ([part("jigsaw", tile=10)], 0.0),
     "jigsaw of whole cells": ([part("jigsaw", grid=4)], 0.0),
     "lab": ([part("lab")], 0.5),
+    "lightness": ([part("lightness"), part("invert", p=0.5)], 0.5),
+    "bgr": ([part("bgr"), part("solarize", p=0.5)], 0.0),
     "channel_drop": ([part("channel_drop", fill=77)], 0.0),
     "two channels": ([part("channel_drop", keep=2)], 0.0),
     "bicubic elastic": ([part("elastic", interpolation="bicubic", fill=200)], 0.1),
@@ -239,7 +241,7 @@ ON_A_DEVICE = [  # one for each formula: imagining takes its time
         "autocontrast",
     ),
     *("sharpness", "random_perspective", "elastic", "trivial_augment_wide", "rotate_90, crop"),
-    *("jigsaw", "lab", "channel_drop"),
+    *("jigsaw", "lab", "lightness", "bgr", "channel_drop"),
 ]
 
 

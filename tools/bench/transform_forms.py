@@ -49,6 +49,8 @@ def cases(side: int) -> dict[str, dict[str, Any]]:
         "rotate_90": {"k": [1]},
         "jigsaw": {},
         "lab": {},
+        "lightness": {},
+        "bgr": {},
         "rand_augment": {},
         "aug_mix": {},
         **dict.fromkeys(("horizontal_flip", "vertical_flip", "grayscale", "gaussian_blur"), ALWAYS),

@@ -1,4 +1,4 @@
-"""Transforms for pretext tasks: rotations, jigsaw puzzles, tiles, Lab colors, channel drop.
+"""Transforms for pretext tasks: rotations, jigsaw puzzles, tiles, channel drop.
 
 What was drawn is a label, which the image alone does not carry into the loss. It is drawn at a
 fixed place of the view's stream, whatever else the pipeline draws, so that ``drawn_rotation`` and
@@ -6,9 +6,9 @@ fixed place of the view's stream, whatever else the pipeline draws, so that ``dr
 that wants every rotation of every image needs no draw: one group of views for each,
 ``{name: rotate_90, k: [1]}``; the group is the label.
 
-OpenCV's and NumPy's forms stay beside the device engine's torch forms, which cost thirteen to
+OpenCV's and NumPy's forms stay beside the device engine's torch forms, which cost fifteen to
 seventy times as much for one image: microseconds of CPU time at 224x224 pixels, one thread (OpenCV,
-torch): rotate_90 12, 469; jigsaw 15, 1127; lab 142, 1913; channel_drop 28, 410 (``python
+torch): rotate_90 12, 469; jigsaw 15, 1127; channel_drop 28, 410 (``python
 tools/bench/transform_forms.py``).
 """
 
@@ -25,9 +25,9 @@ import cv2
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.transforms.channels import by_groups, needs_rgb
+from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.crops import Box
-from selftask.data.transforms.transform import Deterministic, Matrix, Transform
+from selftask.data.transforms.transform import Matrix, Transform
 from selftask.errors import UserError
 from selftask.random.views import draw_at, draw_rng
 from selftask.registry import register_transform
@@ -242,22 +242,6 @@ def permutations(num_tiles: int, count: int) -> np.ndarray:
         distance = (candidates != candidates[:, chosen[-1], None]).sum(axis=0)
         np.minimum(least, distance, out=least)
     return np.ascontiguousarray(candidates[:, chosen].T)
-
-
-@register_transform("lab")
-@dataclass(frozen=True)
-class Lab(Deterministic):
-    """RGB to CIE L*a*b* in 8 bits: L * 255 / 100, a + 128, b + 128, as OpenCV defines it.
-
-    For split-brain and contrastive multiview coding (arXiv:1906.05849), whose networks see the
-    first channel or the other two. ``normalize`` then needs a mean and std of its own.
-    """
-
-    def channel_problems(self, channels: int) -> Iterator[str]:
-        return needs_rgb("name: lab", channels, "leave it out")
-
-    def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
-        return cv2.cvtColor(image, cv2.COLOR_RGB2LAB)
 
 
 @register_transform("channel_drop")

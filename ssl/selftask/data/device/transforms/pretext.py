@@ -1,4 +1,4 @@
-"""Batched pretext transforms: rotation by quarters, jigsaw, tiles, Lab and channel drop."""
+"""Batched pretext transforms: rotation by quarters, jigsaw, tiles and channel drop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from selftask.data.device.operation import (
     Arrays,
@@ -16,7 +15,6 @@ from selftask.data.device.operation import (
     Tensors,
     fitted,
     per_image,
-    to_levels,
 )
 from selftask.data.device.transforms.crops import cut
 from selftask.data.transforms.crops import Box
@@ -34,13 +32,6 @@ from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
     from selftask.random.views import Streams
-
-# Linear sRGB to X, Y and Z relative to white (D65), as in OpenCV
-_XYZ = (
-    (0.412453 / 0.950456, 0.357580 / 0.950456, 0.180423 / 0.950456),
-    (0.212671, 0.715160, 0.072169),
-    (0.019334 / 1.088754, 0.119193 / 1.088754, 0.950227 / 1.088754),
-)
 
 
 @register_batched_transform("rotate_90")
@@ -126,37 +117,6 @@ class BatchedTile(Operation):
             corner = packed["corner"][:, axis - 2]
             values = cut(values, axis, corner, values.shape[axis], canvas[axis - 2])
         return images.with_values(values)
-
-
-@register_batched_transform("lab")
-class BatchedLab(Operation):
-    """CIE L*a*b* in 8 bits."""
-
-    in_place = False
-
-    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        return {}
-
-    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        return {}
-
-    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
-        x, y, z = _linear(images.values).unbind(1)
-        x, y, z = (_cube_root(a * x + b * y + c * z) for a, b, c in _XYZ)
-        lab = torch.stack([(116 * y - 16) * 2.55, 500 * (x - y) + 128, 200 * (y - z) + 128], 1)
-        return images.with_values(to_levels(lab))
-
-
-def _linear(values: Tensor) -> Tensor:
-    """Return linear light in [0, 1] of sRGB levels 0..255."""
-    level = values / 255
-    return torch.where(level > 0.04045, ((level + 0.055) / 1.055) ** 2.4, level / 12.92)
-
-
-def _cube_root(light: Tensor) -> Tensor:
-    """Return CIE's cube root, which is linear near black."""
-    root = light.clamp(min=1e-6) ** (1 / 3)
-    return torch.where(light > (6 / 29) ** 3, root, light * (841 / 108) + 4 / 29)
 
 
 @register_batched_transform("channel_drop")
