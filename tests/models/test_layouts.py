@@ -315,7 +315,8 @@ def test_every_layout_loads_whole(writer: str, tmp_path: Path) -> None:
 
 
 def test_every_row_of_the_table_has_its_file() -> None:
-    writers = {row.writer for row in LAYOUTS if not row.writer.startswith("VISSL")}
+    elsewhere = ("VISSL", "Classy Vision", "Caffe2")  # other tests here and in test_converters.py
+    writers = {row.writer for row in LAYOUTS if not row.writer.startswith(elsewhere)}
     assert writers <= set(FILES)
 
 

@@ -77,7 +77,7 @@ def read_tensors(path: Path) -> tuple[Any, list[str]]:
 
     if not zipfile.is_zipfile(path):
         with path.open("rb") as file:
-            content = Reader(file).load()
+            content = Reader(file, encoding="latin1").load()  # Python 2 wrote bytes as text
         if content != torch.serialization.MAGIC_NUMBER:  # else torch's format before 1.6
             return content, list(skipped)
     content = torch.load(path, map_location="cpu", weights_only=False, pickle_module=Module())

@@ -39,7 +39,7 @@ class Layout:
 
 
 _CLASSY_REGNET = (  # Classy Vision's blocks -> names in torchvision's RegNet
-    (r"(^|\.)conv1\.stem\.", r"\1stem."),
+    (r"(^|\.)(conv1|stem)\.stem\.", r"\1stem."),
     (r"(^|\.)res\d\.(block\d)-(\d+)\.", r"\1trunk_output.\2.\2-\3."),
     (r"(block\d-\d+)\.proj\.", r"\1.proj.0."),
     (r"(block\d-\d+)\.bn\.", r"\1.proj.1."),
@@ -69,6 +69,43 @@ _CHILDREN = (  # nn.Sequential(*list(resnet.children())[:-1])
     (r"^((?:[^.\d][^.]*\.)*)7\.", r"\1layer4."),
 )
 
+_CLASSY_RESNET = (
+    (r"(^|\.)initial_block\._module\.0\.", r"\1conv1."),
+    (r"(^|\.)initial_block\._module\.1\.", r"\1bn1."),
+    (r"(^|\.)blocks\.0\.block0-", r"\1layer1."),
+    (r"(^|\.)blocks\.1\.block1-", r"\1layer2."),
+    (r"(^|\.)blocks\.2\.block2-", r"\1layer3."),
+    (r"(^|\.)blocks\.3\.block3-", r"\1layer4."),
+    (r"\.convolutional_block\.0\.", ".conv1."),
+    (r"\.convolutional_block\.1\.", ".bn1."),
+    (r"\.convolutional_block\.3\.", ".conv2."),
+    (r"\.convolutional_block\.4\.", ".bn2."),
+    (r"\.convolutional_block\.6\.", ".conv3."),
+)
+
+_CAFFE2 = (  # blobs of Detectron's ResNets: conv1_w, res_conv1_bn_s, res2_0_branch2a_w
+    (r"_bn_(s|gamma)$", "_bn.weight"),
+    (r"_bn_(b|beta)$", "_bn.bias"),
+    (r"_bn_(rm|running_mean)$", "_bn.running_mean"),
+    (r"_bn_(riv|running_var)$", "_bn.running_var"),
+    (r"_w$", ".weight"),
+    (r"_b$", ".bias"),
+    (r"(^|\.)res_conv1_bn\.", r"\1bn1."),
+    (r"(^|\.)res2_(\d+)_", r"\1layer1.\2."),
+    (r"(^|\.)res3_(\d+)_", r"\1layer2.\2."),
+    (r"(^|\.)res4_(\d+)_", r"\1layer3.\2."),
+    (r"(^|\.)res5_(\d+)_", r"\1layer4.\2."),
+    (r"branch1_bn\.", "downsample.1."),
+    (r"branch1\.", "downsample.0."),
+    (r"branch2a_bn\.", "bn1."),
+    (r"branch2a\.", "conv1."),
+    (r"branch2b_bn\.", "bn2."),
+    (r"branch2b\.", "conv2."),
+    (r"branch2c_bn\.", "bn3."),
+    (r"branch2c\.", "conv3."),
+    (r"(^|\.)(fc1000|pred)\.", r"\1fc."),
+)
+
 _VISSL = "classy_state_dict.base_model.model.trunk."
 
 LAYOUTS = (
@@ -86,6 +123,15 @@ LAYOUTS = (
     Layout("solo-learn, MMSelfSup", "state_dict.backbone.", "backbone"),
     Layout("lightly", "state_dict.backbone.", "backbone", _CHILDREN),
     Layout("detectron2", "model.backbone.bottom_up.", "bottom_up", _DETECTRON2),
+    Layout("Classy Vision, RegNet", _VISSL, "base_model", _CLASSY_REGNET),
+    Layout("Classy Vision, ResNet", _VISSL, "base_model", (*_CLASSY_RESNET, (r"\.bn\.", ".bn3."))),
+    Layout(
+        "Classy Vision, ResNet of basic blocks",
+        _VISSL,
+        "base_model",
+        (*_CLASSY_RESNET, (r"\.bn\.", ".bn2.")),
+    ),
+    Layout("Caffe2, Detectron", "blobs.", "blobs", _CAFFE2),
 )
 """If networks of a file match equally well, earlier rows are preferred."""
 
@@ -126,7 +172,7 @@ def place(state: State, own: State) -> Placement:
     some key of the backbone. The most tensors of equal name and shape win, then the order of
     ``LAYOUTS``, then the shorter prefix.
     """
-    clean = {_WRAPPERS.sub("", key): value for key, value in state.items()}
+    clean = with_statistics({_WRAPPERS.sub("", key): value for key, value in state.items()})
     forms: list[tuple[tuple[int, int], dict[str, str], list[str]]] = []
     for layout in (_PLAIN, *(row for row in LAYOUTS if row.renames)):
         names = {layout.rename(key): key for key in clean}
@@ -142,6 +188,23 @@ def place(state: State, own: State) -> Placement:
     rivals = [p for p in others if _rank(p) == _rank(chosen) and _differ(p, names, clean, inner)]
     outside = (key for name, key in names.items() if not name.startswith(chosen))
     return Placement(inner, chosen, tuple(rivals), grouped(outside, chosen))
+
+
+def with_statistics(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state of Caffe2's file with mean 0 and variance 1 for norms that have none.
+
+    Its ResNets for detection have norms of a scale and a shift only (AffineChannel). The solver's
+    momenta are left out. A file without such norms is returned as it is.
+    """
+    norms = {key.removesuffix("_s"): value for key, value in state.items() if key.endswith("_bn_s")}
+    if not norms:
+        return state
+    complete = {key: value for key, value in state.items() if not key.endswith("_momentum")}
+    for norm, scale in norms.items():
+        if not {f"{norm}_rm", f"{norm}_running_mean"} & complete.keys():
+            complete[f"{norm}_rm"] = torch.zeros_like(scale)
+            complete[f"{norm}_riv"] = torch.full_like(scale, 1 - 1e-5)  # BatchNorm adds 1e-5
+    return complete
 
 
 def grouped(keys: Iterable[str], prefix: str) -> dict[str, int]:
