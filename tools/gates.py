@@ -4,7 +4,9 @@ Runs ``configs/<method>/digits.yaml`` of every method (or of those named), two a
 cores, and prints one table. A recipe promises in its header, ``# Gate: knn_top1 >= untrained +
 0.30``, what its evaluations have to gain; or, if its features are meant to be fine-tuned, ``# Gate:
 finetune_top1 >= untrained + 0.20``: the top-1 of ``selftask finetune`` with ten labels a class,
-against the same from random weights. A recipe that says ``# Gate: none`` is named and left out.
+against the same from random weights. ``# Teacher of the gate: dino/digits`` names the recipe of a
+run that is trained before, as ``method.teacher``. A recipe that says ``# Gate: none`` is named and
+left out.
 Exit code 1 if a promise is not kept.
 
     python tools/gates.py [METHOD ...] [--out DIR] [--parallel N]
@@ -26,6 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMISE = re.compile(r"#\s*Gate:\s*(\w+)\s*>=\s*untrained\s*\+\s*([\d.]+)")
+TEACHER = re.compile(r"#\s*Teacher of the gate:\s*(\S+)")
 LIMIT_S = 900  # per command, two at a time, on a busy machine
 FINETUNED = "finetune_top1"
 FEW_LABELS = ["data.subset={count: 10, per_class: true}", "train.epochs=60"]  # 180 steps
@@ -91,14 +94,20 @@ def run(method: str, out: Path, seed: int = 0) -> Gate:
 
     Raises Failed if the run fails, or if the recipe promises nothing.
     """
-    promise = PROMISE.search(recipe(method).read_text(encoding="utf-8"))
+    text = recipe(method).read_text(encoding="utf-8")
+    promise, taught_by = PROMISE.search(text), TEACHER.search(text)
     if promise is None:
-        text = "promises nothing; add `# Gate: knn_top1 >= untrained + 0.30`"
-        raise Failed(f"{recipe(method)}: {text}")
+        missing = "promises nothing; add `# Gate: knn_top1 >= untrained + 0.30`"
+        raise Failed(f"{recipe(method)}: {missing}")
     metric, margin = promise[1], float(promise[2])
     folder, start = out / method, time.monotonic()
     drawn = f"train.seed={seed}"
-    values = selftask(folder, metric, "train", f"{method}/digits", drawn)
+    teacher = []
+    if taught_by is not None:
+        trained = out / f"{method}_teacher"
+        selftask(trained, metric, "train", taught_by[1], drawn)
+        teacher = [f"method.teacher={trained}", "method.teacher_weights=null"]
+    values = selftask(folder, metric, "train", f"{method}/digits", drawn, *teacher)
     if metric == FINETUNED:
         words = ("finetune", str(folder), *FEW_LABELS, drawn)
         starts = {"untrained": ["init.backbone=null"], "trained": []}

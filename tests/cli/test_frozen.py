@@ -73,7 +73,7 @@ def test_trained_models_see_images_as_their_library_shows_them(
     def download(library: str, model: str) -> dict[str, Tensor]:
         return dict(build_backbone(Component(name=library, args={"model": model})).state_dict())
 
-    monkeypatch.setattr(model_source, "_download", download)
+    monkeypatch.setattr(model_source, "download", download)
     frozen = open_frozen(name, [f"data={images}", "train.device=cpu"])
     library, _, model = name.partition(":")
     if library == "timm":

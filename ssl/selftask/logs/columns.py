@@ -164,6 +164,8 @@ COLUMNS = (
     Column("dense", "", "Term of the loss: cells of the feature maps.", "`densecl`"),
     Column("image", "", "Term of the loss: whole images.", "`pirl`"),
     Column("tiles", "", "Term of the loss: jigsaw tiles.", "`pirl`"),
+    Column("distillation", "", "Term of the loss: distance from the teacher.", "`distill`"),
+    Column("labels", "", "Term of the loss: cross-entropy with labels.", "`distill`"),
     Column("METRIC_layerN", "", "A metric of hidden layer N.", "`eval.layers`"),
     Column("SET/METRIC", "", "A metric of a named validation set.", "`data.val_sets`"),
     Column("val_TERM", "", "A term of that loss.", "`eval.loss`"),

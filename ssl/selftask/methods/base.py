@@ -8,6 +8,7 @@ returns the loss.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
@@ -19,6 +20,7 @@ from selftask.models.build import embed_dim
 from selftask.models.network import Network
 
 if TYPE_CHECKING:
+    from selftask.models.weights.trained import Scores
     from selftask.task import Task
 
 NumViews: TypeAlias = int | tuple[int, int | None]
@@ -143,3 +145,14 @@ class Method(nn.Module, Hook):
         """Return the backbone to export: the network's, or in some methods the teacher's."""
         backbone: nn.Module = network.backbone  # type: ignore[assignment]
         return backbone
+
+    def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores | None:
+        """Return the trained head that scores classes or prototypes; None if there is none.
+
+        For ``distill``, whose student learns these scores.
+
+        Args:
+            embed_dim: Features of the exported backbone, E.
+            checkpoint: Of a run of this method: ``model``, ``method``, ``length``, ...
+        """
+        return None

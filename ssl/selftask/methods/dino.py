@@ -9,6 +9,7 @@ V: views, the first two of which are global; B: images per rank; K: outputs of t
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
+from selftask.config.run_length import RunLength
 from selftask.config.values.duration import steps_in
 from selftask.distributed.collectives import all_reduce_mean
 from selftask.methods.base import Method
@@ -25,7 +27,9 @@ from selftask.models.clustering import swapped_cross_entropy
 from selftask.models.heads import DINOHead
 from selftask.models.precision import to_float32
 from selftask.models.teacher import Teacher
-from selftask.optim.schedules import build_schedule
+from selftask.models.weights.load import weights_at
+from selftask.models.weights.trained import Scores
+from selftask.optim.schedules import build_schedule, last_value
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -135,3 +139,11 @@ class DINO(Method):
     def export_backbone(self, network: nn.Module) -> nn.Module:
         """Return the teacher's, which is better throughout training (section 5.2)."""
         return super().export_backbone(self.teacher.network)
+
+    def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
+        """Return the teacher's head, with its last temperature and its centre."""
+        head = self.build_head(embed_dim)
+        head.load_state_dict(weights_at(checkpoint, "method.teacher.network.head"))
+        length = RunLength(**checkpoint["length"])
+        temperature = last_value(self.config.teacher_temperature, length)
+        return Scores(head, temperature, "centering", checkpoint["method"]["center"])

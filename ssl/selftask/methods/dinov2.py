@@ -10,7 +10,7 @@ outputs of the heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
+from selftask.config.run_length import RunLength
 from selftask.config.values.duration import steps_in
 from selftask.distributed.collectives import all_reduce_sum
 from selftask.methods.base import Method
@@ -32,7 +33,9 @@ from selftask.models.losses.koleo import koleo
 from selftask.models.network import Network
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.models.teacher import Teacher
-from selftask.optim.schedules import build_schedule
+from selftask.models.weights.load import weights_at
+from selftask.models.weights.trained import Scores
+from selftask.optim.schedules import build_schedule, last_value
 from selftask.random.keyed import LAYER_DRAWS, uniform
 from selftask.registry import register_method
 
@@ -259,6 +262,14 @@ class DINOv2(Method):
     def export_backbone(self, network: nn.Module) -> nn.Module:
         """Return the teacher's backbone."""
         return super().export_backbone(self.teacher.network)
+
+    def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
+        """Return the teacher's head of whole images, with its last temperature and its centre."""
+        head = self.build_head(embed_dim)
+        head.load_state_dict(weights_at(checkpoint, "method.teacher.network.head"))
+        length = RunLength(**checkpoint["length"])
+        temperature = last_value(self.config.teacher_temperature, length)
+        return Scores(head, temperature, self.config.targets, checkpoint["method"]["centers"][0])
 
 
 class DINOv2Network(Network):

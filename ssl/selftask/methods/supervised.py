@@ -6,7 +6,7 @@ B: images per rank, E: features of the backbone, C: classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ from selftask.meters.accuracy import Accuracy
 from selftask.methods.base import Method
 from selftask.models.build import embed_dim
 from selftask.models.precision import in_full_precision
+from selftask.models.weights.load import weights_at
+from selftask.models.weights.trained import Scores
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -101,6 +103,13 @@ class Supervised(Method):
         if self.config.targets:
             return math.log(2)
         return math.log(self.num_classes) if self.config.loss == "CrossEntropyLoss" else None
+
+    def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
+        """Return the classifier."""
+        weights = weights_at(checkpoint, "model.head")
+        head = nn.Linear(embed_dim, len(weights["bias"]))
+        head.load_state_dict(weights)
+        return Scores(head)
 
 
 def known_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ of the head; K: prototypes; L: length of the queue.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,10 @@ from selftask.distributed.collectives import rank, world_size
 from selftask.methods.base import Method
 from selftask.models.clustering import sinkhorn_knopp, swapped_cross_entropy
 from selftask.models.feature_queue import FeatureQueue
-from selftask.models.heads import Prototypes, mlp
+from selftask.models.heads import Prototypes, UnitLength, mlp
 from selftask.models.precision import to_float32
+from selftask.models.weights.load import weights_at
+from selftask.models.weights.trained import Scores
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -169,3 +171,11 @@ class SwAV(Method):
     def chance_loss(self) -> float:
         """Loss if every prototype has the same probability."""
         return math.log(self.config.num_prototypes)
+
+    def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
+        """Return head and prototypes; assignments are balanced by Sinkhorn-Knopp."""
+        head = self.build_head(embed_dim)
+        head.load_state_dict(weights_at(checkpoint, "model.head"))
+        self.prototypes.load_state_dict(weights_at(checkpoint, "method.prototypes"))
+        scores = nn.Sequential(head, UnitLength(), self.prototypes)
+        return Scores(scores, self.config.epsilon, "sinkhorn")

@@ -96,6 +96,13 @@ class Prototypes(nn.Module):
         self.weight.copy_(F.normalize(self.weight, dim=1))
 
 
+class UnitLength(nn.Module):
+    """Divide features (..., D) by their length."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return F.normalize(to_float32(features), dim=-1)
+
+
 class WeightNormLinear(nn.Module):
     """A linear layer whose rows have unit length.
 

@@ -392,3 +392,8 @@ def build_schedule(value: float | dict[str, Any], length: RunLength) -> Any:
     if value["name"] in SCHEDULES:
         return SCHEDULES[value["name"]](**args).build(length)
     return classy.build_schedule(value["name"], args, num_epochs=length.num_epochs)
+
+
+def last_value(value: float | dict[str, Any], length: RunLength) -> float:
+    """Return the value of a schedule at the end of a run."""
+    return float(build_schedule(value, length)(1.0 - _EPSILON))

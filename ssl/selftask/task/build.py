@@ -80,9 +80,9 @@ def _distribute(task: Task) -> None:
     """Shard or wrap the network as ``parallel`` requests; compile it if requested."""
     config = task.config
     task.reduction = build_reduction(config.parallel, task.low_precision)
-    teachers = [part.network for part in task.loss.modules() if isinstance(part, Teacher)]
-    task.networks = [task.base_model, *teachers]
-    task.reduction.shard(task.networks)
+    teachers = [part for part in task.loss.modules() if isinstance(part, Teacher)]
+    task.networks = [task.base_model, *(part.network for part in teachers if part.moves)]
+    task.reduction.shard([task.base_model, *(part.network for part in teachers)])
     called: Any = task.base_model
     if config.train.compile and not _in_blocks(config):
         called = compile_whole(task.base_model, config.train.compile_options)

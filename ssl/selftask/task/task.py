@@ -67,7 +67,7 @@ class Task(Recorder, ClassyTaskNames):
     loss: Any  # the method
     base_model: Any  # the network, neither wrapped nor compiled
     model: Any  # the network as train steps call it
-    networks: list[nn.Module]  # the network and its teachers
+    networks: list[nn.Module]  # the network, and teachers that follow it
     trained: list[tuple[str, nn.Module]]  # named modules whose parameters the optimizer has
     activations: ActivationBudget
     reduction: Reduction

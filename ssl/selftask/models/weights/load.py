@@ -78,10 +78,15 @@ def backbone_state(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
     For some methods these are the teacher's, which are not under "model".
     """
-    part, _, prefix = checkpoint["backbone"].partition(".")
+    return weights_at(checkpoint, checkpoint["backbone"])
+
+
+def weights_at(checkpoint: Mapping[str, Any], place: str) -> dict[str, Tensor]:
+    """Return the weights of a module in a checkpoint, such as ``method.teacher.network.head``."""
+    part, _, prefix = place.partition(".")
     weights = checkpoint.get(part)
     if not isinstance(weights, Mapping):
-        raise UserError(f"the checkpoint lacks {part!r}, where it says that its backbone is")
+        raise UserError(f"the checkpoint lacks {part!r}, which has the weights of {place}")
     prefix += "."
     return {k.removeprefix(prefix): value for k, value in weights.items() if k.startswith(prefix)}
 

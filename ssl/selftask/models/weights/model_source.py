@@ -86,7 +86,7 @@ def open_model(
     if place is not None:
         load_weights(backbone, read_state(place.weights), what=str(place.weights))
     elif weights == PRETRAINED:
-        load_weights(backbone, _download(library, name), what=address)
+        load_weights(backbone, download(library, name), what=address)
     elif weights != NONE:
         load_weights(backbone, read_state(weights), what=weights)
     return backbone.eval(), {**facts, "embed_dim": embed_dim(backbone)}
@@ -147,7 +147,7 @@ def read_weights(address: str) -> dict[str, Tensor]:
     """
     library, name = _split(address)
     if library:
-        return _download(library, name)
+        return download(library, name)
     if (checkpoint := named_checkpoint(address)) is not None:
         return backbone_state(store.load(checkpoint))
     path = local_run(address)
@@ -299,7 +299,7 @@ def _transforms(
     ]
 
 
-def _download(library: str, name: str) -> dict[str, Tensor]:
+def download(library: str, name: str) -> dict[str, Tensor]:
     """Return the library's own trained weights, from its cache or the network."""
     try:
         if library == "timm":

@@ -1,0 +1,185 @@
+"""Trained networks with what they give: features, or scores of classes or prototypes.
+
+For methods that learn from another run, a file of weights or a model of timm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from selftask.checkpoint import store
+from selftask.checkpoint.kept import named_checkpoint
+from selftask.checkpoint.manifest import DamagedCheckpoint, NoCheckpoint
+from selftask.checkpoint.mirror import local_run
+from selftask.config.schema import Component
+from selftask.config.trust import code_in, refuse_code
+from selftask.errors import UserError
+from selftask.files.addresses import fetch
+from selftask.files.paths import exists, is_folder
+from selftask.models.build import build_backbone, embed_dim
+from selftask.models.eval_mode import in_eval_mode
+from selftask.models.network import Network
+from selftask.models.weights.load import backbone_state, load_weights, read_state
+from selftask.models.weights.model_source import (
+    NONE,
+    PRETRAINED,
+    describe_model,
+    download,
+    open_model,
+)
+from selftask.registry import METHODS
+
+Targets = Literal["softmax", "centering", "sinkhorn"]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A head that gives scores of classes or prototypes, and how they become probabilities.
+
+    Args:
+        head: Features (N, E) -> scores (N, K).
+        temperature: Temperature of the softmax; of Sinkhorn-Knopp its epsilon.
+        targets: How the method makes probabilities of them.
+        center: (K,), subtracted from the scores for ``centering``.
+    """
+
+    head: nn.Module
+    temperature: float = 1.0
+    targets: Targets = "softmax"
+    center: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TrainedNetwork:
+    """A trained network and what is known of it.
+
+    Args:
+        network: V views of (B, C, H, W) -> (V, B, D).
+        width: Number of features or scores, D.
+        channels: Channels of its images, C.
+        transforms: How its images were shown, as in a config.
+        scores: Its head, if it gives scores.
+    """
+
+    network: Network
+    width: int
+    channels: int
+    transforms: list[dict[str, Any]]
+    scores: Scores | None = None
+
+
+def open_features(address: str, *, weights: str | None, trust: bool = False) -> TrainedNetwork:
+    """Return a trained backbone; see ``open_model`` for address, errors and ``weights``."""
+    backbone, facts = open_model(address, weights=weights or PRETRAINED, trust=trust)
+    shown = list(facts.get("transforms") or ())
+    width, channels = embed_dim(backbone), facts.get("channels", 3)
+    return TrainedNetwork(Network(backbone, nn.Identity()), width, channels, shown)
+
+
+def open_scores(address: str, *, weights: str | None, trust: bool = False) -> TrainedNetwork:
+    """Return a trained network with a head that gives scores.
+
+    Args:
+        address: A run (its newest checkpoint), ``RUN@best``, ``RUN@STEP`` or the file of a
+            checkpoint, whose method says which head that is (``Method.load_scores``). Or
+            ``timm:NAME``, with the model's own classifier.
+        weights: For ``timm:NAME``, as in ``open_model``.
+        trust: Allow an architecture in the user's own code.
+
+    Raises:
+        UserError: If something is missing, or there are no scores.
+    """
+    library, colon, name = address.partition(":")
+    if colon and library == "torchvision":
+        raise UserError(f"{address}: scores are those of a run or of timm:NAME")
+    if colon and library == "timm":
+        backbone, head = _classifier(name, weights or PRETRAINED)
+        facts = describe_model(address, weights=weights or PRETRAINED)
+        return _with_scores(backbone, Scores(head), facts["channels"], facts["transforms"])
+    checkpoint = _checkpoint(address)
+    config = yaml.safe_load(checkpoint["config"])
+    if not trust:
+        refuse_code(code_in(config["backbone"], ("backbone",)), address)
+    backbone = build_backbone(_component(config["backbone"]), checkpoint["channels"])
+    load_weights(backbone, backbone_state(checkpoint), what=address)
+    scores = _scores(_component(config["method"]), backbone, checkpoint, address)
+    shown = config["eval"]["transforms"]
+    return _with_scores(backbone, scores, checkpoint["channels"], shown)
+
+
+def _with_scores(
+    backbone: nn.Module, scores: Scores, channels: int, transforms: list[dict[str, Any]]
+) -> TrainedNetwork:
+    """Return the network with the width of its scores, counted on blank features."""
+    like = next(backbone.parameters())
+    with torch.no_grad(), in_eval_mode(scores.head):
+        width = scores.head(like.new_zeros(1, embed_dim(backbone))).shape[-1]
+    return TrainedNetwork(Network(backbone, scores.head), width, channels, transforms, scores)
+
+
+def _scores(
+    component: Component, backbone: nn.Module, checkpoint: Mapping[str, Any], address: str
+) -> Scores:
+    """Ask the method of the run. Raises UserError if it has no scores."""
+    method = METHODS[component.name]
+    scores: Scores | None = method(method.Config(**component.args)).load_scores(
+        embed_dim(backbone), checkpoint
+    )
+    if scores is None:
+        known = [name for name in METHODS if "load_scores" in vars(METHODS[name])]
+        raise UserError(
+            f"{address}: {component.name} has no scores of classes or prototypes; runs of "
+            f"{', '.join(known)} have"
+        )
+    return scores
+
+
+def _component(section: Mapping[str, Any]) -> Component:
+    """Return a section of a resolved config as a named thing."""
+    return Component(name=section["name"], args={k: v for k, v in section.items() if k != "name"})
+
+
+def _checkpoint(address: str) -> dict[str, Any]:
+    """Load the checkpoint at an address. Raises UserError if there is none."""
+    path = named_checkpoint(address) or fetch(local_run(address, num_checkpoints=1))
+    folder = path / "checkpoints"
+    if is_folder(folder):
+        found = store.load_newest(folder)
+        if found is None:
+            raise UserError(f"{address}: the run has no checkpoint yet")
+        return found[0]
+    if not exists(path):
+        raise UserError(
+            f"{address}: there is no such run or checkpoint; scores are those of a run or of "
+            "timm:NAME"
+        )
+    try:
+        return store.load_with({"model": dict, "method": dict, "config": str}, path)
+    except (NoCheckpoint, DamagedCheckpoint, OSError) as error:
+        raise UserError(f"{address}: is no checkpoint of a run ({error})") from error
+
+
+def _classifier(name: str, weights: str) -> tuple[nn.Module, nn.Linear]:
+    """Return a timm model without its classifier, and the classifier."""
+    import timm
+
+    from selftask.models.backbones.libraries import check_name
+
+    check_name("timm", name)
+    model: Any = timm.create_model(name, pretrained=False)
+    if weights == PRETRAINED:
+        load_weights(model, download("timm", name), what=f"timm:{name}")
+    elif weights != NONE:
+        load_weights(model, read_state(weights), what=weights)
+    head = model.get_classifier()
+    if not isinstance(head, nn.Linear):
+        raise UserError(f"timm:{name}: has no classifier that is one linear layer")
+    model.reset_classifier(0)
+    model.embed_dim = head.in_features
+    return model, head
