@@ -78,8 +78,8 @@ class Distill(Method):
         match: Literal["features", "logits", "prototypes"] = "features"
         """What the student learns: pooled features, scores of classes, or scores of prototypes."""
         loss: Literal["auto", "cosine", "mse", "kl", "cross_entropy"] = "auto"
-        """Distance of features: cosine (auto) or mse; of logits: kl (auto), cross_entropy or mse; of
-        prototypes: cross_entropy.
+        """Distance of features: cosine (auto) or mse; of logits: kl (auto), cross_entropy or mse;
+        of prototypes: cross_entropy.
         """
         project: Literal["auto", "linear", "none"] = "auto"
         """Layer between the student's features and the teacher's; auto: linear if their widths
