@@ -52,6 +52,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "list.csv").write_text("path,label\n" + rows)
     pairs = "".join(f"photos/{name},a {name[:3]},clips/{name},0.5\n" for name in names)
     (home / "captions.csv").write_text("path,text,next_path,hour\n" + pairs)
+    boxes = [{"path": f"photos/{n}", "x0": 0, "y0": 0, "x1": 8, "y1": 8} for n in names]
+    (home / "regions.json").write_text(json.dumps(boxes))
     np.savez(home / "train.npz", images=pixels, labels=np.arange(40) % 2)
     np.savez(home / "test.npz", images=pixels, labels=np.arange(40) % 2)
     (home / "shards").mkdir()

@@ -53,6 +53,10 @@ class Source(ABC):
         """
         raise KeyError(name)
 
+    def cut(self, index: int, image: np.ndarray) -> np.ndarray:
+        """Return what a sample shows of the image in its file: all of it, by default."""
+        return image
+
     @abstractmethod
     def path(self, index: int) -> str:
         """A name of the image for logs and lists."""
@@ -153,6 +157,9 @@ class Wrapped(Source):
 
     def extra(self, index: int, name: str) -> Any:
         return self.source.extra(index, name)
+
+    def cut(self, index: int, image: np.ndarray) -> np.ndarray:
+        return self.source.cut(index, image)
 
     def path(self, index: int) -> str:
         return self.source.path(index)

@@ -58,6 +58,9 @@ class Subset(Wrapped):
     def extra_path(self, index: int, name: str) -> str:
         return self.source.extra_path(int(self.rows[index]), name)
 
+    def cut(self, index: int, image: np.ndarray) -> np.ndarray:
+        return self.source.cut(int(self.rows[index]), image)
+
     def renumber(self, numbers: np.ndarray) -> None:
         """Also in the whole source, which gives the images."""
         super().renumber(numbers)

@@ -16,7 +16,7 @@ _PATTERN = re.compile(r"[*?\[]|\{[^{}]*(,|\.\.)[^{}]*\}")  # wildcards, or brace
 _BY_SUFFIX = {
     **dict.fromkeys((".npz", ".npy"), "array"),
     **dict.fromkeys((".txt", ".lst"), "list"),
-    **dict.fromkeys((".csv", ".tsv", ".parquet", ".pq"), "table"),
+    **dict.fromkeys((".csv", ".tsv", ".parquet", ".pq", ".json", ".jsonl"), "table"),
     **dict.fromkeys((".h5", ".hdf5"), "hdf5"),
     ".mdb": "lmdb",
     ".tar": "webdataset",

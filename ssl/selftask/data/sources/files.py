@@ -57,7 +57,8 @@ class FileSource(Source):
             self.labels = getattr(self.paths, "labels", None)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        return read_image(self.path(index), self.max_pixels), self.label_of(index)
+        image = read_image(self.path(index), self.max_pixels)
+        return self.cut(index, image), self.label_of(index)
 
     def path(self, index: int) -> str:
         path = self.paths[index]

@@ -1,4 +1,4 @@
-"""Lists of image files in tables: csv, tsv and parquet."""
+"""Lists of image files, or of rectangles in them, in tables: csv, tsv, parquet and json."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ PATH_COLUMNS = (
     *("path", "file", "filename", "file_name", "filepath", "file_path"),
     *("image", "image_path", "img", "img_path"),
 )
+BOX = ("left", "top", "right", "bottom")
 _LABELS = "label"  # the default of label_column: used if it is there
 
 
@@ -46,7 +47,10 @@ class Table:
 
 @register_source("table")
 class TableSource(FileSource):
-    """Image files named in a column of a .csv, .tsv or .parquet file, with labels in another."""
+    """Image files in a column of a .csv, .tsv, .parquet or .json file, with labels in another.
+
+    With ``box`` each row is a rectangle of an image, which may be in several rows.
+    """
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -66,8 +70,13 @@ class TableSource(FileSource):
         """Further images: name -> column of their paths."""
         numbers: list[str] = field(default_factory=list)
         """Columns of numbers."""
+        box: list[str] = field(default_factory=list)
+        """Columns of the rectangle to cut out: left, top, right, bottom, in pixels; right and
+        bottom are the first pixels outside. None: the whole image."""
 
     def __init__(self, config: Config) -> None:
+        if config.box and len(config.box) != len(BOX):
+            raise UserError(f"data.box={config.box}: four columns are expected: {', '.join(BOX)}")
         file = fetch(config.path)
         if not (is_file(file) or is_folder(file)):
             raise UserError(f"data: no such table: {file}; {nearest_path(file)}")
@@ -81,11 +90,33 @@ class TableSource(FileSource):
         self._classes = found.header.get("classes")
         self.extras = _kinds(config)
         self._extras = {name: _extra_of(found, name) for name in self.extras}
+        self._box = [found.arrays[f"box/{side}/values"] for side in BOX if config.box]
         if not is_there(self.path(0)):
             raise UserError(
                 f"data: {found.header['first']}: no such image: {self.path(0)}; data.root is the "
                 f"folder that its paths start from, now {self.root}"
             )
+
+    def cut(self, index: int, image: np.ndarray) -> np.ndarray:
+        """Return the row's rectangle, as far as it lies in the image; raises BadImage if not.
+
+        Borders are rounded to whole pixels, as Pillow's crop does.
+        """
+        if not self._box:
+            return image
+        left, top, right, bottom = (max(0, round(float(side[index]))) for side in self._box)
+        region = image[top:bottom, left:right]
+        if not region.size:
+            box = ", ".join(f"{side[index]:g}" for side in self._box)
+            height, width = image.shape[:2]
+            reason = f"no pixel of its box ({box}) is in the image of {width}x{height}"
+            raise BadImage(self.path(index), reason)
+        return np.ascontiguousarray(region)
+
+    def hash_names(self, add: Callable[[bytes], None]) -> None:
+        super().hash_names(add)
+        for side in self._box:
+            add(np.ascontiguousarray(side, dtype="<f4").tobytes())
 
     def extra(self, index: int, name: str) -> Any:
         """An image of another column, a caption, or a number as float32."""
@@ -111,10 +142,12 @@ def _kinds(config: TableSource.Config) -> dict[str, ExtraKind]:
 
 
 def _extra_columns(config: TableSource.Config) -> dict[str, tuple[str, str]]:
-    """For each name beside image and label, its key in the config and its column."""
+    """For each name beside image and label, and side of the box, its key and its column."""
     named = {} if config.caption is None else {"caption": ("caption", config.caption)}
     images = {name: (f"images.{name}", column) for name, column in config.images.items()}
-    return named | images | {column: ("numbers", column) for column in config.numbers}
+    numbers = {column: ("numbers", column) for column in config.numbers}
+    sides = {f"box/{side}": ("box", at) for side, at in zip(BOX, config.box, strict=False)}
+    return named | images | numbers | sides
 
 
 def _extra_of(index: Index, name: str) -> Any:
@@ -155,7 +188,7 @@ def _state(file: Path) -> list[list[int]]:
 
 
 def _read(file: Path, config: TableSource.Config, root: str, state: list[list[int]]) -> Index:
-    read = _read_parquet if file.suffix.lower() in (".parquet", ".pq") else _read_text
+    read = _READERS.get(file.suffix.lower(), _read_text)
     table = read(file, config, root)
     if not len(table.paths):
         raise UserError(f"data: no images: {file} has no rows")
@@ -165,12 +198,16 @@ def _read(file: Path, config: TableSource.Config, root: str, state: list[list[in
     if table.labels is not None:
         arrays["labels"] = number_labels(table.labels)
         header["classes"] = name_classes(table.labels)
+    keys = _extra_columns(config)
     for name, values in table.extras.items():
-        if _kinds(config)[name] == "array":
-            arrays[f"{name}/values"] = np.fromiter(_numbers(values, name, table, file), np.float32)
+        if _kinds(config).get(name, "array") == "array":
+            numbers = _numbers(values, keys[name], table, file)
+            arrays[f"{name}/values"] = np.fromiter(numbers, np.float32)
         else:
             words = arrays_of_paths([os.fsencode(str(value or "")) for value in values])
             arrays |= {f"{name}/{part}": array for part, array in words.items()}
+    if config.box:
+        _check_boxes(*(arrays[f"box/{side}/values"] for side in BOX), table=table, file=file)
     header["num_folders"] = len({name.rpartition(b"/")[0] for name in names})
     return Index(header, arrays)
 
@@ -183,13 +220,37 @@ def _checked(table: Table, file: Path) -> Iterable[str]:
         yield path
 
 
-def _numbers(values: Sequence[Any], name: str, table: Table, file: Path) -> Iterable[float]:
+def _numbers(
+    values: Sequence[Any], column: tuple[str, str], table: Table, file: Path
+) -> Iterable[float]:
+    """The numbers of a column; ``column`` is its key in the config and its name."""
+    key, name = column
     for number, value in enumerate(values):
         try:
             yield float(value)
         except (TypeError, ValueError):
             place = _place(file, table, number)
-            raise UserError(f"data.numbers: {place}: {name} is {value!r}, no number") from None
+            raise UserError(f"data.{key}: {place}: {name} is {value!r}, no number") from None
+
+
+def _check_boxes(
+    left: np.ndarray,
+    top: np.ndarray,
+    right: np.ndarray,
+    bottom: np.ndarray,
+    *,
+    table: Table,
+    file: Path,
+) -> None:
+    """Raise UserError for the first rectangle without a pixel."""
+    fine = (right >= left + 1) & (bottom >= top + 1) & np.isfinite(right + bottom)
+    if not fine.all():
+        row = int(fine.argmin())
+        box = ", ".join(f"{side[row]:g}" for side in (left, top, right, bottom))
+        raise UserError(
+            f"data.box: {_place(file, table, row)}: ({box}) is no rectangle; left, top, right and "
+            "bottom in pixels are expected, right and bottom larger by at least 1"
+        )
 
 
 def _place(file: Path, table: Table, row: int) -> str:
@@ -292,3 +353,30 @@ def _read_parquet(file: Path, config: TableSource.Config, root: str) -> Table:
         labels = None if label is None else read.column(label).to_pylist()
         extras = {name: read.column(wanted).to_pylist() for name, wanted in further.items()}
         return Table(read.column(column).to_pylist(), labels, extras, None)
+
+
+def _read_json(file: Path, config: TableSource.Config, root: str) -> Table:
+    """Read a list of objects, or of an object a line (.jsonl)."""
+    expected = "a list of objects" if file.suffix.lower() == ".json" else "an object a line"
+    with no_traceback(f"data: {file} is not {expected}"):
+        text = file.read_text(encoding="utf-8-sig")
+        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        whole = file.suffix.lower() == ".json"
+        rows = json.loads(text) if whole else [json.loads(line) for _, line in lines]
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"data: {file} is not {expected}")
+    names = list(dict.fromkeys(str(name) for row in rows for name in row))
+    if not names:
+        raise UserError(f"data: no images: {file} has no rows")
+    column, label = _columns(config, names, file)
+    labels = None if label is None else [row.get(label) for row in rows]
+    further = {name: wanted for name, (_, wanted) in _extra_columns(config).items()}
+    extras = {name: [row.get(wanted) for row in rows] for name, wanted in further.items()}
+    numbers = None if whole else [number for number, _ in lines]
+    return Table([row.get(column) for row in rows], labels, extras, numbers)
+
+
+_READERS = {
+    **dict.fromkeys((".parquet", ".pq"), _read_parquet),
+    **dict.fromkeys((".json", ".jsonl"), _read_json),
+}

@@ -78,7 +78,9 @@ class LocalFiles(Wrapped):
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         image = self._copied(self.source.path(index))
-        return self.source[index] if image is None else (image, self.label_of(index))
+        if image is None:
+            return self.source[index]
+        return self.source.cut(index, image), self.label_of(index)
 
     def extra(self, index: int, name: str) -> Any:
         image = None
