@@ -89,6 +89,7 @@ setup(
             *("sphinx>=8", "myst-nb>=1.2", "furo>=2024.8.6"),
             "selenium>=4.11",  # the pages of reports in Chromium
             "umap-learn>=0.5.6",
+            *("onnx>=1.16", "onnxscript>=0.1", "onnxruntime>=1.18"),
         ],
         "docs": ["sphinx>=8", "myst-nb>=1.2", "furo>=2024.8.6"],  # make docs
         "tensorboard": ["tensorboard>=2.15"],  # hooks.tensorboard, and so on

@@ -374,7 +374,7 @@ def test_cancelled(folder: Path) -> None:
     assert tiny.status(run.out)["by"] == "scancel"
     listed = tiny.run([sys.executable, "-m", "selftask", "jobs", str(run.out)], folder).stdout
     assert "interrupted" in listed
-    assert run.last_line.partition(" RUN ")[2] in listed  # without the time
+    assert run.last_line in listed
 
 
 def test_failing_run_fails_its_job(folder: Path) -> None:

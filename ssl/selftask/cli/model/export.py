@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 USAGE = f"""\
 usage: selftask export RUN_OR_MODEL [--out DIR]
-                       [--to torchvision|timm|safetensors|checkpoint|detectron2|vissl]
+                       [--to torchvision|timm|safetensors|checkpoint|onnx|detectron2|vissl]
                        [--weights ema|swa | --average N]
 
 {MODEL}
@@ -36,6 +36,7 @@ Writes backbone.pt, backbone.safetensors and backbone.json, of a run from its ne
 into RUN/export (or DIR), with the key names of the library the backbone comes from.
 --to torchvision and --to timm also check that the library's own model loads them, strictly, and
 computes the same features.
+--to onnx also writes backbone.onnx: normalized images (B, C, S, S) -> features (B, E).
 --to detectron2 and --to vissl also write a ResNet as detectron2.pkl (MODEL.WEIGHTS) or vissl.torch.
 --to checkpoint writes a run's whole state instead, as one plain file step_N.pt: what a sharded
 checkpoint would have been without train.sharded_checkpoints.
@@ -50,7 +51,7 @@ import=[MODULE]  a plug-in, such as one with a handler for an address
 OPTIONS = {"--to": str, "--out": str, "--weights": str, "--average": int}
 LIBRARIES = ("torchvision", "timm")
 FOREIGN = ("detectron2", "vissl")
-FORMATS = (*LIBRARIES, *FOREIGN, "safetensors", "checkpoint")
+FORMATS = (*LIBRARIES, *FOREIGN, "safetensors", "checkpoint", "onnx")
 
 
 def main(argv: list[str]) -> int:
@@ -195,12 +196,17 @@ def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> 
     """
     from selftask.models.weights.export import check_library, save_backbone
     from selftask.models.weights.foreign import check_foreign, save_foreign
+    from selftask.models.weights.onnx_file import check_onnx, save_onnx
 
     if to in LIBRARIES:
         check_library(backbone, Component(**facts["architecture"]), facts.get("channels", 3), to)
     if to in FOREIGN:
         check_foreign(backbone, to)
+    if to == "onnx":
+        check_onnx()
     path = save_backbone(backbone, folder, facts)
+    if to == "onnx":
+        return save_onnx(backbone, folder, facts)
     return save_foreign(backbone, folder, to) if to in FOREIGN else path
 
 

@@ -65,7 +65,7 @@ def _read(folder: Path, now: float) -> RunLine:
     status, problem = _status(folder / "status.json")
     rows = _newest_rows(folder / "metrics.jsonl")
     age_s = age(folder / "metrics.jsonl", now)
-    log = _TIME.sub("", last_line(folder / "log.txt"))
+    log = last_line(folder / "log.txt")
     recipe, method = _names(folder / "config.yaml")
     step = _largest(rows.values.get("step"), status.get("step"))
     line = RunLine(
@@ -90,7 +90,8 @@ def _read(folder: Path, now: float) -> RunLine:
         eta = None if left is None or state != "running" else max(0.0, left - (age_s or 0.0))
         return replace(line, state=state, note=note, eta_s=eta)
     if line.state in ENDED_EARLY:
-        return replace(line, note=log or str(status.get("error", "")).partition("\n")[0])
+        error = str(status.get("error", "")).partition("\n")[0]
+        return replace(line, note=_TIME.sub("", log) or error)
     return line
 
 

@@ -1,0 +1,74 @@
+"""Export of a backbone as a graph in ONNX, for runtimes without PyTorch."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from selftask.errors import UserError
+from selftask.models.eval_mode import in_eval_mode
+from selftask.models.weights.export import write_whole
+
+FILE = "backbone.onnx"
+_PACKAGES = ("onnx", "onnxscript")
+_SIZE = 224  # pixels, where nothing says for which size the backbone was trained
+_LIMIT = 2**31 - 2**24  # bytes of one protobuf message, with room for the graph
+
+
+def check_onnx() -> None:
+    """Raise UserError without the packages that write ONNX."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"export: --to onnx needs {' and '.join(missing)}: pip install 'selftask[onnx]'"
+        )
+
+
+@torch.no_grad()
+def save_onnx(backbone: nn.Module, folder: Path, facts: dict[str, Any]) -> Path:
+    """Write ``backbone.onnx``; return its path.
+
+    Input ``images`` (B, C, S, S) are float32 and normalized, output ``features`` are (B, E). B is
+    free. The metadata of ``backbone.json`` are the file's ``selftask`` property.
+
+    Args:
+        backbone: The backbone.
+        folder: Folder to write to.
+        facts: Metadata, see ``save_backbone``; images are of its ``input_size``.
+
+    Raises:
+        UserError: If torch cannot export this backbone as a graph, or its weights exceed 2 GB, the
+            limit of one ONNX file.
+    """
+    num_bytes = sum(t.numel() * t.element_size() for t in backbone.state_dict().values())
+    if num_bytes > _LIMIT:
+        raise UserError(
+            f"export: --to onnx: {num_bytes / 1e9:.1f} GB of weights; one ONNX file holds 2 GB"
+        )
+    size = facts.get("input_size") or _SIZE
+    images = torch.zeros(2, facts.get("channels", 3), size, size)
+    with in_eval_mode(backbone):
+        try:
+            program = torch.onnx.export(
+                backbone,
+                (images,),
+                input_names=["images"],
+                output_names=["features"],
+                dynamic_shapes=({0: torch.export.Dim("batch")},),
+                dynamo=True,
+                verbose=False,
+            )
+        except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(
+                f"export: --to onnx: torch cannot write this backbone as a graph: {reason}"
+            ) from error
+    assert program is not None  # it is None only if torch writes the file itself
+    program.model.metadata_props["selftask"] = json.dumps(facts)
+    write_whole(folder / FILE, lambda temporary: program.save(str(temporary)))
+    return folder / FILE
