@@ -13,7 +13,8 @@ import torch
 import tiny
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
-from selftask.methods.pirl import PIRL, TilesNetwork, info_nce
+from selftask.methods.pirl import PIRL, TilesNetwork
+from selftask.models.losses.noise_contrast import info_nce, nce
 from selftask.models.memory_bank import MemoryBank
 
 
@@ -33,13 +34,13 @@ def slow_info_nce(feature: Any, positive: Any, negatives: Any, temperature: floa
     return -math.log(right / (right + sum(map(similar, negatives))))
 
 
-def known_batch(index: list[int], negatives: list[list[int]]) -> Any:
+def known_batch(index: list[int], negatives: list[list[int]], **added: torch.Tensor) -> Any:
     class Known:
         def __init__(self) -> None:
             self.index = torch.tensor(index)
 
         def __getitem__(self, name: str) -> torch.Tensor:
-            return {"negatives": torch.tensor(negatives)}[name]
+            return {"negatives": torch.tensor(negatives), **added}[name]
 
     return Known()
 
@@ -59,10 +60,39 @@ def test_the_loss_is_that_of_the_paper_with_info_nce() -> None:
         assert terms[name].item() == pytest.approx(weight * sum(losses) / 3, rel=1e-12)
 
 
+def test_the_loss_is_that_of_the_paper_with_nce() -> None:
+    """h = p / (p + K / N), with p = exp(cosine / tau) / Z."""
+    method = PIRL(PIRL.Config(out_dim=4, temperature=0.2, tiles_weight=0.3, loss="nce"))
+    method.memory = MemoryBank(7, 4).double()
+    rows, z, noise = method.memory.rows.tolist(), 13.0, 2 / 7
+    index, negatives = [2, 5, 0], [[1, 3], [6, 6], [4, 2]]
+    output = 3 * draw(0, 2, 3, 4)
+    batch = known_batch(index, negatives, normalizer=torch.tensor(z, dtype=torch.float64))
+    terms = method(output, batch)
+
+    def h(feature: Any, entry: Any) -> float:
+        length = math.sqrt(sum(x * x for x in feature))
+        cosine = sum(x * y for x, y in zip(feature, entry, strict=True)) / length
+        p = math.exp(cosine / 0.2) / z
+        return p / (p + noise)
+
+    for name, features, weight in (("image", output[0], 0.7), ("tiles", output[1], 0.3)):
+        losses = [
+            -math.log(h(feature, rows[own]))
+            - sum(math.log(1 - h(feature, rows[n])) for n in others)
+            for feature, own, others in zip(features.tolist(), index, negatives, strict=True)
+        ]
+        assert terms[name].item() == pytest.approx(weight * sum(losses) / 3, rel=1e-12)
+
+
 def test_chance_is_the_loss_of_equal_entries() -> None:
     method = PIRL(PIRL.Config(out_dim=4, num_negatives=6))
     same = torch.ones(3, 7, 4) / 2
     loss = info_nce(draw(0, 3, 4).float(), same[:, 0], same[:, 1:], 0.07)
+    assert loss.item() == pytest.approx(method.chance_loss)
+    method = PIRL(PIRL.Config(out_dim=4, num_negatives=6, loss="nce"))
+    feature, zero = draw(1, 3, 4), torch.zeros(3, 7, 4, dtype=torch.float64)
+    loss = nce(feature, zero[:, 0], zero[:, 1:], 0.07, torch.tensor(20.0), num_images=20)
     assert loss.item() == pytest.approx(method.chance_loss)
 
 
@@ -116,6 +146,20 @@ def test_aligned_features_cost_nothing(tmp_path: Path) -> None:
     own = task.loss.memory[batch.index]
     terms = task.loss(torch.stack([own, own]), batch)
     assert sum(terms.values()).item() < 1e-3
+    task.close()
+
+
+def test_nce_estimates_its_constant_in_the_first_step(tmp_path: Path) -> None:
+    task = started(tmp_path, "method.loss=nce")
+    memory = task.loss.memory.rows.clone()
+    task.step()
+    batch, num_images = task.last_batch, task.data_module.num_images
+    unit = torch.nn.functional.normalize(batch.output[0].detach(), dim=1)
+    sums = (torch.einsum("bd,bkd->bk", unit, memory[batch["negatives"]]) / 0.07).exp()
+    first = task.loss.normalizer.value.item()
+    assert first == pytest.approx(num_images * sums.mean().item(), rel=1e-5)
+    task.step()
+    assert task.loss.normalizer.value.item() == first
     task.close()
 
 

@@ -10,11 +10,12 @@ heads.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
@@ -22,9 +23,15 @@ from selftask.config.fields import setting
 from selftask.config.schema import num_views
 from selftask.methods.base import Method, NumViews
 from selftask.models.build import embed_dim
+from selftask.models.losses.noise_contrast import (
+    Normalizer,
+    chance_of_nce,
+    info_nce,
+    nce,
+    other_images,
+)
 from selftask.models.memory_bank import MemoryBank
 from selftask.models.network import Network, forward_by_size
-from selftask.models.precision import in_full_precision
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
 
@@ -44,6 +51,10 @@ class PIRL(Method):
     class Config:
         out_dim: int = setting(128, min=1, tiny=16)
         """Width of the head's output, D."""
+        loss: Literal["nce", "info_nce"] = "info_nce"
+        """How an image is told from its negatives: by noise-contrastive estimation, as in the
+        paper, or by a softmax.
+        """
         num_negatives: int = setting(32000, min=1, tiny=16)
         """Negatives drawn from the memory bank, K."""
         temperature: float = setting(0.07, above=0)
@@ -55,6 +66,8 @@ class PIRL(Method):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        if config.loss == "nce":
+            self.normalizer = Normalizer()
         self.pending: list[tuple[Tensor, Tensor]] = []  # index and features since the last step
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
@@ -70,28 +83,37 @@ class PIRL(Method):
         key = batch.key.to(batch.index.device, non_blocking=True)
         draws = uniform(seed, key, len(tiles) + self.config.num_negatives)
         order = draws[:, : len(tiles)].argsort(dim=1, stable=True)  # (B, T)
-        others = (draws[:, len(tiles) :].double() * (len(self.memory) - 1)).long()  # (B, K)
-        batch["negatives"] = others + (others >= batch.index[:, None])
+        others = other_images(draws[:, len(tiles) :], batch.index, len(self.memory))
+        batch["negatives"] = others  # (B, K)
         batch.input = (batch.views["image"] + tiles, order)
 
     def on_forward(self, task: Task) -> None:
         """Collect the image's features for the memory, which is updated in ``on_update``."""
+        batch, features = task.last_batch, task.last_batch.output[0].detach()
+        if self.config.loss == "nce":
+            batch["normalizer"] = self.normalizer.of(
+                features, self.memory, batch["negatives"], self.config.temperature
+            )
         if task.train:
-            batch = task.last_batch
-            self.pending.append((batch.index, batch.output[0].detach()))
+            self.pending.append((batch.index, features))
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Equation 5 with InfoNCE in place of NCE: VISSL's ``loss_type: cross_entropy``."""
+        """Return the terms of equation 5; ``output`` (2, B, D)."""
         image, tiles = output  # (B, D) each
         positive, negatives = self.memory[batch.index], self.memory[batch["negatives"]]
         temperature, share = self.config.temperature, self.config.tiles_weight
+        contrast: Callable[..., Tensor] = info_nce
+        if self.config.loss == "nce":
+            contrast = partial(nce, normalizer=batch["normalizer"], num_images=len(self.memory))
         return {
-            "tiles": share * info_nce(tiles, positive, negatives, temperature),
-            "image": (1 - share) * info_nce(image, positive, negatives, temperature),
+            "tiles": share * contrast(tiles, positive, negatives, temperature),
+            "image": (1 - share) * contrast(image, positive, negatives, temperature),
         }
 
-    @torch.no_grad()
     def on_update(self, task: Task) -> None:
+        """Update the memory; keep NCE's constant of the first step for good."""
+        if self.config.loss == "nce":
+            self.normalizer.keep(task.last_batch["normalizer"])
         for index, features in self.pending:
             self.memory.update(index, features, self.config.momentum)
         self.pending.clear()
@@ -99,7 +121,8 @@ class PIRL(Method):
     @property
     def chance_loss(self) -> float:
         """Loss if every entry of the memory is equally likely."""
-        return math.log(self.config.num_negatives + 1)
+        negatives = self.config.num_negatives
+        return chance_of_nce(negatives) if self.config.loss == "nce" else math.log1p(negatives)
 
 
 class TilesNetwork(Network):
@@ -127,20 +150,3 @@ class TilesNetwork(Network):
         parts = head["tile"](torch.stack(tiles, dim=1))  # (B, T, D)
         shuffled = parts.gather(1, order[..., None].expand_as(parts))
         return torch.stack([head["image"](image), head["tiles"](shuffled.flatten(1))])
-
-
-@in_full_precision
-def info_nce(features: Tensor, positive: Tensor, negatives: Tensor, temperature: float) -> Tensor:
-    """Cross-entropy of the positive among negatives, averaged over images.
-
-    Args:
-        features: (B, D), of any length.
-        positive: (B, D) unit vectors.
-        negatives: (B, K, D) unit vectors.
-        temperature: Divides the cosines.
-    """
-    unit = F.normalize(features, dim=1)
-    right = (unit * positive).sum(dim=1, keepdim=True)  # (B, 1)
-    wrong = torch.einsum("bd,bkd->bk", unit, negatives)
-    logits = torch.cat([right, wrong], dim=1) / temperature
-    return F.cross_entropy(logits, logits.new_zeros(len(logits), dtype=torch.long))

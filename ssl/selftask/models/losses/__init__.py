@@ -1,1 +1,1 @@
-"""Parts of losses shared by several methods, as pure functions."""
+"""Parts of losses shared by several methods: pure functions, and constants that they need."""

@@ -1,0 +1,158 @@
+"""Contrast of images with their own entries of a memory bank and with those of other images.
+
+Wu et al., Unsupervised Feature Learning via Non-Parametric Instance Discrimination, CVPR 2018,
+arXiv:1805.01978; equation numbers refer to it.
+
+B: images per rank, K: negatives of an image, D: width, N: images of the data set.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.distributed.collectives import all_reduce_mean
+from selftask.models.memory_bank import MemoryBank
+from selftask.models.precision import in_full_precision
+
+
+def other_images(draws: Tensor, index: Tensor, num_images: int) -> Tensor:
+    """Turn draws into numbers of images other than each image itself, with equal probability.
+
+    Args:
+        draws: (B, K) numbers in [0, 1).
+        index: Numbers of the images themselves, (B,).
+        num_images: Number of images in the data set, at least 2.
+
+    Returns:
+        (B, K) int64.
+    """
+    others = (draws.double() * (num_images - 1)).long()
+    return others + (others >= index[:, None])
+
+
+@in_full_precision
+def info_nce(features: Tensor, positive: Tensor, negatives: Tensor, temperature: float) -> Tensor:
+    """Cross-entropy of the positive among negatives, averaged over images.
+
+    Args:
+        features: (B, D), of any length.
+        positive: (B, D) unit vectors.
+        negatives: (B, K, D) unit vectors.
+        temperature: Divides the cosines.
+    """
+    right, wrong = _similarities(features, positive, negatives, temperature)
+    logits = torch.cat([right[:, None], wrong], dim=1)  # (B, 1 + K)
+    return F.cross_entropy(logits, logits.new_zeros(len(logits), dtype=torch.long))
+
+
+@in_full_precision
+def nce(
+    features: Tensor,
+    positive: Tensor,
+    negatives: Tensor,
+    temperature: float,
+    normalizer: Tensor,
+    *,
+    num_images: int,
+) -> Tensor:
+    """Noise-contrastive estimation with uniform noise, averaged over images; eq. 6 and 7.
+
+    The probability h that an entry is data and not noise is a sigmoid of
+    ``log P - log(K / N)``. The loss of an image is ``-log h`` of its positive minus the sum of
+    ``log(1 - h)`` over its K negatives.
+
+    Args:
+        features: (B, D), of any length.
+        positive: (B, D) unit vectors.
+        negatives: (B, K, D) unit vectors.
+        temperature: tau.
+        normalizer: Z, a scalar: P is ``exp(cosine / tau) / Z``.
+        num_images: N.
+    """
+    right, wrong = _similarities(features, positive, negatives, temperature)
+    shift = normalizer.log() + math.log(negatives.shape[1] / num_images)
+    of_image = F.softplus(shift - right) + F.softplus(wrong - shift).sum(dim=1)  # (B,)
+    return of_image.mean()
+
+
+def chance_of_nce(num_negatives: int) -> float:
+    """Return the loss of ``nce`` if all cosines are equal: h of each entry is 1 / (1 + K)."""
+    return math.log1p(num_negatives) + num_negatives * math.log1p(1 / num_negatives)
+
+
+@in_full_precision
+def estimate_normalizer(
+    features: Tensor, negatives: Tensor, temperature: float, num_images: int
+) -> Tensor:
+    """Monte Carlo estimate of Z, averaged over this rank's images; eq. 8.
+
+    Args:
+        features: (B, D), of any length.
+        negatives: (B, K, D) unit vectors, drawn uniformly.
+        temperature: tau.
+        num_images: N.
+
+    Returns:
+        A scalar, ``N * mean(exp(cosine / tau))``.
+    """
+    cosines = torch.einsum("bd,bkd->bk", F.normalize(features, dim=1), negatives)
+    return num_images * (cosines / temperature).exp().mean()
+
+
+class Normalizer(nn.Module):
+    """The constant Z of a softmax over a memory bank, estimated in the first step (eq. 8).
+
+    Equal on every rank, saved and resumed as a buffer. Methods call ``of`` in ``on_forward`` and
+    ``keep`` in ``on_update``.
+    """
+
+    value: Tensor
+    """Scalar; 0: not yet known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("value", torch.zeros(()))
+        self.is_known = False  # read from ``value`` until it is true
+
+    @torch.no_grad()
+    def of(
+        self, features: Tensor, memory: MemoryBank, negatives: Tensor, temperature: float
+    ) -> Tensor:
+        """Return Z, or an estimate from the images of all ranks until it is known.
+
+        Every rank must call it. Until Z is known, the host waits for the device.
+
+        Args:
+            features: Of this rank's images, (B, D), of any length.
+            memory: Entries of all images.
+            negatives: Indices of entries drawn for each image, (B, K).
+            temperature: Divides the cosines.
+
+        Returns:
+            A scalar, equal on every rank.
+        """
+        self.is_known = self.is_known or bool(self.value > 0)
+        if self.is_known:
+            return self.value
+        estimate = estimate_normalizer(features, memory[negatives], temperature, len(memory))
+        return all_reduce_mean(estimate)
+
+    @torch.no_grad()
+    def keep(self, estimate: Tensor) -> None:
+        """Keep what ``of`` returned in the first step, for its last batch if it has several."""
+        if not self.is_known:
+            self.value.copy_(estimate)
+
+
+def _similarities(
+    features: Tensor, positive: Tensor, negatives: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return cosine / temperature of each image with its positive (B,) and negatives (B, K)."""
+    unit = F.normalize(features, dim=1)
+    right = (unit * positive).sum(dim=1)
+    wrong = torch.einsum("bd,bkd->bk", unit, negatives)
+    return right / temperature, wrong / temperature
