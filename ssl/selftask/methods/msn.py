@@ -1,0 +1,223 @@
+"""MSN: assign masked and small views to the prototypes of the whole, unmasked view.
+
+Assran et al., Masked Siamese Networks for Label-Efficient Learning, ECCV 2022, arXiv:2204.07141.
+With ``power`` above 0 it is PMSN, whose prototypes follow a power law: Assran et al., The Hidden
+Uniform Cluster Prior in Self-Supervised Learning, ICLR 2023, arXiv:2210.07277.
+
+V: views that the student sees, M of them masked; B: images per rank; N: patches of a masked view;
+D: width of the head; K: prototypes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.config.schema import ViewConfig, num_views
+from selftask.distributed.collectives import sum_with_grad, world_size
+from selftask.methods.base import Method
+from selftask.models.build import embed_dim
+from selftask.models.clustering import sinkhorn_knopp, view_cross_entropy
+from selftask.models.features.extract import adapter_of, extract
+from selftask.models.heads import WeightNormLinear, mlp
+from selftask.models.masks import hide_patches, mask_of
+from selftask.models.network import Network
+from selftask.models.precision import to_float32
+from selftask.models.teacher import Teacher
+from selftask.optim.schedules import build_schedule
+from selftask.random.keyed import LAYER_DRAWS, uniform
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+Inputs: TypeAlias = tuple[list[Tensor], Tensor | None, list[Tensor]]
+"""Argument of the network.
+
+* Views of one size, (B, C, H, W) each: the M masked ones, or the teacher's.
+* (B, M, n), indices of their patches to encode; None: all, for the teacher.
+* Focal views: small views of one size, of which all patches are encoded.
+"""
+
+
+@register_method("msn")
+class MSN(Method):
+    """Masked student views predict the teacher's prototypes; these are used as a prior says."""
+
+    loss_reduction = "statistics"  # the mean prediction, and the sizes of clusters
+    views = (2, None)
+    requires = ("subset",)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        out_dim: int = setting(256, min=1, tiny=16)
+        """Width of the head's output, D."""
+        hidden_dim: int = setting(2048, min=1, tiny=32)
+        """Width of the head's two hidden layers."""
+        norm: bool = True
+        """Whether the head has BatchNorm."""
+        num_prototypes: int = setting(1024, min=2, tiny=12)
+        """Number of prototypes, K."""
+        masked_views: int = setting(1, min=1)
+        """Number of masked views, M. The first view is the teacher's, the next M are masked, the
+        others are focal views.
+        """
+        mask_ratio: float = setting(0.15, min=0, below=1)
+        """Share of the patches of a masked view that are left out; at least one is kept."""
+        temperature: float = setting(0.1, above=0)
+        """Temperature of the student, tau in eq. 1."""
+        sharpening: float = setting(0.25, above=0, max=1)
+        """Temperature of the teacher relative to the student's, T in section 3."""
+        sinkhorn_iterations: int = setting(3, min=0)
+        """Iterations of Sinkhorn-Knopp, which balances the targets; 0: none."""
+        me_max_weight: float = setting(1.0, min=0)
+        """Weight of the divergence of the mean prediction from the prior, lambda in eq. 2."""
+        power: float = setting(0.0, min=0)
+        """Exponent of the prior: prototype k is used proportionally to k ** -power. 0: uniform, as
+        in MSN; PMSN has 0.25.
+        """
+        momentum: float | dict[str, Any] = setting(
+            {"name": "linear", "start": 0.996, "end": 1.0}, of="schedules", min=0, max=1
+        )
+        """Momentum of the teacher."""
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            groups = config["views"].items()
+            counts = num_views({n: ViewConfig(count=g["count"], of=g["of"]) for n, g in groups})
+            if sum(counts.values()) < 1 + self.masked_views:
+                yield (
+                    f"masked_views: {self.masked_views}; with the teacher's view these are "
+                    f"{1 + self.masked_views} views, and `views` makes {sum(counts.values())}"
+                )
+
+    log_prior: Tensor
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.prototypes = WeightNormLinear(config.out_dim, config.num_prototypes)  # trained
+        places = torch.arange(1, config.num_prototypes + 1).to(torch.get_default_dtype())
+        log_prior = F.log_softmax(-config.power * places.log(), dim=0)
+        self.register_buffer("log_prior", log_prior, persistent=False)  # (K,)
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        return MSNNetwork(backbone, self.build_head(embed_dim(backbone)))
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        """Build the head of the published code: three layers with GELU, weights of sd 0.02."""
+        hidden_dim, out_dim = self.config.hidden_dim, self.config.out_dim
+        head = mlp(
+            embed_dim, hidden_dim, hidden_dim, out_dim, norm=self.config.norm, activation=nn.GELU
+        )
+        for layer in head:
+            if isinstance(layer, nn.Linear):
+                nn.init.trunc_normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
+        return head
+
+    def setup(self, task: Task) -> None:
+        self.teacher = Teacher(task.base_model)
+        self.grid_of = adapter_of(task.base_model.backbone).grid  # type: ignore[arg-type]
+        self.momentum_at = build_schedule(self.config.momentum, task.length)
+
+    def prepare_batch(self, batch: Batch, task: Task) -> None:
+        """Draw the patches that are kept of each masked view."""
+        _, *views = batch.all_views
+        count = self.config.masked_views
+        masked, focal = views[:count], views[count:]
+        num_patches = math.prod(self.grid_of(*masked[0].shape[-2:]))
+        num_kept = max(1, int(num_patches * (1 - self.config.mask_ratio)))
+        key = batch.key.to(masked[0].device, non_blocking=True)
+        draws = uniform(task.config.train.seed, key, count * num_patches)
+        order = draws.unflatten(1, (count, num_patches)).argsort(dim=2, stable=True)  # (B, M, N)
+        batch.input = (masked, order[..., :num_kept], focal)
+
+    def on_forward(self, task: Task) -> None:
+        """Compute targets from the teacher's features of the whole first view."""
+        batch = task.last_batch
+        (features,) = self.teacher((batch.all_views[:1], None, []))  # (B, D)
+        batch["targets"] = self.targets(features)
+
+    @torch.no_grad()
+    def targets(self, features: Tensor) -> Tensor:
+        """Turn the teacher's features (B, D) into sharpened, balanced probabilities (B, K)."""
+        config = self.config
+        log_probs = self.log_probs(features, config.temperature * config.sharpening)
+        if config.sinkhorn_iterations == 0:
+            return log_probs.exp()
+        iterations = config.sinkhorn_iterations
+        return sinkhorn_knopp(log_probs, epsilon=1.0, iterations=iterations, power=config.power)
+
+    def log_probs(self, features: Tensor, temperature: float) -> Tensor:
+        """Return log-probabilities of prototypes (..., K) given features (..., D); eq. 1."""
+        with torch.autocast(features.device.type, enabled=False):
+            cosines = self.prototypes(F.normalize(to_float32(features), dim=-1))
+            return F.log_softmax(cosines / temperature, dim=-1)
+
+    def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Return the terms of eq. 2; ``output`` (V, B, D).
+
+        ``me_max`` is the KL divergence of the mean prediction over the views of all ranks from the
+        prior. For the uniform one that is log K minus the entropy, which MSN maximises.
+        """
+        weight = self.config.me_max_weight
+        log_probs = self.log_probs(output, self.config.temperature)  # (V, B, K)
+        terms = {"cross_entropy": view_cross_entropy(batch["targets"][None], log_probs).mean()}
+        if weight:
+            mean = sum_with_grad(log_probs.exp().mean(dim=(0, 1))) / world_size()  # (K,)
+            terms["me_max"] = weight * (mean * (mean.log() - self.log_prior)).sum()
+        return terms
+
+    def visualize(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """The teacher's view, and the first masked view."""
+        whole, masked = batch.all_views[:2]
+        _, keep, _ = batch.input
+        first = keep[:, 0]  # (B, n)
+        num_patches = math.prod(self.grid_of(*masked.shape[-2:]))
+        seen = mask_of(first, torch.zeros_like(first, dtype=torch.bool), num_patches)  # (B, N)
+        return {"image": whole, "masked": hide_patches(masked, ~seen)}
+
+    def on_update(self, task: Task) -> None:
+        self.teacher.update(task.base_model, momentum=self.momentum_at(task.where))
+
+    @property
+    def chance_loss(self) -> float:
+        """Loss if the student gives every prototype the same probability."""
+        config, places = self.config, range(1, self.config.num_prototypes + 1)
+        total = math.fsum(place**-config.power for place in places)
+        mean_log = config.power * math.fsum(map(math.log, places)) / len(places)
+        divergence = mean_log + math.log(total / len(places))  # of equal probabilities, from prior
+        return math.log(len(places)) + config.me_max_weight * divergence
+
+    def export_backbone(self, network: nn.Module) -> nn.Module:
+        """Return the teacher's, which the paper evaluates."""
+        return super().export_backbone(self.teacher.network)
+
+
+class MSNNetwork(Network):
+    """The backbone and the head: views -> (V, B, D), masked views first.
+
+    Batch statistics of the head are over the views of one size, as in the published code.
+    """
+
+    def forward(self, inputs: Inputs) -> Tensor:  # type: ignore[override]
+        views, keep, focal = inputs
+        if keep is not None:
+            keep = keep.transpose(0, 1).flatten(0, 1)  # (M * B, n)
+        LAYER_DRAWS.enter(range(len(views)))
+        features = [extract(self.backbone, torch.cat(views), keep=keep).pooled]  # (M * B, E)
+        outputs = [self.head(features[0])]
+        if focal:
+            LAYER_DRAWS.enter(range(len(views), len(views) + len(focal)))
+            features.append(extract(self.backbone, torch.cat(focal)).pooled)
+            outputs.append(self.head(features[1]))
+        self.embedding = torch.cat(features).detach()
+        return torch.cat(outputs).unflatten(0, (len(views) + len(focal), -1))
