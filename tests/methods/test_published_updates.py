@@ -151,6 +151,8 @@ NOT_REPLAYED = {  # docs/parity.md says so
     "data2vec/vit_base_imagenet",
     "distill/vit_small_imagenet",
     "dinov2/vitg14_imagenet",  # the rules of vit_large_imagenet with other numbers
+    "msn/vit_small_imagenet",  # there the lr follows a part of a cosine
+    "npid/resnet50_imagenet",  # torch's SGD, by steps
     "pirl/resnet50_imagenet",
     "simmim/swin_base_imagenet",
     "simmim/vit_base_imagenet",

@@ -162,6 +162,20 @@ COLUMNS = (
     Column("temperature", "", "Learned temperature.", "`clip`"),
     Column("single", "", "Term of the loss: whole images.", "`densecl`"),
     Column("dense", "", "Term of the loss: cells of the feature maps.", "`densecl`"),
+    Column(
+        "cross_entropy", "", "Term of the loss: masked views have the teacher's targets.", "`msn`"
+    ),
+    Column(
+        "me_max",
+        "",
+        "Term of the loss: divergence of the mean prediction from the prior; 0 is all prototypes "
+        "used as the prior says.",
+        "`msn`",
+    ),
+    Column("nce", "", "Term of the loss: each image is told from noise.", "`npid`"),
+    Column("info_nce", "", "Term of the loss: each image among its negatives.", "`npid`"),
+    Column("softmax", "", "Term of the loss: each image among all images.", "`npid`"),
+    Column("proximal", "", "Term of the loss: distance from the memory.", "`npid`"),
     Column("image", "", "Term of the loss: whole images.", "`pirl`"),
     Column("tiles", "", "Term of the loss: jigsaw tiles.", "`pirl`"),
     Column("distillation", "", "Term of the loss: distance from the teacher.", "`distill`"),
