@@ -80,6 +80,14 @@ IN_CONFIG = {
     "import": {"import": ["evil"]},
     "import by another file": {"defaults": ["more"]},
     "backbone": {"backbone": {"name": "custom", "model": "os:mkdir", "args": {"path": "pwned"}}},
+    "eval.transforms": {
+        "eval": {
+            "transforms": [
+                {"name": "custom", "transform": "os:mkdir", "args": {"path": "pwned"}},
+                {"name": "normalize", "stats": "half"},
+            ]
+        }
+    },
     "data": {"data": {"name": "custom", "dataset": "os:mkdir", "args": {"path": "pwned"}}},
     "data.val": {
         "data": {
@@ -182,6 +190,20 @@ def test_the_facts_beside_exported_weights(
     assert "architecture.model: os:mkdir" in error
     main([*words, "trust=true"])
     assert pwned.exists()
+
+
+def test_the_transforms_beside_exported_weights(
+    pwned: Path, received: Callable[[dict[str, Any]], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``selftask.load`` makes them when it opens a model."""
+    export = received({}) / "export"
+    meta = json.loads((export / "backbone.json").read_text())
+    made = {"name": "custom", "transform": "os:mkdir", "args": {"path": "pwned"}}
+    (export / "backbone.json").write_text(json.dumps({**meta, "transforms": [made]}))
+    words = ["eval", "knn", str(export / "backbone.pt"), f"data={pwned.parent / 'digits.npz'}"]
+    assert main(words) == 2
+    assert "transforms.0.transform: os:mkdir" in capsys.readouterr().err
+    assert not pwned.exists()
 
 
 @pytest.mark.parametrize("args", [{"checkpoint_path": "weights.pt"}, {"pretrained": True}])
@@ -357,7 +379,10 @@ def test_whoever_calls_by_address_is_known_to_trust() -> None:
         for path in PACKAGE.rglob("*.py")
         if "import import_object" in (text := path.read_text()) or ", import_object" in text
     }
-    named_custom = {"models/backbones/libraries.py", "data/sources/dataset_objects.py"}
+    named_custom = {
+        *("models/backbones/libraries.py", "data/sources/dataset_objects.py"),
+        "data/transforms/custom.py",
+    }
     assert callers == {*named_custom, "run/plugin_code.py"}  # which copies what a run trains
     for values in (IN_CONFIG["backbone"], IN_CONFIG["data"], IN_CONFIG["data.val"]):
         assert [address for _, address in trust.code_in(values)] == ["os:mkdir"]

@@ -45,7 +45,7 @@ ARGS: dict[str, dict[str, Any]] = {
 }
 NAMES = Registry("transform", "selftask.data.transforms").names()
 OF_COLOURS = [
-    *("auto_augment", "bgr", "grayscale", "lab", "lightness"),
+    *("auto_augment", "bgr", "custom", "grayscale", "lab", "lightness"),
     *("rand_augment", "trivial_augment_wide"),
 ]
 ANY = [name for name in NAMES if name not in (*OF_COLOURS, "normalize")]

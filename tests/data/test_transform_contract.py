@@ -27,6 +27,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "random_choice": {"choices": [NESTED, []]},
     "random_order": {"transforms": NESTED},
     "jigsaw": {"grid": 2, "num_permutations": 24},
+    "custom": {"transform": "PIL.ImageOps:mirror"},
 }
 SMALLEST = {"jigsaw": 2, "tile": 3}  # pixels of a side, where not 1
 CHANGING = [name for name in BUILT_IN if name != "normalize"]

@@ -14,7 +14,8 @@ from selftask.config.keys import Key
 from selftask.errors import UserError
 
 TRUST = "trust=true   import and call code that the run, file or catalog names (docs/security.md)"
-_ADDRESSES = ("model", "dataset")  # fields of ``name: custom`` that hold package.module:callable
+_ADDRESSES = ("model", "dataset", "transform")
+"""Fields of ``name: custom`` that hold package.module:callable."""
 
 
 def take_trust(words: list[str]) -> tuple[list[str], bool]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from selftask.errors import plural
+from selftask.errors import UserError, plural
 from selftask.registry import TRANSFORMS
 
 if TYPE_CHECKING:
@@ -55,9 +55,13 @@ def channel_problems(transform: Any, channels: int) -> Iterator[str]:
 
 
 def list_problems(transforms: Iterable[Component], key: str, channels: int) -> Iterator[str]:
-    """Yield the channel problems of a list of transforms; ``key`` is its config key."""
+    """Yield the problems of a list of transforms when built; ``key`` is its config key."""
     for position, component in enumerate(transforms):
-        transform = TRANSFORMS[component.name](**component.args)
+        try:
+            transform = TRANSFORMS[component.name](**component.args)
+        except UserError as error:
+            yield f"{key}.{position}.{error}"
+            continue
         for problem in channel_problems(transform, channels):
             yield f"{key}.{position}.{problem}"
 

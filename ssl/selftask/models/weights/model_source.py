@@ -119,7 +119,8 @@ def _describe(
     if not trust:
         architecture = Component(**facts["architecture"])
         named = {**architecture.args, "name": architecture.name}
-        refuse_code(code_in(named, ("architecture",)), str(place.meta))
+        found = code_in({"architecture": named, "transforms": facts.get("transforms")})
+        refuse_code(found, str(place.meta))
     return facts, place
 
 

@@ -105,7 +105,7 @@ def open_scores(address: str, *, weights: str | None, trust: bool = False) -> Tr
     checkpoint = _checkpoint(address)
     config = yaml.safe_load(checkpoint["config"])
     if not trust:
-        refuse_code(code_in(config["backbone"], ("backbone",)), address)
+        refuse_code(code_in({key: config[key] for key in ("backbone", "eval")}), address)
     backbone = build_backbone(_component(config["backbone"]), checkpoint["channels"])
     load_weights(backbone, backbone_state(checkpoint), what=address)
     scores = _scores(_component(config["method"]), backbone, checkpoint, address)
