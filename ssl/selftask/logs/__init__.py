@@ -19,6 +19,7 @@ from selftask.logs.rows import (
     json_row,
     read_json,
     read_metrics,
+    utc_now,
     write_json,
 )
 from selftask.logs.verbosity import DETAIL, announce
@@ -42,5 +43,6 @@ __all__ = [
     "show_root_lines_of",
     "start_log",
     "stop_log",
+    "utc_now",
     "write_json",
 ]

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,11 @@ class MetricsFile:
 def json_row(row: dict[str, Any]) -> str:
     """Return a row as one line of JSON; floats have 9 digits, and non-finite ones become null."""
     return json.dumps(_plain(row))
+
+
+def utc_now() -> str:
+    """Return the present date and time, such as ``2026-11-23T04:05:06+00:00``."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

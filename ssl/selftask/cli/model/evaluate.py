@@ -2,49 +2,62 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 from dataclasses import fields, replace
-from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any
 
-from selftask.checkpoint.mirror import local_run, upload_files
+from selftask.checkpoint.kept import named_checkpoint
+from selftask.cli.model.checkpoint_model import open_checkpoint
+from selftask.cli.model.evaluate_words import check_words
+from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import MODEL, WEIGHTS, open_frozen
+from selftask.cli.options import asks_for_help
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.config_class import config_class
 from selftask.config.schema import Config
 from selftask.errors import UserError, nearest
-from selftask.files import addresses
-from selftask.files.addresses import is_remote
-from selftask.files.paths import is_folder
 from selftask.logs import announce, json_row
 from selftask.registry import EVALUATIONS
 
+COMMANDS = {
+    "predictions": ("selftask.cli.model.predictions", "metrics of what `selftask test` wrote"),
+}  # name -> module with USAGE and main(argv) -> exit code, one line
+
 USAGE = f"""\
 usage: selftask eval knn|linear|svm RUN_OR_MODEL [key=value ...]
+       selftask eval predictions FILE [FILE ...]
 
-{MODEL}
+{MODEL},
+              or RUN@STEP or RUN@best: a checkpoint of a run (weights=ema: its average)
 data=DIR      the labelled images to learn from; default: those of the run
 data.val=DIR  those to test on; without it, k-NN leaves each image out of its own neighbours
 {WEIGHTS}
 Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. Prints one JSON line last.
+`selftask eval predictions --help` says more of that one.
 {VERBOSITY}"""
-
-NAME = "evaluations.jsonl"  # in the folder of a run
-_SECTIONS = ("data", "eval", "image_size", "import", "train")  # train: device, seed, threads
 
 
 def main(argv: list[str]) -> int:
     """Evaluate, print the figures, and append them to the run's ``evaluations.jsonl``."""
-    if not argv:
+    if argv and argv[0] in COMMANDS:
+        command = importlib.import_module(COMMANDS[argv[0]][0])
+        if asks_for_help(argv):
+            print(command.USAGE)
+            return 0
+        return int(command.main(argv[1:]))
+    if not argv or asks_for_help(argv):
         print(USAGE)
         return 0
     if len(argv) < 2 or "=" in argv[1]:
         raise UserError(f"eval needs an evaluation and a run or model\n{USAGE}")
     name, address, overrides = argv[0], argv[1], argv[2:]
-    EVALUATIONS.address(name)  # raises with the nearest name
+    _check_name(name)
     asked = [f"eval.evaluations={{{name}: {{}}}}", *_spelt_out(name, overrides)]
-    frozen = open_frozen(address, asked)
+    checkpoint = named_checkpoint(address)
+    if checkpoint is None:
+        frozen = open_frozen(address, asked)
+    else:
+        frozen = open_checkpoint(checkpoint, asked)
+        address = str(checkpoint.parent.parent)
     config = _only(frozen.config, name)
 
     from selftask.evaluate.offline import evaluate_backbone
@@ -53,22 +66,14 @@ def main(argv: list[str]) -> int:
         frozen.backbone, config, frozen.sources, device=frozen.device, tell=announce
     )
     print(json_row(row))
-    if addresses.is_folder(address) if is_remote(address) else is_folder(address):
-        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        facts = {"date": date, "step": frozen.facts.get("step"), "evaluation": name}
-        _keep(address, {**facts, "overrides": overrides, **row})
+    keep(address, name, overrides, frozen.facts.get("step"), row)
     return 0
 
 
-def _keep(run: str, row: dict[str, Any]) -> None:
-    """Append to the run's ``evaluations.jsonl``, if it can be written."""
-    folder = Path(local_run(run))
-    try:
-        with (folder / NAME).open("a", encoding="utf-8") as file:
-            file.write(json_row(row) + "\n")
-        upload_files(run, folder, NAME)
-    except (OSError, UserError) as error:
-        print(f"printed only, not kept: {error}", file=sys.stderr)
+def _check_name(name: str) -> None:
+    if name not in EVALUATIONS:
+        known = [*EVALUATIONS.names(), *COMMANDS]
+        raise UserError(f"no evaluation named {name!r}; {nearest(name, known)}")
 
 
 def _only(config: Config, name: str) -> Config:
@@ -81,11 +86,6 @@ def _spelt_out(name: str, overrides: list[str]) -> list[str]:
     """Turn ``k=[5]`` into ``eval.evaluations.knn.k=[5]``; raise UserError for unknown fields."""
     config = config_class(EVALUATIONS, name)
     own = {field.name for field in fields(config)} if config is not None else set()
+    check_words(name, overrides, own)
     prefix = f"eval.evaluations.{name}."
-    short = own | {"weights", "trust"}
-    for key in sorted({text.partition("=")[0] for text in overrides} - short):
-        if key.partition(".")[0] not in _SECTIONS:  # what trains a run has no effect here
-            raise UserError(
-                f"eval {name}: there is no {key!r}; {nearest(key, {*short, *_SECTIONS})}"
-            )
     return [prefix + text if text.partition("=")[0] in own else text for text in overrides]

@@ -40,12 +40,13 @@ class Frozen:
     device: torch.device
 
 
-def open_frozen(address: str, overrides: list[str]) -> Frozen:
+def open_frozen(address: str, overrides: list[str], export: Path | None = None) -> Frozen:
     """Return the model at ``address`` and the images of its run, or of ``overrides``.
 
     Images are shown as the run's config says; without a run, as the model's own facts say. Settings
     in ``overrides`` count more than both. ``trust=true`` among them allows code that the run or
-    file names. Raises UserError for whatever is not there or does not fit, mistakes in
+    file names. With ``export``, a ``backbone.pt``, the model is that one, and only the config is of
+    the run. Raises UserError for whatever is not there or does not fit, mistakes in
     ``overrides`` before anything is loaded.
     """
     from selftask.checkpoint.mirror import local_run
@@ -83,7 +84,8 @@ def open_frozen(address: str, overrides: list[str]) -> Frozen:
     with info_on_stderr():
         for line in explain_chosen(config, without=f"{show_path(Path(recipe))}:"):
             LOGGER.debug("config: %s", line)
-        backbone, facts = open_model(address, weights=chosen, trust=trust, image_size=size)
+        model = address if export is None else str(export)
+        backbone, facts = open_model(model, weights=chosen, trust=trust, image_size=size)
     if not exists(own) and facts.get("transforms"):
         shown = yaml.safe_dump(facts["transforms"], default_flow_style=True, width=float("inf"))
         shown = f"eval.transforms={shown.strip()}"

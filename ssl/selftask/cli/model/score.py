@@ -20,7 +20,8 @@ usage: selftask test RUN [data=DIR] [key=value ...]
 Loads the newest checkpoint of RUN (RUN@best, RUN@STEP: another one) and prints, as one JSON line,
 its meters and loss on labelled images. The run stays as it is.
 data=DIR      the images to test on; default: data.val of the run
-predictions=FILE   also write path, label, predicted class and its probability of each image (CSV)
+predictions=FILE.csv   also write path, label, predicted class and its probability of each image
+predictions=FILE.npz   also write all scores; `selftask eval predictions FILE` reads both
 weights=ema   the average that hooks.ema (swa) keeps, instead of the trained weights
 meters.accuracy={{topk: [1, 5]}}   other meters than those of the run
 A method without a classifier has no meters: its loss is that of data=DIR in the views of training.

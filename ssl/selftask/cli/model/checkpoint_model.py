@@ -1,0 +1,39 @@
+"""The backbone of one checkpoint of a run, frozen."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from selftask.cli.model.export import Average, export_run
+from selftask.cli.model.load_model import Frozen, open_frozen, take
+from selftask.config.compose.compose import import_plugins
+from selftask.config.trust import take_trust
+from selftask.errors import UserError
+
+
+def open_checkpoint(checkpoint: Path, overrides: list[str]) -> Frozen:
+    """Return the model of a checkpoint and the images of its run, or of ``overrides``.
+
+    Args:
+        checkpoint: Of a run, plain or sharded.
+        overrides: As of ``open_frozen``; ``weights=ema`` (``swa``) takes the average that this
+            hook keeps.
+
+    Raises:
+        UserError: As ``open_frozen`` does, and if the checkpoint is damaged or has no such average.
+    """
+    import_plugins(overrides)
+    average, words = take("weights", overrides)
+    _, trust = take_trust(words)
+    run = checkpoint.parent.parent
+    from selftask.checkpoint.manifest import DamagedCheckpoint
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            exported = export_run(
+                run, Path(folder), trust=trust, average=Average(average), checkpoint=checkpoint
+            )
+        except DamagedCheckpoint as error:
+            raise UserError(f"{checkpoint}: is damaged: {error}") from error
+        return open_frozen(str(run), words, export=exported)

@@ -1,0 +1,26 @@
+"""The ``key=value`` words that commands of ``selftask eval`` accept."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from selftask.errors import UserError, nearest
+
+SECTIONS = ("data", "eval", "image_size", "import", "train")  # train: device, seed, threads
+OTHERS = ("weights", "trust")
+
+
+def check_words(name: str, words: Iterable[str], own: Collection[str]) -> None:
+    """Raise UserError for a word that has no effect, such as what trains a run.
+
+    Args:
+        name: The evaluation, for the message.
+        words: ``key=value``.
+        own: Further keys of the evaluation.
+    """
+    short = {*own, *OTHERS}
+    for key in sorted({word.partition("=")[0] for word in words} - short):
+        if key.partition(".")[0] not in SECTIONS:
+            raise UserError(
+                f"eval {name}: there is no {key!r}; {nearest(key, {*short, *SECTIONS})}"
+            )

@@ -1,0 +1,40 @@
+"""Results of evaluations, appended to a file of the run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from selftask.checkpoint.mirror import local_run, upload_files
+from selftask.errors import UserError
+from selftask.files import addresses
+from selftask.files.addresses import is_remote
+from selftask.files.paths import is_folder
+from selftask.logs import json_row, utc_now
+
+NAME = "evaluations.jsonl"  # in the folder of a run
+
+
+def keep(
+    address: str, evaluation: str, overrides: list[str], step: int | None, row: dict[str, Any]
+) -> None:
+    """Append a result to the ``evaluations.jsonl`` of a run, if it can be written.
+
+    Args:
+        address: A run; nothing is kept of other models.
+        evaluation: Name of the evaluation.
+        overrides: Its ``key=value`` words.
+        step: Number of steps of the weights.
+        row: Metrics by name.
+    """
+    if not (addresses.is_folder(address) if is_remote(address) else is_folder(address)):
+        return
+    facts = {"date": utc_now(), "step": step, "evaluation": evaluation, "overrides": overrides}
+    folder = Path(local_run(address))
+    try:
+        with (folder / NAME).open("a", encoding="utf-8") as file:
+            file.write(json_row({**facts, **row}) + "\n")
+        upload_files(address, folder, NAME)
+    except (OSError, UserError) as error:
+        print(f"printed only, not kept: {error}", file=sys.stderr)

@@ -1,0 +1,147 @@
+"""Metrics of predictions that were written to a file.
+
+N images, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from selftask.errors import UserError
+from selftask.evaluate.predictions import Predictions
+from selftask.meters.accuracy import Accuracy
+from selftask.meters.mean_average_precision import MeanAveragePrecision, average_precision
+
+_TOP = (1, 5)
+
+
+def metrics(
+    predictions: Predictions, topk: Sequence[int] | None = None, bins: int = 15
+) -> dict[str, float]:
+    """Return the metrics that a file of predictions allows, under the names of ``selftask test``.
+
+    From all scores: ``accuracy_top_K`` and ``mean_average_precision_map``, computed by the meters.
+    From a table of classes: ``accuracy_top_1``. Both: ``ece``, unless images have several labels.
+
+    Args:
+        predictions: Images without a label do not count.
+        topk: Numbers K. Default: 1, and 5 if there are as many classes.
+        bins: Number of bins of ``expected_calibration_error``.
+
+    Raises:
+        UserError: If no image has a label, or ``topk`` asks for more than the file has.
+    """
+    labels, scores = predictions.labels, predictions.scores
+    if not (labels >= 0).any():
+        raise UserError("predictions: no image has a label to compare with")
+    row: dict[str, float] = {"images": int((labels >= 0).reshape(len(labels), -1).any(1).sum())}
+    known = labels >= 0
+    if labels.ndim == 1:
+        correct = (predictions.predicted == labels)[known]
+        row |= _accuracy(predictions, topk)
+        row["ece"] = expected_calibration_error(predictions.probability[known], correct, bins)
+    elif topk is not None:
+        raise UserError(f"topk={list(topk)}: these images have several labels each, only a mAP")
+    if scores is not None:
+        precision = MeanAveragePrecision()
+        precision.update(torch.from_numpy(scores), torch.from_numpy(labels))
+        row |= {f"{precision.name}_{key}": value for key, value in precision.value.items()}
+    return row
+
+
+def _accuracy(predictions: Predictions, topk: Sequence[int] | None) -> dict[str, float]:
+    labels, scores = predictions.labels, predictions.scores
+    if scores is None:
+        if topk is not None and list(topk) != [1]:
+            raise UserError(
+                f"topk={list(topk)}: a table has the best class only; write all scores with "
+                "`selftask test RUN predictions=FILE.npz`"
+            )
+        known = labels >= 0
+        return {"accuracy_top_1": float((predictions.predicted == labels)[known].mean())}
+    counts = [k for k in _TOP if k <= scores.shape[1]] if topk is None else list(topk)
+    meter = Accuracy(topk=counts)
+    for problem in meter.problems({}):
+        raise UserError(problem)
+    meter.update(torch.from_numpy(scores), torch.from_numpy(labels))
+    return {f"{meter.name}_{key}": value for key, value in meter.value.items()}
+
+
+def expected_calibration_error(probability: np.ndarray, correct: np.ndarray, bins: int) -> float:
+    """Return the mean distance between confidence and accuracy, over bins of confidence.
+
+    Guo et al. (arXiv:1706.04599), eq. 3: sum over bins of |B| / N * |acc(B) - conf(B)|; bin m of M
+    holds confidences in ((m - 1) / M, m / M].
+
+    Args:
+        probability: (N,) of the predicted class, in [0, 1].
+        correct: (N,) bool.
+        bins: Number of bins of equal width.
+    """
+    place = np.clip(np.ceil(probability * bins).astype(np.int64) - 1, 0, bins - 1)
+    gaps = np.bincount(place, weights=correct - probability, minlength=bins)
+    return float(np.abs(gaps).sum() / len(probability))
+
+
+def class_table(predictions: Predictions) -> list[dict[str, Any]]:
+    """Return a row for each class: label, name and figures, empty where they are not defined.
+
+    With one label an image: ``images``, ``predicted`` as this class, ``recall``, ``precision`` and
+    ``f1``; ``average_precision`` if there are scores. With several: ``images`` with the label, and
+    ``average_precision``.
+    """
+    labels = predictions.labels
+    rows = [{"label": label, "name": name} for label, name in enumerate(_class_names(predictions))]
+    if labels.ndim == 1:
+        counts = confusion(predictions)
+        right = counts.diagonal()
+        for row, hits, images, predicted in zip(
+            rows, right, counts.sum(axis=1), counts.sum(axis=0), strict=True
+        ):
+            row |= {"images": int(images), "predicted": int(predicted)}
+            row |= {"recall": _share(hits, images), "precision": _share(hits, predicted)}
+            row["f1"] = _share(2 * hits, images + predicted)
+    if predictions.scores is not None:
+        for label, row in enumerate(rows):
+            positive = labels == label if labels.ndim == 1 else labels[:, label] == 1
+            known = labels >= 0 if labels.ndim == 1 else labels[:, label] >= 0
+            row["images"] = int(positive.sum())
+            row["average_precision"] = (
+                average_precision(positive[known], predictions.scores[known, label])
+                if positive.any()
+                else ""
+            )
+    return rows
+
+
+def confusion(predictions: Predictions) -> np.ndarray:
+    """Return the number of images by label (rows) and predicted class (columns): (C, C) int64.
+
+    Raises:
+        UserError: If images have several labels.
+    """
+    labels = predictions.labels
+    if labels.ndim != 1:
+        raise UserError("confusion: these images have several labels each; one is expected")
+    size = len(_class_names(predictions))
+    known = labels >= 0
+    pairs = labels[known] * size + predictions.predicted[known]
+    return np.bincount(pairs, minlength=size * size).reshape(size, size)
+
+
+def _class_names(predictions: Predictions) -> Sequence[str]:
+    """Return the names of all classes, or their numbers."""
+    if predictions.scores is not None:
+        size = predictions.scores.shape[1]
+    else:
+        size = 1 + int(max(predictions.labels.max(), predictions.predicted.max()))
+    names = list(map(str, predictions.classes or ()))
+    return [*names[:size], *map(str, range(len(names), size))]
+
+
+def _share(part: float, whole: float) -> float | str:
+    return float(part / whole) if whole else ""
