@@ -58,6 +58,11 @@ COMMANDS_ON_PATHS = {
     "cancel": ["cancel", "CLOSED/x"],
     "eval": ["eval", "knn", "CLOSED/x", "data=digits"],
     "eval weights": ["eval", "knn", "torchvision:resnet18", "weights=CLOSED/x.pt", "data=digits"],
+    "eval retrieval": ["eval", "retrieval", "CLOSED/x", "data=digits"],
+    "eval retrieval truth": [
+        *("eval", "retrieval", "torchvision:resnet18", "weights=none", "data=digits"),
+        "truth=CLOSED/x.csv",
+    ],
     "eval predictions": ["eval", "predictions", "CLOSED/x.csv"],
     "features": ["features", "CLOSED/x", "data=digits", "out=somewhere"],
     "features out": ["features", "torchvision:resnet18", "out=CLOSED/x", "weights=none"],

@@ -40,6 +40,15 @@ def _reconstruct(*_: Any) -> _Array:
     return _Array(0, bool)
 
 
+def _scalar(kind: Any, content: Any = b"") -> Any:
+    """Return a number of NumPy; None for anything else."""
+    if not (isinstance(kind, _Dtype) and isinstance(content, bytes)):
+        return None
+    dtype = kind.dtype
+    fits = dtype.kind in "biuf" and len(content) == dtype.itemsize
+    return np.frombuffer(content, dtype)[0] if fits else None
+
+
 _ALLOWED: dict[str, Any] = {
     "collections.OrderedDict": OrderedDict,
     "torch.Size": torch.Size,
@@ -50,6 +59,8 @@ _ALLOWED: dict[str, Any] = {
     "numpy.dtype": _Dtype,
     "numpy.core.multiarray._reconstruct": _reconstruct,  # renamed in NumPy 2
     "numpy._core.multiarray._reconstruct": _reconstruct,
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy._core.multiarray.scalar": _scalar,
     "_codecs.encode": codecs.encode,  # of the bytes of arrays, in pickles of protocol 2
 }
 """Functions that rebuild tensors and arrays and have no other effect."""

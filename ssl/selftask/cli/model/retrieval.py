@@ -1,0 +1,95 @@
+"""``selftask eval retrieval``: find images of the same object by features of a model."""
+
+from __future__ import annotations
+
+from selftask.cli.model.fields import take_fields
+from selftask.cli.model.kept_results import keep
+from selftask.cli.model.load_model import MODEL, SHIPPED, WEIGHTS, open_frozen, take
+from selftask.cli.verbosity import USAGE as VERBOSITY
+from selftask.data.source import Source
+from selftask.errors import UserError
+from selftask.logs import announce, json_row
+
+USAGE = f"""\
+usage: selftask eval retrieval RUN_OR_MODEL data=DIR [truth=FILE] [key=value ...]
+
+Describes each image, ranks the others by cosine, and prints mean average precision and precision
+at K of what is found, as one JSON line last.
+{MODEL}
+data=DIR      images of queries and database. What belongs together is said by
+  (no truth)            class folders: each image is looked for among the others of all classes
+  truth=gnd_x.pkl       revisited Oxford or Paris: easy, medium and hard
+  truth=copydays        folders original, strong, jpegqual/3, ..., distractors
+  truth=FILE.csv        a row for each query: query,positives,junk,box; names separated by `;`,
+                        a box is `left top right bottom` in pixels
+pool=pooled   the output of the backbone, or of its last map: mean, gem (p=3), rmac (levels=3)
+side=1024     longest side in pixels; larger images are shrunk
+scales=[1,0.7071,0.5]   sizes whose descriptors are averaged; default: [1]
+whiten=DIR    images to learn a PCA whitening on; whiten_dim=N keeps N dimensions
+crop_queries=true       queries are cut out by their box
+k=[1,5,10]    the K of precision at K
+{WEIGHTS}
+{VERBOSITY}"""
+
+_OWN = ("truth", "whiten")
+
+
+def main(argv: list[str]) -> int:
+    """Evaluate, print the figures, and append them to the run's ``evaluations.jsonl``."""
+    if not argv or "=" in argv[0]:
+        raise UserError(f"eval retrieval needs a run or model before any key=value\n{USAGE}")
+    address, overrides = argv[0], argv[1:]
+    from selftask.cli.model.evaluate_words import check_words
+    from selftask.evaluate.retrieval.benchmark import open_benchmark
+    from selftask.evaluate.retrieval.evaluation import RetrievalOptions, evaluate_retrieval
+
+    options, words = take_fields(overrides, RetrievalOptions)
+    check_words("retrieval", words, {*RetrievalOptions.__dataclass_fields__, *_OWN})
+    truth, words = take("truth", words)
+    whiten, words = take("whiten", words)
+    if whiten is None and options.whiten_dim is not None:
+        raise UserError("whiten_dim: without whiten=DIR nothing is whitened")
+    if any(word.partition("=")[0].startswith("data.val") for word in words):
+        raise UserError("data.val: eval retrieval looks for images of data= in data= alone")
+    learn = None if whiten is None else _open_images(whiten)
+    frozen = open_frozen(address, ["data.val=null", "data.val_sets=null", *words])
+    source = frozen.sources.train
+    benchmark = open_benchmark(source, truth)
+    row = evaluate_retrieval(
+        frozen.backbone,
+        frozen.config,
+        source,
+        benchmark,
+        options,
+        device=frozen.device,
+        whiten=learn,
+        tell=announce,
+    )
+    parts = [part for part in benchmark.parts if part]
+    if parts:
+        announce(_table(row, parts))
+    print(json_row(row))
+    keep(address, "retrieval", overrides, frozen.facts.get("step"), row)
+    return 0
+
+
+def _open_images(data: str) -> Source:
+    """Return the images of ``data``, as a config would open them."""
+    from selftask.config.compose import recipes
+    from selftask.config.load import load_config
+    from selftask.data.loading.open_data import open_data
+
+    return open_data(load_config(str(recipes.folder() / SHIPPED), [f"data={data}"]).data).train
+
+
+def _table(row: dict[str, float], parts: list[str]) -> str:
+    """Return the metrics of each part as a line."""
+    first = next(f"retrieval_{part}_" for part in parts if f"retrieval_{part}_map" in row)
+    names = [name.removeprefix(first) for name in row if name.startswith(first)]
+    width = max(map(len, parts))
+    lines = [" ".join([" " * width, *(f"{name:>15}" for name in names)])]
+    for part in parts:
+        cells = (row.get(f"retrieval_{part}_{name}") for name in names)
+        shown = (f"{'-' if cell is None else format(cell, '.4f'):>15}" for cell in cells)
+        lines.append(" ".join([f"{part:<{width}}", *shown]))
+    return "\n".join(lines)

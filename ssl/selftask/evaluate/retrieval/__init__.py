@@ -1,0 +1,1 @@
+"""Instance retrieval: find images of the same object or scene by frozen features."""

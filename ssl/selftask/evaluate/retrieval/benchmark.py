@@ -1,0 +1,218 @@
+"""Which images are looked for, in which database, and which ones are right.
+
+M images in the database.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from selftask.data.source import NO_LABEL, Source
+from selftask.errors import UserError, nearest, nearest_path
+from selftask.evaluate.retrieval.names import ImageNames
+from selftask.evaluate.retrieval.revisited import Truth, read_truth
+from selftask.files.paths import is_file
+
+COPYDAYS = "copydays"
+_COLUMNS = ("query", "positives", "junk", "box")
+
+Positions = np.ndarray
+"""Positions in the database, int64."""
+Judge = Callable[[int], tuple[Positions, Positions] | None]
+"""Number of a query -> positives and ignored images; None if the query is not of this part."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """An image that is looked for."""
+
+    image: int  # in the source
+    box: tuple[float, float, float, float] | None = None  # left, top, right, bottom in pixels
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Queries, the database, and what is right by part of the benchmark."""
+
+    queries: list[Query]
+    database: np.ndarray  # (M,) int64: images of the source
+    parts: Mapping[str, Judge]  # ``easy``, ``strong``; empty if there is one only
+    trapezoidal: bool = False  # how the benchmark's authors define average precision
+
+
+def open_benchmark(source: Source, truth: str | None) -> Benchmark:
+    """Return the benchmark that a ground truth makes of images.
+
+    Args:
+        source: The images.
+        truth: None: images of the same class; ``copydays``; a ``gnd_*.pkl`` of revisited Oxford
+            and Paris; or a table with a row for each query.
+
+    Raises:
+        UserError: If the ground truth is missing, damaged, or names images that are not there.
+    """
+    if truth is None:
+        return _of_classes(source)
+    if truth == COPYDAYS:
+        return _of_copydays(source)
+    path = Path(truth).expanduser()
+    if not is_file(path):
+        raise UserError(f"truth={truth}: there is no such file; {nearest_path(path)}")
+    if path.suffix == ".pkl":
+        return _of_revisited(source, read_truth(path), path)
+    if path.suffix in (".csv", ".tsv"):
+        return _of_table(source, path)
+    raise UserError(f"truth={truth}: expected `copydays`, a .pkl of revisited Oxford, or a .csv")
+
+
+def _of_classes(source: Source) -> Benchmark:
+    """Each image is a query; images of its class are right, itself does not count."""
+    labels = source.labels
+    if labels is None or (labels == NO_LABEL).any():
+        raise UserError(
+            "data: retrieval needs to know which images belong together: a sub-folder for each "
+            "class, or truth=FILE"
+        )
+    order = np.argsort(labels, kind="stable")
+    ends = np.cumsum(np.bincount(labels))
+    members = np.split(order, ends[:-1])
+    if all(len(images) < 2 for images in members):
+        raise UserError("data: no class has two images, so there is nothing to find")
+
+    def judge(query: int) -> tuple[Positions, Positions]:
+        return members[labels[query]], np.array([query])
+
+    queries = [Query(index) for index in range(len(source))]
+    return Benchmark(queries, np.arange(len(source)), {"": judge})
+
+
+def _of_revisited(source: Source, truth: Truth, path: Path) -> Benchmark:
+    """Easy, medium and hard of Radenovic et al. (arXiv:1803.11285), section 3."""
+    names = ImageNames(source)
+    database = [names.find(name, f"truth={path}: imlist") for name in truth.images]
+    queries = [
+        Query(names.find(name, f"truth={path}: qimlist"), known.box)
+        for name, known in zip(truth.queries, truth.known, strict=True)
+    ]
+
+    def judge(
+        positives: tuple[str, ...], ignored: tuple[str, ...], query: int
+    ) -> tuple[Positions, Positions]:
+        known = truth.known[query]
+        right, left_out = (
+            np.concatenate([getattr(known, name) for name in names])
+            for names in (positives, ignored)
+        )
+        return right, left_out
+
+    parts = {
+        "easy": partial(judge, ("easy",), ("junk", "hard")),
+        "medium": partial(judge, ("easy", "hard"), ("junk",)),
+        "hard": partial(judge, ("hard",), ("junk", "easy")),
+    }
+    return Benchmark(queries, np.array(database), parts, trapezoidal=True)
+
+
+def _of_copydays(source: Source) -> Benchmark:
+    """Copies are looked for among the originals and distractors (Douze et al., CIVR 2009).
+
+    Folders ``original``, ``strong``, ``jpegqual/3``, ...; copies have the number of their original
+    but for its last two digits. Images in ``distractors`` are in the database, too.
+    """
+    paths = [source.path(index) for index in range(len(source))]
+    folders = [os.path.dirname(path) for path in paths]
+    roots = {os.path.dirname(f) for f in folders if os.path.basename(f) == "original"}
+    if len(roots) != 1:
+        raise UserError(
+            f"truth=copydays: data has {len(roots)} folders `original`; one is expected, beside "
+            "`strong` and others with the copies"
+        )
+    (root,) = roots
+    splits = [os.path.relpath(folder, root or ".").split(os.sep) for folder in folders]
+    is_database = [split[0] in ("original", "distractors") for split in splits]
+    database = np.flatnonzero(is_database)
+    copies = np.flatnonzero(np.logical_not(is_database)).tolist()
+    if not copies:
+        raise UserError("truth=copydays: there are no copies beside the folder `original`")
+    blocks = {
+        _block(paths[image]): place
+        for place, image in enumerate(database)
+        if splits[image][0] == "original"
+    }
+    orphans = [paths[image] for image in copies if _block(paths[image]) not in blocks]
+    if orphans:
+        raise UserError(
+            f"truth=copydays: {len(orphans)} copies have no original, such as {orphans[0]}; "
+            "copies of 200000.jpg are called 200001.jpg to 200099.jpg"
+        )
+    names = ["_".join(splits[image]) for image in copies]
+
+    def judge(part: str, query: int) -> tuple[Positions, Positions] | None:
+        if names[query] != part:
+            return None
+        right = np.array([blocks[_block(paths[copies[query]])]])
+        return right, np.array([], dtype=np.int64)
+
+    parts = {name: partial(judge, name) for name in sorted(set(names))}
+    return Benchmark([Query(image) for image in copies], database, parts, trapezoidal=True)
+
+
+def _block(path: str) -> int:
+    """Return the number that an image and its copies share."""
+    stem = os.path.basename(path).partition(".")[0]
+    if not stem.isdecimal():
+        raise UserError(f"truth=copydays: {path}: expected a number as name, such as 200001.jpg")
+    return int(stem) // 100
+
+
+def _of_table(source: Source, path: Path) -> Benchmark:
+    """A row for each query; the other images of all rows are looked for among all images."""
+    names = ImageNames(source)
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    queries: list[Query] = []
+    known: list[tuple[Positions, Positions]] = []
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file, delimiter=delimiter))
+    except (OSError, UnicodeError, csv.Error) as error:
+        raise UserError(f"truth={path}: is no table: {error}") from error
+    if not rows:
+        raise UserError(f"truth={path}: has no rows")
+    for column in rows[0]:
+        if column not in _COLUMNS:
+            raise UserError(f"truth={path}: unknown column {column!r}; {nearest(column, _COLUMNS)}")
+    for column in _COLUMNS[:2]:
+        if column not in rows[0]:
+            raise UserError(f"truth={path}: has no column {column!r}")
+    for line, row in enumerate(rows, start=2):
+        where = f"truth={path}:{line}"
+
+        def all_of(cell: str | None, where: str = where) -> list[int]:
+            return [names.find(name.strip(), where) for name in (cell or "").split(";") if name]
+
+        query = names.find(row["query"] or "", where)
+        queries.append(Query(query, _box(row.get("box"), where)))
+        ignored = [*all_of(row.get("junk")), query]
+        known.append((np.array(all_of(row["positives"]), np.int64), np.array(ignored)))
+    return Benchmark(queries, np.arange(len(source)), {"": lambda query: known[query]})
+
+
+def _box(cell: str | None, where: str) -> tuple[float, float, float, float] | None:
+    if not cell:
+        return None
+    try:
+        left, top, right, bottom = map(float, cell.split())
+    except ValueError:
+        raise UserError(
+            f"{where}: box {cell!r}; expected left top right bottom, such as 0 0 9 9"
+        ) from None
+    if not (left < right and top < bottom):
+        raise UserError(f"{where}: box {cell!r} is empty")
+    return left, top, right, bottom

@@ -1,0 +1,183 @@
+"""Descriptors of images: pooled features, GeM or R-MAC of the last map, at several scales.
+
+A map is (E, h, w); a descriptor has E features and length 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.config.fields import setting
+from selftask.errors import UserError
+from selftask.evaluate.retrieval.whitening import Whitening
+from selftask.models.features.extract import adapter_of, extract, fixed_size, interpolates, pooled
+
+_OVERLAP = 0.4  # of neighbouring regions of the first level, as near as possible
+_MOST = 7  # regions along the longer side of the first level
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescriptorOptions:
+    """How images are described."""
+
+    pool: Literal["pooled", "mean", "gem", "rmac"] = "pooled"
+    """Output of the backbone, or a pooling of its last map: mean, generalised mean, R-MAC."""
+    p: float = setting(3.0, above=0)
+    """Exponent of ``gem``: 1 is the mean, large ones approach the maximum."""
+    levels: int = setting(3, min=1)
+    """Number of sizes of the regions of ``rmac``."""
+    side: int = setting(1024, min=1)
+    """Longest side in pixels: larger images are shrunk, smaller ones stay as they are."""
+    scales: list[float] = setting([1.0], above=0)
+    """Sizes, relative to ``side``, whose descriptors are averaged: ``[1, 0.7071, 0.5]``."""
+
+    def problems(self) -> Iterator[str]:
+        if not self.scales:
+            yield "scales=[]: at least one size is needed, such as [1]"
+
+
+class Descriptors:
+    """Describes images with a frozen backbone, one image of any size at a time.
+
+    Args:
+        backbone: Images (1, C, H, W) -> features (1, E), in eval mode.
+        options: Pooling and sizes.
+        device: Device of the backbone.
+
+    Raises:
+        UserError: If the backbone has no map to pool, or accepts one image size only.
+    """
+
+    def __init__(
+        self, backbone: nn.Module, options: DescriptorOptions, device: torch.device
+    ) -> None:
+        self.backbone, self.options, self.device = backbone, options, device
+        self.whitening: Whitening | None = None
+        self.multiple = (1, 1)  # of height and width in pixels
+        if fixed_size(backbone) is not None:
+            if not interpolates(backbone):
+                size = "x".join(map(str, fixed_size(backbone) or ()))
+                raise UserError(
+                    f"retrieval: a {type(backbone).__name__} takes images of {size} pixels only, "
+                    "and these have any size; use a network that takes others, such as a ResNet "
+                    "or timm's vit_*"
+                )
+            self.multiple = adapter_of(backbone).patch_size
+        if options.pool != "pooled":
+            adapter_of(backbone)
+
+    @torch.no_grad()
+    def vectors(self, images: Tensor) -> list[Tensor]:
+        """Return the vectors (R, E) of an image (1, C, H, W) at each scale, of length 1.
+
+        R is 1, or with ``rmac`` the number of regions.
+        """
+        return [self._at(images, scale) for scale in self.options.scales]
+
+    def combine(self, vectors: Sequence[Tensor]) -> Tensor:
+        """Return the descriptor (E,) or, whitened, (D,) of the result of ``vectors``.
+
+        Regions are whitened one by one and then summed, as in R-MAC; other descriptors are
+        whitened after the scales have been averaged.
+        """
+        whiten: Any = self.whitening or nn.Identity()
+        if self.options.pool == "rmac":
+            sums = [unit(unit(whiten(rows)).sum(dim=0)) for rows in vectors]
+            return unit(torch.stack(sums).mean(dim=0))
+        return unit(whiten(unit(torch.cat(list(vectors)).mean(dim=0, keepdim=True))))[0]
+
+    def to_whiten(self, vectors: Sequence[Tensor]) -> Tensor:
+        """Return the vectors (R, E) of an image that a whitening is learnt on and applied to."""
+        if self.options.pool == "rmac":
+            return torch.cat(list(vectors))
+        return unit(torch.cat(list(vectors)).mean(dim=0, keepdim=True))
+
+    def _at(self, images: Tensor, scale: float) -> Tensor:
+        height, width = (
+            max(1, round(side * scale / by)) * by
+            for side, by in zip(images.shape[-2:], self.multiple, strict=True)
+        )
+        if (height, width) != tuple(images.shape[-2:]):
+            images = F.interpolate(
+                images, (height, width), mode="bilinear", align_corners=False, antialias=True
+            )
+        if self.options.pool == "pooled":
+            rows = pooled(self.backbone, images).float()
+        else:
+            (dense,) = extract(self.backbone, images).tokens.map.float()  # (E, h, w)
+            rows = self._pool(dense)
+        if not rows.isfinite().all():
+            raise UserError(
+                "the features are not finite: the weights are damaged or training has diverged"
+            )
+        return unit(rows).cpu()
+
+    def _pool(self, dense: Tensor) -> Tensor:
+        if self.options.pool == "rmac":
+            return rmac(dense, self.options.levels)
+        if self.options.pool == "gem":
+            return gem(dense, self.options.p)[None]
+        return dense.mean(dim=(1, 2))[None]
+
+
+def unit(rows: Tensor) -> Tensor:
+    """Return rows divided by their length."""
+    return F.normalize(rows, dim=-1)
+
+
+def gem(dense: Tensor, p: float) -> Tensor:
+    """Return the generalised mean (E,) of the positive part of a map (E, h, w).
+
+    Radenovic et al. (arXiv:1711.02512), eq. 3: (mean of x^p)^(1/p). Divided by the maximum first,
+    so that no power overflows.
+    """
+    positive = dense.flatten(1).clamp(min=1e-6)
+    largest = positive.amax(dim=1, keepdim=True)
+    mean = ((positive / largest) ** p).mean(dim=1)
+    return largest[:, 0] * mean ** (1 / p)
+
+
+def rmac(dense: Tensor, levels: int) -> Tensor:
+    """Return the maxima (R, E) of a map (E, h, w) over the regions of ``regions``."""
+    areas = regions(dense.shape[1], dense.shape[2], levels)
+    maxima = [dense[:, y : y + side, x : x + side].amax(dim=(1, 2)) for y, x, side in areas]
+    return torch.stack(maxima)
+
+
+def regions(height: int, width: int, levels: int) -> list[tuple[int, int, int]]:
+    """Return the square regions of R-MAC: row and column of a corner, and side.
+
+    Tolias et al. (arXiv:1511.05879), section 3: at level l there are l along the shorter side and
+    l + m - 1 along the longer one, of side 2 * shorter / (l + 1), uniformly spread. m is 1 for a
+    square, else the number from 2 to 7 by which regions of level 1 overlap nearest to 40 %. A
+    level whose regions would be smaller than one cell is left out.
+    """
+    shorter, longer = min(height, width), max(height, width)
+    extra = 0
+    if longer > shorter:
+        overlaps = [1 - (longer - shorter) / (shorter * (m - 1)) for m in range(2, _MOST + 1)]
+        extra = 1 + min(range(len(overlaps)), key=lambda n: abs(overlaps[n] - _OVERLAP))
+    found = []
+    for level in range(1, levels + 1):
+        side = 2 * shorter // (level + 1)
+        if side == 0:
+            break
+        rows, columns = (
+            _starts(length, side, level + (extra if length > shorter else 0))
+            for length in (height, width)
+        )
+        found += [(y, x, side) for y in rows for x in columns]
+    return found
+
+
+def _starts(length: int, side: int, count: int) -> list[int]:
+    """Return where ``count`` uniformly spread windows begin."""
+    if count == 1:
+        return [(length - side) // 2]
+    return [number * (length - side) // (count - 1) for number in range(count)]

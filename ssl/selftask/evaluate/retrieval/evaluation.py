@@ -1,0 +1,204 @@
+"""Retrieval with a frozen backbone: describe, rank by cosine, average precision.
+
+M images in the database, Q queries, D features of a descriptor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from selftask.config.fields import setting
+from selftask.config.schema import Config
+from selftask.data.source import Source
+from selftask.distributed.accelerator import forked_rng
+from selftask.errors import UserError
+from selftask.evaluate.retrieval.benchmark import Benchmark, Query
+from selftask.evaluate.retrieval.descriptors import DescriptorOptions, Descriptors
+from selftask.evaluate.retrieval.images import SizedImages
+from selftask.evaluate.retrieval.metrics import (
+    average_precision,
+    precision_at,
+    ranks_of_positives,
+    trapezoidal_average_precision,
+)
+from selftask.evaluate.retrieval.whitening import Whitening
+from selftask.logs import get_logger
+from selftask.logs.stages import staged
+from selftask.models.eval_mode import in_eval_mode
+
+_PRODUCTS = 1 << 26  # similarities in memory at once: 256 MiB
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalOptions(DescriptorOptions):
+    """How images are described, compared and judged."""
+
+    k: list[int] = setting([1, 5, 10], min=1)
+    """Numbers of best images whose precision is reported."""
+    crop_queries: bool = True
+    """Whether queries are cut out by their box, if they have one."""
+    whiten_dim: int | None = setting(None, min=1)
+    """Number of dimensions that whitening keeps; none: all."""
+
+
+def evaluate_retrieval(
+    backbone: nn.Module,
+    config: Config,
+    source: Source,
+    benchmark: Benchmark,
+    options: RetrievalOptions,
+    *,
+    device: torch.device,
+    whiten: Source | None = None,
+    tell: Callable[[str], None] = log.info,
+) -> dict[str, float]:
+    """Return ``retrieval_map`` and ``retrieval_precision_at_K`` of each part of a benchmark.
+
+    The mean is over the queries of a part that have a positive. Parts with a name give
+    ``retrieval_easy_map``.
+
+    Args:
+        backbone: Images (B, C, H, W) -> features (B, E).
+        config: For the normalization of images and what is done about unreadable ones.
+        source: The images of queries and database.
+        benchmark: Who is looked for where, and what is right.
+        options: Descriptors and metrics.
+        device: Device to compute on.
+        whiten: Images to learn a PCA whitening on.
+        tell: Called with a line on the benchmark.
+
+    Raises:
+        UserError: If a query cannot be read, or the backbone has no map to pool.
+    """
+    model = Descriptors(backbone.to(device), options, device)
+
+    def images(of: Source) -> SizedImages:
+        return SizedImages(of, config, options.side, model.multiple)
+
+    with in_eval_mode(backbone), forked_rng():
+        if whiten is not None:
+            everything = [Query(index) for index in range(len(whiten))]
+            seen = _vectors(model, images(whiten), everything)
+            kept = (model.to_whiten(vectors) for vectors in seen if vectors is not None)
+            model.whitening = Whitening.fit(kept, options.whiten_dim)
+        queries = [q if options.crop_queries else Query(q.image) for q in benchmark.queries]
+        database, unreadable = _describe_database(model, images(source), benchmark)
+        good = np.flatnonzero(~unreadable).tolist()
+        known = {int(benchmark.database[place]): database[place] for place in good}
+        found = _describe_queries(model, images(source), queries, known)
+    lost = {query.image for query, row in zip(queries, found, strict=True) if row is None}
+    lost |= {*benchmark.database.tolist()} - known.keys()
+    if lost:
+        tell(f"warning: images that cannot be read are left out: {len(lost)}")
+    row = _judge(benchmark, found, database.to(device), np.flatnonzero(unreadable), options.k)
+    facts = {"queries": len(queries), "database": len(database), "dimensions": database.shape[1]}
+    tell(
+        "{queries} queries in {database} images, by descriptors of {dimensions} features".format(
+            **facts
+        )
+    )
+    return {**row, **facts}
+
+
+def _vectors(
+    model: Descriptors, images: SizedImages, queries: Sequence[Query]
+) -> Iterator[list[Tensor] | None]:
+    for pixels in staged("features", images.each(queries), len(queries)):
+        yield None if pixels is None else model.vectors(pixels.to(model.device))
+
+
+def _describe_database(
+    model: Descriptors, images: SizedImages, benchmark: Benchmark
+) -> tuple[Tensor, np.ndarray]:
+    """Return descriptors (M, D), and True for unreadable images (M,), whose rows are 0."""
+    wanted = [Query(index) for index in benchmark.database.tolist()]
+    rows: Tensor | None = None
+    unreadable = np.zeros(len(wanted), dtype=bool)
+    for position, vectors in enumerate(_vectors(model, images, wanted)):
+        if vectors is None:
+            unreadable[position] = True
+            continue
+        row = model.combine(vectors)
+        if rows is None:
+            rows = torch.zeros(len(wanted), len(row))
+        rows[position] = row
+    if rows is None:
+        raise UserError("retrieval: no image of the database can be read")
+    return rows, unreadable
+
+
+def _describe_queries(
+    model: Descriptors, images: SizedImages, queries: Sequence[Query], known: dict[int, Tensor]
+) -> list[Tensor | None]:
+    """Return the descriptor (D,) of each query, None for an unreadable one.
+
+    Args:
+        model: Describes images.
+        images: Reads them.
+        queries: Those to describe.
+        known: Descriptors of whole images by number, which are not computed again.
+    """
+    rows = [known.get(query.image) if query.box is None else None for query in queries]
+    new = [number for number, row in enumerate(rows) if row is None]
+    seen = _vectors(model, images, [queries[number] for number in new])
+    for number, vectors in zip(new, seen, strict=True):
+        rows[number] = None if vectors is None else model.combine(vectors)
+    return rows
+
+
+def _judge(
+    benchmark: Benchmark,
+    queries: Sequence[Tensor | None],
+    database: Tensor,
+    unreadable: np.ndarray,
+    depths: Sequence[int],
+) -> dict[str, float]:
+    """Return the means of the metrics over the queries of each part.
+
+    Args:
+        benchmark: Says what is right.
+        queries: Descriptors (D,); None is left out.
+        database: (M, D).
+        unreadable: Positions in the database that do not count.
+        depths: Numbers of best images of ``precision_at_K``.
+    """
+    precision = trapezoidal_average_precision if benchmark.trapezoidal else average_precision
+    names = ["map", *(f"precision_at_{k}" for k in depths)]
+    found: dict[str, list[list[float]]] = {part: [] for part in benchmark.parts}
+    for number, scores in _similarities(queries, database):
+        for part, judge in benchmark.parts.items():
+            judged = judge(number)
+            if judged is None:
+                continue
+            positives, ignored = judged
+            ranks = ranks_of_positives(scores, positives, np.append(ignored, unreadable))
+            if len(ranks):
+                row = [precision(ranks), *(precision_at(ranks, k) for k in depths)]
+                found[part].append(row)
+    if not any(found.values()):
+        raise UserError("retrieval: no query has an image to find")
+    return {
+        "_".join(filter(None, ("retrieval", part, name))): value
+        for part, rows in found.items()
+        if rows
+        for name, value in zip(names, np.mean(rows, axis=0).tolist(), strict=True)
+    }
+
+
+def _similarities(
+    queries: Sequence[Tensor | None], database: Tensor
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the number of each query and its cosines (M,), for some queries at a time."""
+    size = max(1, _PRODUCTS // len(database))
+    described = [(number, row) for number, row in enumerate(queries) if row is not None]
+    for first in range(0, len(described), size):
+        numbers, rows = zip(*described[first : first + size], strict=True)
+        cosines = torch.stack(rows).to(database.device) @ database.T
+        yield from zip(numbers, cosines.cpu().numpy(), strict=True)

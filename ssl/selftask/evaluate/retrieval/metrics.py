@@ -1,0 +1,60 @@
+"""Ranks and average precision of retrieval.
+
+M images in the database.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def ranks_of_positives(
+    scores: np.ndarray, positives: np.ndarray, ignored: np.ndarray
+) -> np.ndarray:
+    """Return the ranks of the positives from 0 on, ascending, as if ignored images were not there.
+
+    An irrelevant image of the same score comes before a positive: a network that tells nothing
+    apart gets the worst ranks, not those of the order of the files.
+
+    Args:
+        scores: (M,), the highest is the most similar.
+        positives: Positions in the database.
+        ignored: Positions that do not count, positives among them neither.
+    """
+    irrelevant = np.ones(len(scores), dtype=bool)
+    irrelevant[positives] = False
+    irrelevant[ignored] = False
+    found = np.sort(scores[np.setdiff1d(positives, ignored)])[::-1]
+    others = np.sort(scores[irrelevant])
+    before = len(others) - np.searchsorted(others, found, side="left")
+    ranks: np.ndarray = before + np.arange(len(found))
+    return ranks
+
+
+def average_precision(ranks: np.ndarray) -> float:
+    """Return the mean of the precision at each positive, from ascending ranks of at least one."""
+    return float(np.mean(np.arange(1, len(ranks) + 1) / (ranks + 1)))
+
+
+def trapezoidal_average_precision(ranks: np.ndarray) -> float:
+    """Return the area under precision over recall by trapezoids, as Oxford5k defines it.
+
+    Philbin et al. (CVPR 2007): at positive j the mean of the precision before and after it; the
+    precision before the first image is 1.
+
+    Args:
+        ranks: Ascending, from 0 on, at least one.
+    """
+    hits = np.arange(len(ranks))
+    before = np.where(ranks > 0, hits / np.maximum(ranks, 1), 1.0)
+    return float(np.mean((before + (hits + 1) / (ranks + 1)) / 2))
+
+
+def precision_at(ranks: np.ndarray, k: int) -> float:
+    """Return the share of positives among the best k, or among fewer if the last one is earlier.
+
+    The rule of revisited Oxford and Paris (Radenovic et al., arXiv:1803.11285): a query with fewer
+    than k positives can still have precision 1.
+    """
+    depth = min(int(ranks[-1]) + 1, k)
+    return float((ranks < depth).sum() / depth)

@@ -1,0 +1,48 @@
+"""Images of a source by the names that a ground truth calls them."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+
+from selftask.data.source import Source
+from selftask.errors import UserError, nearest
+
+
+class ImageNames:
+    """Finds images by path, by the end of a path, with or without the extension."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._by_stem: dict[str, list[int]] = defaultdict(list)
+        for index in range(len(source)):
+            self._by_stem[_stem(source.path(index))].append(index)
+
+    def find(self, name: str, where: str) -> int:
+        """Return the number of the image that ``name`` calls.
+
+        Args:
+            name: ``all_souls_000013``, ``jpg/all_souls_000013.jpg`` or a whole path.
+            where: The place of the name, for the message.
+
+        Raises:
+            UserError: If no image or several are called so.
+        """
+        end = "/" + name.removeprefix("./")
+        found = [
+            index
+            for index in self._by_stem.get(_stem(name), ())
+            if (path := "/" + self._source.path(index)).endswith(end)
+            or os.path.splitext(path)[0].endswith(end)
+        ]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            first = ", ".join(self._source.path(index) for index in found[:2])
+            raise UserError(f"{where}: {name!r} may be any of {len(found)} images: {first}, ...")
+        hint = nearest(_stem(name), self._by_stem, show=4)
+        raise UserError(f"{where}: no image of data is called {name!r}; {hint}")
+
+
+def _stem(path: str) -> str:
+    return os.path.basename(path).partition(".")[0]
