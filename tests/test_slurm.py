@@ -25,6 +25,8 @@ import pytest
 from submitit.core.utils import FailedJobError
 
 import tiny
+from selftask.cli.main import main
+from selftask.evaluate.checkpoint_results import FOLDER, CheckpointResults
 from selftask.logs import read_metrics
 from selftask.slurm.plan import plan
 
@@ -461,3 +463,21 @@ def test_srun_and_submit_train_alike(folder: Path, undisturbed: dict[str, Any]) 
     words = tiny.command("simclr", folder, "srun", *settings)
     _command("srun", "--nodes=2", "--ntasks=2", "--time=5", *words)
     assert tiny.differences(tiny.last_state(folder / "srun"), undisturbed) == []
+
+
+def test_a_suite_of_evaluations(folder: Path) -> None:
+    """A job for each checkpoint gives what the command gives here."""
+    val = f"data.val={tiny.digits_file(folder, 'val.npz', 400, 440)}"
+    more = (val, "train.max_steps=6", "train.checkpoint_every='2 steps'", "eval.evaluations={}")
+    words = tiny.command("simclr", folder, "suite", *more, "train.keep_checkpoints=5")
+    assert tiny.run(words, folder).returncode == 0
+    run = folder / "suite"
+    assert main(["eval", "suite", str(run), "knn", "knn.k=[3]", "--slurm-each"]) == 0
+    results = CheckpointResults(run, ["knn.k=[3]"])
+    wait_for(lambda: not any(results.missing(s, ["knn"]) for s in (2, 4, 6)), 180, "three jobs")
+    assert [set(row) for row in results.table().values()] == [{"knn_top1"}] * 3
+    on_nodes = results.table()
+    for path in (run / FOLDER).glob("step_*.jsonl"):
+        path.unlink()
+    assert main(["eval", "suite", str(run), "knn", "knn.k=[3]"]) == 0
+    assert results.table() == on_nodes

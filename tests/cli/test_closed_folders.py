@@ -63,6 +63,7 @@ COMMANDS_ON_PATHS = {
         *("eval", "retrieval", "torchvision:resnet18", "weights=none", "data=digits"),
         "truth=CLOSED/x.csv",
     ],
+    "eval suite": ["eval", "suite", "CLOSED/x", "knn"],
     "eval predictions": ["eval", "predictions", "CLOSED/x.csv"],
     "features": ["features", "CLOSED/x", "data=digits", "out=somewhere"],
     "features out": ["features", "torchvision:resnet18", "out=CLOSED/x", "weights=none"],

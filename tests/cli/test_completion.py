@@ -52,6 +52,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("selftask help exp", ["export", "explain"]),
         ("selftask data sh", ["show"]),
         ("selftask eval kn", ["knn"]),
+        ("selftask eval su", ["suite"]),
         ("selftask eval knn runs/", ["runs/one", "runs/two/"]),
         ("selftask eval knn timm", ["timm:"]),
         ("selftask export runs/o", ["runs/one"]),

@@ -28,7 +28,7 @@ COMMANDS = {
     "cancel": ("selftask.cli.cluster.cancel", "OUT|JOBID [...]", "take them out of the queue"),
     "eval": (
         "selftask.cli.model.evaluate",
-        "knn|linear|svm|retrieval|predictions RUN_OR_MODEL data=...",
+        "knn|linear|svm|retrieval|suite|predictions RUN_OR_MODEL data=...",
         "judge features",
     ),
     "test": ("selftask.cli.model.score", "RUN [data=DIR]", "score a trained classifier"),

@@ -11,7 +11,7 @@ import shlex
 import site
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,7 +176,7 @@ def _afterwards(folder: Path) -> list[str]:
     ]
 
 
-def submit(submissions: list[Submission], made: Executor) -> list[SlurmJob[Any]]:
+def submit(submissions: Sequence[Callable[[], Any]], made: Executor) -> list[SlurmJob[Any]]:
     """Submit runs to SLURM; several become one job array.
 
     Raises:
@@ -185,7 +185,7 @@ def submit(submissions: list[Submission], made: Executor) -> list[SlurmJob[Any]]
     made.folder.mkdir(parents=True, exist_ok=True)
     try:
         with _outside_of_jobs():
-            return made.submit_array(submissions)  # type: ignore[return-value]
+            return made.submit_array(list(submissions))  # type: ignore[return-value]
     except FileNotFoundError as error:
         raise UserError(
             "there is no sbatch on this machine: submit from the cluster's login node, "

@@ -109,7 +109,7 @@ def plan(recipe: str, overrides: list[str]) -> Plan:
     slurm = {option(key): value for key, value in first.launch.slurm.items()}
     partitions = chosen(slurm)
     check_time(partitions, minutes(slurm.get("time")) or DEFAULT_MINUTES)
-    derived, workers, notes = _derived(first, partitions)
+    derived, workers, notes = derived_options(first, partitions)
     complete = [config.out for config in configs if Status(config).says_finished()]
     notes += [f"{out} is complete: its job will only say so" for out in complete]
     if str(base.resolve()).startswith("/tmp/"):
@@ -172,7 +172,9 @@ def _submission(
     return Submission(settled, str(Path.cwd()), folders)
 
 
-def _derived(config: Config, partitions: list[Partition]) -> tuple[dict[str, Any], int, list[str]]:
+def derived_options(
+    config: Config, partitions: list[Partition]
+) -> tuple[dict[str, Any], int, list[str]]:
     """Return the derived sbatch options, the number of workers per rank, and notes for the user."""
     given = {option(key): value for key, value in config.launch.slurm.items()}
     derived: dict[str, Any] = {}

@@ -20,12 +20,14 @@ from selftask.registry import EVALUATIONS
 
 COMMANDS = {
     "retrieval": ("selftask.cli.model.retrieval", "find images of the same object"),
+    "suite": ("selftask.cli.model.suite", "all checkpoints of a run"),
     "predictions": ("selftask.cli.model.predictions", "metrics of what `selftask test` wrote"),
 }  # name -> module with USAGE and main(argv) -> exit code, one line
 
 USAGE = f"""\
 usage: selftask eval knn|linear|svm RUN_OR_MODEL [key=value ...]
        selftask eval retrieval RUN_OR_MODEL [truth=FILE] [key=value ...]
+       selftask eval suite RUN [EVALUATION ...] [key=value ...]
        selftask eval predictions FILE [FILE ...]
 
 {MODEL},
@@ -34,7 +36,7 @@ data=DIR      the labelled images to learn from; default: those of the run
 data.val=DIR  those to test on; without it, k-NN leaves each image out of its own neighbours
 {WEIGHTS}
 Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. Prints one JSON line last.
-`selftask eval retrieval --help` says more of that one, likewise of predictions.
+`selftask eval retrieval --help` says more of that one, likewise of suite and predictions.
 {VERBOSITY}"""
 
 

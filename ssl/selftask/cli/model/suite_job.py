@@ -1,0 +1,106 @@
+"""``selftask eval suite`` as a SLURM job, through submitit."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from submitit.core.utils import DelayedSubmission
+
+from selftask.checkpoint.rotation import step_of
+from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option
+from selftask.data.loading.open_data import open_data
+from selftask.errors import RunError, UserError
+from selftask.evaluate.checkpoint_results import FOLDER, CheckpointResults
+from selftask.slurm import queue
+from selftask.slurm.batch_epilogue import ENDED
+from selftask.slurm.job import executor, submit
+from selftask.slurm.partitions import check_time, chosen
+from selftask.slurm.plan import derived_options
+
+if TYPE_CHECKING:
+    from selftask.cli.model.suite import Request
+    from selftask.config.schema import Config
+
+
+@dataclass
+class SuiteJob:
+    """The command as a picklable callable for submitit; results that are there are not repeated."""
+
+    words: list[str]  # after `selftask eval suite`
+    folder: str  # working directory of the submission
+    out: str  # where the end of a failed job is recorded: not in the run itself
+    config: dict[str, Any]  # `launch`, for the epilogue of the job
+
+    def __call__(self) -> None:
+        """Evaluate on the node.
+
+        Raises:
+            RunError: If the command failed.
+        """
+        os.chdir(self.folder)
+        if self.folder not in sys.path:
+            sys.path.insert(0, self.folder)
+        from selftask.cli.main import main
+
+        code = main(["eval", "suite", *self.words])
+        if code:
+            raise RunError(f"{ENDED}{code}: see the log of the job in {self.out}/slurm")
+
+    def checkpoint(self) -> DelayedSubmission:
+        """Return this job to run after a requeue."""
+        return DelayedSubmission(self)
+
+    __submitit_checkpoint__ = checkpoint  # submitit 1.5.4 looks for both names
+
+
+def submit_suite(request: Request, config: Config, *, each: bool) -> str:
+    """Submit what has no result yet, and return the id of the job.
+
+    Args:
+        request: What is asked for.
+        config: The run's, with ``launch.slurm`` of the command line.
+        each: One job for each checkpoint, as an array, instead of one for all.
+
+    Raises:
+        UserError: If there is nothing to do, a job does it already, or SLURM refuses it.
+    """
+    open_data(config.data)  # mistakes are found here, not on the node
+    out = request.run.absolute() / FOLDER
+    results = CheckpointResults(request.run, request.settings)
+    steps = [step_of(path) for path in request.chosen()]
+    steps = [step for step in steps if results.missing(step, request.evaluations)]
+    if not steps:
+        raise UserError(
+            f"{request.run}: nothing to evaluate: every chosen checkpoint has its results, which "
+            "the same command without --slurm prints"
+        )
+    queue.check_idle(out)
+    launch = replace(config.launch, nodes=1, processes=1)
+    config = replace(config, launch=launch)
+    slurm = {option(key): value for key, value in launch.slurm.items()}
+    partitions = chosen(slurm)
+    check_time(partitions, minutes(slurm.get("time")) or DEFAULT_MINUTES)
+    derived, _, _ = derived_options(config, partitions)
+    made = executor(launch, out / "slurm", f"{request.run.name}-evaluations", **derived)
+    patterns = list(map(str, steps)) if each else [request.checkpoints]
+    jobs = [_job(request, config, pattern, out) for pattern in patterns]
+    handed_in = submit(jobs, made)
+    names = [out / f"step_{step}" for step in steps] if each else [out]
+    queue.note(out, {n: job.job_id for n, job in zip(names, handed_in, strict=True)})
+    return handed_in[0].job_id.partition("_")[0]
+
+
+def _job(request: Request, config: Config, pattern: str, out: Path) -> SuiteJob:
+    words = [
+        str(request.run.absolute()),
+        *request.evaluations,
+        *request.words,
+        f"checkpoints={pattern}",
+        f"every={request.every}",
+    ]
+    launch = config.to_dict()["launch"]
+    return SuiteJob(words, str(Path.cwd()), str(out), {"launch": launch})

@@ -1,0 +1,80 @@
+"""Results of evaluations of a run's checkpoints, kept in the run folder.
+
+``RUN/evaluations/step_N.jsonl`` has a line for each time that checkpoint N was evaluated: the names
+of the evaluations, their settings, and metrics. Jobs that evaluate different checkpoints write
+different files. Does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selftask.logs import json_row, read_metrics, utc_now
+
+FOLDER = "evaluations"  # of a run
+_FACTS = ("date", "step", "evaluations", "settings")
+_COUNTS = ("train_images", "test_images", "classes", "chance")  # the same for all checkpoints
+
+
+@dataclass(frozen=True)
+class CheckpointResults:
+    """Results of one run under the same settings."""
+
+    run: Path
+    settings: Sequence[str]  # words of the command line that change the figures
+
+    def missing(self, step: int, evaluations: Iterable[str]) -> list[str]:
+        """Return the evaluations of a checkpoint that have no result yet."""
+        done = {name for row in self._rows(step) for name in row["evaluations"]}
+        return [name for name in evaluations if name not in done]
+
+    def add(self, step: int, evaluations: Sequence[str], metrics: Mapping[str, Any]) -> None:
+        """Append the metrics of a checkpoint."""
+        path = self._path(step)
+        path.parent.mkdir(exist_ok=True)
+        facts: dict[str, Any] = {"date": utc_now(), "step": step}
+        facts |= {"evaluations": list(evaluations), "settings": list(self.settings)}
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json_row({**facts, **metrics}) + "\n")
+
+    def table(self) -> dict[int, dict[str, float]]:
+        """Return the metrics of each evaluated checkpoint by step, the newest ones if repeated."""
+        paths = (self.run / FOLDER).glob("step_*.jsonl")
+        steps = sorted(int(path.stem.removeprefix("step_")) for path in paths)
+        table: dict[int, dict[str, float]] = {}
+        for step in steps:
+            found: dict[str, float] = {}
+            for row in self._rows(step):
+                found |= {name: value for name, value in row.items() if _is_metric(name)}
+            if found:
+                table[step] = found
+        return table
+
+    def _path(self, step: int) -> Path:
+        return self.run / FOLDER / f"step_{step}.jsonl"
+
+    def _rows(self, step: int) -> list[dict[str, Any]]:
+        path = self._path(step)
+        rows = read_metrics(path) if path.exists() else []
+        return [row for row in rows if row.get("settings") == list(self.settings)]
+
+
+def _is_metric(name: str) -> bool:
+    return name not in _FACTS and name.rpartition("/")[2] not in _COUNTS
+
+
+def format_table(table: Mapping[int, Mapping[str, float]]) -> str:
+    """Return a line for each checkpoint and a column for each metric."""
+    names = list(dict.fromkeys(name for row in table.values() for name in row))
+    lines = [["step", *names]]
+    for step, row in table.items():
+        cells = (row.get(name) for name in names)
+        lines.append([str(step), *("-" if cell is None else f"{cell:.4f}" for cell in cells)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )

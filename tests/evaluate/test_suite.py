@@ -1,0 +1,234 @@
+"""``selftask eval suite``: all checkpoints of a run, once each, here or as SLURM jobs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from submitit.core.utils import DelayedSubmission
+from torch.nn import functional as F
+
+import tiny
+from selftask.checkpoint import rotation
+from selftask.cli.main import main
+from selftask.cli.model import suite
+from selftask.cli.model.suite_job import SuiteJob
+from selftask.config.load import to_yaml
+from selftask.evaluate.checkpoint_results import CheckpointResults
+from selftask.logs import write_json
+
+STEPS = (1, 2)
+Fake = Callable[[str, str], None]  # of conftest
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with checkpoints of steps 1 and 2, and labelled images."""
+    folder = tmp_path_factory.mktemp("suite")
+    words = (
+        f"data.val={tiny.digits_file(folder, 'val.npz', 400, 440)}",
+        "train.max_steps=2",
+        "train.checkpoint_every='1 step'",
+        "train.keep_checkpoints=5",
+        "eval.evaluations={knn: {k: [3]}}",
+        "hooks.ema={decay: 0.5}",
+    )
+    task = tiny.train("simclr", folder, "run", *words)
+    (task.out / "config.yaml").write_text(to_yaml(task.config))
+    write_json(task.out / "status.json", {"state": "finished", "step": 2})
+    return task.out
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the run, without results."""
+    out = tmp_path / "run"
+    shutil.copytree(trained, out)
+    return out
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    """The checkpoint of a step."""
+    (found,) = [p for p in rotation.checkpoints(run / "checkpoints") if rotation.step_of(p) == step]
+    return found
+
+
+def table(text: str) -> dict[int, dict[str, str]]:
+    """The printed table: step -> metric -> cell."""
+    lines = text.splitlines()
+    first = next(
+        number
+        for number, line in enumerate(lines)
+        if line.split()[:1] == ["step"] and ":" not in line
+    )
+    head = lines[first].split()[1:]
+    rows = [line.split() for line in lines[first + 1 :]]
+    return {int(step): dict(zip(head, cells, strict=True)) for step, *cells in rows}
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], run: Path, *words: str) -> str:
+    """What the command prints."""
+    capsys.readouterr()
+    assert main(["eval", "suite", str(run), *words]) == 0
+    return capsys.readouterr().out
+
+
+def nearest_accuracy(run: Path, step: int) -> float:
+    """Top-1 of the nearest image by cosine, of the weights of a checkpoint, by hand."""
+    from selftask.checkpoint import store
+
+    task = tiny.task("simclr", run.parent, "unused", f"data.val={run.parent / 'val.npz'}")
+    task.prepare()
+    task.base_model.load_state_dict(store.load(checkpoint(run, step))["model"])
+    network = task.export_backbone().eval()
+    with torch.no_grad():
+        sets = []
+        for batches in (task.data_module.labelled_samples(), task.data_module.test_samples("")):
+            parts = [(network(batch["views"][0]), batch["target"]) for batch in batches]
+            sets.append([torch.cat(column) for column in zip(*parts, strict=True)])
+    task.close()
+    (bank, labels), (queries, truth) = sets
+    nearest = (F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).T).argmax(dim=1)
+    return float((labels[nearest] == truth).double().mean())
+
+
+def test_every_checkpoint_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = evaluated(capsys, run, "knn", "knn.k=[1]")
+    rows = table(text)
+    assert tuple(rows) == STEPS and all(set(row) == {"knn_top1"} for row in rows.values())
+    assert text.count(": knn\n") == 2
+    kept = json.loads((run / "evaluations" / "step_1.jsonl").read_text())
+    assert kept["step"] == 1 and kept["evaluations"] == ["knn"] and kept["test_images"] == 40
+    assert f"{kept['knn_top1']:.4f}" == rows[1]["knn_top1"]
+
+    again = evaluated(capsys, run, "knn", "knn.k=[1]", "train.threads=1")
+    assert table(again) == rows and ": knn\n" not in again, "nothing is computed twice"
+    assert len((run / "evaluations" / "step_1.jsonl").read_text().splitlines()) == 1
+
+    more = evaluated(capsys, run, "knn", "linear", "knn.k=[1]", "checkpoints=last")
+    assert "step 2: linear\n" in more, "knn has its result"
+    assert table(more)[1]["linear_top1"] == "-" and table(more)[2]["knn_top1"] != "-"
+    other = evaluated(capsys, run, "knn", "checkpoints=1")
+    assert list(table(other)) == [1], "with another k the results are others"
+
+
+def test_figures_are_those_of_the_weights_of_the_step(
+    trained: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = table(evaluated(capsys, run, "knn", "knn.k=[1]", "checkpoints=1"))
+    expected = nearest_accuracy(trained, 1)
+    assert float(rows[1]["knn_top1"]) == pytest.approx(expected, abs=1e-4)
+    assert main(["eval", "knn", f"{run}@1", "k=[1]"]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert row["knn_top1"] == pytest.approx(expected)
+
+
+def test_which_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def steps(**choice: Any) -> list[int]:
+        given = {"checkpoints": "all", "every": 1, **choice}
+        asked = suite.Request(run, ["knn"], [], given["checkpoints"], given["every"])
+        return [rotation.step_of(path) for path in asked.chosen()]
+
+    assert steps() == [1, 2]
+    assert steps(every=2) == [2]
+    assert steps(checkpoints="last") == [2]
+    assert steps(checkpoints="[13]") == [1]
+    (run / "checkpoints" / "kept.json").write_text(
+        json.dumps({"metric": "knn_top1", "mode": "max", "best": [[1, 0.5]], "every": []})
+    )
+    assert steps(checkpoints="best") == [1]
+
+
+@pytest.mark.slow
+def test_averaged_weights(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other weights, so other features; the columns of both stay apart."""
+    from selftask.cli.model.checkpoint_model import open_checkpoint
+
+    path = checkpoint(run, 1)
+    states = [open_checkpoint(path, w).backbone.state_dict() for w in ([], ["weights=ema"])]
+    assert any(not torch.equal(states[0][key], states[1][key]) for key in states[0])
+    evaluated(capsys, run, "knn", "checkpoints=1", "weights=ema")
+    kept = json.loads((run / "evaluations" / "step_1.jsonl").read_text())
+    assert kept["settings"] == ["weights=ema"]
+
+
+@pytest.mark.slow
+def test_new_checkpoints_are_followed(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 2 comes while the suite waits; the run ends afterwards."""
+    monkeypatch.setattr(suite, "_POLL_S", 0.05)
+    last = checkpoint(run, 2)
+    hidden = run / "hidden.pt"
+    last.rename(hidden)
+    status = {"state": "requeued", "step": 1, "updated": time.time()}
+    write_json(run / "status.json", status)
+
+    def go_on() -> None:
+        results = CheckpointResults(run, [])
+        while results.missing(1, ["knn"]):
+            time.sleep(0.02)
+        hidden.rename(last)
+        while results.missing(2, ["knn"]):
+            time.sleep(0.02)
+        write_json(run / "status.json", {**status, "state": "finished"})
+
+    other = threading.Thread(target=go_on, daemon=True)
+    other.start()
+    rows = table(evaluated(capsys, run, "--follow"))
+    other.join(timeout=10)
+    assert tuple(rows) == STEPS
+
+
+def test_jobs_on_slurm(
+    run: Path, fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is handed in is the command itself, for what has no result yet."""
+    fake("sbatch", f'cp "$1" {tmp_path}/handed_in; echo Submitted batch job 77')
+    for name in ("squeue", "srun"):
+        fake(name, "exit 0")
+    results = CheckpointResults(run, [])
+    results.add(1, ["knn"], {"knn_top1": 0.25})
+    text = evaluated(capsys, run, "--slurm-each", "launch.slurm.time=30", "train.device=cpu")
+    assert "submitted as job 77" in text
+    assert "#SBATCH --time=30\n" in (tmp_path / "handed_in").read_text()
+    job = DelayedSubmission.load(run / "evaluations" / "slurm" / "77_submitted.pkl").function
+    assert isinstance(job, SuiteJob) and job.words[-2] == "checkpoints=2"
+    job()
+    capsys.readouterr()
+    rows = table(evaluated(capsys, run))
+    assert tuple(rows) == STEPS and rows[1]["knn_top1"] == "0.2500"
+    assert main(["eval", "suite", str(run), "--slurm"]) == 2
+    assert "nothing to evaluate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data=x"], "eval suite needs a RUN before any key=value"),
+        (["nowhere"], "nowhere: there is no such run"),
+        (["RUN", "knnn"], "no evaluation named 'knnn'; did you mean 'knn'?"),
+        (["RUN", "knn", "knn.kk=[1]"], "did you mean 'eval.evaluations.knn.k'?"),
+        (["RUN", "knn", "optimizer.lr=1"], "eval suite: there is no 'optimizer'"),
+        (["RUN", "checkpoints=5"], "has no such checkpoint; there are: 2, 1"),
+        (["RUN", "checkpoints=best"], "has no best checkpoint"),
+        (["RUN", "every=often"], "every=often: expected a number of steps"),
+        (["RUN", "weights=swa"], "swa"),
+        (["RUN", "--slurm", "--follow"], "only one can be meant"),
+        (["RUN", "--folow"], "there is no option --folow; did you mean '--follow'?"),
+    ],
+)
+def test_mistakes(
+    words: list[str], message: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "suite", *(word.replace("RUN", str(trained)) for word in words)]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and "Traceback" not in printed.err
+    assert not (trained / "evaluations").exists()
