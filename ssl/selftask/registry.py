@@ -237,6 +237,7 @@ TASKS = Registry("task", "selftask.task")
 TRAIN_STEPS = Registry("train_step", "selftask.train_steps")
 HOOKS = Registry("hook", "selftask.hooks")
 BACKBONES = Registry("backbone", "selftask.models.backbones")
+HEAD_BLOCKS = Registry("head_block", "selftask.models.classifier")
 SOURCES = Registry("source", "selftask.data.sources")
 SAMPLERS = Registry("sampler", "selftask.data.sampling")
 TOKENIZERS = Registry("tokenizer", "selftask.data.tokenizers")
@@ -255,6 +256,7 @@ REGISTRIES: dict[str, Registry] = {
     "train_steps": TRAIN_STEPS,
     "hooks": HOOKS,
     "backbones": BACKBONES,
+    "head_blocks": HEAD_BLOCKS,
     "sources": SOURCES,
     "samplers": SAMPLERS,
     "tokenizers": TOKENIZERS,
@@ -270,6 +272,7 @@ register_task = TASKS.register
 register_train_step = TRAIN_STEPS.register
 register_hook = HOOKS.register
 register_backbone = BACKBONES.register
+register_head_block = HEAD_BLOCKS.register
 register_source = SOURCES.register
 register_sampler = SAMPLERS.register
 register_tokenizer = TOKENIZERS.register

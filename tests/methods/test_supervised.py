@@ -14,7 +14,8 @@ from torch import nn
 from minitask import MiniTask, TinyBackbone, largest_difference, loss_of
 from ranks import run_ranks
 from selftask.errors import UserError
-from selftask.methods.supervised import Classifier, Supervised
+from selftask.methods.supervised import Supervised
+from selftask.models.classifier.classifier import Classifier
 
 
 def _labelled(*labels: int) -> SimpleNamespace:

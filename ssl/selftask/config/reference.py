@@ -28,6 +28,7 @@ PLACES = {
     "train_steps": "train.step.",
     "hooks": "hooks.{name}.",
     "backbones": "backbone.",
+    "head_blocks": "",  # an item of method.head or method.heads.NAME
     "sources": "data.",
     "samplers": "data.sampler.",
     "tokenizers": "data.tokenizer.",
@@ -155,7 +156,8 @@ def _type(field: dataclasses.Field[Any], kind: Any) -> str:
         return f"a number or a schedule{optional}"
     if kinds is not None:
         if origin is dict:
-            return f"{noun}s by name"
+            is_list = typing.get_origin(typing.get_args(kind)[1]) is list
+            return f"{'lists of ' if is_list else ''}{noun}s by name"
         if origin is list:
             return f"a list of {noun}s"
         article = "an" if noun[0] in "aeiou" else "a"

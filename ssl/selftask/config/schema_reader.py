@@ -174,7 +174,11 @@ class Reader:
         if registry is SCHEDULES and typing.get_origin(kind) is not list:
             return self._scheduled(value, field, kind, key)
         if typing.get_origin(kind) is dict:
-            return self.components(value, registry, key, typing.get_args(kind)[1])
+            inner = typing.get_args(kind)[1]
+            if typing.get_origin(inner) is not list:
+                return self.components(value, registry, key, inner)
+            lists = self.mapping(value, key).items()
+            return {name: self._nested(v, registry, inner, (*key, str(name))) for name, v in lists}
         if kind == list[Component]:
             return self.pipeline(value, registry, key)
         if typing.get_origin(kind) is list:

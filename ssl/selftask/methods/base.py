@@ -121,6 +121,11 @@ class Method(nn.Module, Hook):
         """
         raise NotImplementedError(f"{type(self).__name__} has no loss")
 
+    def logits(self, output: Any) -> Tensor:
+        """Return the class scores (B, C) for meters, if ``outputs_logits``: the output itself."""
+        scores: Tensor = output
+        return scores
+
     def visualize(self, output: Any, batch: Batch) -> dict[str, Tensor]:
         """Return images that explain what the method does, for the report; none by default.
 

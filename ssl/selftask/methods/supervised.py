@@ -15,13 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask import classy
-from selftask.batch import Batch
+from selftask.batch import Batch, Loss
 from selftask.config.fields import setting
 from selftask.data.loading.data_module import val_key
 from selftask.errors import UserError, nearest
 from selftask.meters.accuracy import Accuracy
 from selftask.methods.base import Method
 from selftask.models.build import embed_dim
+from selftask.models.classifier.classifier import Classifier, Heads, build_chain, takes_tokens
+from selftask.models.features.extract import offers
 from selftask.models.precision import in_full_precision
 from selftask.models.weights.load import weights_at
 from selftask.models.weights.trained import Scores
@@ -37,6 +39,8 @@ class Supervised(Method):
 
     With ``targets`` an image has several labels, each of which is 1, 0 or, if unknown, -1. The loss
     is then the binary cross-entropy, a mean over the known labels of an image.
+
+    With ``heads`` there are several classifiers, whose weighted losses are the terms of the loss.
     """
 
     loss_reduction = "samples"
@@ -51,6 +55,12 @@ class Supervised(Method):
         """Number of classes, C; null: as many as the data set has."""
         freeze_backbone: bool = False
         """Whether only the classifier is trained: the linear probe."""
+        head: list[Any] = setting([], of="head_blocks")
+        """Blocks of the classifier, a chain; empty: one linear layer."""
+        heads: dict[str, list[Any]] = setting({}, of="head_blocks")
+        """Several classifiers by name, each a chain of blocks; meters are of the first one."""
+        head_weights: dict[str, float] = setting({}, min=0)
+        """Weights of the losses of ``heads``; 1 for a head that is not named."""
         targets: list[str] = setting([])
         """Names of ``data.numbers`` to predict, one for each label; empty: the class."""
         loss: str = "CrossEntropyLoss"
@@ -61,12 +71,24 @@ class Supervised(Method):
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if self.targets and (self.loss != "CrossEntropyLoss" or self.num_classes):
                 yield "targets: they have a loss and a number of classes of their own; leave both"
+            if self.head and self.heads:
+                yield "heads: there is method.head, too; put it among them under a name"
+            for name in self.heads:
+                if not self.heads[name]:
+                    yield f"heads.{name}: a list of blocks is expected, such as [linear]"
+            for name in self.head_weights:
+                if name not in self.heads:
+                    known = ", ".join(self.heads) or "there are none"
+                    yield f"head_weights.{name}: no such head in method.heads; {known}"
+            step = config["train"]["step"]
+            if self.heads and (step if isinstance(step, str) else step["name"]) == "grad_cache":
+                yield "heads: train.step=grad_cache divides one output; take another train step"
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Build the classifier. Raises UserError if the labels or the loss do not fit."""
         if self.config.targets:
             self.num_classes, self._score = len(self.config.targets), known_cross_entropy
-            return Classifier(backbone, self.num_classes, frozen=self.config.freeze_backbone)
+            return self._classifier(backbone)
         self.num_classes = self.config.num_classes or task.data_module.num_classes
         if not self.num_classes:
             raise UserError(
@@ -78,7 +100,36 @@ class Supervised(Method):
             _check_labels(val_key(name), source, self.num_classes)
         self.loss = _build_loss(self.config.loss, self.config.loss_args)
         self._score = in_full_precision(self.loss.forward)  # once, not at every step
-        return Classifier(backbone, self.num_classes, frozen=self.config.freeze_backbone)
+        return self._classifier(backbone)
+
+    def _classifier(self, backbone: nn.Module) -> Classifier:
+        frozen = self.config.freeze_backbone
+        head = self.build_chains(embed_dim(backbone), self.num_classes)
+        if head is not None and takes_tokens(head) and "dense" not in offers(backbone):
+            raise UserError(
+                "method.head: pooled_tokens needs patch tokens, and this backbone gives pooled "
+                "features only"
+            )
+        return Classifier(backbone, self.num_classes, frozen=frozen, head=head)
+
+    def build_chains(self, width: int, num_classes: int) -> nn.Module | None:
+        """Return the configured head or heads, None for one linear layer.
+
+        Args:
+            width: Features of the backbone, E.
+            num_classes: Outputs of each head, C.
+        """
+        config = self.config
+        if config.head:
+            return build_chain(config.head, width, num_classes, "method.head")
+        if not config.heads:
+            return None
+        return Heads(
+            {
+                name: build_chain(blocks, width, num_classes, f"method.heads.{name}")
+                for name, blocks in config.heads.items()
+            }
+        )
 
     def on_start(self, task: Task) -> None:
         """Raise UserError if a meter needs more classes, before the first test phase."""
@@ -92,24 +143,43 @@ class Supervised(Method):
         if self.config.targets:
             batch.labels = torch.stack([batch.extras[name] for name in self.config.targets], dim=1)
 
-    def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of scores ``output`` (B, C) with labels (B,) or (B, C)."""
-        loss: Tensor = self._score(output, batch.labels)
-        return loss
+    def forward(self, output: Tensor | dict[str, Tensor], batch: Batch) -> Loss:
+        """Return the loss of scores ``output`` (B, C) with labels (B,) or (B, C).
+
+        Scores of several heads by name give a weighted term each.
+        """
+        if isinstance(output, Tensor):
+            loss: Tensor = self._score(output, batch.labels)
+            return loss
+        weights = self.config.head_weights
+        return {
+            name: weights.get(name, 1.0) * self._score(scores, batch.labels)
+            for name, scores in output.items()
+        }
+
+    def logits(self, output: Tensor | dict[str, Tensor]) -> Tensor:
+        """Return the scores that meters see: those of the first head."""
+        return output if isinstance(output, Tensor) else next(iter(output.values()))
 
     @property
     def chance_loss(self) -> float | None:
         """Cross-entropy of equal scores."""
+        names = self.config.heads or ("",)
+        weight = sum(self.config.head_weights.get(name, 1.0) for name in names)
         if self.config.targets:
-            return math.log(2)
-        return math.log(self.num_classes) if self.config.loss == "CrossEntropyLoss" else None
+            return weight * math.log(2)
+        is_entropy = self.config.loss == "CrossEntropyLoss"
+        return weight * math.log(self.num_classes) if is_entropy else None
 
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
-        """Return the classifier."""
+        """Return the classifier, the first of several."""
         weights = weights_at(checkpoint, "model.head")
-        head = nn.Linear(embed_dim, len(weights["bias"]))
+        num_classes = len([value for value in weights.values() if value.ndim == 2][-1])
+        head = self.build_chains(embed_dim, num_classes) or nn.Linear(embed_dim, num_classes)
+        if takes_tokens(head):
+            raise UserError("method.teacher: its classifier takes tokens, and cannot teach scores")
         head.load_state_dict(weights)
-        return Scores(head)
+        return Scores(next(iter(head.values())) if isinstance(head, Heads) else head)
 
 
 def known_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
@@ -124,31 +194,6 @@ def known_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
         scores.float(), labels.clamp(min=0).float(), weight=known, reduction="none"
     )
     return (losses.sum(dim=1) / known.sum(dim=1).clamp(min=1)).mean()
-
-
-class Classifier(nn.Module):
-    """``head(backbone(images))``; a frozen backbone stays in eval mode and gets no gradient."""
-
-    def __init__(self, backbone: nn.Module, num_classes: int, *, frozen: bool) -> None:
-        super().__init__()
-        self.frozen = frozen
-        self.backbone = backbone.requires_grad_(not frozen)
-        self.head = nn.Linear(embed_dim(backbone), num_classes)
-        if frozen:  # as in MoCo's linear probe
-            nn.init.normal_(self.head.weight, std=0.01)
-            nn.init.zeros_(self.head.bias)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Images -> scores (B, C)."""
-        features = self.backbone(images)  # (B, E); a frozen backbone keeps nothing for backward
-        scores: Tensor = self.head(features)
-        return scores
-
-    def train(self, mode: bool = True) -> Classifier:
-        """Set the mode of all modules except a frozen backbone, which stays in eval mode."""
-        super().train(mode)
-        self.backbone.train(mode and not self.frozen)
-        return self
 
 
 def _check_labels(key: str, source: Any, num_classes: int) -> None:

@@ -20,7 +20,7 @@ from selftask.models.build import build_backbone, check_offers, check_sizes, wit
 from selftask.models.depth import parameter_depths
 from selftask.models.dropout import draw_per_sample
 from selftask.models.teacher import Teacher
-from selftask.models.weights.model_source import load_init
+from selftask.models.weights.model_source import load_head, load_init
 from selftask.optim.build import build_optimizer
 from selftask.optim.loss_scaler import LossScaler, NoScaler
 from selftask.optim.param_groups import freeze_for_good
@@ -54,7 +54,9 @@ def model(task: Task) -> None:
     load_init(backbone, config)
     method = METHODS[config.method.name]
     task.loss = method(method.Config(**config.method.args))
-    task.base_model = task.loss.build_network(backbone, task).to(task.device)
+    network = task.loss.build_network(backbone, task)
+    load_head(network, config)
+    task.base_model = network.to(task.device)
     synchronize(config.parallel, [task.base_model, task.loss])
     task.loss.setup(task)
     task.loss.to(task.device)

@@ -21,7 +21,7 @@ def score(task: Task, see: Callable[[Batch], None] | None = None) -> dict[str, f
 
     Args:
         task: The task, prepared.
-        see: Called with each batch, whose ``output`` is that of the network.
+        see: Called with each batch, whose ``output`` is ``Method.logits`` of the network's.
     """
     total = torch.zeros(2, dtype=torch.float64, device=task.device)  # loss, images
     train, task.train = task.train, False
@@ -38,6 +38,7 @@ def score(task: Task, see: Callable[[Batch], None] | None = None) -> dict[str, f
                     batch.local_loss = task.loss(batch.output, batch)
                 task.update_meters(batch)
                 if see is not None:
+                    batch.output = task.loss.logits(batch.output)
                     see(batch)
                 images = len(batch.labels)
                 total += torch.stack([batch.local_loss.double() * images, total.new_tensor(images)])

@@ -171,7 +171,7 @@ class Task(Recorder, ClassyTaskNames):
         """Update the meters with output and labels in a test phase; do nothing in training."""
         if not self.train:
             for meter in self.meters:
-                meter.update(batch.output.detach(), batch.labels)
+                meter.update(self.loss.logits(batch.output).detach(), batch.labels)
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context without gradient reduction, for all batches of a step but the last."""

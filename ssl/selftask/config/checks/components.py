@@ -100,8 +100,11 @@ def _config_class(component: Component, registry: Registry) -> Any:
 
 
 def _named_in(value: Any, key: Key) -> Iterator[tuple[Component, Key]]:
-    """Yield the named things in a list or tuple, or in lists of lists, with their keys."""
-    if isinstance(value, dict):
+    """Yield the named things in a list, tuple or mapping, or in lists in these, with their keys."""
+    if isinstance(value, dict) and "name" not in value:
+        for name, item in value.items():
+            yield from _named_in(item, (*key, name))
+    elif isinstance(value, dict):
         args = {name: item for name, item in value.items() if name != "name"}
         yield Component(name=value["name"], args=args), key
     elif isinstance(value, list | tuple):

@@ -29,10 +29,13 @@ def problems(config: Config) -> Iterator[Problem]:
         hint = nearest(resume, ["auto", "never"])
         wanted = f"neither 'auto', 'never' nor an existing checkpoint; {hint}"
         yield from _unreadable(("resume", "checkpoint"), "resume", resume, wanted)
-    for name in ("prefix", "skip"):
+    for name in ("prefix", "skip", "head"):
         if start is None and (given := getattr(config.init, name)):
             yield ("init", name), f"init.{name}={given!r} has no effect without init.backbone"
-    if start is None or resumed or start.startswith(("timm:", "torchvision:")):
+    of_library = start is not None and start.startswith(("timm:", "torchvision:"))
+    if of_library and config.init.head:
+        yield ("init", "head"), f"init.head: {start} has no head; give a run or its checkpoint"
+    if start is None or resumed or of_library:
         return
     run, at, which = start.rpartition("@")
     of_run = at and (which == "best" or which.isdecimal()) and is_folder(run)

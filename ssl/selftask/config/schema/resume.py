@@ -25,6 +25,8 @@ class InitConfig:
     """
     skip: list[str] = setting([], also=["skip_layers"])
     """Patterns of the backbone's tensors that keep their random values, such as ``["conv1.*"]``."""
+    head: bool = False
+    """Whether the head is loaded, too: that of a checkpoint of the run."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the section as in the yaml."""

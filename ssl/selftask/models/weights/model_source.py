@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from selftask.checkpoint import store
 from selftask.checkpoint.kept import named_checkpoint
+from selftask.checkpoint.manifest import DamagedCheckpoint, NoCheckpoint
 from selftask.checkpoint.mirror import local_run
 from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.config.checks.image_size import resized_backbone, resized_pipeline, undivided
@@ -21,7 +22,7 @@ from selftask.config.trust import code_in, refuse_code
 from selftask.errors import UserError
 from selftask.files import addresses
 from selftask.files.addresses import fetch, is_remote
-from selftask.files.paths import expand_user, is_file, is_folder
+from selftask.files.paths import exists, expand_user, is_file, is_folder
 from selftask.logs import get_logger
 from selftask.models.backbones.libraries import check_name
 from selftask.models.build import build_backbone, embed_dim
@@ -31,6 +32,7 @@ from selftask.models.weights.load import (
     load_weights,
     read_state,
     refuse_sharded,
+    weights_at,
     with_prefix,
 )
 
@@ -128,7 +130,10 @@ def load_init(backbone: nn.Module, config: Config) -> None:
     """Load ``init.backbone`` if it is set, unless all weights come from a checkpoint."""
     init = config.init
     if init.backbone is not None and not goes_on(config):
-        weights = read_weights(init.backbone)
+        if init.head:  # both of the same step
+            weights = backbone_state(open_checkpoint(init.backbone))
+        else:
+            weights = read_weights(init.backbone)
         if init.prefix is not None:
             weights = with_prefix(weights, init.prefix, "init.prefix")
         load_weights(
@@ -153,6 +158,44 @@ def read_weights(address: str) -> dict[str, Tensor]:
         return backbone_state(store.load(checkpoint))
     path = local_run(address)
     return read_state(_place(path).weights if is_folder(expand_user(path)) else path)
+
+
+def load_head(network: nn.Module, config: Config) -> None:
+    """Load the head of the run ``init.backbone`` if ``init.head`` is set; see ``load_init``.
+
+    Raises UserError if there is no checkpoint, or its head is another one.
+    """
+    address = config.init.backbone
+    if config.init.head and address is not None and not goes_on(config):
+        weights = weights_at(open_checkpoint(address), "model.head")
+        head: nn.Module = network.head  # type: ignore[assignment]
+        try:
+            head.load_state_dict(weights)
+        except RuntimeError as error:
+            reasons = " ".join(line.strip() for line in str(error).splitlines()[1:])
+            raise UserError(
+                f"init.head: the head of {address} is not that of this run: {reasons[:400]}"
+            ) from error
+
+
+def open_checkpoint(address: str) -> dict[str, Any]:
+    """Load the checkpoint at an address: a run (its newest), ``RUN@best``, ``RUN@STEP`` or a file.
+
+    Raises UserError if there is none.
+    """
+    path = named_checkpoint(address) or fetch(local_run(address, num_checkpoints=1))
+    folder = path / "checkpoints"
+    if is_folder(folder):
+        found = store.load_newest(folder)
+        if found is None:
+            raise UserError(f"{address}: the run has no checkpoint yet")
+        return found[0]
+    if not exists(path):
+        raise UserError(f"{address}: there is no such run or checkpoint")
+    try:
+        return store.load_with({"model": dict, "method": dict, "config": str}, path)
+    except (NoCheckpoint, DamagedCheckpoint, OSError) as error:
+        raise UserError(f"{address}: is no checkpoint of a run ({error})") from error
 
 
 def _split(address: str) -> tuple[str, str]:

@@ -13,15 +13,9 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from selftask.checkpoint import store
-from selftask.checkpoint.kept import named_checkpoint
-from selftask.checkpoint.manifest import DamagedCheckpoint, NoCheckpoint
-from selftask.checkpoint.mirror import local_run
 from selftask.config.schema import Component
 from selftask.config.trust import code_in, refuse_code
 from selftask.errors import UserError
-from selftask.files.addresses import fetch
-from selftask.files.paths import exists, is_folder
 from selftask.models.build import build_backbone, embed_dim
 from selftask.models.eval_mode import in_eval_mode
 from selftask.models.network import Network
@@ -31,6 +25,7 @@ from selftask.models.weights.model_source import (
     PRETRAINED,
     describe_model,
     download,
+    open_checkpoint,
     open_model,
 )
 from selftask.registry import METHODS
@@ -102,7 +97,7 @@ def open_scores(address: str, *, weights: str | None, trust: bool = False) -> Tr
         backbone, head = _classifier(name, weights or PRETRAINED)
         facts = describe_model(address, weights=weights or PRETRAINED)
         return _with_scores(backbone, Scores(head), facts["channels"], facts["transforms"])
-    checkpoint = _checkpoint(address)
+    checkpoint = open_checkpoint(address)
     config = yaml.safe_load(checkpoint["config"])
     if not trust:
         refuse_code(code_in({key: config[key] for key in ("backbone", "eval")}), address)
@@ -143,26 +138,6 @@ def _scores(
 def _component(section: Mapping[str, Any]) -> Component:
     """Return a section of a resolved config as a named thing."""
     return Component(name=section["name"], args={k: v for k, v in section.items() if k != "name"})
-
-
-def _checkpoint(address: str) -> dict[str, Any]:
-    """Load the checkpoint at an address. Raises UserError if there is none."""
-    path = named_checkpoint(address) or fetch(local_run(address, num_checkpoints=1))
-    folder = path / "checkpoints"
-    if is_folder(folder):
-        found = store.load_newest(folder)
-        if found is None:
-            raise UserError(f"{address}: the run has no checkpoint yet")
-        return found[0]
-    if not exists(path):
-        raise UserError(
-            f"{address}: there is no such run or checkpoint; scores are those of a run or of "
-            "timm:NAME"
-        )
-    try:
-        return store.load_with({"model": dict, "method": dict, "config": str}, path)
-    except (NoCheckpoint, DamagedCheckpoint, OSError) as error:
-        raise UserError(f"{address}: is no checkpoint of a run ({error})") from error
 
 
 def _classifier(name: str, weights: str) -> tuple[nn.Module, nn.Linear]:

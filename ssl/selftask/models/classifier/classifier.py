@@ -1,0 +1,114 @@
+"""The classifier: a backbone, which may be frozen, and its heads.
+
+N images, E features of the backbone, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from selftask.errors import UserError
+from selftask.models.build import embed_dim
+from selftask.models.features.extract import extract
+from selftask.models.features.tokens import Features
+from selftask.registry import HEAD_BLOCKS
+
+
+class Classifier(nn.Module):
+    """``head(backbone(images))``; a frozen backbone stays in eval mode and gets no gradient.
+
+    Args:
+        backbone: Images (N, C, H, W) -> features (N, E).
+        num_classes: C.
+        frozen: Whether the backbone is not trained.
+        head: Result of ``build_chain`` or a ``Heads``; None: one linear layer.
+    """
+
+    def __init__(
+        self, backbone: nn.Module, num_classes: int, *, frozen: bool, head: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.backbone = backbone.requires_grad_(not frozen)
+        self.head = nn.Linear(embed_dim(backbone), num_classes) if head is None else head
+        self.takes_tokens = takes_tokens(self.head)
+        if frozen and head is None:  # as in MoCo's linear probe
+            nn.init.normal_(self.head.weight, std=0.01)  # type: ignore[arg-type]
+            nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
+
+    def forward(self, images: Tensor) -> Any:
+        """Images -> scores (N, C), or scores by name of several heads."""
+        if self.takes_tokens:
+            return self.head(extract(self.backbone, images))
+        features = self.backbone(images)  # (N, E); a frozen backbone keeps nothing for backward
+        return self.head(features)
+
+    def train(self, mode: bool = True) -> Classifier:
+        """Set the mode of all modules except a frozen backbone, which stays in eval mode."""
+        super().train(mode)
+        self.backbone.train(mode and not self.frozen)
+        return self
+
+
+class Chain(nn.Sequential):
+    """Blocks one after the other; takes features (N, E), or all ``Features`` of a backbone."""
+
+    def __init__(self, modules: Sequence[nn.Module], *, takes_tokens: bool) -> None:
+        super().__init__(*modules)
+        self.takes_tokens = takes_tokens
+
+    def forward(self, features: Tensor | Features) -> Tensor:
+        if isinstance(features, Features) and not self.takes_tokens:
+            features = features.pooled
+        scores: Tensor = super().forward(features)
+        return scores
+
+
+class Heads(nn.ModuleDict):
+    """Several heads by name, which take the same features."""
+
+    def forward(self, features: Tensor | Features) -> dict[str, Tensor]:
+        return {name: head(features) for name, head in self.items()}
+
+
+def takes_tokens(head: nn.Module) -> bool:
+    """Return whether a head, or one of several, takes patch tokens."""
+    return any(getattr(module, "takes_tokens", False) for module in head.modules())
+
+
+def build_chain(
+    blocks: Sequence[Mapping[str, Any]], width: int, num_classes: int, key: str
+) -> Chain:
+    """Build a head of blocks, in the order of the list.
+
+    Args:
+        blocks: Names and arguments of blocks.
+        width: Number of features of the backbone, E.
+        num_classes: Number of outputs that the last block must have, C.
+        key: Key of the list in the config, for messages.
+
+    Raises:
+        UserError: If the blocks do not fit together.
+    """
+    modules: list[nn.Module] = []
+    has_tokens = False
+    for number, options in enumerate(blocks):
+        args = {name: value for name, value in options.items() if name != "name"}
+        block = HEAD_BLOCKS[options["name"]](**args)
+        if block.takes_tokens and number:
+            raise UserError(
+                f"{key}.{number}: {options['name']} takes the tokens of the backbone; it has to be "
+                "the first block"
+            )
+        has_tokens = has_tokens or block.takes_tokens
+        module, width = block.build(width, num_classes)
+        modules.append(module)
+    if width != num_classes:
+        raise UserError(
+            f"{key}: ends with {width} outputs, and there are {num_classes} classes; end with "
+            "linear, bn_linear or mlp, whose out_dim is the number of classes by default"
+        )
+    return Chain(modules, takes_tokens=has_tokens)
