@@ -78,6 +78,11 @@ def weights(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) > 1 or name.endswith("mask_token")
 
 
+def weights_but_prototypes(name: str, shape: tuple[int, ...]) -> bool:
+    """Of MSN: prototypes are a group of their own, without decay."""
+    return weights(name, shape) and "prototypes" not in name
+
+
 @dataclass(frozen=True)
 class Published:
     """What the code does to a parameter; lr for the full batch as its scripts give it."""
@@ -91,8 +96,12 @@ class Published:
     decay: float = 0.0
     end_decay: float | None = None
     by_epoch: bool = False
+    milestones: tuple[int, ...] = ()  # steps after which the lr is a tenth, instead of a cosine
+    settings: tuple[str, ...] = ()  # of the recipe's small version
 
     def lr_at(self, step: int) -> float:
+        if self.milestones:
+            return float(self.lr * 0.1 ** sum(step >= milestone for milestone in self.milestones))
         if self.by_epoch:
             step = step // (STEPS // EPOCHS) * (STEPS // EPOCHS)
         if step < self.warmup:
@@ -141,6 +150,25 @@ CODE = {
         decay=0.04,
         end_decay=0.4,
     ),
+    "npid/resnet50_imagenet": Published(
+        sgd,
+        everything,
+        0.03,
+        warmup=0,
+        decay=1e-4,
+        milestones=(STEPS // EPOCHS, 2 * STEPS // EPOCHS),
+        settings=("optimizer.schedule.milestones=[1 epoch, 2 epochs]",),
+    ),
+    "msn/vit_small_imagenet": Published(  # but half a cosine, there the first 4/5 of a longer one
+        adamw(0.999),
+        weights_but_prototypes,
+        1e-3,
+        9.93e-5,
+        2e-4,
+        decay=0.04,
+        end_decay=0.366,
+        settings=("optimizer.groups=[{match: loss.prototypes, weight_decay: 0.0}]",),
+    ),
     "mae/vit_base_imagenet": Published(adamw(0.95), weights, 1.5e-4 * SHARE, decay=0.05),
     "ijepa/vit_base_imagenet": Published(
         adamw(0.999), weights, 1e-3, 1e-6, 2e-4, decay=0.04, end_decay=0.4
@@ -151,8 +179,6 @@ NOT_REPLAYED = {  # docs/parity.md says so
     "data2vec/vit_base_imagenet",
     "distill/vit_small_imagenet",
     "dinov2/vitg14_imagenet",  # the rules of vit_large_imagenet with other numbers
-    "msn/vit_small_imagenet",  # there the lr follows a part of a cosine
-    "npid/resnet50_imagenet",  # torch's SGD, by steps
     "pirl/resnet50_imagenet",
     "simmim/swin_base_imagenet",
     "simmim/vit_base_imagenet",
@@ -191,6 +217,7 @@ def double_precision() -> Iterator[None]:
 def test_updates_are_those_of_the_published_code(recipe: str, tmp_path: Path) -> None:
     code = CODE[recipe]
     settings = [f"out={tmp_path}", *([f"optimizer.warmup={WARMUP}"] if code.warmup else [])]
+    settings += code.settings
     task = Watched(make_tiny(load(recipe, settings), batch_size=BATCH, steps=STEPS))
     task.prepare()
     try:
