@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from timm.models import VisionTransformer
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
+import tiny
 from minitask import MiniTask, largest_difference
 from ranks import run_ranks
 from selftask.batch import Batch, total
@@ -20,6 +22,7 @@ from selftask.config.load import load_config
 from selftask.distributed.collectives import all_reduce_mean
 from selftask.errors import ConfigError
 from selftask.methods.msn import MSN
+from selftask.models.weights.trained import open_scores
 from selftask.train_steps.grad_cache import GradCache
 
 NONE = torch.empty(0, dtype=torch.int64)
@@ -205,6 +208,25 @@ def test_prototypes_are_trained_and_the_teacher_follows() -> None:
     assert not torch.equal(prototypes, before[0])
     assert torch.allclose(teacher, 0.9 * before[1] + 0.1 * student, rtol=0, atol=1e-12)
     assert not task.last_batch["targets"].requires_grad
+
+
+def test_a_student_can_learn_its_scores(tmp_path: Path) -> None:
+    """For `distill`: those of the teacher, from a checkpoint."""
+    torch.set_default_dtype(torch.float32)
+    task = tiny.train("msn", tmp_path, "run", "train.epochs=1")
+    task.save_checkpoint()
+    task.close()
+    images = draw(0, 4, 3, 32, 32).float()
+    trained = open_scores(str(tmp_path / "run"), weights=None)
+    teacher = task.loss.teacher.network.eval()
+    with torch.no_grad():
+        found = trained.network.eval()([images])[0]
+        features = teacher.head(teacher.backbone(images))
+        targets = F.softmax(found / trained.scores.temperature, dim=1)
+        expected = task.loss.log_probs(features, 0.1 * 0.25).exp()
+    assert torch.allclose(targets, expected, atol=1e-5)
+    assert trained.scores.targets == "sinkhorn"
+    assert trained.width == task.loss.config.num_prototypes
 
 
 def test_the_report_shows_the_masked_view() -> None:

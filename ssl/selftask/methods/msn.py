@@ -11,7 +11,7 @@ D: width of the head; K: prototypes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -27,11 +27,13 @@ from selftask.methods.base import Method
 from selftask.models.build import embed_dim
 from selftask.models.clustering import sinkhorn_knopp, view_cross_entropy
 from selftask.models.features.extract import adapter_of, extract
-from selftask.models.heads import WeightNormLinear, mlp
+from selftask.models.heads import UnitLength, WeightNormLinear, mlp
 from selftask.models.masks import hide_patches, mask_of
 from selftask.models.network import Network
 from selftask.models.precision import to_float32
 from selftask.models.teacher import Teacher
+from selftask.models.weights.load import weights_at
+from selftask.models.weights.trained import Scores
 from selftask.optim.schedules import build_schedule
 from selftask.random.keyed import LAYER_DRAWS, uniform
 from selftask.registry import register_method
@@ -200,6 +202,17 @@ class MSN(Method):
     def export_backbone(self, network: nn.Module) -> nn.Module:
         """Return the teacher's, which the paper evaluates."""
         return super().export_backbone(self.teacher.network)
+
+    def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
+        """Return the teacher's head and the prototypes, with the temperature of the targets."""
+        config, head = self.config, self.build_head(embed_dim)
+        head.load_state_dict(weights_at(checkpoint, "method.teacher.network.head"))
+        self.prototypes.load_state_dict(weights_at(checkpoint, "method.prototypes"))
+        return Scores(
+            nn.Sequential(head, UnitLength(), self.prototypes),
+            config.temperature * config.sharpening,
+            "sinkhorn" if config.sinkhorn_iterations else "softmax",
+        )
 
 
 class MSNNetwork(Network):
