@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -170,6 +171,7 @@ class Distill(Method):
         """Choose how scores become probabilities: as configured, or as in the teacher's run."""
         config, scores = self.config, trained.scores
         assert scores is not None
+        self.power = scores.power
         self.how = scores.targets if config.targets == "auto" else config.targets
         self.teacher_temperature = config.teacher_temperature or scores.temperature
         if self.how == "centering" and scores.center is None:
@@ -219,12 +221,13 @@ class Distill(Method):
         Sinkhorn-Knopp balances the prototypes over the images of all ranks, view by view.
         """
         if self.how == "sinkhorn":
-            iterations = self.config.sinkhorn_iterations
-            views = [
-                sinkhorn_knopp(view, epsilon=self.teacher_temperature, iterations=iterations)
-                for view in scores
-            ]
-            return torch.stack(views)
+            balanced = partial(
+                sinkhorn_knopp,
+                epsilon=self.teacher_temperature,
+                iterations=self.config.sinkhorn_iterations,
+                power=self.power,
+            )
+            return torch.stack([balanced(view) for view in scores])
         return F.softmax((scores - self.center) / self.teacher_temperature, dim=2)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor | dict[str, Tensor]:

@@ -212,6 +212,7 @@ class MSN(Method):
             nn.Sequential(head, UnitLength(), self.prototypes),
             config.temperature * config.sharpening,
             "sinkhorn" if config.sinkhorn_iterations else "softmax",
+            power=config.power,
         )
 
 

@@ -178,4 +178,4 @@ class SwAV(Method):
         head.load_state_dict(weights_at(checkpoint, "model.head"))
         self.prototypes.load_state_dict(weights_at(checkpoint, "method.prototypes"))
         scores = nn.Sequential(head, UnitLength(), self.prototypes)
-        return Scores(scores, self.config.epsilon, "sinkhorn")
+        return Scores(scores, self.config.epsilon, "sinkhorn", power=self.config.power)

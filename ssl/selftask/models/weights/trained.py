@@ -42,12 +42,14 @@ class Scores:
         temperature: Temperature of the softmax; of Sinkhorn-Knopp its epsilon.
         targets: How the method makes probabilities of them.
         center: (K,), subtracted from the scores for ``centering``.
+        power: Exponent of the shares of prototypes for ``sinkhorn``.
     """
 
     head: nn.Module
     temperature: float = 1.0
     targets: Targets = "softmax"
     center: Tensor | None = None
+    power: float = 0.0
 
 
 @dataclass(frozen=True)
