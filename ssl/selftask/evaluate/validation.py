@@ -14,6 +14,7 @@ from selftask.distributed.collectives import all_reduce_mean, world_size
 from selftask.errors import UserError
 from selftask.models.eval_mode import in_eval_mode
 from selftask.task.averaged_weights import averaged_weights
+from selftask.task.scoring import forward
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -42,12 +43,7 @@ def validation_loss(task: Task, name: str = "") -> dict[str, float]:
     batches = 0
     with _beside_training(task), in_eval_mode(task.base_model), in_eval_mode(task.loss):
         for batch in task.data_module.val_batches(name):
-            task.last_batch = batch
-            task.loss.prepare_batch(batch, task)
-            with task.autocast():
-                batch.output = task.base_model(batch.input)
-                task.loss.on_forward(task)
-                batch.local_loss = task.loss(batch.output, batch)
+            forward(task, batch)
             for term, value in {"loss": batch.local_loss, **batch.terms}.items():
                 sums[term] = sums.get(term, 0.0) + value.detach().double()
             batches += 1

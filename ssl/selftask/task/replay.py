@@ -21,6 +21,7 @@ from selftask.hooks.failures.non_finite import is_finite
 from selftask.random import process_state
 from selftask.random.keyed import LAYER_DRAWS
 from selftask.task import Task
+from selftask.task.scoring import forward
 
 
 @dataclass
@@ -117,17 +118,13 @@ def _repeat(task: Task, parts: list[dict[str, Any]], state: dict[str, Any]) -> R
         weights=[name for name, value in _tensors(task) if not is_finite(value.detach())],
     )
     process_state.set_rng_state(state["rng"][0])
-    task.train, task.last_batch = True, batch
+    task.train = True
     task.base_model.train()
     task.loss.train()
-    task.loss.prepare_batch(batch, task)
     if LAYER_DRAWS.num_layers:
         LAYER_DRAWS.start(batch.key, task.device)
     with _watched(task, result):
-        with task.autocast():
-            batch.output = task.base_model(batch.input)
-            task.loss.on_forward(task)
-            batch.local_loss = task.loss(batch.output, batch)
+        forward(task, batch)
         batch.local_loss.backward()
     LAYER_DRAWS.stop()
     result.loss = float(batch.local_loss.detach())

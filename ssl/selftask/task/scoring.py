@@ -1,4 +1,4 @@
-"""Scores of the whole network, its classifier included, on labelled images."""
+"""The forward pass outside training, and scores of the whole network on labelled images."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ from selftask.models.eval_mode import in_eval_mode
 if TYPE_CHECKING:
     from selftask.batch import Batch
     from selftask.task.task import Task
+
+
+def forward(task: Task, batch: Batch) -> None:
+    """Set the output and the local loss of a batch as a train step does, without hooks."""
+    task.last_batch = batch
+    task.loss.prepare_batch(batch, task)
+    with task.autocast():
+        batch.output = task.base_model(batch.input)
+        task.loss.on_forward(task)
+        batch.local_loss = task.loss(batch.output, batch)
 
 
 @torch.no_grad()
@@ -30,12 +40,7 @@ def score(task: Task, see: Callable[[Batch], None] | None = None) -> dict[str, f
     try:
         with in_eval_mode(task.base_model), in_eval_mode(task.loss):
             for batch in task.data_module.test_batches():
-                task.last_batch = batch
-                task.loss.prepare_batch(batch, task)
-                with task.autocast():
-                    batch.output = task.base_model(batch.input)
-                    task.loss.on_forward(task)
-                    batch.local_loss = task.loss(batch.output, batch)
+                forward(task, batch)
                 task.update_meters(batch)
                 if see is not None:
                     batch.output = task.loss.logits(batch.output)
