@@ -274,7 +274,7 @@ def adjust_hue(image: np.ndarray, turn: float) -> np.ndarray:
 
 
 def _transformed(image: np.ndarray, matrix: tuple[float, ...]) -> np.ndarray:
-    return cv2.transform(image, np.reshape(matrix, (3, 4)))
+    return cv2.transform(image, np.array(matrix).reshape(3, 4))
 
 
 def _by_table(image: np.ndarray, factor: float, shift: float) -> np.ndarray:
