@@ -119,6 +119,17 @@ def test_pooled_tokens_are_those_of_timm() -> None:
     assert torch.allclose(network(images), chain[1](torch.cat([pooled, pooled], 1)), atol=1e-6)
 
 
+def test_two_views_side_by_side() -> None:
+    """Of any sizes; each view has its place."""
+    chain = build_chain([{"name": "concat_views", "num_views": 2}, {"name": "linear"}], E, C, "h")
+    network = Classifier(_backbone(), C, frozen=False, head=chain)
+    left, right = _random(3, 3, 8, 8), _random(3, 3, 6, 6, seed=1)
+    features = [network.backbone(view) for view in (left, right)]
+    expected = chain[1](torch.cat(features, dim=1))
+    assert torch.allclose(network([left, right]), expected, atol=1e-6)
+    assert not torch.allclose(network([right, left]), expected, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
@@ -164,6 +175,14 @@ def test_several_heads_add_their_losses(folder: Path) -> None:
     right = (main_scores.argmax(dim=1) == label).double().mean().item()
     assert scored["accuracy_top_1"] == pytest.approx(right)
     assert task.loss.chance_loss == pytest.approx(1.25 * torch.tensor(10.0).log().item())
+    task.close()
+
+
+def test_pairs_of_images_train(folder: Path) -> None:
+    words = ["method.head=[concat_views, linear]", "views.main.count=2", "train.epochs=1"]
+    task = tiny.train("supervised", folder, "pairs", *words)
+    assert task.losses[-1] < task.losses[0]
+    assert task.base_model.head[1].in_features == 2 * task.base_model.backbone.embed_dim
     task.close()
 
 
@@ -230,6 +249,8 @@ def test_the_head_of_another_run_is_loaded_and_scored(
             "head_weights.other: no such head .* main, aux",
         ),
         ([HEADS, "train.step=grad_cache"], "heads: train.step=grad_cache divides one output"),
+        (["views.main.count=2"], "supervised needs 1 view of an image, got 2; .* concat_views"),
+        (["method.head=[concat_views, linear]"], "supervised needs 2 views of an image, got 1"),
         (["method.heads={a: []}"], "heads.a: a list of blocks is expected"),
     ],
 )

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from selftask import classy
 from selftask.batch import Batch, Loss
 from selftask.config.fields import setting
+from selftask.config.schema import ViewConfig, num_views
 from selftask.data.loading.data_module import val_key
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, nearest, plural
 from selftask.meters.accuracy import Accuracy
 from selftask.methods.base import Method
 from selftask.models.build import embed_dim
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
 
 @register_method("supervised")
 class Supervised(Method):
-    """Cross-entropy, or any loss of torch.nn or Classy Vision by its name; one view.
+    """Cross-entropy, or any loss of torch.nn or Classy Vision by its name.
+
+    One view of an image, or several side by side if the head begins with ``concat_views``.
 
     With ``targets`` an image has several labels, each of which is 1, 0 or, if unknown, -1. The loss
     is then the binary cross-entropy, a mean over the known labels of an image.
@@ -45,7 +48,7 @@ class Supervised(Method):
 
     loss_reduction = "samples"
     sample_dim = 0
-    views = 1
+    views = (1, None)
     requires = ("labels",)
     outputs_logits = True
 
@@ -71,6 +74,17 @@ class Supervised(Method):
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if self.targets and (self.loss != "CrossEntropyLoss" or self.num_classes):
                 yield "targets: they have a loss and a number of classes of their own; leave both"
+            groups = config["views"].items()
+            views = num_views({n: ViewConfig(count=g["count"], of=g["of"]) for n, g in groups})
+            made = sum(views.values())
+            for blocks in self.heads.values() or [self.head]:
+                wanted = blocks[0].get("num_views", 1) if blocks else 1
+                if made != wanted:
+                    hint = f", or a head of [{{name: concat_views, num_views: {made}}}, linear]"
+                    yield (
+                        f"views: supervised needs {wanted} {plural('view', wanted)} of an image, "
+                        f"got {made}; give as many{hint if wanted == 1 else ''}"
+                    )
             if self.head and self.heads:
                 yield "heads: there is method.head, too; put it among them under a name"
             for name in self.heads:
@@ -139,7 +153,8 @@ class Supervised(Method):
                 meter.validate((1, self.num_classes), labels)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        (batch.input,) = batch.all_views
+        views = batch.all_views
+        batch.input = views[0] if len(views) == 1 else views
         if self.config.targets:
             batch.labels = torch.stack([batch.extras[name] for name in self.config.targets], dim=1)
 

@@ -115,6 +115,18 @@ class PooledTokensBlock(HeadBlock):
         return PooledTokens(), 2 * width
 
 
+@register_head_block("concat_views")
+@dataclass(frozen=True, kw_only=True)
+class ConcatViewsBlock(HeadBlock):
+    """Features of several views of an image side by side: pairs of images, tiles."""
+
+    num_views: int = setting(2, min=2)
+    """Number of views, V; the recipe must make as many."""
+
+    def build(self, width: int, num_classes: int) -> tuple[nn.Module, int]:
+        return ConcatViews(), self.num_views * width
+
+
 class Residual(nn.Module):
     """``x + inner(x)``."""
 
@@ -125,6 +137,13 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         added: Tensor = x + self.inner(x)
         return added
+
+
+class ConcatViews(nn.Module):
+    """Features (V, N, E) -> (N, V * E)."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features.transpose(0, 1).flatten(1)
 
 
 class PooledTokens(nn.Module):

@@ -14,6 +14,7 @@ from selftask.errors import UserError
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import extract
 from selftask.models.features.tokens import Features
+from selftask.models.network import forward_by_size
 from selftask.registry import HEAD_BLOCKS
 
 
@@ -39,8 +40,14 @@ class Classifier(nn.Module):
             nn.init.normal_(self.head.weight, std=0.01)  # type: ignore[arg-type]
             nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
 
-    def forward(self, images: Tensor) -> Any:
-        """Images -> scores (N, C), or scores by name of several heads."""
+    def forward(self, images: Tensor | list[Tensor]) -> Any:
+        """Images -> scores (N, C), or scores by name of several heads.
+
+        Several views in a list reach the head as features (V, N, E), see ``concat_views``.
+        """
+        if isinstance(images, list):
+            features = forward_by_size(self.backbone, images)  # (V * N, E)
+            return self.head(features.unflatten(0, (len(images), -1)))
         if self.takes_tokens:
             return self.head(extract(self.backbone, images))
         features = self.backbone(images)  # (N, E); a frozen backbone keeps nothing for backward
@@ -98,9 +105,9 @@ def build_chain(
     for number, options in enumerate(blocks):
         args = {name: value for name, value in options.items() if name != "name"}
         block = HEAD_BLOCKS[options["name"]](**args)
-        if block.takes_tokens and number:
+        if number and (block.takes_tokens or "num_views" in args):
             raise UserError(
-                f"{key}.{number}: {options['name']} takes the tokens of the backbone; it has to be "
+                f"{key}.{number}: {options['name']} takes what the backbone gives; it has to be "
                 "the first block"
             )
         has_tokens = has_tokens or block.takes_tokens
