@@ -130,7 +130,7 @@ def oxford(tmp_path: Path) -> Path:
         {
             "bbx": [np.float64(10.0), 10.0, 50.0, 50.0],
             "easy": np.array([3 * n]),
-            "hard": [3 * n + 1],
+            "hard": np.array([[3.0 * n + 1]]),
             "junk": np.array([3 * n + 2], dtype=np.int32),
         }
         for n in range(2)
@@ -175,6 +175,10 @@ def test_pickles_execute_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no ground truth of revisited Oxford or Paris"):
         read_truth(path)
     assert not (tmp_path / "touched").exists()
+    wrong = {"bbx": [0, 0, 1, 1], "easy": [7], "hard": [], "junk": []}
+    path.write_bytes(pickle.dumps({"imlist": ["a"], "qimlist": ["a"], "gnd": [wrong]}))
+    with pytest.raises(UserError, match="easy holds no positions in imlist"):
+        read_truth(path)
     path.write_bytes(b"\x80\x02no pickle")
     with pytest.raises(UserError, match="is no pickle that can be read"):
         read_truth(path)

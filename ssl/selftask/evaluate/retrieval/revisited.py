@@ -69,12 +69,18 @@ def read_truth(path: Path) -> Truth:
 
 
 def _known(row: dict[str, Any], num_images: int) -> Known:
-    lists = [np.asarray(row[name]).reshape(-1) for name in ("easy", "hard", "junk")]
-    for name, positions in zip(("easy", "hard", "junk"), lists, strict=True):
-        if len(positions) and not (
-            positions.dtype.kind in "iu" and positions.min() >= 0 and positions.max() < num_images
-        ):
-            raise ValueError(f"{name} holds no positions in imlist")
+    easy, hard, junk = (_positions(row, name, num_images) for name in ("easy", "hard", "junk"))
     left, top, right, bottom = (float(number) for number in row["bbx"])
-    easy, hard, junk = (positions.astype(np.int64) for positions in lists)
     return Known(easy, hard, junk, (left, top, right, bottom))
+
+
+def _positions(row: dict[str, Any], name: str, num_images: int) -> np.ndarray:
+    """Return positions in the list of images; MATLAB stores them as floats, too."""
+    given = np.asarray(row[name]).reshape(-1)
+    if given.dtype.kind not in "iuf":
+        raise ValueError(f"{name} holds no numbers")
+    positions = given.astype(np.int64)
+    inside = (positions == given) & (positions >= 0) & (positions < num_images)
+    if not inside.all():
+        raise ValueError(f"{name} holds no positions in imlist")
+    return positions
