@@ -26,8 +26,8 @@ from submitit.core.utils import FailedJobError
 
 import tiny
 from selftask.cli.main import main
-from selftask.evaluate.checkpoint_results import FOLDER, CheckpointResults
 from selftask.logs import read_metrics
+from selftask.logs.checkpoint_results import FOLDER, CheckpointResults
 from selftask.slurm.plan import plan
 
 # Tried once more, visibly: when signals come, jobs start and nodes fail is SLURM's affair, which

@@ -21,8 +21,10 @@ from selftask.cli.main import main
 from selftask.cli.model import suite
 from selftask.cli.model.suite_job import SuiteJob
 from selftask.config.load import to_yaml
-from selftask.evaluate.checkpoint_results import CheckpointResults
 from selftask.logs import write_json
+from selftask.logs.checkpoint_results import CheckpointResults
+from selftask.report.curves import run_charts
+from selftask.report.record import RunRecord
 
 STEPS = (1, 2)
 Fake = Callable[[str, str], None]  # of conftest
@@ -207,6 +209,22 @@ def test_jobs_on_slurm(
     assert tuple(rows) == STEPS and rows[1]["knn_top1"] == "0.2500"
     assert main(["eval", "suite", str(run), "--slurm"]) == 2
     assert "nothing to evaluate" in capsys.readouterr().err
+
+
+def test_results_are_in_the_report(run: Path) -> None:
+    for settings, value in (([], 0.25), (["knn.k=[5]"], 0.5)):
+        for step in STEPS:
+            results = CheckpointResults(run, settings)
+            results.add(step, ["knn"], {"knn_top1": value + step / 10, "classes": 10})
+    path = run / "evaluations" / "step_1.jsonl"
+    path.write_text(path.read_text() + '{"step": 1}\n{"damaged\n')
+    record = RunRecord.read(run)
+    (chart,) = [
+        c for c in run_charts(record) if c.title == "Evaluations of checkpoints" and c.curves
+    ]
+    assert [curve.label for curve in chart.curves] == ["knn_top1", "knn_top1 knn.k=[5]"]
+    assert [list(curve.values) for curve in chart.curves] == [[0.35, 0.45], [0.6, 0.7]]
+    assert "evaluations/step_1.jsonl: 1 damaged lines were left out" in record.problems
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selftask.logs import json_row, read_metrics, utc_now
+from selftask.logs.rows import json_row, read_metrics, utc_now
 
 FOLDER = "evaluations"  # of a run
 _FACTS = ("date", "step", "evaluations", "settings")
@@ -42,16 +42,8 @@ class CheckpointResults:
 
     def table(self) -> dict[int, dict[str, float]]:
         """Return the metrics of each evaluated checkpoint by step, the newest ones if repeated."""
-        paths = (self.run / FOLDER).glob("step_*.jsonl")
-        steps = sorted(int(path.stem.removeprefix("step_")) for path in paths)
-        table: dict[int, dict[str, float]] = {}
-        for step in steps:
-            found: dict[str, float] = {}
-            for row in self._rows(step):
-                found |= {name: value for name, value in row.items() if _is_metric(name)}
-            if found:
-                table[step] = found
-        return table
+        rows = [row for path in result_files(self.run) for row in read_metrics(path)]
+        return tables(rows).get(tuple(self.settings), {})
 
     def _path(self, step: int) -> Path:
         return self.run / FOLDER / f"step_{step}.jsonl"
@@ -60,6 +52,27 @@ class CheckpointResults:
         path = self._path(step)
         rows = read_metrics(path) if path.exists() else []
         return [row for row in rows if row.get("settings") == list(self.settings)]
+
+
+def result_files(run: Path) -> list[Path]:
+    """Return the files of all evaluated checkpoints of a run."""
+    return sorted((run / FOLDER).glob("step_*.jsonl"))
+
+
+def tables(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], dict[int, dict[str, float]]]:
+    """Return the metrics in the lines of such files, by settings and by step in ascending order.
+
+    Of a metric that was computed twice, the newest value counts. Other lines are left out.
+    """
+    found: dict[tuple[str, ...], dict[int, dict[str, float]]] = {}
+    for row in sorted(filter(_is_result, rows), key=lambda row: row["step"]):
+        metrics = found.setdefault(tuple(row["settings"]), {}).setdefault(row["step"], {})
+        metrics |= {name: value for name, value in row.items() if _is_metric(name)}
+    return found
+
+
+def _is_result(row: Mapping[str, Any]) -> bool:
+    return isinstance(row.get("step"), int) and isinstance(row.get("settings"), list)
 
 
 def _is_metric(name: str) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from selftask.logs.checkpoint_results import tables
 from selftask.report.charts import Chart, Clock, Curve, Format, Line, Mark, charts_html
 from selftask.report.page import Section
-from selftask.report.record import RunRecord
+from selftask.report.record import RunRecord, columns_of
 from selftask.report.verdict import collapse_limits
 
 MARKED = ("resume", "requeue", "stop", "warning", "failure")  # events with a line in all charts
@@ -39,6 +40,7 @@ def run_charts(record: RunRecord) -> list[Chart]:
         _loss(record),
         _chance(record),
         *_evaluations(record),
+        *_of_checkpoints(record),
         *_others(record),
         _chart(record, "Learning rate", _named(record, "lr", "lr/"), smooth=False, from_zero=True),
         *_weight_decay(record),
@@ -104,9 +106,24 @@ def _chance(record: RunRecord) -> Chart:
 def _evaluations(record: RunRecord) -> Iterator[Chart]:
     """Columns of rows that are no rows of training, such as ``knn_top1``."""
     names = [name for name in _evaluated(record) if name not in _KNOWN]
-    accuracies = [name for name in names if _is_share(record, name)]
+    accuracies = [name for name in names if _is_share(name, record.columns[name].values)]
     yield _chart(record, "Evaluations", accuracies, format="percent", smooth=False)
     yield from _by_scale(record, "Evaluations", [n for n in names if n not in accuracies])
+
+
+def _of_checkpoints(record: RunRecord) -> Iterator[Chart]:
+    """Metrics of ``selftask eval suite``; of other settings than the run's, with these."""
+    shares: list[Curve] = []
+    others: list[Curve] = []
+    for settings, table in tables(record.results).items():
+        columns = columns_of({"step": step, **metrics} for step, metrics in table.items())
+        for name, column in columns.items():
+            label = " ".join([name, *settings])
+            chosen = shares if _is_share(name, column.values) else others
+            chosen.append(Curve(label, column.steps, column.values))
+    title, note = "Evaluations of checkpoints", "by selftask eval suite"
+    yield Chart(title, shares[:MAX_CURVES], (), "percent", note, smooth=False)
+    yield Chart(title, others[:MAX_CURVES], (), "number", note, smooth=False)
 
 
 def _others(record: RunRecord) -> Iterator[Chart]:
@@ -197,9 +214,8 @@ def _evaluated(record: RunRecord) -> list[str]:
     return list(dict.fromkeys(name for name in names if name in record.columns))
 
 
-def _is_share(record: RunRecord, name: str) -> bool:
+def _is_share(name: str, values: Sequence[float]) -> bool:
     """Return True for an accuracy and its like, which are from 0 to 1."""
-    values = record.columns[name].values
     words = ("top1", "top5", "accuracy", "precision", "recall")
     return any(word in name for word in words) and all(0 <= value <= 1 for value in values)
 

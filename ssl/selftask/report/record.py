@@ -19,6 +19,7 @@ from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.errors import UserError
 from selftask.files.paths import is_folder
 from selftask.logs import read_json
+from selftask.logs.checkpoint_results import result_files
 from selftask.logs.rows import read_whole_lines
 from selftask.report.overview.liveness import judge
 
@@ -59,6 +60,7 @@ class RunRecord:
     environment: dict[str, Any] = field(default_factory=dict)
     status: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)  # of `selftask eval suite`
     events: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     exports: list[Path] = field(default_factory=list)
@@ -84,6 +86,8 @@ class RunRecord:
         record.environment = record._read_json(folder / "environment.json")
         record.status = record._read_json(folder / "status.json")
         record.rows = [row for row in record._read_lines("metrics.jsonl") if _is_row(row)]
+        found = [record._read_lines(str(p.relative_to(folder))) for p in result_files(folder)]
+        record.results = [row for rows in found for row in rows]
         record.events = record._read_lines("events.jsonl")
         record.checkpoints = _checkpoints(folder / "checkpoints")
         record.exports = sorted(path for path in (folder / "export").glob("*") if path.is_file())

@@ -22,7 +22,7 @@ from selftask.registry import EVALUATIONS
 
 if TYPE_CHECKING:
     from selftask.config.schema import Config
-    from selftask.evaluate.checkpoint_results import CheckpointResults
+    from selftask.logs.checkpoint_results import CheckpointResults
 
 USAGE = f"""\
 usage: selftask eval suite RUN [EVALUATION ...] [key=value ...]
@@ -146,7 +146,7 @@ def _key(word: str) -> str:
 
 def _evaluate(request: Request, *, follow: bool) -> None:
     """Evaluate what has no result yet, and print the table."""
-    from selftask.evaluate.checkpoint_results import CheckpointResults, format_table
+    from selftask.logs.checkpoint_results import CheckpointResults, format_table
     from selftask.report.overview.run_line import read_line
 
     results = CheckpointResults(request.run, request.settings)

@@ -14,7 +14,7 @@ from selftask.checkpoint.rotation import step_of
 from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option
 from selftask.data.loading.open_data import open_data
 from selftask.errors import RunError, UserError
-from selftask.evaluate.checkpoint_results import FOLDER, CheckpointResults
+from selftask.logs.checkpoint_results import FOLDER, CheckpointResults
 from selftask.slurm import queue
 from selftask.slurm.batch_epilogue import ENDED
 from selftask.slurm.job import executor, submit
