@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from selftask.data.loading.open_data import open_data
 from selftask.errors import ConfigError, UserError
 from selftask.methods.distill import Distill
 from selftask.models.network import Network
+from selftask.models.teacher import FrozenTeacher
 from selftask.models.weights.trained import (
     Scores,
     TrainedNetwork,
@@ -303,6 +305,13 @@ def test_scores_are_those_of_the_run(method: str, runs: Path, tmp_path: Path) ->
     task.close()
 
 
+def test_a_plan_builds_a_teacher_without_its_weights(runs: Path) -> None:
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        teacher = FrozenTeacher(open_scores(str(runs / "dino"), weights=None).network)
+    assert all(tensor.is_meta for tensor in (*teacher.parameters(), teacher.digest))
+
+
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext"])
 def test_a_classifier_of_timm_from_a_file(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -321,7 +330,10 @@ def test_a_classifier_of_timm_from_a_file(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["method.teacher=nowhere/run"], "nowhere/run: there is no such file or run"),
+        (
+            ["method.teacher=nowhere/run"],
+            "method.teacher=nowhere/run: nowhere/run: there is no such file or run",
+        ),
         (["method.teacher=nowhere", "method.match=logits"], "nowhere: there is no such run"),
         (["method.teacher={runs}/simclr", "method.match=logits"], "simclr has no scores"),
         (

@@ -27,7 +27,7 @@ from selftask.models.clustering import swapped_cross_entropy
 from selftask.models.heads import DINOHead
 from selftask.models.precision import to_float32
 from selftask.models.teacher import Teacher
-from selftask.models.weights.load import weights_at
+from selftask.models.weights.load import load_part
 from selftask.models.weights.trained import Scores
 from selftask.optim.schedules import build_schedule, last_value
 from selftask.registry import register_method
@@ -143,7 +143,7 @@ class DINO(Method):
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
         """Return the teacher's head, with its last temperature and its centre."""
         head = self.build_head(embed_dim)
-        head.load_state_dict(weights_at(checkpoint, "method.teacher.network.head"))
+        load_part(head, checkpoint, "method.teacher.network.head")
         length = RunLength(**checkpoint["length"])
         temperature = last_value(self.config.teacher_temperature, length)
         return Scores(head, temperature, "centering", checkpoint["method"]["center"])

@@ -33,7 +33,7 @@ from selftask.models.losses.koleo import koleo
 from selftask.models.network import Network
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.models.teacher import Teacher
-from selftask.models.weights.load import weights_at
+from selftask.models.weights.load import load_part
 from selftask.models.weights.trained import Scores
 from selftask.optim.schedules import build_schedule, last_value
 from selftask.random.keyed import LAYER_DRAWS, uniform
@@ -266,7 +266,7 @@ class DINOv2(Method):
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
         """Return the teacher's head of whole images, with its last temperature and its centre."""
         head = self.build_head(embed_dim)
-        head.load_state_dict(weights_at(checkpoint, "method.teacher.network.head"))
+        load_part(head, checkpoint, "method.teacher.network.head")
         length = RunLength(**checkpoint["length"])
         temperature = last_value(self.config.teacher_temperature, length)
         return Scores(head, temperature, self.config.targets, checkpoint["method"]["centers"][0])

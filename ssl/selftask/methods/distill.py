@@ -150,7 +150,11 @@ class Distill(Method):
         """Return the trained network, after a warning if it is not, or sees other images."""
         config = self.config
         read = open_features if config.match == "features" else open_scores
-        trained = read(config.teacher, weights=config.teacher_weights, trust=config.trust)
+        try:
+            trained = read(config.teacher, weights=config.teacher_weights, trust=config.trust)
+        except UserError as error:
+            reason = str(error).removeprefix("backbone.model: ")
+            raise UserError(f"method.teacher={config.teacher}: {reason}") from error
         if trained.channels != task.data_module.channels:
             raise UserError(
                 f"method.teacher: {config.teacher} takes images of {trained.channels} channels, "

@@ -32,7 +32,7 @@ from selftask.models.masks import hide_patches, mask_of
 from selftask.models.network import Network
 from selftask.models.precision import to_float32
 from selftask.models.teacher import Teacher
-from selftask.models.weights.load import weights_at
+from selftask.models.weights.load import load_part
 from selftask.models.weights.trained import Scores
 from selftask.optim.schedules import build_schedule
 from selftask.random.keyed import LAYER_DRAWS, uniform
@@ -206,8 +206,8 @@ class MSN(Method):
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
         """Return the teacher's head and the prototypes, with the temperature of the targets."""
         config, head = self.config, self.build_head(embed_dim)
-        head.load_state_dict(weights_at(checkpoint, "method.teacher.network.head"))
-        self.prototypes.load_state_dict(weights_at(checkpoint, "method.prototypes"))
+        load_part(head, checkpoint, "method.teacher.network.head")
+        load_part(self.prototypes, checkpoint, "method.prototypes")
         return Scores(
             nn.Sequential(head, UnitLength(), self.prototypes),
             config.temperature * config.sharpening,

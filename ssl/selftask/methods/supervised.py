@@ -26,7 +26,7 @@ from selftask.models.build import embed_dim
 from selftask.models.classifier.classifier import Classifier, Heads, build_chain, takes_tokens
 from selftask.models.features.extract import offers
 from selftask.models.precision import in_full_precision
-from selftask.models.weights.load import weights_at
+from selftask.models.weights.load import load_part, weights_at
 from selftask.models.weights.trained import Scores
 from selftask.registry import register_method
 
@@ -193,7 +193,7 @@ class Supervised(Method):
         head = self.build_chains(embed_dim, num_classes) or nn.Linear(embed_dim, num_classes)
         if takes_tokens(head):
             raise UserError("method.teacher: its classifier takes tokens, and cannot teach scores")
-        head.load_state_dict(weights)
+        load_part(head, checkpoint, "model.head")
         return Scores(next(iter(head.values())) if isinstance(head, Heads) else head)
 
 

@@ -27,7 +27,7 @@ from selftask.models.clustering import sinkhorn_knopp, swapped_cross_entropy
 from selftask.models.feature_queue import FeatureQueue
 from selftask.models.heads import Prototypes, UnitLength, mlp
 from selftask.models.precision import to_float32
-from selftask.models.weights.load import weights_at
+from selftask.models.weights.load import load_part
 from selftask.models.weights.trained import Scores
 from selftask.registry import register_method
 
@@ -175,7 +175,7 @@ class SwAV(Method):
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
         """Return head and prototypes; assignments are balanced by Sinkhorn-Knopp."""
         head = self.build_head(embed_dim)
-        head.load_state_dict(weights_at(checkpoint, "model.head"))
-        self.prototypes.load_state_dict(weights_at(checkpoint, "method.prototypes"))
+        load_part(head, checkpoint, "model.head")
+        load_part(self.prototypes, checkpoint, "method.prototypes")
         scores = nn.Sequential(head, UnitLength(), self.prototypes)
         return Scores(scores, self.config.epsilon, "sinkhorn", power=self.config.power)

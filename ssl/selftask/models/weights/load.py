@@ -91,6 +91,13 @@ def weights_at(checkpoint: Mapping[str, Any], place: str) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): value for k, value in weights.items() if k.startswith(prefix)}
 
 
+def load_part(module: nn.Module, checkpoint: Mapping[str, Any], place: str) -> None:
+    """Load ``weights_at(checkpoint, place)``, all of them; nothing on the meta device of a plan."""
+    weights = weights_at(checkpoint, place)
+    if not any(parameter.is_meta for parameter in module.parameters()):
+        module.load_state_dict(weights)
+
+
 def refuse_sharded(path: Path) -> None:
     """Raise UserError for a sharded checkpoint, a folder that only a run can read."""
     if is_file(path / MANIFEST):
