@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import gates
 from import_graph import PACKAGE, ROOT, Graph
 from selftask.config.load import load_config
 from selftask.registry import REGISTRIES, Registry
@@ -117,9 +118,15 @@ OWN = ("methods", "backbones", "sources", "samplers", "transforms", "optimizers"
 
 @cache
 def own_files(method: str) -> frozenset[Path]:
-    """The method, the parts that its recipe on digits names, what they import, and the recipe."""
-    recipes = [ROOT / "configs" / method / "digits.yaml", *(ROOT / "configs/base").glob("*.yaml")]
-    return _with_imports(method, [REGISTRIES[kind] for kind in OWN]).union(recipes)
+    """The method, the parts that its recipe on digits names, what they import, and the recipe.
+
+    And those of the run that teaches it, if its gate has one.
+    """
+    recipe = ROOT / "configs" / method / "digits.yaml"
+    taught_by = gates.TEACHER.search(recipe.read_text(encoding="utf-8"))
+    teacher = own_files(taught_by[1].partition("/")[0]) if taught_by else frozenset()
+    recipes = [recipe, *(ROOT / "configs/base").glob("*.yaml")]
+    return _with_imports(method, [REGISTRIES[kind] for kind in OWN]).union(recipes, teacher)
 
 
 @cache
