@@ -18,11 +18,14 @@ from torch import Tensor, nn
 import tiny
 from minitask import MiniTask, largest_difference, loss_of
 from ranks import run_ranks
+from selftask.api.learner import Learner
 from selftask.batch import Batch
 from selftask.config.load import load_config
+from selftask.config.schema import Component
 from selftask.data.loading.open_data import open_data
 from selftask.errors import ConfigError, UserError
 from selftask.methods.distill import Distill
+from selftask.models.build import build_backbone
 from selftask.models.network import Network
 from selftask.models.teacher import FrozenTeacher
 from selftask.models.weights.trained import (
@@ -381,6 +384,28 @@ def test_contradictions_in_the_config() -> None:
     assert "teacher_weights: is for timm:NAME" in text
     with pytest.raises(ConfigError, match="teacher_weights: timm:test_vit needs a file"):
         load_config("distill", ["method.teacher_weights=null"])
+
+
+@pytest.mark.parametrize("match", ["features", "prototypes", "logits"])
+def test_teachers_in_a_loop_of_ones_own(match: str, runs: Path) -> None:
+    """``Learner``: the same losses, without a run."""
+    torch.manual_seed(0)
+    backbone = build_backbone(Component(name="small_resnet", args={"width": 4}))
+    teacher = str(runs / ("supervised" if match == "logits" else "dino"))
+    options = {"label_weight": 0.5} if match == "logits" else {}
+    learner = Learner(
+        "distill", backbone, steps=8, batch_size=4, teacher=teacher, match=match, **options
+    )
+    optimizer = torch.optim.AdamW(learner.parameters(), lr=0.01)
+    losses = []
+    for _ in range(8):
+        loss = learner([IMAGES], labels=torch.tensor([1, 0, 3, 2]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        learner.update()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def _student(folder: Path, out: str, *words: str) -> Task:

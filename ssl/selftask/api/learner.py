@@ -138,10 +138,16 @@ class _TaskOfLearner:
     def __init__(self, length: RunLength, channels: int, seed: int) -> None:
         self.length, self.clock, self.train = length, Clock(length), True
         self.data_module = SimpleNamespace(
-            num_images=length.num_samples, channels=channels, num_classes=0
+            num_images=length.num_samples,
+            channels=channels,
+            num_classes=0,
+            train_source=None,
+            val_sources={},
         )
         self.config = SimpleNamespace(
-            train=SimpleNamespace(seed=seed), init=SimpleNamespace(backbone=None)
+            train=SimpleNamespace(seed=seed),
+            init=SimpleNamespace(backbone=None),
+            eval=SimpleNamespace(transforms=[]),
         )
         self.logged: dict[str, Any] = {}
         self.should_log = self.has_test_phases = False

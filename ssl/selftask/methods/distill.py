@@ -308,7 +308,9 @@ def label_cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
 
 def _check_labels(source: Any, num_classes: int) -> None:
     """Raise UserError unless some images have labels, all of them classes of the teacher."""
-    labels = None if source is None else source.labels
+    if source is None:  # a ``Learner``, whose labels come with the batches
+        return
+    labels = source.labels
     high = -1 if labels is None else int(labels.max(initial=-1))
     if high < 0:
         raise UserError(
