@@ -104,6 +104,9 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{options.steps} steps, {len(taken)} rows; slopes over the second half")
     for name in ("memory", "files", "objects"):
         values = [row[name] for row in late]
+        if min(values) == max(values):
+            print(f"{name:<8} constant: {values[0]:,.0f}")
+            continue
         fit = stats.linregress(steps, values)
         spread = stats.t.ppf(0.975, len(late) - 2) * fit.stderr
         low, high = fit.slope - spread, fit.slope + spread
