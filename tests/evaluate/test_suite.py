@@ -25,6 +25,7 @@ from selftask.logs import write_json
 from selftask.logs.checkpoint_results import CheckpointResults
 from selftask.report.curves import run_charts
 from selftask.report.record import RunRecord
+from selftask.slurm import queue
 
 STEPS = (1, 2)
 Fake = Callable[[str, str], None]  # of conftest
@@ -193,6 +194,8 @@ def test_jobs_on_slurm(
     run: Path, fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What is handed in is the command itself, for what has no result yet."""
+    fake("scontrol", "exit 1")
+    fake("sacct", "exit 1")
     fake("sbatch", f'cp "$1" {tmp_path}/handed_in; echo Submitted batch job 77')
     for name in ("squeue", "srun"):
         fake(name, "exit 0")
@@ -203,6 +206,11 @@ def test_jobs_on_slurm(
     assert "#SBATCH --time=30\n" in (tmp_path / "handed_in").read_text()
     job = DelayedSubmission.load(run / "evaluations" / "slurm" / "77_submitted.pkl").function
     assert isinstance(job, SuiteJob) and job.words[-2] == "checkpoints=2"
+    fake("squeue", "echo '77|RUNNING|None'")
+    assert main(["eval", "suite", str(run), "--slurm"]) == 2
+    told = capsys.readouterr().err
+    assert "job 77 (RUNNING) evaluates its checkpoints already; `selftask cancel 77`" in told
+    assert queue.noted(run / "evaluations") == {}, "it makes no run"
     job()
     capsys.readouterr()
     rows = table(evaluated(capsys, run))

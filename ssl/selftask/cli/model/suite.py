@@ -38,7 +38,8 @@ every=N       only those of steps that N divides
 weights=ema   the average that hooks.ema (swa) keeps, instead of the trained weights
 --follow      goes on with new checkpoints as they come, until the run has ended
 --slurm       as one job, by launch.slurm.* of the run or the command line; the same command without
-              it prints the table. --slurm-each: one job for each checkpoint, as an array
+              it prints the table. --slurm-each: one job for each checkpoint, as an array.
+              `selftask cancel JOBID` takes it out of the queue
 {TRUST}
 {VERBOSITY}"""
 

@@ -14,6 +14,7 @@ from selftask.checkpoint.rotation import step_of
 from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option
 from selftask.data.loading.open_data import open_data
 from selftask.errors import RunError, UserError
+from selftask.logs import read_json, write_json
 from selftask.logs.checkpoint_results import FOLDER, CheckpointResults
 from selftask.slurm import queue
 from selftask.slurm.batch_epilogue import ENDED
@@ -78,7 +79,8 @@ def submit_suite(request: Request, config: Config, *, each: bool) -> str:
             f"{request.run}: nothing to evaluate: every chosen checkpoint has its results, which "
             "the same command without --slurm prints"
         )
-    queue.check_idle(out)
+    noted = out / "slurm" / "suite_jobs.json"
+    _check_idle(request.run, noted)
     launch = replace(config.launch, nodes=1, processes=1)
     config = replace(config, launch=launch)
     slurm = {option(key): value for key, value in launch.slurm.items()}
@@ -89,9 +91,18 @@ def submit_suite(request: Request, config: Config, *, each: bool) -> str:
     patterns = list(map(str, steps)) if each else [request.checkpoints]
     jobs = [_job(request, config, pattern, out) for pattern in patterns]
     handed_in = submit(jobs, made)
-    names = [out / f"step_{step}" for step in steps] if each else [out]
-    queue.note(out, {n: job.job_id for n, job in zip(names, handed_in, strict=True)})
+    write_json(noted, {"jobs": [job.job_id for job in handed_in]})
     return handed_in[0].job_id.partition("_")[0]
+
+
+def _check_idle(run: Path, noted: Path) -> None:
+    """Raise UserError if a job that was submitted before is still in the queue."""
+    for job, state in queue.queue(read_json(noted).get("jobs", [])).items():
+        if state.split()[0] in queue.WAITING:
+            raise UserError(
+                f"{run}: job {job} ({state}) evaluates its checkpoints already; "
+                f"`selftask cancel {job}` first, or wait"
+            )
 
 
 def _job(request: Request, config: Config, pattern: str, out: Path) -> SuiteJob:

@@ -12,7 +12,7 @@ _SIGNS = frozenset({"status.json", "metrics.jsonl", "environment.json"})  # file
 _JOBS = Path("slurm", "jobs.json")
 _INSIDE = frozenset(
     (
-        *("checkpoints", "export", "errors", "failures", "slurm", "report"),
+        *("checkpoints", "evaluations", "export", "errors", "failures", "slurm", "report"),
         *("tensorboard", "wandb", "profile"),
     )
 )  # folders of a run, which hold no runs
