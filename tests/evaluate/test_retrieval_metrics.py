@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
+import timm
 import torch
 from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
@@ -25,6 +27,8 @@ from selftask.evaluate.retrieval.metrics import (
     trapezoidal_average_precision,
 )
 from selftask.evaluate.retrieval.whitening import Whitening
+from selftask.models.features.extract import extract
+from selftask.models.features.tokens import Features, from_map
 
 NONE = np.array([], dtype=np.int64)
 
@@ -100,31 +104,27 @@ def test_gem_lies_between_mean_and_maximum() -> None:
 
 @pytest.mark.parametrize(("height", "width"), [(7, 7), (6, 10), (10, 6), (5, 23), (3, 4), (1, 1)])
 def test_regions_are_as_the_paper_draws_them(height: int, width: int) -> None:
-    """Of each level: how many along each side, their side, an even spread from edge to edge."""
+    """In fractions: how many along each side, how large, evenly spread from edge to edge."""
     shorter, longer = min(height, width), max(height, width)
     most = 1
     if longer > shorter:  # the number along the longer side whose overlap is nearest to 40 %
         gaps = {}
         for number in range(2, 8):
-            step = (longer - shorter) / (number - 1)
-            gaps[number] = abs((shorter - step) / shorter - 0.4)
+            step = Fraction(longer - shorter, number - 1)
+            gaps[number] = abs((shorter - step) / shorter - Fraction(2, 5))
         most = min(gaps, key=lambda number: gaps[number])
-    found = regions(height, width, 3)
+    expected = []
     for level in (1, 2, 3):
-        side = math.floor(2 * shorter / (level + 1))
-        if side == 0:
-            continue
-        along = {shorter: level, longer: level + most - 1}
-        mine = [(y, x) for y, x, size in found if size == side]
-        if len({math.floor(2 * shorter / (n + 1)) for n in (1, 2, 3)}) == 3:
-            assert len(mine) == along[height] * along[width] or height == width
-            for axis, length in enumerate((height, width)):
-                starts = sorted({place[axis] for place in mine})
-                count = level if height == width else along[length]
-                assert starts[-1] == (length - side if count > 1 else starts[0])
-                ideal = [i * (length - side) / max(count - 1, 1) for i in range(count)]
-                assert all(0 <= i - s < 1 for i, s in zip(ideal, sorted(starts), strict=False))
-        assert all(y + side <= height and x + side <= width for y, x in mine)
+        side = math.floor(Fraction(2 * shorter, level + 1))
+        starts = []
+        for length in (height, width):
+            count = level if length == shorter else level + most - 1
+            steps = Fraction(length - side, count - 1) if count > 1 else 0
+            starts.append([math.floor(number * steps) for number in range(count)])
+        if side:
+            expected += [(y, x, side) for y in starts[0] for x in starts[1]]
+    assert regions(height, width, 3) == expected
+    assert all(y + side <= height and x + side <= width for y, x, side in expected)
 
 
 def test_rmac_is_the_maximum_of_each_region() -> None:
@@ -172,9 +172,7 @@ class Map(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         return 2 * images.mean(dim=(2, 3))
 
-    def extract(self, images: Tensor) -> object:
-        from selftask.models.features.tokens import Features, from_map
-
+    def extract(self, images: Tensor) -> Features:
         return Features(self(images), from_map(images), {})
 
 
@@ -192,6 +190,20 @@ def test_scales_are_averaged_after_normalisation() -> None:
     pooled = Descriptors(Map(), DescriptorOptions(), torch.device("cpu"))
     expected = image.mean(dim=(2, 3))[0]
     assert torch.allclose(pooled.combine(pooled.vectors(image)), expected / expected.norm())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_images_are_fitted_to_the_patches_of_a_transformer(dynamic: bool) -> None:
+    vit = timm.create_model("vit_tiny_patch16_224", dynamic_img_size=dynamic, depth=1).eval()
+    model = Descriptors(vit, DescriptorOptions(pool="mean"), torch.device("cpu"))
+    image = torch.rand(1, 3, 50, 70, generator=torch.Generator().manual_seed(0))
+    (got,) = model.vectors(image)
+    fitted = torch.nn.functional.interpolate(
+        image, (48, 64), mode="bilinear", align_corners=False, antialias=True
+    )
+    with torch.no_grad():
+        expected = extract(vit, fitted).tokens.patches.mean(dim=1)
+    assert torch.allclose(got, expected / expected.norm(), atol=1e-6)
 
 
 def test_regions_are_whitened_before_they_are_summed() -> None:

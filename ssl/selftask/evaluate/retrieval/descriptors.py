@@ -60,15 +60,16 @@ class Descriptors:
         self.backbone, self.options, self.device = backbone, options, device
         self.whitening: Whitening | None = None
         self.multiple = (1, 1)  # of height and width in pixels
-        if fixed_size(backbone) is not None:
-            if not interpolates(backbone):
-                size = "x".join(map(str, fixed_size(backbone) or ()))
-                raise UserError(
-                    f"retrieval: a {type(backbone).__name__} takes images of {size} pixels only, "
-                    "and these have any size; use a network that takes others, such as a ResNet "
-                    "or timm's vit_*"
-                )
-            self.multiple = adapter_of(backbone).patch_size
+        only = fixed_size(backbone)
+        if interpolates(backbone):
+            rows, columns = adapter_of(backbone).patch_size
+            self.multiple = max(1, rows), max(1, columns)
+        elif only is not None:
+            raise UserError(
+                f"retrieval: a {type(backbone).__name__} takes images of {only[0]}x{only[1]} "
+                "pixels only, and these have any size; use a network that takes others, such as a "
+                "ResNet or timm's vit_*"
+            )
         if options.pool != "pooled":
             adapter_of(backbone)
 
