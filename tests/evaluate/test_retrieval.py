@@ -16,7 +16,7 @@ from PIL import Image
 from selftask.cli.main import main
 from selftask.config.schema import Component
 from selftask.errors import UserError
-from selftask.evaluate.retrieval.revisited import read_truth
+from selftask.evaluate.retrieval.buildings import read_truth
 from selftask.models.build import build_backbone
 from selftask.models.weights.export import save_backbone
 
@@ -154,6 +154,21 @@ def test_revisited_oxford(oxford: Path, model: Path, capsys: pytest.CaptureFixtu
     assert not kept, "a file is no run"
 
 
+def test_original_oxford(oxford: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Right are the images in `ok`; the crop of the hard one is a bit off, that of junk not."""
+    with (oxford / "gnd_small.pkl").open("rb") as file:
+        truth = pickle.load(file)
+    for row in truth["gnd"]:
+        row["ok"] = np.concatenate([row.pop("easy"), row.pop("hard").reshape(-1)])
+    (oxford / "gnd_original.pkl").write_bytes(pickle.dumps(truth))
+    words = [f"data={oxford / 'jpg'}", "k=[1]"]
+    row = told(capsys, model, *words, f"truth={oxford / 'gnd_original.pkl'}")
+    both = told(capsys, model, *words, f"truth={oxford / 'gnd_small.pkl'}")
+    assert row["retrieval_map"] == both["retrieval_medium_map"]
+    assert row["retrieval_precision_at_1"] == both["retrieval_medium_precision_at_1"]
+    assert "retrieval_easy_map" not in row
+
+
 def test_results_are_kept_with_a_run(
     pairs: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,7 +187,7 @@ def test_pickles_execute_nothing(tmp_path: Path) -> None:
 
     path = tmp_path / "gnd_evil.pkl"
     path.write_bytes(pickle.dumps({"imlist": ["a"], "qimlist": ["a"], "gnd": [Evil()]}))
-    with pytest.raises(UserError, match="is no ground truth of revisited Oxford or Paris"):
+    with pytest.raises(UserError, match="is no ground truth of Oxford or Paris"):
         read_truth(path)
     assert not (tmp_path / "touched").exists()
     wrong = {"bbx": [0, 0, 1, 1], "easy": [7], "hard": [], "junk": []}

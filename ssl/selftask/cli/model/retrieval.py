@@ -18,7 +18,7 @@ at K of what is found, as one JSON line last.
 {MODEL}
 data=DIR      images of queries and database. What belongs together is said by
   (no truth)            class folders: each image is looked for among the others of all classes
-  truth=gnd_x.pkl       revisited Oxford or Paris: easy, medium and hard
+  truth=gnd_x.pkl       Oxford or Paris; of the revisited sets easy, medium and hard
   truth=copydays        folders original, strong, jpegqual/3, ..., distractors
   truth=FILE.csv        a row for each query: query,positives,junk,box; names separated by `;`,
                         a box is `left top right bottom` in pixels

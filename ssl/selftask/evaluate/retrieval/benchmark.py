@@ -16,8 +16,8 @@ import numpy as np
 
 from selftask.data.source import NO_LABEL, Source
 from selftask.errors import UserError, nearest, nearest_path
+from selftask.evaluate.retrieval.buildings import Truth, read_truth
 from selftask.evaluate.retrieval.names import ImageNames
-from selftask.evaluate.retrieval.revisited import Truth, read_truth
 from selftask.files.paths import is_file
 
 COPYDAYS = "copydays"
@@ -52,8 +52,8 @@ def open_benchmark(source: Source, truth: str | None) -> Benchmark:
 
     Args:
         source: The images.
-        truth: None: images of the same class; ``copydays``; a ``gnd_*.pkl`` of revisited Oxford
-            and Paris; or a table with a row for each query.
+        truth: None: images of the same class; ``copydays``; a ``gnd_*.pkl`` of Oxford or Paris,
+            revisited or not; or a table with a row for each query.
 
     Raises:
         UserError: If the ground truth is missing, damaged, or names images that are not there.
@@ -66,10 +66,10 @@ def open_benchmark(source: Source, truth: str | None) -> Benchmark:
     if not is_file(path):
         raise UserError(f"truth={truth}: there is no such file; {nearest_path(path)}")
     if path.suffix == ".pkl":
-        return _of_revisited(source, read_truth(path), path)
+        return _of_buildings(source, read_truth(path), path)
     if path.suffix in (".csv", ".tsv"):
         return _of_table(source, path)
-    raise UserError(f"truth={truth}: expected `copydays`, a .pkl of revisited Oxford, or a .csv")
+    raise UserError(f"truth={truth}: expected `copydays`, a .pkl of Oxford or Paris, or a .csv")
 
 
 def _of_classes(source: Source) -> Benchmark:
@@ -93,8 +93,8 @@ def _of_classes(source: Source) -> Benchmark:
     return Benchmark(queries, np.arange(len(source)), {"": judge})
 
 
-def _of_revisited(source: Source, truth: Truth, path: Path) -> Benchmark:
-    """Easy, medium and hard of Radenovic et al. (arXiv:1803.11285), section 3."""
+def _of_buildings(source: Source, truth: Truth, path: Path) -> Benchmark:
+    """Easy, medium and hard of Radenovic et al. (arXiv:1803.11285), section 3; or the original."""
     names = ImageNames(source)
     database = [names.find(name, f"truth={path}: imlist") for name in truth.images]
     queries = [
@@ -117,6 +117,8 @@ def _of_revisited(source: Source, truth: Truth, path: Path) -> Benchmark:
         "medium": partial(judge, ("easy", "hard"), ("junk",)),
         "hard": partial(judge, ("hard",), ("junk", "easy")),
     }
+    if not truth.is_revisited:
+        parts = {"": parts["medium"]}
     return Benchmark(queries, np.array(database), parts, trapezoidal=True)
 
 

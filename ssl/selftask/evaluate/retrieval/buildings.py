@@ -1,4 +1,4 @@
-"""The ground truth files of revisited Oxford and Paris, ``gnd_roxford5k.pkl``."""
+"""The ground truth files of Oxford and Paris, ``gnd_roxford5k.pkl`` and ``gnd_oxford5k.pkl``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from selftask.models.weights.foreign_pickle import read_tensors
 class Known:
     """What is known of one query: positions in the list of images, and its box."""
 
-    easy: np.ndarray
+    easy: np.ndarray  # of the original sets: all that are right
     hard: np.ndarray
     junk: np.ndarray
     box: tuple[float, float, float, float]
@@ -30,13 +30,15 @@ class Truth:
     images: list[str]
     queries: list[str]
     known: list[Known]
+    is_revisited: bool  # False: the original sets, without easy and hard
 
 
 def read_truth(path: Path) -> Truth:
     """Read a file without executing anything in it: only lists, numbers and arrays are taken.
 
     Radenovic et al. (arXiv:1803.11285): a dict with the names of images ``imlist`` and of queries
-    ``qimlist``, and ``gnd``, a list of dicts with ``easy``, ``hard``, ``junk`` and ``bbx``.
+    ``qimlist``, and ``gnd``, a list of dicts with ``easy``, ``hard``, ``junk`` and ``bbx``. The
+    original sets (Philbin et al., CVPR 2007 and 2008) have ``ok`` in place of the first two.
 
     Raises:
         UserError: If the file is another one.
@@ -58,17 +60,20 @@ def read_truth(path: Path) -> Truth:
         raise UserError(f"truth={path}: is no pickle that can be read ({error})") from error
     try:
         images, queries = (list(map(str, content[name])) for name in ("imlist", "qimlist"))
-        known = [_known(row, len(images)) for row in content["gnd"]]
+        rows = list(content["gnd"])
+        known = [_known(row, len(images)) for row in rows]
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"truth={path}: is no ground truth of revisited Oxford or Paris ({error!r})"
+            f"truth={path}: is no ground truth of Oxford or Paris ({error!r})"
         ) from error
     if len(known) != len(queries):
         raise UserError(f"truth={path}: {len(queries)} queries, and {len(known)} entries of gnd")
-    return Truth(images, queries, known)
+    return Truth(images, queries, known, is_revisited=all("ok" not in row for row in rows))
 
 
 def _known(row: dict[str, Any], num_images: int) -> Known:
+    if "ok" in row:
+        row = {**row, "easy": row["ok"], "hard": ()}
     easy, hard, junk = (_positions(row, name, num_images) for name in ("easy", "hard", "junk"))
     left, top, right, bottom = (float(number) for number in row["bbx"])
     return Known(easy, hard, junk, (left, top, right, bottom))
