@@ -474,7 +474,7 @@ def test_a_suite_of_evaluations(folder: Path) -> None:
     run = folder / "suite"
     assert main(["eval", "suite", str(run), "knn", "knn.k=[3]", "--slurm-each"]) == 0
     results = CheckpointResults(run, ["knn.k=[3]"])
-    wait_for(lambda: not any(results.missing(s, ["knn"]) for s in (2, 4, 6)), 180, "three jobs")
+    wait_for(lambda: not any(results.missing(s, ["knn"]) for s in (2, 4, 6)), 400, "three jobs")
     assert [set(row) for row in results.table().values()] == [{"knn_top1"}] * 3
     on_nodes = results.table()
     for path in (run / FOLDER).glob("step_*.jsonl"):
