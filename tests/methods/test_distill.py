@@ -374,6 +374,18 @@ def test_a_teacher_without_weights_is_warned_of(
     task.close()
 
 
+def test_other_images_than_the_teachers_are_warned_of(
+    runs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = [f"method.teacher={runs / 'dino'}", "method.teacher_weights=null"]
+    for more, expected in ([], False), (["eval.transforms=[normalize]"], True):
+        task = tiny.task("distill", tmp_path, "run", *words, *more)
+        task.prepare()
+        found = "with mean [0.5, 0.5, 0.5] and std [0.5, 0.5, 0.5], and the views have [0.485"
+        assert (found in caplog.text) == expected
+        task.close()
+
+
 def test_contradictions_in_the_config() -> None:
     words = ["method.loss=kl", "method.label_weight=0.5", "method.teacher=runs/x"]
     with pytest.raises(ConfigError) as caught:
