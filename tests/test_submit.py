@@ -138,6 +138,26 @@ def test_defaults_give_way(tmp_path: Path) -> None:
     assert "--gpus-per-node=2" in planned.script()
 
 
+def test_one_log_file_a_task(tmp_path: Path) -> None:
+    """Without ``--error`` sbatch and srun write both streams to the file of ``--output``."""
+    lines = {}
+    for joined in ("true", "false"):
+        given = f"launch.slurm.stderr_to_stdout={joined}"
+        lines[joined] = plan("simclr/digits", words(tmp_path, "run", given)).script().splitlines()
+        assert any(line.startswith("#SBATCH --output=") for line in lines[joined])
+        assert any("srun" in line and "--output" in line for line in lines[joined])
+    assert not any("--error" in line for line in lines["true"])
+    assert any("#SBATCH --error=" in line for line in lines["false"])
+
+
+def test_counts_and_memory_of_sbatch(tmp_path: Path) -> None:
+    options = ("mem_per_cpu=4000", "gpus_per_node='a100:2,v100:1'", "tmp=20G", "cpus_per_task=3")
+    given = [f"launch.slurm.{option}" for option in options]
+    script = plan("simclr/digits", words(tmp_path, "run", *given)).script()
+    for line in ("--mem-per-cpu=4000", "--gpus-per-node=a100:2,v100:1", "--tmp=20G"):
+        assert f"#SBATCH {line}\n" in script
+
+
 def test_loader_workers_are_those_of_the_nodes(tmp_path: Path) -> None:
     given = words(tmp_path, "run", "launch.slurm.cpus_per_task=5")
     given.remove("data.num_workers=0")
@@ -166,6 +186,10 @@ def test_all_mistakes_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["launch.slurm.signal_delay_s=600", "launch.slurm.time=5"], "not before the start"),
         (["launch.slurm.signal_delay_s=0"], "expected a whole number"),
         (["launch.slurm.gres={a: 1}"], "expected one value"),
+        (["launch.slurm.cpus_per_task=all"], "cpus_per_task='all': expected a whole number"),
+        (["launch.slurm.cpus-per-gpu=0"], "expected a whole number, 1 or more"),
+        (["launch.slurm.mem=lots"], "mem='lots': expected megabytes, or as in 64G"),
+        (["launch.slurm.gpus_per_node=a100"], "expected a number, or as in a100:4"),
         (["data=no/such/folder"], "no/such/folder"),
     ],
 )

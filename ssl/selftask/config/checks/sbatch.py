@@ -47,6 +47,20 @@ _OPTIONS = """
 OPTIONS = frozenset(_OPTIONS.split())
 DEFAULT_MINUTES = 60
 _LISTS = ("setup", "teardown", "srun_args")
+_COUNTS = (
+    *("cpus_per_task", "cpus_per_gpu", "mincpus", "cores_per_socket", "sockets_per_node"),
+    *("threads_per_core", "ntasks_per_core", "ntasks_per_gpu", "ntasks_per_socket"),
+)
+_WHOLE = (*_COUNTS, "signal_delay_s", "array_parallelism")
+_MEMORY = ("mem", "mem_per_cpu", "mem_per_gpu", "tmp")
+_GPUS = ("gpus", "gpus_per_node", "gpus_per_socket", "gpus_per_task")
+_SHAPES = {
+    **dict.fromkeys(_MEMORY, (re.compile(r"\d+([KMGT]B?)?", re.I), "megabytes, or as in 64G")),
+    **dict.fromkeys(
+        _GPUS,
+        (re.compile(r"([^:,]+:)?[1-9]\d*(,([^:,]+:)?[1-9]\d*)*"), "a number, or as in a100:4"),
+    ),
+}  # what sbatch would refuse
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
@@ -66,8 +80,10 @@ def problems(slurm: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, f"{shown}: sbatch has no option --{name.replace('_', '-')}; {hint}"
         elif name in _LISTS and not _is_texts(value):
             yield key, f"{shown}={value!r}: expected a list of texts"
-        elif name in ("signal_delay_s", "array_parallelism") and not _is_count(value):
+        elif name in _WHOLE and not _is_count(value):
             yield key, f"{shown}={value!r}: expected a whole number, 1 or more"
+        elif name in _SHAPES and not _SHAPES[name][0].fullmatch(str(value)):
+            yield key, f"{shown}={value!r}: expected {_SHAPES[name][1]}"
         elif isinstance(value, dict | list) and name not in _LISTS:
             yield key, f"{shown}={value!r}: expected one value"
     yield from _time_problems(slurm)
