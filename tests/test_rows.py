@@ -72,7 +72,9 @@ def test_the_rows_of_a_run(tmp_path: Path) -> None:
 def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "device_memory_mb" not in memory_mb(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 << 30)
-    assert memory_mb(torch.device("cuda"))["device_memory_mb"] == 3072
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 5 << 30)
+    peaks = memory_mb(torch.device("cuda"))
+    assert (peaks["device_memory_mb"], peaks["device_reserved_mb"]) == (3072, 5120)
 
 
 def test_a_line() -> None:

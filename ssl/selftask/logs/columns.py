@@ -49,6 +49,13 @@ COLUMNS = (
         "device_memory_mb", "MiB", "Largest memory allocated on a GPU so far.", "runs on CUDA GPUs"
     ),
     Column(
+        "device_reserved_mb",
+        "MiB",
+        "Largest memory reserved on a GPU so far by torch's allocator. Far above "
+        "`device_memory_mb`, memory is fragmented.",
+        "runs on CUDA GPUs",
+    ),
+    Column(
         "chance_loss",
         "",
         "Loss of a network that knows nothing.",

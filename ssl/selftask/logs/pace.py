@@ -58,7 +58,10 @@ class Pace:
 
 
 def memory_mb(device: torch.device) -> dict[str, float]:
-    """Return the largest memory so far in MiB: of this process, and allocated on its GPU."""
+    """Return the largest memory so far in MiB: of this process, and on its GPU.
+
+    What torch's allocator has reserved of a GPU is more than what tensors take: fragments count.
+    """
     peaks = {}
     if sys.platform != "win32":
         import resource
@@ -67,6 +70,7 @@ def memory_mb(device: torch.device) -> dict[str, float]:
         peaks["memory_mb"] = peak / (2**20 if sys.platform == "darwin" else 2**10)
     if device.type == "cuda":
         peaks["device_memory_mb"] = torch.cuda.max_memory_allocated(device) / 2**20
+        peaks["device_reserved_mb"] = torch.cuda.max_memory_reserved(device) / 2**20
     return peaks
 
 

@@ -21,7 +21,14 @@ _KNOWN = frozenset(
     (
         *("step", "epoch", "loss", "loss_median", "lr", "weight_decay", "images_per_s"),
         *("data_wait", "step_s", "step_s_median", "memory_mb", "device_memory_mb", "eta_s"),
-        *("chance_loss", "chance_ratio", "emb_std", "mean_cosine", "effective_rank"),
+        *(
+            "device_reserved_mb",
+            "chance_loss",
+            "chance_ratio",
+            "emb_std",
+            "mean_cosine",
+            "effective_rank",
+        ),
         *("eval_s", "eval_images_per_s"),
     )
 )
@@ -173,7 +180,11 @@ def _weight_decay(record: RunRecord) -> Iterator[Chart]:
 
 
 def _memory(record: RunRecord) -> Chart:
-    names = {"memory_mb": "host", "device_memory_mb": "device"}
+    names = {
+        "memory_mb": "host",
+        "device_memory_mb": "device",
+        "device_reserved_mb": "device, reserved",
+    }
     curves = [
         Curve(label, column.steps, [value * MIB for value in column.values])
         for name, label in names.items()
