@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from selftask.evaluate import features as features_module
 from selftask.evaluate import knn
 from selftask.evaluate.features import Features, extract_features
 from selftask.evaluate.knn import KNN
+from selftask.logs import DETAIL
 from selftask.registry import EVALUATIONS
 
 
@@ -186,6 +188,30 @@ def test_a_long_pass_logs_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
         "features: 5 images/s, eta 0:00:24",
         "features: 5 images/s, eta 0:00:08",
     ]
+
+
+def test_the_time_of_a_pass_and_of_its_computation_are_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three batches of two images: 3 s to read one, 2 s to compute it."""
+    now = [100.0]
+
+    def slowly():
+        for batch in _batches(3):
+            now[0] += 3
+            yield batch
+
+    class Slow(nn.Flatten):
+        def forward(self, images):
+            now[0] += 2
+            return super().forward(images)
+
+    monkeypatch.setattr(features_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    caplog.set_level(DETAIL, "selftask")
+    monkeypatch.setattr(logging.getLogger("selftask"), "propagate", True)
+    extract_features(Slow(), slowly(), device="cpu")
+    expected = "features: 6 images in 15.0 s, of which the backbone computed 6.0 s"
+    assert [record.getMessage() for record in caplog.records] == [expected]
 
 
 class Full:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from selftask.distributed.accelerator import forked_rng
 from selftask.errors import UserError
 from selftask.evaluate.chunks import InChunks
-from selftask.logs import get_logger
+from selftask.logs import DETAIL, get_logger
 from selftask.logs.stages import staged
 from selftask.models.build import check_images
 from selftask.models.eval_mode import in_eval_mode
@@ -124,15 +124,19 @@ def iterate_features(
     parts of a batch.
     """
     run = InChunks(lambda images: (backbone(images).float().cpu(),), "images")
-    is_first = True
+    is_first, begun, computed_s, count = True, time.monotonic(), 0.0, 0
     with in_eval_mode(backbone), forked_rng():
         for batch in log_speed(batches):
             images = batch["views"][0].to(device, non_blocking=True)  # (B, C, H, W)
             if is_first:
                 check_images(backbone, images)
                 is_first = False
-            (features,) = run(images)  # (B, E)
+            before = time.monotonic()
+            (features,) = run(images)  # (B, E); on the CPU: the device is done
+            computed_s, count = computed_s + time.monotonic() - before, count + len(features)
             yield Features(features, batch["target"].cpu(), batch["index"].cpu())
+    text = "features: %s images in %.1f s, of which the backbone computed %.1f s"
+    log.log(DETAIL, text, f"{count:,}", time.monotonic() - begun, computed_s)
 
 
 def log_speed(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
