@@ -11,7 +11,9 @@ import tiny
 from selftask.api.trainer import Trainer
 from selftask.config.load import load_config, to_yaml
 from selftask.errors import ConfigError, UserError
+from selftask.hooks import empty_cache
 from selftask.hooks.base import function_hook
+from selftask.hooks.checkpoint import SaveCheckpoints
 from selftask.task import Task
 from selftask.task.loop import train_loop
 
@@ -62,6 +64,41 @@ def test_priority_from_the_config(tmp_path: Path) -> None:
     path = tmp_path / "again.yaml"
     path.write_text(to_yaml(task.config))
     assert load_config(str(path), []).hooks == task.config.hooks
+
+
+def test_a_step_is_evaluated_and_logged_before_it_is_saved(tmp_path: Path) -> None:
+    """Else a run resumed from that checkpoint would lack the row, or evaluate once more."""
+    val = f"data.val={tiny.digits_file(tmp_path, 'val.npz', 400, 430)}"
+    words = ["eval={evaluations: {knn: {k: [5]}}, every: 2}", val, "train.max_steps=4"]
+    task = tiny.task("simclr", tmp_path, "run", *words, "train.checkpoint_every='2 steps'")
+    found: list[tuple[int, bool]] = []
+    save = SaveCheckpoints.on_step
+
+    def saved(hook: SaveCheckpoints, task: Task) -> None:
+        rows = tiny.rows(tmp_path / "run")
+        found.append((task.steps_done, any("knn_top1" in row for row in rows[1:])))
+        save(hook, task)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SaveCheckpoints, "on_step", saved)
+        Trainer().train(task)
+    assert [step for step, _ in found] == [1, 2, 3, 4]
+    assert dict(found)[1] is False and dict(found)[2] is True
+    names = [type(hook).__name__ for hook in task.hooks]
+    assert names.index("EvaluateBackbone") < names.index("Metrics") < names.index("SaveCheckpoints")
+
+
+def test_the_cache_is_emptied_every_few_steps_and_after_phases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An epoch has five steps; the phases end at the fifth and at the last."""
+    emptied: list[int] = []
+    words = ("hooks.empty_cache={every: 2}", "train.max_steps=8")
+    task = tiny.task("simclr", tmp_path, "run", *words)
+    note = lambda device: emptied.append(task.steps_done)  # noqa: E731
+    monkeypatch.setattr(empty_cache, "empty_cache", note)
+    train_loop(task)
+    assert emptied == [2, 4, 5, 6, 8, 8]
 
 
 def test_a_wrong_priority_is_told_with_its_place() -> None:

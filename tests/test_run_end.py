@@ -72,6 +72,13 @@ def test_finished_and_again(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert last_line(capsys).startswith("RUN finished: 3 steps in ")
     status = tiny.status(folder / "run")
     assert (status["state"], status["step"]) == ("finished", 3)
+    log = (folder / "run/log.txt").read_text()
+    for fact in (
+        r"simclr/digits, out=\S+/run, seed",
+        r"step 3  epoch \S+  loss \d",
+        "RUN finished",
+    ):
+        assert re.search(rf"(?m)^\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d .*{fact}", log), fact
     before = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*")}
     assert {"config.yaml", "environment.json", "log.txt", "metrics.jsonl", "status.json"} <= {
         path.name for path in before
@@ -328,6 +335,18 @@ def test_evaluations_without_labels_are_told(folder: Path, without: str) -> None
     text = (folder / "run/log.txt").read_text()
     assert f"no knn while training: the images of {without} have no labels" in text
     assert "knn_top1" not in text
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_meters_without_labelled_images_are_told(tmp_path: Path, labelled: bool) -> None:
+    val = [f"data.val={tiny.digits_file(tmp_path)}"] if labelled else []
+    words = ["meters.accuracy={topk: [1]}", "train.max_steps=1", *val]
+    words = tiny.overrides("supervised", tmp_path, "run", *words)
+    assert main(["train", "supervised/digits", *words]) == 0
+    text = (tmp_path / "run/log.txt").read_text()
+    told = "meters (accuracy) measure nothing: data.val has no labelled images"
+    assert (told in text) == (not labelled)
+    assert ("test_accuracy_top_1" in tiny.rows(tmp_path / "run")[-1]) == labelled
 
 
 def test_before_the_run_nothing_is_written(

@@ -54,6 +54,10 @@ CASES = {
     "missing section": Broken(r"method is missing: give the name of a method", ["~method"]),
     "no data": Broken(r"data is missing: data=FOLDER", ["~data"]),
     "section left out": Broken(rf"{CLI}epochs=3: .*did you mean 'train\.epochs'", ["epochs=3"]),
+    "loss on no images": Broken(
+        r"eval\.loss=true: data\.val is null; give the images to take it of",
+        ["eval.loss=true", "data.val=null"],
+    ),
     "null for a hook that is none": Broken(
         rf"{CLI}hooks\.progres=null: no hook named 'progres'; did you mean 'progress'\?",
         ["hooks.progres=null"],

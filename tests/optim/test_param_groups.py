@@ -42,6 +42,23 @@ def test_groups_with_the_same_settings_become_one() -> None:
     assert merge_alike(groups) == [{"params": [1, 3], "x": 0.0}, {"params": [2], "x": 1.0}]
 
 
+def test_a_shared_parameter_is_in_one_group() -> None:
+    """Tied within a module and between modules: stepped once, by the first name's rules."""
+    tied = nn.ModuleDict({"embed": nn.Linear(4, 4), "out": nn.Linear(4, 4)})
+    tied["out"].weight = tied["embed"].weight
+    head = nn.Linear(4, 4)
+    head.weight = tied["embed"].weight
+    rules = [GroupRule(match="*.embed", lr=0.5), GroupRule(match="loss.*", lr=3.0)]
+    config = OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.1, groups=rules)
+    modules = [("network", tied), ("loss", head)]
+    made = build_optimizer(config, modules, LENGTH, batch=8)
+    listed = [id(p) for group in made.param_groups for p in group["params"]]
+    assert len(listed) == len(set(listed)) == 4  # the weight and three biases
+    rates = {one.parameter.name: one.lr for one in assign_settings(modules, config, LENGTH, {})}
+    assert rates["network.embed.weight"] == 0.5
+    assert "loss.weight" not in rates and "network.out.weight" not in rates
+
+
 @pytest.mark.parametrize(
     ("settings", "num_groups"),
     [

@@ -7,6 +7,7 @@ import io
 import logging
 import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ranks import run_ranks
+from selftask.config.schema import ParallelConfig
 from selftask.config.values.budget import Budget
 from selftask.distributed.collectives import rank, world_size
 from selftask.errors import RunError
@@ -31,6 +33,7 @@ from selftask.parallel.ddp import DDPReduction
 from selftask.parallel.fsdp import FSDPReduction
 from selftask.parallel.manual import ManualReduction
 from selftask.parallel.reduction import Reduction
+from selftask.task import Task
 
 WAYS = ("manual", "ddp", "fsdp")
 STEPS = 3
@@ -358,6 +361,64 @@ def overlap(rank: int) -> list[int]:
     return counts
 
 
+def options_of_ddp(rank: int) -> dict[str, Any]:
+    """What torch's DistributedDataParallel was given by a config."""
+    config = ParallelConfig(reduce="ddp", find_unused=True, bucket_mb=0.125, static_graph=False)
+    sharing = build_reduction(config, None)
+    layer = nn.Linear(3, 2)
+    network: Any = sharing.wrap(layer)
+    sharing.register([(f"network.{name}", p) for name, p in layer.named_parameters()])
+    network(torch.ones(1, 3)).sum().backward()
+    sharing.reduce()
+    ddp = network.network
+    return {
+        "type": type(ddp).__name__,
+        "find_unused": ddp.find_unused_parameters,
+        "bucket_bytes": ddp.bucket_bytes_cap,
+        "broadcast_buffers": ddp.broadcast_buffers,
+    }
+
+
+def test_options_reach_ddp(told: list[dict[str, Any]]) -> None:
+    for options in (of_rank["options_of_ddp"] for of_rank in told):
+        assert options == {
+            "type": "DistributedDataParallel",
+            "find_unused": True,
+            "bucket_bytes": 2**17,
+            "broadcast_buffers": False,
+        }
+
+
+def synced_buffers(rank: int) -> dict[str, list[float]]:
+    """A BatchNorm that saw other numbers on each rank, after ``parallel.buffers`` of each kind."""
+    found = {}
+    for kind in ("broadcast", "mean"):
+        norm = nn.BatchNorm1d(2).double()
+        for step in range(2 + rank):
+            norm(torch.arange(8.0, dtype=torch.float64).reshape(4, 2) * (rank + 1) + step)
+        parallel = SimpleNamespace(buffers=kind)
+        task: Any = SimpleNamespace(
+            config=SimpleNamespace(parallel=parallel), networks=[norm.eval()]
+        )
+        own = norm.running_mean.tolist(), norm.running_var.tolist()
+        Task.sync_buffers(task)
+        seen = float(norm.num_batches_tracked)
+        found[kind] = [*norm.running_mean.tolist(), *norm.running_var.tolist(), seen]
+        found[f"{kind} own"] = [*own[0], *own[1], 2.0 + rank]
+    return found
+
+
+def test_buffers_are_those_of_the_first_rank_or_the_mean(told: list[dict[str, Any]]) -> None:
+    first, second = (of_rank["synced_buffers"] for of_rank in told)
+    assert first["mean own"][0] != second["mean own"][0], "the ranks differ before"
+    own = [first["mean own"], second["mean own"]]
+    mean = [(a + b) / 2 for a, b in zip(*own, strict=True)]
+    for result in (first, second):
+        assert result["broadcast"] == own[0]
+        assert result["mean"][:4] == pytest.approx(mean[:4], rel=1e-12)
+        assert result["mean"][4] == own[0][4], "a count is that of the first rank"
+
+
 def details(rank: int) -> tuple[Any, ...]:
     return second_backward(rank), compressed(rank), memory_format(rank), overlap(rank)
 
@@ -377,8 +438,6 @@ def test_details_of_manual_reduction(told: list[dict[str, Any]]) -> None:
 
 def test_nothing_on_one_rank() -> None:
     """No hook, no copy, no wrapper."""
-    from selftask.config.schema import ParallelConfig
-
     for way in WAYS:
         sharing = build_reduction(ParallelConfig(reduce=way), None)  # type: ignore[arg-type]
         assert type(sharing) is Reduction
@@ -436,4 +495,7 @@ def test_optimizers_of_sharded_parameters(name: str, told: list[dict[str, Any]])
             torch.testing.assert_close(manual, fsdp, rtol=1e-9, atol=1e-12)
 
 
-ON_RANKS = (every_case, unused, one_sided, details, optimizers)
+ON_RANKS = (
+    *(every_case, unused, one_sided, details, optimizers),
+    *(options_of_ddp, synced_buffers),
+)

@@ -43,11 +43,14 @@ class EvaluateBackbone(Hook):
             self._run(task)
 
     def _warn_of_missing_labels(self, task: Task) -> None:
-        """Warn if ``data.val`` is given, but labels are missing on one side."""
+        """Warn of meters without a test set, and of ``data.val`` if labels are missing."""
         feed, names = task.data_module, ", ".join(task.config.eval.evaluations)
         if feed.val_source is not None and names and not _has_labels(task):
             which = "data" if feed.has_test else "data.val"
             log.warning("no %s while training: the images of %s have no labels", names, which)
+        if task.meters and not feed.has_test:
+            meters = ", ".join(task.config.meters)
+            log.warning("meters (%s) measure nothing: data.val has no labelled images", meters)
 
     def on_step(self, task: Task) -> None:
         if self.every and task.train and task.steps_done % self.every == 0 and not task.clock.done:
