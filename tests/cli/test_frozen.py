@@ -281,7 +281,7 @@ def test_features_of_hidden_layers_and_their_clusters(
     out = tmp_path / "features"
     monkeypatch.chdir(images.parent)
     words = [f"data={images.name}", f"out={out}", "data.max_unreadable=1", "train.device=cpu"]
-    words += ["image_size=96", "layers=[0,-1]", "pool=both", "clusters=2"]
+    words += ["image_size=96", "layers=[0,-1]", "pool=both", "clusters=2", "rank=true"]
     assert main(["features", str(exported_vit), *words]) == 0
     backbone = open_frozen(str(exported_vit), [*words[:1], *words[2:5]]).backbone.eval()
     frozen = open_frozen(str(exported_vit), [*words[:1], *words[2:5]])
@@ -303,7 +303,19 @@ def test_features_of_hidden_layers_and_their_clusters(
     with (out / "clusters.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
     assert [Path(row["path"]) for row in table] == [path.absolute() for path in paths]
-    assert {row["label"] for row in table} == {"0", "1"}, "two clusters, none of them empty"
+    labels = np.array([int(row["label"]) for row in table])
+    assert set(labels) == {0, 1}, "two clusters, none of them empty"
+    unit = found.astype(np.float64)
+    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+    centroids = np.stack([unit[labels == label].sum(axis=0) for label in (0, 1)])
+    centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
+    assert ((unit @ centroids.T).argmax(axis=1) == labels).all(), "of the nearest centroid"
+    cosines = unit @ unit.T - 3 * np.eye(len(unit))  # no image is its own neighbour
+    nearest = dict(zip(map(str, paths), cosines.max(axis=1), strict=True))
+    with (out / "ranking.csv").open(newline="") as file:
+        ranking = {row["path"]: float(row["cosine"]) for row in csv.DictReader(file)}
+    assert ranking == pytest.approx(nearest, abs=2e-6)
+    assert list(ranking.values()) == sorted(ranking.values()), "rare images first"
 
 
 def test_evaluations_of_hidden_layers(

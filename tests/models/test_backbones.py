@@ -42,6 +42,10 @@ def _build(name: str, **args: object) -> nn.Module:
         ("timm", {"model": "resnet18"}, 32, 512),
         ("torchvision", {"model": "mobilenet_v3_small"}, 32, 576),
         ("torchvision", {"model": "vit_b_16", "args": {"image_size": 48}}, 48, 768),
+        ("torchvision", {"model": "efficientnet_b0"}, 32, 1280),
+        ("torchvision", {"model": "regnet_y_400mf"}, 32, 440),
+        ("timm", {"model": "xcit_nano_12_p16_224", "args": {"depth": 2}}, 32, 128),
+        ("timm", {"model": "convit_tiny", "args": {"img_size": 32, "depth": 2}}, 32, 192),
     ],
 )
 def test_maps_images_to_embed_dim_features(name: str, args: dict, size: int, dim: int) -> None:

@@ -88,6 +88,17 @@ def write_table(path: Path, images: Path, labels: Iterable[int]) -> None:
             rows.writerow((name if is_remote(name) else os.path.abspath(name), label))
 
 
+def write_ranking(path: Path, images: Path, cosines: Sequence[float]) -> None:
+    """Write path and cosine of the images of ``images.csv``, smallest cosine first."""
+    with images.open(encoding="utf-8", errors="surrogateescape", newline="") as given:
+        named = zip(cosines, (row["path"] for row in csv.DictReader(given)), strict=True)
+        ranked = sorted(named)
+    with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(("path", "cosine"))
+        rows.writerows((name, f"{cosine:.6f}") for cosine, name in ranked)
+
+
 class _NpyFile:
     """A ``.npy`` file of float32 rows whose number is known at the end."""
 

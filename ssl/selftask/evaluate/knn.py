@@ -171,6 +171,11 @@ class Bank:
         cosine, order = cosine.topk(k, dim=1)
         return cosine, row.gather(1, order)
 
+    def nearest_others(self) -> Tensor:
+        """Return the cosine of each row to the nearest other row: (N,)."""
+        own = torch.arange(len(self._rows), device=self._rows.device).split(_TEST_ROWS)
+        return torch.cat([self.nearest(self._rows[rows], 1, rows)[0][:, 0] for rows in own])
+
 
 def _top(queries: Tensor, bank: Tensor, k: int, left_out: Tensor) -> tuple[Tensor, Tensor]:
     """Return the k largest products of each query and their rows, one block at a time."""

@@ -25,11 +25,13 @@ data=DIR      the images, with or without labels; default: those the run was tra
 layers=[3,-1] hidden layers instead, each in features_layerN.npy; pool=mean|prefix|both
 clusters=K    also clusters.csv: path and cluster of each image by spherical k-means, which
               `selftask train supervised data=DIR/clusters.csv` can be trained on (ClusterFit)
+rank=true     also ranking.csv: path of each image and its cosine to the nearest other one, the
+              rarest image first, near copies last
 {WEIGHTS}
 An image that cannot be read has no row.
 {VERBOSITY}"""
 
-CLUSTERS = "clusters.csv"
+CLUSTERS, RANKING = "clusters.csv", "ranking.csv"
 
 
 def main(argv: list[str]) -> int:
@@ -40,6 +42,9 @@ def main(argv: list[str]) -> int:
     address, overrides = argv[0], argv[1:]
     if "=" in address:
         raise UserError(f"features needs a run or model before any key=value\n{USAGE}")
+    ranks, overrides = take("rank", overrides)
+    if ranks not in (None, "true", "false"):
+        raise UserError(f"rank={ranks}: expected true or false")
     out, clusters, overrides = _own_options(overrides)
     frozen = open_frozen(address, ["data.val=null", "data.val_sets=null", *overrides])
     facts = {
@@ -52,6 +57,8 @@ def main(argv: list[str]) -> int:
         features = _write(folder, frozen, facts)
         if clusters:
             _write_clusters(folder, features, frozen.config.train.seed, clusters)
+        if ranks == "true":
+            _write_ranking(folder, features)
     print(f"{out}: {len(features):,} images, {features.shape[1]} features")
     return 0
 
@@ -113,3 +120,17 @@ def _write_clusters(folder: Path, features: np.ndarray, seed: int, num_clusters:
     generator = torch.Generator().manual_seed(seed)
     _, cluster = spherical_kmeans(rows, num_clusters, iterations=20, generator=generator)
     write_table(folder / CLUSTERS, folder / IMAGES, cluster.tolist())
+
+
+def _write_ranking(folder: Path, features: np.ndarray) -> None:
+    """Write each image's cosine to the nearest other image, smallest first."""
+    import numpy as np
+    import torch
+
+    from selftask.evaluate.feature_files import IMAGES, write_ranking
+    from selftask.evaluate.knn import Bank
+
+    if len(features) < 2:
+        raise UserError("rank=true: there is one image, and no other to compare it with")
+    bank = Bank(torch.from_numpy(np.array(features)))
+    write_ranking(folder / RANKING, folder / IMAGES, bank.nearest_others().tolist())
