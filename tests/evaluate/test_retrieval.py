@@ -236,6 +236,7 @@ def test_a_table(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert told(capsys, model, *words)["retrieval_map"] == 1.0
 
 
+@pytest.mark.slow
 def test_transformers_take_any_size(
     pairs: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

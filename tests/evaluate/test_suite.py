@@ -122,6 +122,7 @@ def test_every_checkpoint_once(run: Path, capsys: pytest.CaptureFixture[str]) ->
     assert list(table(other)) == [1], "with another k the results are others"
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_weights_of_the_step(
     trained: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
