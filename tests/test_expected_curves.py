@@ -36,6 +36,7 @@ def chance(recipe: str, num_classes: int) -> float | None:
         "num_negatives": sum(num_views(config.views).values()) * (config.train.batch_size - 1),
         "num_pairs": config.train.batch_size,
         "num_classes": num_classes,
+        "num_images": 1347,  # of the digits
     }
     method.config = SimpleNamespace(**config.method.args)
     for name, value in counted.items():

@@ -40,7 +40,7 @@ def exponential(feature: Sequence[float], entry: Sequence[float], tau: float) ->
 
 def method_of(num_images: int, **config: Any) -> NPID:
     method = NPID(NPID.Config(out_dim=4, **config))
-    method.memory = MemoryBank(num_images, 4).double()
+    method.memory, method.num_images = MemoryBank(num_images, 4).double(), num_images
     return method.double()
 
 

@@ -78,7 +78,8 @@ class NPID(Method):
         return mlp(embed_dim, config.hidden_dim, config.out_dim, norm=False)
 
     def setup(self, task: Task) -> None:
-        self.memory = MemoryBank(task.data_module.num_images, self.config.out_dim)
+        self.num_images = task.data_module.num_images
+        self.memory = MemoryBank(self.num_images, self.config.out_dim)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Draw the indices of each image's negatives."""
@@ -129,7 +130,7 @@ class NPID(Method):
         config, negatives = self.config, self.config.num_negatives
         distance = 2 * config.proximal_weight  # between orthogonal unit vectors
         if config.loss == "softmax":
-            return distance + math.log(len(self.memory))
+            return distance + math.log(self.num_images)
         if config.loss == "info_nce":
             return distance + math.log1p(negatives)
         return distance + chance_of_nce(negatives)
