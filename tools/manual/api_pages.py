@@ -39,7 +39,7 @@ PARTS = {
             *("models.heads", "models.teacher", "models.feature_queue", "models.memory_bank"),
             *("models.clustering", "models.masks", "models.block_mask", "models.patch_predictor"),
             *("models.losses.contrast", "models.losses.koleo", "models.losses.variance_covariance"),
-            *("models.precision", "models.network"),
+            *("models.precision", "models.network", "models.weights.trained"),
         ),
     ),
     "api-distributed": (
