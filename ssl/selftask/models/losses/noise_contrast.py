@@ -9,6 +9,7 @@ B: images per rank, K: negatives of an image, D: width, N: images of the data se
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -116,7 +117,7 @@ class Normalizer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("value", torch.zeros(()))
-        self.is_known = False  # read from ``value`` until it is true
+        self.is_known = False  # as ``value > 0``, which the host would have to wait for
 
     @torch.no_grad()
     def of(
@@ -124,7 +125,7 @@ class Normalizer(nn.Module):
     ) -> Tensor:
         """Return Z, or an estimate from the images of all ranks until it is known.
 
-        Every rank must call it. Until Z is known, the host waits for the device.
+        Every rank must call it.
 
         Args:
             features: Of this rank's images, (B, D), of any length.
@@ -135,7 +136,6 @@ class Normalizer(nn.Module):
         Returns:
             A scalar, equal on every rank.
         """
-        self.is_known = self.is_known or bool(self.value > 0)
         if self.is_known:
             return self.value
         estimate = estimate_normalizer(features, memory[negatives], temperature, len(memory))
@@ -146,6 +146,13 @@ class Normalizer(nn.Module):
         """Keep what ``of`` returned in the first step, for its last batch if it has several."""
         if not self.is_known:
             self.value.copy_(estimate)
+            self.is_known = True
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self.is_known = bool(self.value > 0)
 
 
 def _similarities(
