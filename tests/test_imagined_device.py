@@ -84,6 +84,13 @@ def test_methods(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["npid", "pirl"])
+def test_noise_contrast(method: str, tmp_path: Path) -> None:
+    """Whether Z is known was read from the device in each step, and after a resume."""
+    assert in_process(trained, method, tmp_path, "method.loss=nce") == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["cpu", "device"])
 @pytest.mark.parametrize("step", TRAIN_STEPS.names())
 def test_train_steps(step: str, engine: str, tmp_path: Path) -> None:
