@@ -271,6 +271,24 @@ class _Module:
         self.emptied += 1
 
     mem_get_info = staticmethod(lambda device: (2**40, 2**40))
+    allocated = peak = 0  # bytes; reserved is twice as much
+
+    def allocate(self, size: int) -> None:
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+
+    def memory_stats(self, device: Any) -> dict[str, int]:
+        now, peak = self.allocated, self.peak
+        return {
+            "allocated_bytes.all.current": now,
+            "allocated_bytes.all.peak": peak,
+            "reserved_bytes.all.current": 2 * now,
+            "reserved_bytes.all.peak": 2 * peak,
+        }
+
+    def reset_peak_memory_stats(self, device: Any) -> None:
+        self.peak = self.allocated
+
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
 
     @staticmethod

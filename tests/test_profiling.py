@@ -78,6 +78,22 @@ def test_snapshots_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert dumped == ["memory_step_2_rank0.pickle", "memory_full_rank0.pickle"]
 
 
+@pytest.mark.parametrize("write", ["summary", "both"])
+def test_summaries_on_a_gpu(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's table as text; alone, no allocation is recorded."""
+    memory, calls = torch.cuda.memory, []
+    monkeypatch.setattr(memory, "_record_memory_history", lambda **options: calls.append("record"))
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: calls.append("dump"))
+    monkeypatch.setattr(torch.cuda, "memory_summary", lambda device: f"| {device.type} |")
+    task: Any = SimpleNamespace(device=torch.device("cuda"), out=tmp_path, train=True, steps_done=2)
+    hook = MemorySnapshot(at_step=2, write=write)
+    hook.on_start(task)
+    hook.on_step(task)
+    hook.on_end(task)
+    assert (tmp_path / "profile" / "memory_step_2_rank0.txt").read_text() == "| cuda |\n"
+    assert calls == (["record", "dump", "record"] if write == "both" else [])
+
+
 def test_activations_against_the_layers_themselves(tmp_path: Path) -> None:
     """Of a transformer and in logged steps only; the run is bit for bit as without the hook."""
     kept: list[dict[str, Tensor]] = []

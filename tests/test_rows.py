@@ -10,10 +10,14 @@ import pytest
 import torch
 
 import tiny
+from imagined_device import NAME, ImaginedDevice, in_process
 from ranks import run_ranks
+from selftask.hooks.base import function_hook
 from selftask.logs import format_row, pace, read_metrics
 from selftask.logs.history import LENGTH, History
-from selftask.logs.pace import Pace, memory_mb, over_ranks, settings_of_groups
+from selftask.logs.pace import Pace, over_ranks, settings_of_groups, take_memory_mb
+from selftask.task import Task
+from selftask.task.loop import train_loop
 
 
 def test_pace_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,12 +73,64 @@ def test_the_rows_of_a_run(tmp_path: Path) -> None:
     assert 0 < rows[0]["memory_mb"] <= rows[-1]["memory_mb"] <= peak * (1 + 1e-6)
 
 
-def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "device_memory_mb" not in memory_mb(torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 << 30)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 5 << 30)
-    peaks = memory_mb(torch.device("cuda"))
-    assert (peaks["device_memory_mb"], peaks["device_reserved_mb"]) == (3072, 5120)
+def rows_with_a_peak(folder: Path) -> list[dict[str, float]]:
+    """Train four steps on the device; the second one allocates 3 GiB and frees 2 of them."""
+    memory = torch.get_device_module(NAME)
+
+    def allocate(task: Task) -> None:
+        if task.steps_done == 1:
+            memory.allocate(3 << 30)
+            memory.allocate(-2 << 30)
+
+    with ImaginedDevice():
+        words = ["train.device=auto", "train.log_every=1", "train.max_steps=4"]
+        task = tiny.task("simclr", folder, "run", *words)
+        task.add_hook(function_hook(on_backward=allocate))
+        train_loop(task)
+    return read_metrics(folder / "run" / "metrics.jsonl")
+
+
+def test_memory_of_a_device(tmp_path: Path) -> None:
+    """A peak is in the row of its step, and in no later one; in MiB."""
+    rows = in_process(rows_with_a_peak, tmp_path)
+    peaks = [(row["device_memory_mb"], row["device_reserved_mb"]) for row in rows]
+    assert peaks == [(0, 0), (3072, 6144), (1024, 2048), (1024, 2048)]
+    now = [(row["device_memory_now_mb"], row["device_reserved_now_mb"]) for row in rows]
+    assert now == [(0, 0), (1024, 2048), (1024, 2048), (1024, 2048)]
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu"])
+def test_memory_of_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The statistics that torch counts, by their documented names."""
+    sizes = {"allocated_bytes": (1, 3), "reserved_bytes": (2, 5), "active_bytes": (7, 7)}
+    counted = {
+        f"{kind}.{pool}.{which}": (size << 30) if pool == "all" else 0
+        for kind, both in sizes.items()
+        for which, size in zip(("current", "peak"), both, strict=True)
+        for pool in ("all", "small_pool")
+    }
+    reset: list[torch.device] = []
+    module = getattr(torch, device)
+    monkeypatch.setattr(module, "memory_stats", lambda device: counted)
+    monkeypatch.setattr(module, "reset_peak_memory_stats", reset.append)
+    row = take_memory_mb(torch.device(device))
+    assert row.pop("memory_mb") > 0
+    assert row == {
+        "device_memory_mb": 3072,
+        "device_reserved_mb": 5120,
+        "device_memory_now_mb": 1024,
+        "device_reserved_now_mb": 2048,
+    }
+    assert reset == [torch.device(device)]
+
+
+def test_memory_of_devices_that_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert take_memory_mb(torch.device("cpu")).keys() == {"memory_mb"}
+    monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 1 << 30)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 2 << 30)
+    row = take_memory_mb(torch.device("mps"))
+    assert (row["device_memory_now_mb"], row["device_reserved_now_mb"]) == (1024, 2048)
+    assert "device_memory_mb" not in row
 
 
 def test_a_line() -> None:

@@ -13,6 +13,12 @@ from typing import Any
 import torch
 
 _PINNED = ("cuda", "xpu")  # copy from page-locked host memory while the host goes on
+_STATISTICS = {
+    f"{kind}{suffix}": f"{kind}_bytes.all.{which}"
+    for kind in ("allocated", "reserved")
+    for which, suffix in (("current", ""), ("peak", "_peak"))
+}
+_COUNTERS = {"allocated": "current_allocated_memory", "reserved": "driver_allocated_memory"}
 
 
 def names() -> list[str]:
@@ -76,6 +82,28 @@ def free_bytes(device: torch.device) -> int | None:
     if not is_accelerator(device) or not hasattr(_module(device), "mem_get_info"):
         return None
     return int(_module(device).mem_get_info(device)[0])
+
+
+def memory_bytes(device: torch.device) -> dict[str, int]:
+    """Return the memory that torch's allocator has on the device, in bytes; empty on a CPU.
+
+    ``allocated`` is that of tensors, ``reserved`` also that of fragments and of the cache; with
+    ``_peak`` the largest since ``reset_memory_peaks``. What the device does not count is left out.
+    """
+    if not is_accelerator(device):
+        return {}
+    module = _module(device)
+    if hasattr(module, "memory_stats"):
+        stats = module.memory_stats(device)
+        return {name: int(stats[key]) for name, key in _STATISTICS.items() if key in stats}
+    counted = {n: getattr(module, count, None) for n, count in _COUNTERS.items()}  # as torch.mps
+    return {name: int(count()) for name, count in counted.items() if count is not None}
+
+
+def reset_memory_peaks(device: torch.device) -> None:
+    """Make the peaks of ``memory_bytes`` begin at the present values."""
+    if is_accelerator(device) and hasattr(_module(device), "reset_peak_memory_stats"):
+        _module(device).reset_peak_memory_stats(device)
 
 
 def empty_cache(device: torch.device) -> None:

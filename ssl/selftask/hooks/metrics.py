@@ -16,7 +16,7 @@ from selftask.distributed.collectives import rank
 from selftask.hooks.base import Hook
 from selftask.hooks.failures.non_finite import REMEDY, NonFiniteLoss
 from selftask.logs import get_logger
-from selftask.logs.pace import Pace, memory_mb, over_ranks, settings_of_groups
+from selftask.logs.pace import Pace, over_ranks, settings_of_groups, take_memory_mb
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Metrics(Hook):
         losses = self._losses(task)
         steps = len(losses)
         timed = len(self.pace.ends)
-        measured = {**self.pace.take(task.data_module.data_wait_s), **memory_mb(task.device)}
+        measured = {**self.pace.take(task.data_module.data_wait_s), **take_memory_mb(task.device)}
         terms, slowest = over_ranks(task.last_batch.terms, measured, task.device)
         row = {
             "loss": math.fsum(losses) / len(losses),

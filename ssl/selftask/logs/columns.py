@@ -25,6 +25,8 @@ class Column(NamedTuple):
 
 
 _HEALTH, _EVAL = "hook `health`, a default", "`eval.evaluations`, at step 0, `eval.every`, the end"
+_DEVICE = "runs on CUDA and XPU devices"
+_DEVICES = "runs on CUDA, XPU and MPS devices"
 
 COLUMNS = (
     Column("step", "steps", "Finished optimizer steps."),
@@ -46,15 +48,21 @@ COLUMNS = (
     Column("eta_s", "s", "Remaining time at the mean pace of this attempt."),
     Column("memory_mb", "MiB", "Largest resident memory of a process so far."),
     Column(
-        "device_memory_mb", "MiB", "Largest memory allocated on a GPU so far.", "runs on CUDA GPUs"
+        "device_memory_mb",
+        "MiB",
+        "Largest memory allocated on a device since the row before, so that a peak is in the row "
+        "of its steps; the largest of all rows is that of the run.",
+        _DEVICE,
     ),
     Column(
         "device_reserved_mb",
         "MiB",
-        "Largest memory reserved on a GPU so far by torch's allocator. Far above "
+        "Largest memory reserved by torch's allocator on a device since the row before. Far above "
         "`device_memory_mb`, memory is fragmented.",
-        "runs on CUDA GPUs",
+        _DEVICE,
     ),
+    Column("device_memory_now_mb", "MiB", "Memory allocated on a device at this row.", _DEVICES),
+    Column("device_reserved_now_mb", "MiB", "Memory reserved on a device at this row.", _DEVICES),
     Column(
         "chance_loss",
         "",

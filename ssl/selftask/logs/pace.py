@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selftask.distributed.accelerator import memory_bytes, reset_memory_peaks
 from selftask.distributed.collectives import all_gather_cat
+
+_COLUMNS = {
+    "allocated_peak": "device_memory_mb",
+    "reserved_peak": "device_reserved_mb",
+    "allocated": "device_memory_now_mb",
+    "reserved": "device_reserved_now_mb",
+}
 
 
 class Pace:
@@ -57,21 +65,22 @@ class Pace:
         return (self.since - self.begun) / max(self.steps, 1)
 
 
-def memory_mb(device: torch.device) -> dict[str, float]:
-    """Return the largest memory so far in MiB: of this process, and on its GPU.
+def take_memory_mb(device: torch.device) -> dict[str, float]:
+    """Return the memory of this process and of its device in MiB; peaks begin anew with each call.
 
-    What torch's allocator has reserved of a GPU is more than what tensors take: fragments count.
+    That of the process is its largest so far. Of the device there are the largest since the last
+    call, and the present values.
     """
-    peaks = {}
+    row = {}
     if sys.platform != "win32":
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB; bytes on macOS
-        peaks["memory_mb"] = peak / (2**20 if sys.platform == "darwin" else 2**10)
-    if device.type == "cuda":
-        peaks["device_memory_mb"] = torch.cuda.max_memory_allocated(device) / 2**20
-        peaks["device_reserved_mb"] = torch.cuda.max_memory_reserved(device) / 2**20
-    return peaks
+        row["memory_mb"] = peak / (2**20 if sys.platform == "darwin" else 2**10)
+    counted = memory_bytes(device)
+    row |= {_COLUMNS[name]: size / 2**20 for name, size in counted.items()}
+    reset_memory_peaks(device)
+    return row
 
 
 def over_ranks(

@@ -21,14 +21,8 @@ _KNOWN = frozenset(
     (
         *("step", "epoch", "loss", "loss_median", "lr", "weight_decay", "images_per_s"),
         *("data_wait", "step_s", "step_s_median", "memory_mb", "device_memory_mb", "eta_s"),
-        *(
-            "device_reserved_mb",
-            "chance_loss",
-            "chance_ratio",
-            "emb_std",
-            "mean_cosine",
-            "effective_rank",
-        ),
+        *("device_reserved_mb", "device_memory_now_mb", "device_reserved_now_mb"),
+        *("chance_loss", "chance_ratio", "emb_std", "mean_cosine", "effective_rank"),
         *("eval_s", "eval_images_per_s"),
     )
 )
@@ -184,13 +178,15 @@ def _memory(record: RunRecord) -> Chart:
         "memory_mb": "host",
         "device_memory_mb": "device",
         "device_reserved_mb": "device, reserved",
+        "device_memory_now_mb": "device, at the row",
+        "device_reserved_now_mb": "device, reserved, at the row",
     }
     curves = [
         Curve(label, column.steps, [value * MIB for value in column.values])
         for name, label in names.items()
         if (column := record.columns.get(name))
     ]
-    return Chart("Peak memory", curves, format="bytes", smooth=False, from_zero=True)
+    return Chart("Memory", curves, format="bytes", smooth=False, from_zero=True)
 
 
 def _chart(

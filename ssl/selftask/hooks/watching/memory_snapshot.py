@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
@@ -23,10 +23,11 @@ log = get_logger(__name__)
 @register_hook("memory_snapshot")
 @dataclass(eq=False, kw_only=True)
 class MemorySnapshot(Hook):
-    """Records every allocation on a CUDA GPU; writes them after a step and when memory is full.
+    """Writes what a CUDA GPU's memory holds, after a step and when memory is full.
 
     ``OUT/profile/memory_NAME_rankN.pickle`` shows each block of memory with the line that allocated
-    it on https://pytorch.org/memory_viz.
+    it on https://pytorch.org/memory_viz; for it, every allocation is recorded.
+    ``OUT/profile/memory_NAME_rankN.txt`` is the table of ``torch.cuda.memory_summary``.
     """
 
     priority: ClassVar[int] = 110
@@ -34,6 +35,8 @@ class MemorySnapshot(Hook):
     """Step after which to write a snapshot, too."""
     max_entries: int = setting(100_000, min=1)
     """Allocations to keep, the newest."""
+    write: Literal["snapshot", "summary", "both"] = "snapshot"
+    """What to write; for a summary alone nothing is recorded, and steps cost nothing more."""
 
     def on_start(self, task: Task) -> None:
         if task.device.type != "cuda":
@@ -42,14 +45,16 @@ class MemorySnapshot(Hook):
                 f"{task.device.type}; memory_mb in metrics.jsonl is the memory of the process, and "
                 "hooks.profiler={memory: true} records allocations on any device"
             )
-        torch.cuda.memory._record_memory_history(max_entries=self.max_entries)
+        if self.write != "summary":
+            torch.cuda.memory._record_memory_history(max_entries=self.max_entries)
 
     def on_step(self, task: Task) -> None:
         if task.train and task.steps_done == self.at_step:
             self._write(task, f"step_{task.steps_done}")
 
     def on_end(self, task: Task) -> None:
-        torch.cuda.memory._record_memory_history(enabled=None)
+        if self.write != "summary":
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     def on_exception(self, task: Task) -> None:
         if isinstance(task.exception, torch.OutOfMemoryError):
@@ -58,5 +63,10 @@ class MemorySnapshot(Hook):
     def _write(self, task: Task, name: str) -> None:
         path = task.out / "profile" / f"memory_{name}_rank{rank()}.pickle"
         path.parent.mkdir(exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
-        log.info("memory snapshot: %s", path)
+        if self.write != "summary":
+            torch.cuda.memory._dump_snapshot(str(path))
+            log.info("memory snapshot: %s", path)
+        if self.write != "snapshot":
+            table = path.with_suffix(".txt")
+            table.write_text(torch.cuda.memory_summary(task.device) + "\n", encoding="utf-8")
+            log.info("memory summary: %s", table)
