@@ -45,6 +45,11 @@ def test_short_form_and_defaults() -> None:
             ["parallel=ddp", "train.sharded_checkpoints=true"],
             "train.sharded_checkpoints=true has no effect with parallel.reduce='ddp'",
         ),
+        (
+            ["parallel.buffers=mean", "parallel.sync_buffers=never"],
+            "parallel.buffers='mean' has no effect with parallel.sync_buffers=never",
+        ),
+        (["parallel.broadcast_buffers=true"], "did you mean 'parallel.sync_buffers'"),
         (["train.sharded=true"], "did you mean 'train.sharded_checkpoints'"),
         (["parallel.activation_checkpointing=block"], "did you mean 'blocks'?"),
         (["parallel.activation_checkpointing=8"], "for a size say what of: '8 GB'"),

@@ -392,11 +392,12 @@ def test_options_reach_ddp(told: list[dict[str, Any]]) -> None:
 def synced_buffers(rank: int) -> dict[str, list[float]]:
     """A BatchNorm that saw other numbers on each rank, after ``parallel.buffers`` of each kind."""
     found = {}
-    for kind in ("broadcast", "mean"):
+    kinds: tuple[Any, ...] = ("broadcast", "mean")
+    for kind in kinds:
         norm = nn.BatchNorm1d(2).double()
         for step in range(2 + rank):
             norm(torch.arange(8.0, dtype=torch.float64).reshape(4, 2) * (rank + 1) + step)
-        parallel = SimpleNamespace(buffers=kind)
+        parallel = ParallelConfig(buffers=kind)
         task: Any = SimpleNamespace(
             config=SimpleNamespace(parallel=parallel), networks=[norm.eval()]
         )

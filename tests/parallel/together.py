@@ -8,6 +8,7 @@ from typing import Any
 def everything(rank: int) -> dict[str, Any]:
     """What each function that is to run on ranks returns, by its name."""
     import test_activation_budget
+    import test_buffers
     import test_layers
     import test_reductions
     import test_sharded_writer
@@ -15,6 +16,7 @@ def everything(rank: int) -> dict[str, Any]:
     functions = (
         *test_activation_budget.ON_RANKS,
         *test_reductions.ON_RANKS,
+        *test_buffers.ON_RANKS,
         *test_layers.ON_RANKS,
         *test_sharded_writer.ON_RANKS,
     )

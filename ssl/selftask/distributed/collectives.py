@@ -170,22 +170,43 @@ def broadcast_buffers(module: nn.Module) -> None:
 @torch.no_grad()
 def average_statistics(module: nn.Module) -> None:
     """Replace BatchNorm's running statistics by their mean over ranks; broadcast other buffers."""
-    others = []
+    statistics: list[Tensor] = []
+    others: list[Tensor] = []
     for name, buffer in module.named_buffers():
-        if name.endswith(("running_mean", "running_var")):
-            buffer.copy_(all_reduce_mean(buffer))
-        else:
-            others.append(buffer)
+        is_statistic = name.endswith(("running_mean", "running_var"))
+        (statistics if is_statistic else others).append(buffer)
+    if world_size() > 1:
+        for alike in _alike(statistics):
+            _fill(alike, all_reduce_mean(_flat(alike)))
     broadcast_tensors(others)
 
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
-    """Copy tensors from rank 0 to every rank."""
+    """Copy tensors from rank 0 to every rank, those of a dtype together."""
     if world_size() > 1 and not SIMULATED.active:
         with collective_activity("broadcast of buffers"):
-            for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+            for alike in _alike(tensors):
+                flat = _flat(alike)
+                dist.broadcast(flat, src=0)
+                _fill(alike, flat)
+
+
+def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Return lists of tensors of equal dtype and device, in the same order on every rank."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device.type), []).append(tensor)
+    return groups.values()
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _fill(tensors: list[Tensor], flat: Tensor) -> None:
+    for tensor, values in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(values.view_as(tensor))
 
 
 def gather_objects(thing: Any) -> list[Any]:

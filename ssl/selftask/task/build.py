@@ -11,9 +11,9 @@ from torch import nn
 
 from selftask import classy
 from selftask.config.schema import Component, Config
-from selftask.distributed.collectives import broadcast_module
+from selftask.distributed.collectives import broadcast_module, world_size
 from selftask.errors import UserError
-from selftask.hooks.base import POINTS, defines
+from selftask.hooks.base import POINTS, defines, function_hook
 from selftask.hooks.failures.non_finite import NonFiniteGuard
 from selftask.logs import get_logger
 from selftask.models.build import build_backbone, check_offers, check_sizes, with_embed_dim
@@ -133,6 +133,8 @@ def hooks(task: Task) -> None:
         task.added_hooks.setdefault("non_finite", guard)
     if train.uses_compiler:
         task.added_hooks["compile_report"] = CompileReport()
+    if task.config.parallel.sync_buffers == "step" and world_size() > 1:
+        task.added_hooks["sync_buffers"] = function_hook(priority=0, on_step=_sync_after_training)
     task.named_hooks = {k: _build(HOOKS, c, task.out) for k, c in chosen.items()} | task.added_hooks
     task.meters = [_build(METERS, c, task.out) for c in task.config.meters.values()]
     if task.meters and not task.loss.outputs_logits:
@@ -152,6 +154,11 @@ def hooks(task: Task) -> None:
         point: [getattr(hook, point) for hook in task.hooks if defines(hook, point)]
         for point in POINTS
     }
+
+
+def _sync_after_training(task: Task) -> None:
+    if task.train:  # ranks may have different numbers of test batches
+        task.sync_buffers()
 
 
 def _check_test_set(task: Task) -> None:

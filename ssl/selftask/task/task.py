@@ -200,10 +200,14 @@ class Task(Recorder, ClassyTaskNames):
 
         BatchNorm's running statistics differ between ranks during training; those of rank 0, or the
         mean (``parallel.buffers``), are evaluated, exported and saved. Every rank must call it.
+        Does nothing with ``parallel.sync_buffers=never``.
         """
-        mean = self.config.parallel.buffers == "mean"
+        parallel = self.config.parallel
+        if parallel.sync_buffers == "never":
+            return
+        synchronize = average_statistics if parallel.buffers == "mean" else broadcast_buffers
         for network in self.networks:
-            (average_statistics if mean else broadcast_buffers)(network)
+            synchronize(network)
 
     def advance(self, batches: int = 1) -> None:
         """Count one finished step of ``batches`` batches."""

@@ -233,6 +233,12 @@ def _parallel(config: Config) -> Iterator[Problem]:
                 f"use parallel.reduce={way}"
             )
             yield ("parallel", key), text
+    if parallel.sync_buffers == "never" and parallel.buffers != _DEFAULT.buffers:
+        text = (
+            f"parallel.buffers={parallel.buffers!r} has no effect with "
+            "parallel.sync_buffers=never; use evaluation or step, or take it out"
+        )
+        yield ("parallel", "buffers"), text
     if parallel.static_graph and parallel.find_unused:
         text = "parallel.find_unused does not go with parallel.static_graph; take one of them out"
         yield ("parallel", "find_unused"), text

@@ -56,8 +56,14 @@ class ParallelConfig:
     grad_compression: Literal["none", "fp16", "bf16"] = "none"
     """Type of gradients on their way between ranks (manual)."""
     buffers: Literal["broadcast", "mean"] = "broadcast"
-    """BatchNorm's running statistics before evaluations and saves: those of the first rank, or the
-    mean over ranks.
+    """BatchNorm's running statistics that all ranks get: those of the first rank, or the mean over
+    ranks.
+    """
+    sync_buffers: Literal["evaluation", "step", "never"] = setting(
+        "evaluation", also=["broadcast_buffers", "broadcast_buffers_mode"]
+    )
+    """When ranks get them: before evaluations, exports and saves; also after every step; or never,
+    so that each rank evaluates with its own, and those of the first are saved.
     """
     static_graph: bool = False
     """Whether every step uses the same parameters, equally often (ddp)."""

@@ -1,0 +1,84 @@
+"""When BatchNorm's statistics become equal on two ranks, under every way of reducing gradients."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiny
+from selftask.distributed.collectives import gather_objects, rank, world_size
+from selftask.distributed.world import World
+
+WHEN = ("evaluation", "step", "never")
+WAYS = ("manual", "ddp", "fsdp")
+CASES = [
+    *(("manual", when, "broadcast") for when in WHEN),
+    *((way, "step", "broadcast") for way in WAYS[1:]),
+    ("manual", "step", "mean"),
+]
+STAGES = ("step 1", "step 2", "exported", "step 3", "saved")
+
+
+def buffers_of_runs(_: int) -> dict[tuple[str, str, str], dict[str, Tensor]]:
+    """The running statistics of network and teacher at each stage, on this rank."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(gather_objects(made)[0])
+        if not rank():
+            tiny.digits_file(folder)
+        gather_objects(None)
+        return {case: _run(*case, folder) for case in CASES}
+
+
+def _run(way: str, when: str, buffers: str, folder: Path) -> dict[str, Tensor]:
+    words = [f"parallel={way}", f"parallel.sync_buffers={when}", f"parallel.buffers={buffers}"]
+    task = tiny.task("byol", folder, f"{way}_{when}_{buffers}_{rank()}", *words)
+    task.world = World(rank(), world_size(), rank(), world_size())
+    task.prepare()
+    task.on_start()
+    task.on_phase_start()
+    found = {}
+    for stage in STAGES:
+        if stage == "exported":
+            task.export_backbone()
+        elif stage == "saved":
+            task.state_dict()
+        else:
+            task.step()
+        statistics = [
+            buffer.flatten()
+            for network in task.networks
+            for name, buffer in network.named_buffers()
+            if "running" in name
+        ]
+        found[stage] = torch.cat(statistics).clone()
+    task.close()
+    return found
+
+
+@pytest.mark.parametrize("case", CASES[:5], ids="-".join)
+def test_when_ranks_are_equal(case: Any, told: list[dict[str, Any]]) -> None:
+    """The first rank keeps its own; the second gets them as configured, and never otherwise."""
+    first, second = (of_rank["buffers_of_runs"] for of_rank in told)
+    expected = {"evaluation": ["exported", "saved"], "step": [*STAGES], "never": []}[case[1]]
+    equal = [stage for stage in STAGES if torch.equal(first[case][stage], second[case][stage])]
+    assert equal == expected
+    for stage in STAGES:
+        own = first["manual", "never", "broadcast"][stage]
+        torch.testing.assert_close(first[case][stage], own, rtol=1e-4, atol=1e-5)
+
+
+def test_the_mean_after_each_step(told: list[dict[str, Any]]) -> None:
+    first, second = (of_rank["buffers_of_runs"] for of_rank in told)
+    own, mean = ("manual", "never", "broadcast"), ("manual", "step", "mean")
+    expected = (first[own]["step 1"] + second[own]["step 1"]) / 2
+    torch.testing.assert_close(first[mean]["step 1"], expected)
+    for stage in STAGES:
+        assert torch.equal(first[mean][stage], second[mean][stage])
+
+
+ON_RANKS = (buffers_of_runs,)
