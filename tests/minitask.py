@@ -20,6 +20,7 @@ from selftask.config.schema import CompileConfig
 from selftask.distributed.collectives import all_reduce_mean, rank, world_size
 from selftask.hooks.base import defines
 from selftask.methods.base import Method
+from selftask.models.features.tokens import Features, Request, from_sequence
 from selftask.registry import METHODS, TRAIN_STEPS
 
 NUM_IMAGES = 24
@@ -36,6 +37,26 @@ class TinyBackbone(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return torch.tanh(self.conv(images)).mean(dim=(2, 3))
+
+
+class TinyTokens(nn.Module):
+    """Images of 9 pixels -> 3x3 patches of 3 pixels, and of 6 pixels -> 2x2; 6 features."""
+
+    embed_dim = mask_dim = 6
+    offers = ("tokens", "dense")
+    patch_size = (3, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 6, 3, stride=3)
+        self.mix = nn.Linear(6, 6)
+
+    def extract(self, images: Tensor, **options: Any) -> Features:
+        x = self.patch(images)
+        grid = x.shape[2:]
+        x = Request(**options).replace_masked(x.flatten(2).transpose(1, 2))
+        x = torch.tanh(self.mix(x + x.mean(dim=1, keepdim=True)))
+        return Features(x.mean(dim=1), from_sequence(x, 0, tuple(grid)), {})
 
 
 class MiniTask:

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from minitask import MiniTask, largest_difference
+from minitask import MiniTask, TinyTokens, largest_difference
 from ranks import run_ranks
 from selftask.batch import Batch, total
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
 from selftask.methods.dinov2 import DINOv2, Masks, Output, patch_cross_entropy
-from selftask.models.features.tokens import Features, Request, from_sequence
 
 SMALL: dict[str, Any] = {
     "out_dim": 5,
@@ -27,26 +26,6 @@ SMALL: dict[str, Any] = {
     "momentum": 0.9,
 }
 NUM_PATCHES = 9
-
-
-class TinyTokens(nn.Module):
-    """Images of 9 pixels -> 3x3 patches of 3 pixels, and of 6 pixels -> 2x2; 6 features."""
-
-    embed_dim = mask_dim = 6
-    offers = ("tokens", "dense")
-    patch_size = (3, 3)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch = nn.Conv2d(3, 6, 3, stride=3)
-        self.mix = nn.Linear(6, 6)
-
-    def extract(self, images: Tensor, **options: Any) -> Features:
-        x = self.patch(images)
-        grid = x.shape[2:]
-        x = Request(**options).replace_masked(x.flatten(2).transpose(1, 2))
-        x = torch.tanh(self.mix(x + x.mean(dim=1, keepdim=True)))
-        return Features(x.mean(dim=1), from_sequence(x, 0, tuple(grid)), {})
 
 
 def draw(seed: int, *shape: int, scale: float = 1.0) -> Tensor:

@@ -1,43 +1,27 @@
-"""Distillation against formulas in float64, and its teachers against the runs they come from."""
+"""Distillation against formulas in float64; a student that learns, resumes, and trains on ranks."""
 
 from __future__ import annotations
 
 import math
-import sys
-import warnings
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
 from torch import Tensor, nn
 
 import tiny
-from minitask import MiniTask, largest_difference, loss_of
+from minitask import MiniTask, TinyTokens, largest_difference, loss_of
 from ranks import run_ranks
-from selftask.api.learner import Learner
-from selftask.batch import Batch
-from selftask.config.load import load_config
-from selftask.config.schema import Component
-from selftask.data.loading.open_data import open_data
-from selftask.errors import ConfigError, UserError
+from selftask.batch import Batch, total
+from selftask.errors import UserError
 from selftask.methods.distill import Distill
-from selftask.models.build import build_backbone
+from selftask.models.distillation.patch_scores import ImageAndPatchScores
 from selftask.models.network import Network
-from selftask.models.teacher import FrozenTeacher
-from selftask.models.weights.trained import (
-    Scores,
-    TrainedNetwork,
-    open_features,
-    open_scores,
-)
-from selftask.task import Task
-from selftask.task.loop import Interrupted, train_loop
+from selftask.models.weights.trained import Scores, TrainedNetwork
 
 K = 5
+_NONE = torch.empty(0, dtype=torch.int64)
 
 
 def _random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -105,8 +89,7 @@ def test_labels_have_their_share_and_unlabelled_images_none() -> None:
     ]
     method = _method(match="logits", label_weight=0.25, temperature=1.0)
     soft = loss_of(_method(match="logits", temperature=1.0), student, targets=teacher)
-    none = torch.empty(0)
-    batch = Batch(views={}, labels=labels, index=none, key=none, added={"targets": teacher})
+    batch = Batch(views={}, labels=labels, index=_NONE, key=_NONE, added={"targets": teacher})
     parts = method(student, batch)
     assert isinstance(parts, dict)
     assert parts["labels"].item() == pytest.approx(0.25 * sum(terms) / 8, rel=1e-12)
@@ -116,7 +99,8 @@ def test_labels_have_their_share_and_unlabelled_images_none() -> None:
 def _prototypes(trained: TrainedNetwork, **config: Any) -> Distill:
     method = _method(match="prototypes", **config)
     method.out_dim = trained.width
-    method._set_targets(trained)
+    assert trained.scores is not None
+    method.targets = method.build_targets(trained.scores)
     return method.double()
 
 
@@ -133,11 +117,11 @@ def test_prototypes_are_sharpened_and_centred_as_the_teacher_was() -> None:
         q = _softmax((student[0, image] / 0.1).tolist())
         terms.append(-sum(a * math.log(b) for a, b in zip(p, q, strict=True)))
     method = _prototypes(_trained(center, "centering"))
-    found = loss_of(method, student, targets=method.probabilities(teacher))
+    found = loss_of(method, student, targets=method.targets(teacher))
     assert found.item() == pytest.approx(sum(terms) / 3, rel=1e-9)
     plain = _prototypes(_trained(center, "centering"), targets="softmax", teacher_temperature=1.0)
-    assert torch.allclose(plain.probabilities(teacher), teacher.softmax(dim=2), atol=1e-12)
-    even = loss_of(method, torch.zeros(1, 3, K).double(), targets=method.probabilities(teacher))
+    assert torch.allclose(plain.targets(teacher), teacher.softmax(dim=2), atol=1e-12)
+    even = loss_of(method, torch.zeros(1, 3, K).double(), targets=method.targets(teacher))
     assert method.chance_loss == pytest.approx(even.item())
     with pytest.raises(UserError, match=r"targets=centering: .* has no centre"):
         _prototypes(_trained(), targets="centering")
@@ -154,7 +138,42 @@ def test_sinkhorn_balances_each_view() -> None:
             q = q / q.sum(axis=0, keepdims=True)
         expected.append(q.T)
     method = _prototypes(_trained(targets="sinkhorn"), sinkhorn_iterations=4)
-    assert np.allclose(method.probabilities(scores).numpy(), np.stack(expected), atol=1e-12)
+    assert np.allclose(method.targets(scores).numpy(), np.stack(expected), atol=1e-12)
+
+
+def test_different_views_are_compared_in_pairs() -> None:
+    """Eq. 3 of DINO: each of two global views with all views but itself."""
+    student, teacher, center = _random(4, 3, K), _random(2, 3, K, seed=1), _random(K, seed=2)
+    terms = []
+    for a in range(2):
+        for v in range(4):
+            for image in range(3) if a != v else ():
+                p = _softmax(((teacher[a, image] - center) / 0.2).tolist())
+                q = _softmax((student[v, image] / 0.1).tolist())
+                terms.append(-sum(x * math.log(y) for x, y in zip(p, q, strict=True)))
+    method = _prototypes(_trained(center, "centering"), pairs="different")
+    found = loss_of(method, student, targets=method.targets(teacher))
+    assert len(terms) == 6 * 3
+    assert found.item() == pytest.approx(sum(terms) / len(terms), rel=1e-12)
+
+
+def test_patches_have_their_weight() -> None:
+    """Eq. 2 of iBOT without a mask: the mean cross-entropy of all patches, beside the images'."""
+    images, targets = _random(2, 3, K), _random(2, 3, K, seed=1).softmax(dim=2)
+    patches, teacher, center = _random(12, K, seed=2), _random(12, K, seed=3), _random(K, seed=4)
+    terms = []
+    for row in range(12):
+        p = _softmax(((teacher[row] - center) / 0.3).tolist())
+        q = _softmax((patches[row] / 0.1).tolist())
+        terms.append(-sum(x * math.log(y) for x, y in zip(p, q, strict=True)))
+    method = _prototypes(_trained(), patch_weight=0.25)
+    patch_targets = method.build_targets(Scores(nn.Identity(), 0.3, "centering", center))
+    alone = loss_of(_prototypes(_trained()), images, targets=targets).item()
+    batch = Batch(views={}, labels=_NONE, index=_NONE, key=_NONE)
+    batch["targets"], batch["patch_targets"] = targets, patch_targets(teacher[None])[0]
+    found = method(ImageAndPatchScores(images, patches), batch)
+    assert found["patches"].item() == pytest.approx(0.25 * sum(terms) / 12, rel=1e-12)
+    assert found["images"].item() == pytest.approx(0.75 * alone, rel=1e-12)
 
 
 # -- teacher and student in training ---------------------------------------------------------------
@@ -188,6 +207,31 @@ class Taught(Distill):
         return TrainedNetwork(Network(Wide(), scores.head), K, 3, [], scores)
 
 
+class PatchTaught(Distill):
+    """Its teacher has two heads and comes from memory."""
+
+    def open_teacher(self, task: Any) -> TrainedNetwork:
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            backbone, *heads = TinyTokens(), nn.Linear(6, K), nn.Linear(6, K + 2)
+        patches = Scores(heads[1], 0.1, "centering", _random(K + 2, seed=6, scale=0.1))
+        scores = Scores(heads[0], 0.2, "sinkhorn", patches=patches)
+        return TrainedNetwork(Network(backbone, heads[0]), K, 3, [], scores)
+
+
+PATCHES = {"match": "prototypes", "pairs": "different", "patch_weight": 0.5, "hidden_dim": 7}
+
+
+def _patch_task(*sizes: int, **config: Any) -> MiniTask:
+    """Views of 9 pixels have 9 patches, views of 6 pixels have 4."""
+    config = {"teacher": "-", **PATCHES, "bottleneck": 4, **config}
+    task = MiniTask(PatchTaught, config, backbone=TinyTokens, sizes=(8,) * len(sizes), epochs=20)
+    draws = torch.Generator().manual_seed(7)
+    shapes = [(24, 3, size, size) for size in sizes]
+    task.views = [torch.randn(shape, generator=draws, dtype=torch.float64) for shape in shapes]
+    return task
+
+
 CONFIGS: list[dict[str, Any]] = [
     {"match": "features"},
     {"match": "features", "loss": "mse"},
@@ -207,6 +251,85 @@ def test_the_student_learns_and_the_teacher_stays(config: dict[str, Any]) -> Non
     assert task.losses[-1] < task.losses[0]
     assert tiny.differences(dict(network.state_dict()), before) == []
     assert not any(p.requires_grad for p in network.parameters())
+
+
+@pytest.mark.parametrize("weight", [0.5, 1.0])
+def test_the_student_learns_scores_of_patches(weight: float) -> None:
+    """Its own scores of patches come nearer to the teacher's, and the teacher stays."""
+    task = _patch_task(9, 9, 6, patch_weight=weight)
+    before = {name: value.clone() for name, value in task.loss.teacher.network.state_dict().items()}
+
+    def patch_loss() -> float:
+        batch = task.forward(torch.arange(24))
+        return task.loss(batch.output, batch)["patches"].item()  # type: ignore[no-any-return]
+
+    first = patch_loss()
+    task.run(40)
+    assert patch_loss() < first - 0.1
+    assert task.losses[-1] < task.losses[0]
+    assert tiny.differences(dict(task.loss.teacher.network.state_dict()), before) == []
+
+
+def test_the_teacher_sees_the_first_two_views_and_their_patches() -> None:
+    task = _patch_task(9, 9, 6, 6)
+    batch = task.forward(torch.arange(4))
+    teacher, student = task.loss.teacher.network, task.base_model
+    with torch.no_grad():
+        seen = [teacher.backbone.extract(view) for view in batch.all_views[:2]]
+        scores = torch.stack([teacher.head(view.pooled) for view in seen])
+        tokens = torch.stack([teacher.patch_head(view.tokens.patches) for view in seen])
+        own = [student.backbone.extract(view) for view in batch.all_views]
+        images = torch.stack([student.head(view.pooled) for view in own])
+        patches = torch.stack([student.patch_head(view.tokens.patches) for view in own[:2]])
+    expected = (tokens - _random(K + 2, seed=6, scale=0.1)).div(0.1).softmax(dim=-1)
+    assert batch["patch_targets"].shape == (2 * 4 * 9, K + 2)
+    assert torch.allclose(batch["patch_targets"], expected.flatten(0, 2), rtol=0, atol=1e-6)
+    assert torch.allclose(batch["targets"], task.loss.targets(scores), rtol=0, atol=1e-12)
+    assert torch.allclose(batch.output.images, images, rtol=0, atol=1e-12)
+    assert torch.allclose(batch.output.patches, patches.flatten(0, 2), rtol=0, atol=1e-12)
+    same = _patch_task(9, 6, pairs="same").forward(torch.arange(4))
+    assert len(same["targets"]) == 2
+    assert len(same["patch_targets"]) == len(same.output.patches) == 4 * (9 + 4)
+
+
+def test_a_student_with_the_teachers_scores_has_no_gradient() -> None:
+    """With equal temperatures: the cross-entropy of a distribution with itself is least."""
+    task = _patch_task(9, 9, pairs="same", temperature=0.3, teacher_temperature=0.3)
+    task.loss.targets.how = task.loss.patch_targets.how = "softmax"
+    task.loss.patch_targets.center.zero_()
+    task.base_model = task.loss.teacher.network.requires_grad_()
+    batch = task.forward(torch.arange(4))
+    loss = total(task.loss(batch.output, batch))
+    for gradient in torch.autograd.grad(loss, list(task.base_model.parameters())):
+        assert torch.allclose(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-9)
+
+
+def test_patches_resume_and_two_ranks_are_one() -> None:
+    """Scores of images and of patches are balanced over all ranks by Sinkhorn-Knopp."""
+    alone = _train_patches(0)
+    half = _patch_task(9, 9, 6, targets="sinkhorn").run(2).state()
+    rest = _patch_task(9, 9, 6, targets="sinkhorn").resume(half).run(2).state()
+    assert largest_difference(alone["network"], rest["network"]) == 0.0
+    assert list(alone["method"]) == ["teacher.digest"]
+    for state in run_ranks(_train_patches, 2):
+        assert largest_difference(alone, state) < 1e-9
+
+
+def _train_patches(rank: int) -> dict[str, Any]:
+    return _patch_task(9, 9, 6, targets="sinkhorn").run(4).state()
+
+
+def test_patches_of_another_grid_or_none_are_refused() -> None:
+    class Coarse(TinyTokens):
+        patch_size = (5, 5)
+
+    config = {"teacher": "-", **PATCHES}
+    with pytest.raises(UserError, match="student has patches of 5 pixels and the teacher of 3"):
+        MiniTask(PatchTaught, config, backbone=Coarse)
+    with pytest.raises(UserError, match="gives one vector an image and no patches"):
+        MiniTask(PatchTaught, config)
+    with pytest.raises(UserError, match="patch_weight: - scores whole images and no patches"):
+        MiniTask(Taught, config, backbone=TinyTokens)
 
 
 def test_a_student_that_is_the_teacher_has_nothing_to_learn() -> None:
@@ -253,221 +376,3 @@ def test_a_checkpoint_names_the_teacher_by_its_digest() -> None:
         other.loss.load_state_dict(state["method"])
     with pytest.raises(RuntimeError, match=r"Unexpected key.*teacher\.more"):
         task.loss.load_state_dict({**state["method"], "teacher.more": torch.zeros(1)})
-
-
-# -- where teachers come from ----------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny finished runs of methods that have scores, and of one that has none."""
-    folder = tmp_path_factory.mktemp("runs")
-    for method in ("dino", "swav", "supervised", "simclr"):
-        tiny.train(method, folder, method, "train.epochs=1").close()
-    return folder
-
-
-IMAGES = _random(4, 3, 32, 32).float()
-
-
-@pytest.mark.parametrize("method", ["dino", "dinov2", "msn", "swav", "supervised"])
-def test_scores_are_those_of_the_run(method: str, runs: Path, tmp_path: Path) -> None:
-    """As its own task computes them, after a checkpoint of an address of any kind."""
-    task = tiny.train(method, tmp_path, "run", "train.epochs=1")
-    task.save_checkpoint()
-    task.base_model.eval(), task.loss.eval()
-    with torch.no_grad():
-        if method == "supervised":
-            expected = task.base_model(IMAGES)
-        elif method == "swav":
-            features = nn.functional.normalize(task.base_model([IMAGES])[0], dim=1)
-            expected = features @ task.loss.prototypes.weight.T
-        elif method == "msn":  # its targets without Sinkhorn are the softmax of sharpened scores
-            (features,) = task.loss.teacher(([IMAGES], None, []))
-            expected = task.loss.log_probs(features, 0.025)
-        else:
-            teacher = task.loss.teacher.network
-            expected = teacher.head(teacher.backbone(IMAGES))
-    (file,) = (tmp_path / "run" / "checkpoints").glob("step_*.pt")
-    for address in (tmp_path / "run", f"{tmp_path / 'run'}@{task.steps_done}", file):
-        trained = open_scores(str(address), weights=None)
-        with torch.no_grad():
-            found = trained.network.eval()([IMAGES])[0]
-            if method == "msn":
-                assert trained.scores is not None
-                assert trained.scores.temperature == pytest.approx(0.025)
-                found = (found / 0.025).log_softmax(dim=1)
-        assert torch.allclose(found, expected, atol=1e-6)
-        assert trained.width == expected.shape[1]
-    scores = trained.scores
-    assert scores is not None
-    assert scores.targets == {"dino": "centering", "supervised": "softmax"}.get(method, "sinkhorn")
-    if method == "dino":
-        assert torch.equal(scores.center, task.loss.center)
-        assert scores.temperature == pytest.approx(task.loss.teacher_temperature_at(1 - 1e-9))
-    task.close()
-
-
-def test_a_plan_builds_a_teacher_without_its_weights(runs: Path) -> None:
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        teacher = FrozenTeacher(open_scores(str(runs / "dino"), weights=None).network)
-    assert all(tensor.is_meta for tensor in (*teacher.parameters(), teacher.digest))
-
-
-@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext"])
-def test_a_classifier_of_timm_from_a_file(name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = timm.create_model(name, pretrained=False).eval()
-    torch.save(model.state_dict(), tmp_path / "weights.pt")
-    trained = open_scores(f"timm:{name}", weights=str(tmp_path / "weights.pt"))
-    images = _random(2, 3, 160, 160).float()
-    with torch.no_grad():
-        assert torch.allclose(trained.network.eval()([images])[0], model(images), atol=1e-5)
-        features = open_features(f"timm:{name}", weights=str(tmp_path / "weights.pt"))
-        pre_logits = model.forward_head(model.forward_features(images), pre_logits=True)
-        assert torch.allclose(features.network([images])[0], pre_logits, atol=1e-5)
-    assert trained.width == 1000
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["method.teacher=nowhere/run"],
-            "method.teacher=nowhere/run: nowhere/run: there is no such file or run",
-        ),
-        (["method.teacher=nowhere", "method.match=logits"], "nowhere: there is no such run"),
-        (["method.teacher={runs}/simclr", "method.match=logits"], "simclr has no scores"),
-        (
-            ["method.teacher={runs}/dino", "method.project=none", "backbone.width=4"],
-            "project=none: the student has",
-        ),
-        (
-            [
-                "method.teacher={runs}/supervised",
-                "method.match=logits",
-                "method.label_weight=0.5",
-                "data={unlabelled}",
-            ],
-            "label_weight: needs labels, and these images have none",
-        ),
-    ],
-)
-def test_what_cannot_teach_is_told(
-    words: list[str], message: str, runs: Path, tmp_path: Path
-) -> None:
-    unlabelled = tmp_path / "unlabelled.npz"
-    np.savez(unlabelled, images=np.zeros((40, 32, 32), dtype=np.uint8))
-    words = [word.format(runs=runs, unlabelled=unlabelled) for word in words]
-    task = tiny.task("distill", tmp_path, "run", "method.teacher_weights=null", *words)
-    with pytest.raises(UserError, match=message):
-        task.prepare()
-
-
-def test_a_teacher_without_weights_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    task = tiny.task("distill", tmp_path)
-    task.prepare()
-    assert "timm:test_vit has random weights" in caplog.text
-    task.close()
-
-
-def test_other_images_than_the_teachers_are_warned_of(
-    runs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    words = [f"method.teacher={runs / 'dino'}", "method.teacher_weights=null"]
-    for more, expected in ([], False), (["eval.transforms=[normalize]"], True):
-        task = tiny.task("distill", tmp_path, "run", *words, *more)
-        task.prepare()
-        found = "with mean [0.5, 0.5, 0.5] and std [0.5, 0.5, 0.5], and the views have [0.485"
-        assert (found in caplog.text) == expected
-        task.close()
-
-
-def test_contradictions_in_the_config() -> None:
-    words = ["method.loss=kl", "method.label_weight=0.5", "method.teacher=runs/x"]
-    with pytest.raises(ConfigError) as caught:
-        load_config("distill", words)
-    text = str(caught.value)
-    assert "'kl' is not for match: features, which has cosine, mse" in text
-    assert "label_weight: has no effect with match: features" in text
-    assert "teacher_weights: is for timm:NAME" in text
-    with pytest.raises(ConfigError, match="teacher_weights: timm:test_vit needs a file"):
-        load_config("distill", ["method.teacher_weights=null"])
-
-
-@pytest.mark.parametrize("match", ["features", "prototypes", "logits"])
-def test_teachers_in_a_loop_of_ones_own(match: str, runs: Path) -> None:
-    """``Learner``: the same losses, without a run."""
-    torch.manual_seed(0)
-    backbone = build_backbone(Component(name="small_resnet", args={"width": 4}))
-    teacher = str(runs / ("supervised" if match == "logits" else "dino"))
-    options = {"label_weight": 0.5} if match == "logits" else {}
-    learner = Learner(
-        "distill", backbone, steps=8, batch_size=4, teacher=teacher, match=match, **options
-    )
-    optimizer = torch.optim.AdamW(learner.parameters(), lr=0.01)
-    losses = []
-    for _ in range(8):
-        loss = learner([IMAGES], labels=torch.tensor([1, 0, 3, 2]))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        learner.update()
-        losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0]
-
-
-def _student(folder: Path, out: str, *words: str) -> Task:
-    """Train the tiny recipe with a backbone of its own in ``words``."""
-    options = tiny.overrides("distill", folder, out)
-    kept = [word for word in options if not word.startswith("backbone=")]
-    config = load_config("distill/digits", [*kept, *words])
-    task = Task(config, sources=open_data(config.data))
-    with suppress(Interrupted):
-        train_loop(task)
-    return task
-
-
-def test_a_run_of_dino_teaches_a_transformer_its_prototypes(runs: Path, tmp_path: Path) -> None:
-    """With its centre and temperature; stopped and resumed as if never stopped."""
-    words = [
-        "method.match=prototypes",
-        f"method.teacher={runs / 'dino'}",
-        "method.teacher_weights=null",
-        "backbone={name: vit_micro, depth: 1}",
-        "train.epochs=1",
-    ]
-    whole = _student(tmp_path, "whole", *words)
-    assert whole.loss.how == "centering" and whole.loss.center.any()
-    assert whole.losses[-1] < whole.losses[0]
-    whole.close()
-    for stop in ("3", "null"):
-        _student(tmp_path, "parts", *words, f"train.stop_at={stop}").close()
-    states = [tiny.last_state(tmp_path / out) for out in ("whole", "parts")]
-    assert tiny.differences(*states) == []
-
-
-@pytest.mark.slow
-def test_prototypes_of_digits_reach_a_smaller_transformer(tmp_path: Path) -> None:
-    """DINO's digits recipe, then a ViT of three quarters of its parameters with its prototypes."""
-    options = [
-        "method.match=prototypes",
-        f"method.teacher={tmp_path / 'teacher'}",
-        "method.teacher_weights=null",
-        "backbone={name: vit_micro, depth: 2}",
-        "train.epochs=90",
-    ]
-    for recipe, out, more in (("dino", "teacher", []), ("distill", "student", options)):
-        words = [f"out={tmp_path / out}", "train.threads=1", "data.num_workers=1", *more]
-        command = [sys.executable, "-m", "selftask", "train", f"{recipe}/digits", *words]
-        done = tiny.run(command, tmp_path, 900)
-        assert done.returncode == 0, done.stderr
-    of_teacher, of_student = (
-        [row["knn_top1"] for row in tiny.rows(tmp_path / name) if "knn_top1" in row]
-        for name in ("teacher", "student")
-    )
-    assert of_student[-1] >= of_student[0] + 0.15
-    assert of_student[-1] >= of_teacher[-1] - 0.15

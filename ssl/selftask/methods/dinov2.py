@@ -264,12 +264,15 @@ class DINOv2(Method):
         return super().export_backbone(self.teacher.network)
 
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
-        """Return the teacher's head of whole images, with its last temperature and its centre."""
-        head = self.build_head(embed_dim)
-        load_part(head, checkpoint, "method.teacher.network.head")
+        """Return the teacher's heads, with their last temperature and their centres."""
+        config, centers = self.config, checkpoint["method"]["centers"]
         length = RunLength(**checkpoint["length"])
-        temperature = last_value(self.config.teacher_temperature, length)
-        return Scores(head, temperature, self.config.targets, checkpoint["method"]["centers"][0])
+        temperature = last_value(config.teacher_temperature, length)
+        head, patch_head = self.build_head(embed_dim), self.build_head(embed_dim)
+        load_part(head, checkpoint, "method.teacher.network.head")
+        load_part(patch_head, checkpoint, "method.teacher.network.patch_head")
+        patches = Scores(patch_head, temperature, config.targets, centers[1])
+        return Scores(head, temperature, config.targets, centers[0], patches=patches)
 
 
 class DINOv2Network(Network):

@@ -1,36 +1,49 @@
 """Distillation: a student learns the features or scores of a frozen teacher.
 
 Hinton et al., Distilling the Knowledge in a Neural Network, 2015, arXiv:1503.02531, for logits.
-Prototypes are matched as by Oquab et al., DINOv2, TMLR 2024, arXiv:2304.07193, section 5.
+Prototypes of images and of patches are matched as by Oquab et al., DINOv2, TMLR 2024,
+arXiv:2304.07193, section 5: with the losses of DINO and iBOT, and no masks.
 
-V: views; B: images per rank; E: features of the student; D: features or scores of the teacher.
+V: views; A: those that the teacher sees; B: images per rank; M: patches of these A * B images; E:
+features of the student; D: features or scores of the teacher; K: prototypes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
-from selftask.config.fields import setting
+from selftask.config.fields import default_of, setting
+from selftask.config.schema import total_views
 from selftask.data.transforms.normalize import Normalize
 from selftask.errors import UserError
 from selftask.logs import get_logger
 from selftask.methods.base import Method
 from selftask.models.build import embed_dim
-from selftask.models.clustering import sinkhorn_knopp
+from selftask.models.clustering import swapped_cross_entropy
+from selftask.models.distillation.patch_scores import (
+    ImageAndPatchScores,
+    PatchScoreNetwork,
+    check_same_patches,
+)
+from selftask.models.distillation.score_targets import ScoreTargets
 from selftask.models.heads import DINOHead
+from selftask.models.losses.distillation import (
+    cosine_distance,
+    label_cross_entropy,
+    soft_cross_entropy,
+    softened_distance,
+)
 from selftask.models.network import Network
-from selftask.models.precision import in_full_precision, to_float32
+from selftask.models.precision import to_float32
 from selftask.models.teacher import FrozenTeacher
-from selftask.models.weights.trained import TrainedNetwork, open_features, open_scores
+from selftask.models.weights.trained import Scores, TrainedNetwork, open_features, open_scores
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -50,7 +63,10 @@ OPTIONS = {  # options that some ``match`` has only
     "temperature": ("logits", "prototypes"),
     "teacher_temperature": ("prototypes",),
     "targets": ("prototypes",),
+    "pairs": ("prototypes",),
+    "patch_weight": ("prototypes",),
 }
+NUM_GLOBAL = 2  # views that the teacher sees with ``pairs: different``
 
 
 @register_method("distill")
@@ -98,6 +114,15 @@ class Distill(Method):
         """How the teacher's scores become probabilities; auto: as in its own training."""
         sinkhorn_iterations: int = setting(3, min=1)
         """Iterations of Sinkhorn-Knopp."""
+        pairs: Literal["same", "different"] = "same"
+        """Views whose prototypes are compared. same: each view of the student with the same view of
+        the teacher. different: the teacher sees the first two views only, and each of them is
+        compared with all other views of the student; for multi-crop.
+        """
+        patch_weight: float = setting(0.0, min=0, max=1)
+        """Weight of the prototypes of patches beside those of images, which get the rest; of a
+        teacher with a head for patches (iBOT, DINOv2).
+        """
         hidden_dim: int = setting(2048, min=1, tiny=32)
         """Width of the hidden layers of the student's head for prototypes."""
         bottleneck: int = setting(256, min=1, tiny=16)
@@ -120,17 +145,22 @@ class Distill(Method):
             if self.loss not in ("auto", *LOSSES[self.match]):
                 known = ", ".join(LOSSES[self.match])
                 yield f"loss: {self.loss!r} is not for match: {self.match}, which has {known}"
-            unset = {"project": "auto", "targets": "auto", "label_weight": 0.0}
+            unset = {field.name: default_of(field) for field in fields(self)}
             for name, matches in OPTIONS.items():
-                if getattr(self, name) != unset.get(name) and self.match not in matches:
+                if getattr(self, name) != unset[name] and self.match not in matches:
                     yield f"{name}: has no effect with match: {self.match}; leave it out"
-
-    center: Tensor
+            if self.pairs == "different" and total_views(config["views"]) < NUM_GLOBAL:
+                yield "pairs: 'different' compares views, and `views` makes one; views.main.count=2"
+            step = config["train"]["step"]
+            name = step if isinstance(step, str) else step["name"]
+            if self.patch_weight and name == "grad_cache":
+                yield "patch_weight: train.step=grad_cache divides the scores of images only"
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.loss = LOSSES[config.match][0] if config.loss == "auto" else config.loss
         self.temperature = config.temperature or TEMPERATURES[config.match]
+        self.num_taught = NUM_GLOBAL if config.pairs == "different" else None  # A; None: all
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Read the teacher; build the student, with as many outputs as the teacher has.
@@ -138,13 +168,38 @@ class Distill(Method):
         Raises UserError if the teacher is not there or does not fit.
         """
         trained = self.open_teacher(task)
-        self.teacher = FrozenTeacher(trained.network)
         self.out_dim = trained.width
-        if self.config.match == "prototypes":
-            self._set_targets(trained)
         if self.config.label_weight:
             _check_labels(task.data_module.train_source, self.out_dim)
+        if self._has_prototypes:
+            assert trained.scores is not None
+            self.targets = self.build_targets(trained.scores)
+        if self.config.patch_weight:
+            return self.build_patch_network(backbone, trained)
+        self.teacher = FrozenTeacher(trained.network)
         return Network(backbone, self.build_head(embed_dim(backbone)))
+
+    def build_patch_network(self, backbone: nn.Module, trained: TrainedNetwork) -> nn.Module:
+        """Set the teacher, with its head for patches; return a student with two heads.
+
+        Raises UserError if the teacher has no such head, or another grid of patches.
+        """
+        assert trained.scores is not None
+        patches = trained.scores.patches
+        if patches is None:
+            raise UserError(
+                f"method.patch_weight: {self.config.teacher} scores whole images and no patches; "
+                "take a teacher with a head for patches (iBOT, DINOv2), or leave it out"
+            )
+        of_teacher, width = trained.network.backbone, embed_dim(backbone)
+        check_same_patches(backbone, of_teacher)
+        self.patch_targets = self.build_targets(patches)
+        self.patch_dim = patches.width(of_teacher)
+        self.teacher = FrozenTeacher(
+            PatchScoreNetwork(of_teacher, trained.network.head, patches.head)
+        )
+        heads = self.build_head(width), self.build_prototypes(width, self.patch_dim)
+        return PatchScoreNetwork(backbone, *heads, num_patch_views=self.num_taught)
 
     def open_teacher(self, task: Task) -> TrainedNetwork:
         """Return the trained network, after a warning if it is not, or sees other images."""
@@ -171,20 +226,17 @@ class Distill(Method):
             _compare_normalization(trained, shown)
         return trained
 
-    def _set_targets(self, trained: TrainedNetwork) -> None:
+    def build_targets(self, scores: Scores) -> ScoreTargets:
         """Choose how scores become probabilities: as configured, or as in the teacher's run."""
-        config, scores = self.config, trained.scores
-        assert scores is not None
-        self.power = scores.power
-        self.how = scores.targets if config.targets == "auto" else config.targets
-        self.teacher_temperature = config.teacher_temperature or scores.temperature
-        if self.how == "centering" and scores.center is None:
+        config = self.config
+        how = scores.targets if config.targets == "auto" else config.targets
+        if how == "centering" and scores.center is None:
             raise UserError(
                 f"method.targets=centering: {config.teacher} has no centre; take softmax or "
                 "sinkhorn"
             )
-        center = scores.center if self.how == "centering" else torch.zeros(())
-        self.register_buffer("center", center, persistent=False)  # of the teacher, as its weights
+        iterations, temperature = config.sinkhorn_iterations, config.teacher_temperature
+        return ScoreTargets(scores, how=how, temperature=temperature, iterations=iterations)
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build the student's head: (N, E) -> (N, D)."""
@@ -192,13 +244,7 @@ class Distill(Method):
         if config.match == "logits":
             return nn.Linear(embed_dim, self.out_dim)
         if config.match == "prototypes":
-            return DINOHead(
-                embed_dim,
-                self.out_dim,
-                hidden=config.hidden_dim,
-                bottleneck=config.bottleneck,
-                num_layers=config.num_layers,
-            )
+            return self.build_prototypes(embed_dim, self.out_dim)
         if config.project == "linear" or (config.project == "auto" and embed_dim != self.out_dim):
             return nn.Linear(embed_dim, self.out_dim)
         if embed_dim != self.out_dim:
@@ -208,47 +254,62 @@ class Distill(Method):
             )
         return nn.Identity()
 
+    def build_prototypes(self, embed_dim: int, num_prototypes: int) -> nn.Module:
+        """Build a head of the student for prototypes: (N, E) -> (N, K)."""
+        config = self.config
+        return DINOHead(
+            embed_dim,
+            num_prototypes,
+            hidden=config.hidden_dim,
+            bottleneck=config.bottleneck,
+            num_layers=config.num_layers,
+        )
+
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["targets"]`` (V, B, D) of all views."""
+        """Compute ``batch["targets"]`` (A, B, D), and for patches ``batch["patch_targets"]``."""
         batch = task.last_batch
-        outputs = to_float32(self.teacher(batch.all_views))
-        batch["targets"] = self.probabilities(outputs) if self._has_prototypes else outputs
+        outputs = self.teacher(batch.all_views[: self.num_taught])
+        if self.config.patch_weight:
+            patches = to_float32(outputs.patches)[None]  # balanced as one view
+            batch["patch_targets"] = self.patch_targets(patches)[0]  # (M, K)
+            outputs = outputs.images
+        outputs = to_float32(outputs)
+        batch["targets"] = self.targets(outputs) if self._has_prototypes else outputs
 
     @property
     def _has_prototypes(self) -> bool:
         return bool(self.config.match == "prototypes")
 
-    @torch.no_grad()
-    def probabilities(self, scores: Tensor) -> Tensor:
-        """Turn the teacher's scores (V, B, D) into probabilities of the same shape.
+    def forward(
+        self, output: Tensor | ImageAndPatchScores, batch: Batch
+    ) -> Tensor | dict[str, Tensor]:
+        """Return the distance of the scores or features (V, B, D) from the targets.
 
-        Sinkhorn-Knopp balances the prototypes over the images of all ranks, view by view.
+        With ``patch_weight`` w, the distance of images is weighted by 1 - w and that of patches, a
+        mean over all, by w. With ``label_weight`` w, the distance is weighted by 1 - w and the
+        cross-entropy with labels by w, the latter summed over labelled images and divided by the
+        number of all.
         """
-        if self.how == "sinkhorn":
-            balanced = partial(
-                sinkhorn_knopp,
-                epsilon=self.teacher_temperature,
-                iterations=self.config.sinkhorn_iterations,
-                power=self.power,
-            )
-            return torch.stack([balanced(view) for view in scores])
-        return F.softmax((scores - self.center) / self.teacher_temperature, dim=2)
-
-    def forward(self, output: Tensor, batch: Batch) -> Tensor | dict[str, Tensor]:
-        """Return the distance of ``output`` (V, B, D) from the targets, a mean over views.
-
-        With ``label_weight`` w, it is weighted by 1 - w and the cross-entropy with labels by w, the
-        latter summed over labelled images and divided by the number of all.
-        """
-        distance = self.distance(output, batch["targets"])
-        weight = self.config.label_weight
+        config = self.config
+        if isinstance(output, ImageAndPatchScores):
+            weight, scores = config.patch_weight, to_float32(output.patches) / self.temperature
+            images = self.distance(output.images, batch["targets"])
+            patches = soft_cross_entropy(scores, batch["patch_targets"])
+            return {"images": (1 - weight) * images, "patches": weight * patches}
+        distance, weight = self.distance(output, batch["targets"]), config.label_weight
         if not weight:
             return distance
         labels = label_cross_entropy(output, batch.labels)
         return {"distillation": (1 - weight) * distance, "labels": weight * labels}
 
     def distance(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean distance of the student from the teacher; both (V, B, D)."""
+        """Return the distance of the student (V, B, D) from the teacher (A, B, D).
+
+        A mean over images, and over views or pairs of different views.
+        """
+        if self.config.pairs == "different":
+            log_probs = F.log_softmax(to_float32(output) / self.temperature, dim=2)
+            return swapped_cross_entropy(targets, log_probs)
         if self._has_prototypes:
             return soft_cross_entropy(to_float32(output) / self.temperature, targets)
         if self.loss == "cosine":
@@ -260,50 +321,11 @@ class Distill(Method):
     @property
     def chance_loss(self) -> float | None:
         """Loss if the student gives every prototype the same probability."""
-        return math.log(self.out_dim) if self._has_prototypes else None
-
-
-def cosine_distance(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return 1 - cosine of features (..., D), a mean over rows."""
-    return 1 - F.cosine_similarity(to_float32(student), teacher, dim=-1).mean()
-
-
-def soft_cross_entropy(logits: Tensor, probs: Tensor) -> Tensor:
-    """Return -sum_k p log softmax(logits) of (..., K), a mean over rows."""
-    return -(probs * F.log_softmax(to_float32(logits), dim=-1)).sum(dim=-1).mean()
-
-
-@in_full_precision
-def softened_distance(student: Tensor, teacher: Tensor, temperature: float, *, kl: bool) -> Tensor:
-    """Return T^2 times KL divergence or cross-entropy at temperature T, a mean over rows.
-
-    Section 2 of Hinton et al.: with T^2 the gradients do not depend on the scale of T.
-
-    Args:
-        student: Logits (..., K).
-        teacher: Logits (..., K).
-        temperature: T, of both.
-        kl: Whether to subtract the teacher's entropy, which has no gradient.
-    """
-    probs = F.softmax(teacher / temperature, dim=-1)
-    loss = soft_cross_entropy(student / temperature, probs)
-    if kl:
-        loss = loss - torch.special.entr(probs).sum(dim=-1).mean()
-    return temperature**2 * loss
-
-
-@in_full_precision
-def label_cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy of all views, summed over labelled images, over all images.
-
-    Args:
-        output: Logits (V, B, K).
-        labels: (B,), -1 for none, or probabilities (B, K).
-    """
-    total = output.new_zeros(())
-    for view in output:
-        total = total + F.cross_entropy(view, labels, ignore_index=-1, reduction="sum")
-    return total / (output.shape[0] * output.shape[1])
+        if not self._has_prototypes:
+            return None
+        weight = self.config.patch_weight
+        of_patches = math.log(self.patch_dim) if weight else 0.0
+        return (1 - weight) * math.log(self.out_dim) + weight * of_patches
 
 
 def _check_labels(source: Any, num_classes: int) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.config.schema import ViewConfig, num_views
+from selftask.config.schema import total_views
 from selftask.distributed.collectives import sum_with_grad, world_size
 from selftask.methods.base import Method
 from selftask.models.build import embed_dim
@@ -93,12 +93,11 @@ class MSN(Method):
         """Momentum of the teacher."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            groups = config["views"].items()
-            counts = num_views({n: ViewConfig(count=g["count"], of=g["of"]) for n, g in groups})
-            if sum(counts.values()) < 1 + self.masked_views:
+            made = total_views(config["views"])
+            if made < 1 + self.masked_views:
                 yield (
                     f"masked_views: {self.masked_views}; with the teacher's view these are "
-                    f"{1 + self.masked_views} views, and `views` makes {sum(counts.values())}"
+                    f"{1 + self.masked_views} views, and `views` makes {made}"
                 )
 
     log_prior: Tensor

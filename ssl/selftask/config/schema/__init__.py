@@ -14,7 +14,7 @@ from selftask.config.schema.launch import LaunchConfig, ParallelConfig
 from selftask.config.schema.optimizer import OptimizerConfig
 from selftask.config.schema.resume import InitConfig, ResumeConfig
 from selftask.config.schema.train import CompileConfig, GradScalerConfig, TrainConfig
-from selftask.config.schema.views import ViewConfig, num_views
+from selftask.config.schema.views import ViewConfig, num_views, total_views
 
 __all__ = [
     "DEFAULT_HOOKS",
@@ -35,4 +35,5 @@ __all__ = [
     "ViewConfig",
     "num_views",
     "plain",
+    "total_views",
 ]

@@ -39,3 +39,9 @@ def num_views(views: Mapping[str, ViewConfig]) -> dict[str, int]:
     for name, group in views.items():
         made[name] = max(1, group.count) * made.get(group.of or "", 1)
     return {name: made[name] if group.count else 0 for name, group in views.items()}
+
+
+def total_views(section: Mapping[str, Any]) -> int:
+    """Return how many views of an image a ``views`` section in the form of ``to_dict`` makes."""
+    groups = {n: ViewConfig(count=group["count"], of=group["of"]) for n, group in section.items()}
+    return sum(num_views(groups).values())

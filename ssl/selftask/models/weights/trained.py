@@ -43,6 +43,7 @@ class Scores:
         targets: How the method makes probabilities of them.
         center: (K,), subtracted from the scores for ``centering``.
         power: Exponent of the shares of prototypes for ``sinkhorn``.
+        patches: The same of a head for patches: tokens (M, E) -> scores (M, K).
     """
 
     head: nn.Module
@@ -50,6 +51,13 @@ class Scores:
     targets: Targets = "softmax"
     center: Tensor | None = None
     power: float = 0.0
+    patches: Scores | None = None
+
+    def width(self, backbone: nn.Module) -> int:
+        """Return the number of scores of a backbone's features, counted on blank ones."""
+        like = next(backbone.parameters())
+        with torch.no_grad(), in_eval_mode(self.head):
+            return int(self.head(like.new_zeros(1, embed_dim(backbone))).shape[-1])
 
 
 @dataclass(frozen=True)
@@ -113,11 +121,9 @@ def open_scores(address: str, *, weights: str | None, trust: bool = False) -> Tr
 def _with_scores(
     backbone: nn.Module, scores: Scores, channels: int, transforms: list[dict[str, Any]]
 ) -> TrainedNetwork:
-    """Return the network with the width of its scores, counted on blank features."""
-    like = next(backbone.parameters())
-    with torch.no_grad(), in_eval_mode(scores.head):
-        width = scores.head(like.new_zeros(1, embed_dim(backbone))).shape[-1]
-    return TrainedNetwork(Network(backbone, scores.head), width, channels, transforms, scores)
+    """Return the network with the width of its scores."""
+    network, width = Network(backbone, scores.head), scores.width(backbone)
+    return TrainedNetwork(network, width, channels, transforms, scores)
 
 
 def _scores(

@@ -1,0 +1,63 @@
+"""Probabilities of a frozen teacher's scores.
+
+V: views; N: rows, images or patches; K: classes or prototypes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.models.clustering import sinkhorn_knopp
+from selftask.models.weights.trained import Scores, Targets
+
+
+class ScoreTargets(nn.Module):
+    """Turn scores into targets as the teacher's own method did, or as asked.
+
+    It has no state: temperature and centre belong to the teacher, as its weights do.
+
+    Args:
+        scores: Head of the teacher, with its temperature, centre and targets.
+        how: Instead of the teacher's own targets.
+        temperature: Instead of the teacher's own; epsilon of Sinkhorn-Knopp.
+        iterations: Iterations of Sinkhorn-Knopp.
+
+    Raises:
+        ValueError: For ``centering`` without a centre.
+    """
+
+    center: Tensor  # (K,), or 0
+
+    def __init__(
+        self,
+        scores: Scores,
+        *,
+        how: Targets | None = None,
+        temperature: float | None = None,
+        iterations: int = 3,
+    ) -> None:
+        super().__init__()
+        self.how = how or scores.targets
+        self.temperature = temperature or scores.temperature
+        self.power, self.iterations = scores.power, iterations
+        center = scores.center if self.how == "centering" else torch.zeros(())
+        if center is None:
+            raise ValueError("centering needs a centre, and these scores have none")
+        self.register_buffer("center", center, persistent=False)
+
+    @torch.no_grad()
+    def forward(self, scores: Tensor) -> Tensor:
+        """Turn scores (V, N, K) into probabilities of the same shape.
+
+        Sinkhorn-Knopp balances the prototypes over the rows of all ranks, view by view.
+        """
+        if self.how == "sinkhorn":
+            return torch.stack([self._balanced(view) for view in scores])
+        return F.softmax((scores - self.center) / self.temperature, dim=-1)
+
+    def _balanced(self, scores: Tensor) -> Tensor:
+        return sinkhorn_knopp(
+            scores, epsilon=self.temperature, iterations=self.iterations, power=self.power
+        )

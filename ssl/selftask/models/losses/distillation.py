@@ -1,0 +1,56 @@
+"""Distances of a student's features or scores from those of a teacher.
+
+D: features; K: classes or prototypes. Rows are images or patches of all views.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selftask.models.precision import in_full_precision, to_float32
+
+
+def cosine_distance(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return 1 - cosine of features (..., D), a mean over rows."""
+    return 1 - F.cosine_similarity(to_float32(student), teacher, dim=-1).mean()
+
+
+def soft_cross_entropy(logits: Tensor, probs: Tensor) -> Tensor:
+    """Return -sum_k p log softmax(logits) of (..., K), a mean over rows."""
+    return -(probs * F.log_softmax(to_float32(logits), dim=-1)).sum(dim=-1).mean()
+
+
+@in_full_precision
+def softened_distance(student: Tensor, teacher: Tensor, temperature: float, *, kl: bool) -> Tensor:
+    """Return T^2 times KL divergence or cross-entropy at temperature T, a mean over rows.
+
+    Section 2 of Hinton et al. (arXiv:1503.02531): with T^2 the gradients do not depend on the scale
+    of T.
+
+    Args:
+        student: Logits (..., K).
+        teacher: Logits (..., K).
+        temperature: T, of both.
+        kl: Whether to subtract the teacher's entropy, which has no gradient.
+    """
+    probs = F.softmax(teacher / temperature, dim=-1)
+    loss = soft_cross_entropy(student / temperature, probs)
+    if kl:
+        loss = loss - torch.special.entr(probs).sum(dim=-1).mean()
+    return temperature**2 * loss
+
+
+@in_full_precision
+def label_cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy of all views, summed over labelled images, over all images.
+
+    Args:
+        output: Logits (V, B, K).
+        labels: (B,), -1 for none, or probabilities (B, K).
+    """
+    total = output.new_zeros(())
+    for view in output:
+        total = total + F.cross_entropy(view, labels, ignore_index=-1, reduction="sum")
+    return total / (output.shape[0] * output.shape[1])
