@@ -132,6 +132,25 @@ def test_evaluations_have_points(tmp_path: Path) -> None:
     assert [value for name, _, value in seen if name == "after_evaluation"] == pytest.approx(shown)
 
 
+def test_hooks_that_come_or_go_at_a_resume_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two of a class have a state each; one of them goes, and another comes."""
+    averages = "hooks={fast: {name: ema, decay: 0.1}, slow: {name: ema, decay: 0.9}}"
+    first = tiny.train("byol", tmp_path, "run", averages, "train.stop_at=3")
+    states = tiny.last_state(first.out)["hooks"]
+    assert tiny.differences(states["fast"], states["slow"])
+    other = "hooks={slow: {name: ema, decay: 0.9}, new: {name: swa}}"
+    task = tiny.task("byol", tmp_path, "run", other)
+    with caplog.at_level("INFO", logger="selftask"):
+        task.prepare()
+    assert not tiny.differences(task.named_hooks["slow"].state_dict(), states["slow"])
+    told = [text for text in caplog.messages if "hooks." in text]
+    assert "hooks.fast: its state in the checkpoint is not used: no such hook now" in told
+    assert "hooks.new: the checkpoint has no state of it; it starts anew" in told
+    task.close()
+
+
 def test_the_exception_is_there(tmp_path: Path) -> None:
     seen = []
 

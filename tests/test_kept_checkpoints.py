@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
 import tiny
-from selftask.checkpoint import rotation
+from selftask.checkpoint import rotation, store
 from selftask.checkpoint.kept import FILE, Kept
 from selftask.checkpoint.writer import CheckpointWriter
 from selftask.cli.main import main
@@ -49,6 +50,19 @@ def steps(out: Path) -> list[int]:
     return [rotation.step_of(path) for path in rotation.checkpoints(out / "checkpoints")]
 
 
+def test_one_every_few_steps_and_one_at_the_end(folder: Path) -> None:
+    """Ten steps, in two attempts; the oldest ones make room."""
+    for keep, expected in ((9, [10, 9, 6, 3]), (2, [10, 9])):
+        words = f"train={{epochs: 2, checkpoint_every: 3 steps, keep_checkpoints: {keep}}}"
+        for stop in ("train.stop_at=6", "train.stop_at=null"):
+            out = tiny.train("simclr", folder, f"every_third_{keep}", words, stop).out
+        assert steps(out) == expected
+        named = [out / f"checkpoints/step_{step:09d}.pt" for step in reversed(expected)]
+        assert sorted((out / "checkpoints").glob("*.pt")) == named
+        clocks = [store.load(path)["clock"]["steps_done"] for path in reversed(named)]
+        assert clocks == expected
+
+
 def test_the_best_and_every_nth_stay_through_a_resume(folder: Path) -> None:
     every = "train.keep_every='5 steps'"
     whole = train(folder, "whole", every).out
@@ -71,7 +85,11 @@ def test_the_last_evaluation_counts(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert Kept.read(out / "checkpoints").best == ((10, 0.9),)
 
 
-def test_smaller_is_better_and_a_rewound_run_forgets(folder: Path) -> None:
+def test_smaller_is_better_and_a_rewound_run_forgets(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FIGURES, 8, math.nan)  # neither is best
+    monkeypatch.setitem(FIGURES, 10, -math.inf)
     low = "train.keep_best={metric: knn_top1, mode: min, count: 2}"
     out = train(folder, "low", low).out
     assert [step for step, _ in Kept.read(out / "checkpoints").best] == [6, 2]

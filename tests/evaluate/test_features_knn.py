@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from sklearn.neighbors import KNeighborsClassifier
 from torch import nn
 
+from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.evaluate import features as features_module
 from selftask.evaluate import knn
 from selftask.evaluate.features import Features, extract_features
 from selftask.evaluate.knn import KNN
+from selftask.evaluate.online import run_evaluations
 from selftask.logs import DETAIL
 from selftask.registry import EVALUATIONS
 
@@ -172,6 +174,20 @@ def test_labels_are_needed() -> None:
 def test_is_registered_with_its_fields() -> None:
     assert EVALUATIONS["knn"] is KNN
     assert set(KNN(k=[3, 4])(_set(30, 0), _set(10, 1))) == {"knn_top1", "knn_top1_k4"}
+
+
+def test_results_of_several_evaluations_are_merged() -> None:
+    train, test = _set(60, 1), _set(30, 2)
+    near, far = (Component(name="knn", args={"k": [k]}) for k in (3, 9))
+    linear = Component(name="linear", args={})
+    found = run_evaluations({"knn": near, "linear": linear}, train, test)
+    assert found["knn_top1"] == KNN(k=[3])(train, test)["knn_top1"]
+    assert found == {
+        **run_evaluations({"knn": near}, train, test),
+        **run_evaluations({"linear": linear}, train, test),
+    }
+    with pytest.raises(UserError, match=r"eval\.evaluations\.far: knn_top1 is the result of"):
+        run_evaluations({"knn": near, "far": far}, train, test)
 
 
 def test_a_long_pass_logs_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:

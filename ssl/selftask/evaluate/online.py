@@ -10,6 +10,7 @@ from torch import nn
 
 from selftask.data.loading.open_data import Sources
 from selftask.distributed.collectives import gather_objects, world_size
+from selftask.errors import UserError
 from selftask.evaluate.features import Features, extract_features
 from selftask.evaluate.label_counts import LabelCounts, check_label_counts
 from selftask.evaluate.validation import validation_loss
@@ -114,18 +115,27 @@ def run_evaluations(
 
     Returns:
         Metrics by name.
+
+    Raises:
+        UserError: If two evaluations give a metric of the same name.
     """
     row: dict[str, float] = {}
     whole: tuple[Features, Features] | None = None
-    for component in components.values():
+    for key, component in components.items():
         evaluation = EVALUATIONS[component.name](**component.args)
-        if getattr(evaluation, "takes_parts", False):
-            row |= evaluation(train, test)
-            continue
-        if whole is None:
-            first = _of_all_ranks(train)
-            whole = first, first if test is train else _of_all_ranks(test)
-        row |= evaluation(*whole)
+        features = train, test
+        if not getattr(evaluation, "takes_parts", False):
+            if whole is None:
+                first = _of_all_ranks(train)
+                whole = first, first if test is train else _of_all_ranks(test)
+            features = whole
+        found = evaluation(*features)
+        if twice := sorted(found.keys() & row.keys()):
+            raise UserError(
+                f"eval.evaluations.{key}: {', '.join(twice)} is the result of an evaluation before "
+                "it, too; keep one of them"
+            )
+        row |= found
     return row
 
 

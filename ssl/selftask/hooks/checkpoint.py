@@ -70,7 +70,7 @@ class SaveCheckpoints(Hook):
             return
         self.names = None
         value = gather_objects(float(value))[0]  # all ranks save together
-        if not math.isnan(value):
+        if math.isfinite(value):
             better = self.kept.with_value(task.steps_done, value, self.wanted.count)
             self.is_best |= task.steps_done in dict(better.best)
             self.kept = better

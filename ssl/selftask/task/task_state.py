@@ -90,9 +90,7 @@ def restore(task: Task, state: dict[str, Any]) -> None:
     task.optimizer.set_classy_state(reduction.shard_state_of_optimizer(state["optimizer"]))
     task.grad_scaler.load_state_dict(state["scaler"])
     task.clock.load_state_dict(state["clock"])
-    for key, hook in task.named_hooks.items():
-        if key in state["hooks"]:
-            hook.set_classy_state(state["hooks"][key])
+    _restore_hooks(task, state["hooks"])
     for meter, meter_state in zip(task.meters, state["meters"], strict=False):
         meter.set_classy_state(meter_state)
     task.scalars = dict(state["scalars"])
@@ -101,6 +99,18 @@ def restore(task: Task, state: dict[str, Any]) -> None:
         process_state.set_rng_state(state["rng"][task.world.rank])
     if task.device.type == "cpu":
         _keep_threads(task, state.get("threads", []))  # missing in older runs
+
+
+def _restore_hooks(task: Task, states: dict[str, Any]) -> None:
+    """Restore the hooks by their keys in the config; log those that only one side has."""
+    for key, hook in task.named_hooks.items():
+        if key in states:
+            hook.set_classy_state(states[key])
+        else:
+            log.info("hooks.%s: the checkpoint has no state of it; it starts anew", key)
+    for key in states.keys() - task.named_hooks.keys():
+        if states[key]:
+            log.warning("hooks.%s: its state in the checkpoint is not used: no such hook now", key)
 
 
 def _keep_threads(task: Task, saved: list[int]) -> None:
