@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import tiny
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
+from selftask.hooks.base import function_hook
 from selftask.hooks.gradients.gradient_noise import GradientNoise, estimate
 from selftask.optim.gradients import (
     clip_adaptively,
@@ -24,6 +26,8 @@ from selftask.optim.gradients import (
     total_norm,
     whole_norms,
 )
+from selftask.task import Task
+from selftask.task.loop import train_loop
 
 SHAPES = [(4, 3), (2, 3, 2, 2), (4,), (), (3, 2)]
 
@@ -91,26 +95,72 @@ def test_an_empty_shard_counts_as_zero() -> None:
     assert whole_norms([torch.zeros(0, 3), torch.ones(2)], math.inf).tolist() == [0.0, 1.0]
 
 
-MODES = {
-    "value": "mode: value, max_value: 0.01",
-    "adaptive": "mode: adaptive, max_ratio: 0.01",
-    "per_parameter": "mode: per_parameter, max_norm: 0.1",
-    "largest": "norm_type: max, max_norm: 0.01",
+MODES: dict[str, tuple[str, Callable[[list[nn.Parameter]], Any]]] = {
+    "norm": ("max_norm: 0.1", lambda all_: nn.utils.clip_grad_norm_(all_, 0.1)),
+    "value": (
+        "mode: value, max_value: 0.01",
+        lambda all_: nn.utils.clip_grad_value_(all_, 0.01),
+    ),
+    "adaptive": (
+        "mode: adaptive, max_ratio: 0.01",
+        lambda all_: adaptive_clip_grad(all_, clip_factor=0.01),
+    ),
+    "per_parameter": (
+        "mode: per_parameter, max_norm: 0.1",
+        lambda all_: [nn.utils.clip_grad_norm_([one], 0.1) for one in all_],
+    ),
+    "largest": (
+        "norm_type: max, max_norm: 0.01",
+        lambda all_: nn.utils.clip_grad_norm_(all_, 0.01, norm_type=math.inf),
+    ),
 }
+
+
+def copies(task: Task) -> list[nn.Parameter]:
+    """The trained weights with their gradients."""
+    made = []
+    for parameter in (p for group in task.optimizer.param_groups for p in group["params"]):
+        made.append(nn.Parameter(parameter.detach().clone()))
+        made[-1].grad = parameter.grad.clone()
+    return made
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_by_the_config(mode: str, tmp_path: Path) -> None:
-    """The norm before clipping is logged; the weights differ from those of an unclipped run."""
-    words = ["train.max_steps=2", "train.log_every=1"]
-    plain = tiny.train("simclr", tmp_path, "plain", *words, "hooks.clip_gradients={max_norm: 1e9}")
-    clipped = tiny.train(
-        "simclr", tmp_path, mode, *words, f"hooks.clip_gradients={{{MODES[mode]}}}"
-    )
-    first, other = (tiny.rows(tmp_path / name)[0]["grad_norm"] for name in ("plain", mode))
-    assert (first == pytest.approx(other)) == (mode != "largest")
-    pairs = zip(plain.base_model.parameters(), clipped.base_model.parameters(), strict=True)
-    assert any(not torch.equal(a, b) for a, b in pairs)
+    """Gradients before and after the hook beside torch's and timm's; the norm before is logged."""
+    config, clip = MODES[mode]
+    words = ["train.max_steps=1", f"hooks.clip_gradients={{{config}}}"]
+    task = tiny.task("simclr", tmp_path, "run", *words)
+    seen: list[list[nn.Parameter]] = []
+    for priority in (19, 21):  # beside that of the hook
+        see = function_hook(on_backward=lambda task: seen.append(copies(task)), priority=priority)
+        task.add_hook(see)
+    train_loop(task)
+    theirs, ours = seen
+    order = math.inf if mode == "largest" else 2.0
+    norm = nn.utils.get_total_norm([p.grad for p in theirs], order)
+    assert tiny.rows(task.out)[0]["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    before = [p.grad.clone() for p in theirs]
+    clip(theirs)
+    same(ours, theirs)
+    assert any(not torch.equal(p.grad, grad) for p, grad in zip(ours, before, strict=True))
+
+
+def test_clipped_after_unscaling(tmp_path: Path) -> None:
+    """In float16: the first update of SGD is lr times a gradient of the norm that is allowed."""
+    words = [
+        *("train.precision=float16", "train.grad_scaler.init_scale=1024", "train.max_steps=1"),
+        "optimizer={name: sgd, lr: 0.5, schedule: constant, warmup: 0, weight_decay: 0}",
+        "hooks.clip_gradients={max_norm: 0.01}",
+    ]
+    task = tiny.task("simclr", tmp_path, "run", *words)
+    seen: list[list[nn.Parameter]] = []
+    task.add_hook(function_hook(on_backward=lambda task: seen.append(copies(task))))
+    train_loop(task)
+    trained = [p for group in task.optimizer.param_groups for p in group["params"]]
+    moved = [after.detach() - before for before, after in zip(seen[0], trained, strict=True)]
+    assert tiny.rows(task.out)[0]["grad_norm"] > 0.01
+    assert nn.utils.get_total_norm(moved).item() == pytest.approx(0.5 * 0.01, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import tiny
 from selftask.cli.main import main
+from selftask.hooks.stopping.fault_injection import InjectedFault
 from selftask.logs import read_json
 from selftask.slurm import queue
+
+Fake = Callable[[str, str], None]  # of conftest
 
 
 def wait_for(path: Path, text: str, seconds: float = 240.0) -> str:
@@ -84,3 +89,27 @@ def test_mistakes_are_told(
 ) -> None:
     assert main(["submit", *words_of(tmp_path), *more]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_slurm_is_the_default_and_debug_trains_in_this_process(
+    tmp_path: Path, fake: Fake, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake("sbatch", "echo Submitted batch job 77")
+    fake("squeue", "exit 0")
+    given = words_of(tmp_path, "train.max_steps=2")
+    for cluster in ((), ("--cluster", "slurm")):
+        assert main(["submit", *given, *cluster]) == 0
+        assert "submitted as job 77" in capsys.readouterr().out
+        assert queue.noted(tmp_path / "run") == {tmp_path / "run": "77"}
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+    shutil.rmtree(tmp_path / "run")
+    assert main(["submit", *given, "--cluster=debug"]) == 0
+    assert [row["step"] for row in tiny.rows(tmp_path / "run")] == [1, 2]
+
+    stopped_at: list[BaseException] = []
+    monkeypatch.setattr("pdb.post_mortem", lambda *_: stopped_at.append(sys.exc_info()[1]))
+    more = ("hooks.fault_injection={at: 1}", "resume=never")
+    with pytest.raises(InjectedFault):
+        main(["submit", *given, *more, "--cluster=debug"])
+    assert [type(error) for error in stopped_at] == [InjectedFault]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
+from selftask.random import process_state
 from selftask.random.keyed import uniform
 from selftask.random.philox import philox
 from selftask.random.splitmix import GOLDEN, MASK, hash_words, mix, splitmix64
@@ -210,3 +212,23 @@ def test_streams_of_views_and_of_methods_are_unrelated() -> None:
     key = torch.stack([torch.zeros(4000, dtype=torch.int64), torch.from_numpy(index)], dim=1)
     methods = uniform(0, key, 16).double().numpy()
     assert abs(np.corrcoef(views.ravel(), methods.ravel())[0, 1]) < 4 / math.sqrt(views.size)
+
+
+def test_the_global_generators_are_seeded_saved_and_restored() -> None:
+    """Python's, NumPy's and torch's; each rank has its own. NumPy keeps every second normal."""
+
+    def draws() -> tuple[float, ...]:
+        torchs = float(torch.rand(())), float(torch.randn(()))
+        return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *torchs
+
+    process_state.seed_all(3, rank=1)
+    first = draws()
+    state = process_state.rng_state()
+    second = draws()
+    process_state.seed_all(3, rank=1)
+    assert (draws(), draws()) == (first, second)
+    process_state.set_rng_state(state)
+    assert draws() == second
+    for seed, rank in ((3, 0), (4, 1)):
+        process_state.seed_all(seed, rank)
+        assert not {*draws()} & {*first}

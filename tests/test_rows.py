@@ -162,3 +162,8 @@ def test_history_survives_a_resume(tmp_path: Path) -> None:
     tiny.train("simclr", tmp_path, "run", "train.stop_at=7")
     resumed = tiny.train("simclr", tmp_path, "run").history
     assert whole["loss"].last() == resumed["loss"].last() and len(whole["loss"].values) == 15
+    losses = [row["loss"] for row in tiny.rows(tmp_path / "run")]
+    assert list(resumed["loss"].steps) == list(range(1, 16))
+    assert resumed["loss"].latest == pytest.approx(losses[-1], rel=1e-8)
+    assert resumed["loss"].median(10) == pytest.approx(statistics.median(losses[-10:]), rel=1e-8)
+    assert resumed["loss"].mean(10) == pytest.approx(statistics.fmean(losses[-10:]), rel=1e-8)

@@ -14,7 +14,9 @@ import time
 from pathlib import Path
 from subprocess import PIPE
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import tiny
 from selftask.cli.main import main
@@ -68,7 +70,8 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_finished_and_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(folder, "train.max_steps=3") == 0
+    steps = "train={epochs: null, max_steps: %d}"  # counted in steps only
+    assert train(folder, steps % 3) == 0
     assert last_line(capsys).startswith("RUN finished: 3 steps in ")
     status = tiny.status(folder / "run")
     assert (status["state"], status["step"]) == ("finished", 3)
@@ -84,11 +87,11 @@ def test_finished_and_again(folder: Path, capsys: pytest.CaptureFixture[str]) ->
         path.name for path in before
     }
 
-    assert train(folder, "train.max_steps=3") == 0
+    assert train(folder, steps % 3) == 0
     assert last_line(capsys).startswith("RUN finished already")
     assert before == {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*")}
 
-    assert train(folder, "train.max_steps=4") == 0  # a longer run goes on
+    assert train(folder, steps % 4) == 0  # a longer run goes on
     assert last_line(capsys).startswith("RUN finished: 4 steps")
     assert [row["step"] for row in tiny.rows(folder / "run")] == [1, 2, 3, 4]
 
@@ -109,6 +112,26 @@ def test_export_to_what_is_no_folder(folder: Path, capsys: pytest.CaptureFixture
     assert re.search("error: export: .*a_file.*--out DIR", capsys.readouterr().err)
     assert main(["export", "run", "--out", "mine"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "mine/backbone.pt"
+
+
+def test_a_folder_of_images_without_labels(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Images at any depth; an empty folder is told before anything starts."""
+    draws = np.random.default_rng(0)
+    for name in ("1.png", "2.JPG", "a/3.png", "a/b/4.png", "a/b/5.png", "c/6.png"):
+        (folder / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        pixels = draws.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / "images" / name)
+    small = ("backbone={name: small_resnet, width: 8}", "image_size=32", "data.num_workers=0")
+    words = [*small, "train={batch_size: 3, epochs: 2, threads: 1, device: cpu}", "out=run"]
+    assert main(["train", "simclr", "data=images", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "6 images, 4 folders, 0 unreadable" in printed
+    assert printed.splitlines()[-1].startswith("RUN finished: 4 steps")
+    (folder / "empty").mkdir()
+    assert main(["train", "simclr", "data=empty", *words]) == 2
+    assert re.search(r"no images.*\.png", capsys.readouterr().err)
 
 
 def test_own_config_starts_the_same_run(folder: Path) -> None:

@@ -22,6 +22,7 @@ def test_a_loaded_backbone_is_frozen_at_first(tmp_path: Path) -> None:
     trained = dict(stopped.base_model.backbone.named_parameters())
     assert all(torch.equal(trained[name], value) for name, value in loaded.named_parameters())
 
-    resumed = tiny.train("simclr", tmp_path, "run", *words)
+    resumed = tiny.train("simclr", tmp_path, "run", *words)  # whose weights, once there are some
+    assert resumed.resumed and [row["step"] for row in tiny.rows(resumed.out)] == [*range(1, 16)]
     trained = dict(resumed.base_model.backbone.named_parameters())
     assert not any(torch.equal(trained[name], value) for name, value in loaded.named_parameters())

@@ -98,7 +98,12 @@ def test_script_is_what_submitit_hands_in(tmp_path: Path, fake: Fake) -> None:
     assert [job.job_id for job in made] == ["77"]
     assert (tmp_path / "handed_in").read_text() == planned.script()
     assert queue.noted(tmp_path / "run") == {tmp_path / "run": "77"}
-    loaded = DelayedSubmission.load(tmp_path / "run" / "slurm" / "77_submitted.pkl")
+    folder = tmp_path / "run" / "slurm"
+    expected = ["77_submission.sh", "77_submitted.pkl", "jobs.json"]
+    assert sorted(path.name for path in folder.glob("[!.]*")) == expected
+    assert f"#SBATCH --output={folder}/%j_0_log.out\n" in planned.script()
+    assert f"--output {folder}/%j_%t_log.out" in planned.script()
+    loaded = DelayedSubmission.load(folder / "77_submitted.pkl")
     assert loaded.function == planned.submissions[0]
 
 
@@ -152,10 +157,58 @@ def test_one_log_file_a_task(tmp_path: Path) -> None:
 
 def test_counts_and_memory_of_sbatch(tmp_path: Path) -> None:
     options = ("mem_per_cpu=4000", "gpus_per_node='a100:2,v100:1'", "tmp=20G", "cpus_per_task=3")
-    given = [f"launch.slurm.{option}" for option in options]
+    given = [*CLUSTER, *(f"launch.slurm.{option}" for option in options)]
+    given.append("launch.slurm.job_name=mine")
     script = plan("simclr/digits", words(tmp_path, "run", *given)).script()
-    for line in ("--mem-per-cpu=4000", "--gpus-per-node=a100:2,v100:1", "--tmp=20G"):
+    for line in (
+        *("--mem-per-cpu=4000", "--gpus-per-node=a100:2,v100:1", "--tmp=20G", "--cpus-per-task=3"),
+        *("--nodes=2", "--ntasks-per-node=4", "--time=150", "--job-name=mine"),
+    ):
         assert f"#SBATCH {line}\n" in script
+
+
+SLURM = {
+    "partition": "gpu,long",
+    "qos": "high",
+    "account": "vision",
+    "constraint": "'a100|h100'",
+    "gres": "'gpu:a100:4'",
+    "exclude": "'n[1-3]'",
+    "nodelist": "n7",
+    "dependency": "'afterok:12'",
+    "comment": "'to the end'",
+    "mail_type": "END",
+    "mail_user": "me@example.org",
+    "wckey": "ssl",
+    "cpus_per_gpu": "6",
+    "gpus_per_task": "1",
+    "mem_per_gpu": "40G",
+    "reservation": "night",  # one that submitit does not know
+}  # options of sbatch, as they stand on the command line
+
+
+def test_options_of_sbatch_and_lines_around_srun(tmp_path: Path) -> None:
+    given = [f"launch.slurm.{name}={value}" for name, value in SLURM.items()]
+    given += [
+        "launch.slurm.exclusive=true",
+        "launch.slurm.setup=['module load cuda', 'ulimit -c 0']",
+        "launch.slurm.teardown=['rm -rf /scratch/me']",
+        "launch.slurm.srun_args=['--mpi=none', '--cpu-bind=cores']",
+        "launch.slurm.array_parallelism=2",
+        "launch.slurm.signal_delay_s=45",
+        "train.seed=1,2,3",
+    ]
+    lines = plan("simclr/digits", words(tmp_path, "run", *given)).script().splitlines()
+    flags = {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH --")}
+    for name, value in SLURM.items():
+        plain = value.strip("'")
+        flag = name.replace("_", "-")
+        assert {f"{flag}={plain}", f"{flag}='{plain}'"} & flags, name
+    assert {"exclusive", "array=0-2%2", "signal=USR2@45"} <= flags
+    (srun,) = (number for number, line in enumerate(lines) if line.startswith("srun "))
+    assert "--mpi=none --cpu-bind=cores" in lines[srun]
+    assert lines.index("module load cuda") + 1 == lines.index("ulimit -c 0") < srun
+    assert srun < lines.index("rm -rf /scratch/me")
 
 
 def test_loader_workers_are_those_of_the_nodes(tmp_path: Path) -> None:

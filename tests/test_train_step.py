@@ -158,11 +158,15 @@ def test_grad_mode_and_train_mode_are_put_back(tmp_path: Path) -> None:
     for train in (True, False, True):
         task.on_phase_start()
         assert task.train is train
+        assert task.losses == [] and task.meters[0].value == {"top_1": 0.0}
         before = [p.clone() for p in task.base_model.state_dict().values()]
         task.step()
         assert torch.is_grad_enabled()
         assert task.last_batch.local_loss.requires_grad is train
         assert not task.last_batch.loss.requires_grad
+        assert task.losses[0] is task.last_batch.loss
+        loss = nn.functional.cross_entropy(task.last_batch.output, task.last_batch.labels)
+        assert task.last_batch.loss.item() == pytest.approx(loss.item(), rel=1e-6)
         after = task.base_model.state_dict().values()
         moved = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert moved is train, "a test step must leave weights and statistics alone"
@@ -171,6 +175,7 @@ def test_grad_mode_and_train_mode_are_put_back(tmp_path: Path) -> None:
                 task.step()
             except StopIteration:
                 break
+        assert (task.meters[0].value["top_1"] > 0) is not train
         task.on_phase_end()
     task.close()
 

@@ -75,6 +75,10 @@ def test_each_attempt_meets_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     again = world(monkeypatch, SRUN | {"SLURM_RESTART_COUNT": "1"}).master
     step = world(monkeypatch, SRUN | {"SLURM_STEP_ID": "1"}).master
     assert len({first, again, step}) == 3
+    of_rank_0 = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    assert world(monkeypatch, SRUN | of_rank_0).master == first, "all ranks of an attempt meet"
+    given = SRUN | {"MASTER_ADDR": "n9", "MASTER_PORT": "4321"}
+    assert world(monkeypatch, given).master == ("n9", 4321)
 
 
 def test_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,8 @@ def test_tensorboard(tmp_path: Path) -> None:
         assert [event.step for event in events] == [row["step"] for row in rows]
         values = [event.value for event in events]
         assert values == pytest.approx([row[name] for row in rows], rel=1e-6)
+    for name in ("images_per_s", "data_wait", "memory_mb"):  # step 5 is measured twice
+        assert read.Scalars(name)[-1].value == pytest.approx(rows[-1][name], rel=1e-6)
     (image,) = read.Images("red")
     assert (image.step, image.width, image.height) == (3, 6, 4)
     (histogram,) = read.Histograms("ramp")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -83,6 +85,9 @@ def test_step_sets_what_classys_own_step_sets() -> None:
         ClassyOptimizer.step(theirs, where=where)
         for a, b in zip(ours.param_groups, theirs.param_groups, strict=True):
             assert (a["lr"], a["weight_decay"]) == (b["lr"], b["weight_decay"])
+        decay = 0.1 + 0.15 * (1 - math.cos(math.pi * where))
+        assert ours.options_view.weight_decay == pytest.approx([decay, 0.0])  # of two groups
+        assert ours.options_view.lr == ours.param_groups[0]["lr"]  # one value that both have
 
 
 def test_tokens_and_positions_decay_if_asked() -> None:

@@ -9,12 +9,14 @@ def everything(rank: int) -> dict[str, Any]:
     """What each function that is to run on ranks returns, by its name."""
     import test_activation_budget
     import test_buffers
+    import test_collectives
     import test_layers
     import test_reductions
     import test_sharded_writer
 
     functions = (
         *test_activation_budget.ON_RANKS,
+        *test_collectives.ON_RANKS,
         *test_reductions.ON_RANKS,
         *test_buffers.ON_RANKS,
         *test_layers.ON_RANKS,

@@ -1,0 +1,88 @@
+"""Collectives on two ranks against sums that are done by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selftask.distributed.collectives import (
+    AnyFlag,
+    all_gather_cat,
+    all_reduce_mean,
+    all_reduce_sum,
+    broadcast_module,
+    gather_cat_with_grad,
+    gather_objects,
+    is_primary,
+    rank,
+    sum_with_grad,
+    world_size,
+)
+
+ROWS = torch.tensor([[1.0, 2.0], [3.0, 5.0], [7.0, 11.0], [13.0, 17.0]])  # two of each rank
+WEIGHTS = torch.tensor([[0.5, -1.0], [2.0, 0.25], [1.5, 3.0], [-0.75, 4.0]])
+
+
+def collectives(_: int) -> dict[str, Any]:
+    """What each collective returns on this rank, or on one rank without a process group."""
+    mine = ROWS.chunk(world_size())[rank()].clone().requires_grad_()
+    kept = mine.detach().clone()
+    found: dict[str, Any] = {
+        "who": (rank(), world_size(), is_primary()),
+        "sum": all_reduce_sum(mine),
+        "mean": all_reduce_mean(mine.detach()),
+        "cat": all_gather_cat(mine),
+        "objects": gather_objects({"of": rank()}),
+    }
+    found["input is as it was"] = torch.equal(mine.detach(), kept)
+    found["gradient of cat"] = _gradient((WEIGHTS * gather_cat_with_grad(mine)).sum(), mine)
+    weight = WEIGHTS[: len(mine)] * (rank() + 1)
+    found["gradient of sum"] = _gradient((weight * sum_with_grad(mine)).sum(), mine)
+    torch.manual_seed(rank())
+    layer = nn.BatchNorm1d(3)
+    nn.init.normal_(layer.weight)
+    layer.running_mean += rank()
+    broadcast_module(layer)
+    found["broadcast"] = layer.state_dict()
+    flag = AnyFlag()
+    found["flag"] = [flag.poll(rank() == 1), flag.poll(False), flag.poll(False), flag.drain()]
+    return found
+
+
+def _gradient(loss: Tensor, x: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(loss, x)
+    return gradient
+
+
+def test_two_ranks(told: list[dict[str, Any]]) -> None:
+    """Gradients are those of the sum of both ranks' losses."""
+    torch.manual_seed(0)
+    first = nn.init.normal_(torch.empty(3))
+    for number, found in enumerate(of_rank["collectives"] for of_rank in told):
+        assert found["who"] == (number, 2, number == 0)
+        assert found["sum"].tolist() == [[8.0, 13.0], [16.0, 22.0]]
+        assert found["mean"].tolist() == [[4.0, 6.5], [8.0, 11.0]]
+        assert found["cat"].tolist() == ROWS.tolist()
+        assert found["objects"] == [{"of": 0}, {"of": 1}]
+        assert found["input is as it was"]
+        assert torch.equal(found["gradient of cat"], 2 * WEIGHTS.chunk(2)[number])
+        assert torch.equal(found["gradient of sum"], 3 * WEIGHTS[:2])  # 1 and 2 times
+        assert torch.equal(found["broadcast"]["weight"], first)
+        assert found["broadcast"]["running_mean"].tolist() == [0.0] * 3
+        assert found["flag"] == [False, True, False, False], "rank 1 said so, a poll before"
+
+
+def test_one_process() -> None:
+    found = collectives(0)
+    assert found["who"] == (0, 1, True)
+    for name in ("sum", "mean", "cat"):
+        assert torch.equal(found[name], ROWS)
+    assert found["objects"] == [{"of": 0}]
+    assert torch.equal(found["gradient of cat"], WEIGHTS)
+    assert torch.equal(found["gradient of sum"], WEIGHTS)
+    assert found["flag"] == [False] * 4
+
+
+ON_RANKS = (collectives,)
