@@ -191,6 +191,8 @@ def test_a_resume_needs_no_file_that_it_does_not_use(
     for name, setting in (("a", f"init.backbone={elsewhere}"), ("b", f"resume={elsewhere}")):
         assert main(words(stopped, f"out={stopped / name}", setting)) == 0
         assert "resumed from" in capsys.readouterr().out
+        steps = [row["step"] for row in tiny.rows(stopped / name)]
+        assert steps[0] == (1 if name == "a" else 3), "weights alone, or a run to go on with"
         assert main(words(stopped, f"out={stopped / 'new'}", setting)) == 2
         assert "elsewhere.pt" in capsys.readouterr().err
 

@@ -42,6 +42,8 @@ def test_misspelt_functions_and_taken_names(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no hook point 'on_stp'; did you mean 'on_step'"):
         function_hook(on_stp=print)
     task = tiny.task("simclr", tmp_path)
+    with pytest.raises(UserError, match=r"add_hook: <built-in function print> is no hook"):
+        task.add_hook(print)
     task.add_hook(function_hook(), "mine")
     for name in ("mine", "metrics"):
         with pytest.raises(UserError, match=f"there is a hook '{name}' already"):
@@ -109,12 +111,13 @@ def test_a_wrong_priority_is_told_with_its_place() -> None:
 
 
 def test_evaluations_have_points(tmp_path: Path) -> None:
+    """Every three steps of seven, in two epochs of five: at the start, 3, 6 and at the end."""
     seen: list[tuple[str, int, Any]] = []
     val = tiny.digits_file(tmp_path, "val.npz", 400, 430)
     words = [
-        "eval={evaluations: {knn: {k: [5]}}, every: 2}",
+        "eval={evaluations: {knn: {k: [5]}}, every: 3}",
         f"data.val={val}",
-        "train.max_steps=3",
+        "train.max_steps=7",
     ]
     task = tiny.task("simclr", tmp_path, "run", *words)
     for point in ("before_evaluation", "after_evaluation"):
@@ -126,7 +129,7 @@ def test_evaluations_have_points(tmp_path: Path) -> None:
         task.add_hook(function_hook(**see))
     Trainer().train(task)
     assert [(name, step) for name, step, _ in seen] == [
-        (f"{word}_evaluation", step) for step in (0, 2, 3) for word in ("before", "after")
+        (f"{word}_evaluation", step) for step in (0, 3, 6, 7) for word in ("before", "after")
     ]
     shown = [row["knn_top1"] for row in tiny.rows(tmp_path / "run") if "knn_top1" in row]
     assert [value for name, _, value in seen if name == "after_evaluation"] == pytest.approx(shown)

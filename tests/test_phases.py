@@ -18,6 +18,7 @@ from selftask.config.load import to_yaml
 from selftask.config.run_length import RunLength
 from selftask.errors import ConfigError
 from selftask.evaluate.online import evaluate_task
+from selftask.hooks.base import function_hook
 from selftask.logs import read_metrics
 from selftask.registry import METHODS
 from selftask.task import Task
@@ -142,6 +143,28 @@ def test_test_phases_every_other_epoch_and_half_an_epoch(folder: Path) -> None:
     assert tiny.differences(tiny.last_state(whole.out), tiny.last_state(parts.out)) == []
 
 
+def test_epochs_are_parts_of_one_stream(tmp_path: Path) -> None:
+    """85 images, 16 a batch: 5 steps an epoch, from one reader; the last images are left out."""
+    data = f"data={tiny.digits_file(tmp_path, '85.npz', 0, 85)}"
+    task = tiny.task("simclr", tmp_path, "run", data, "data.num_workers=1", "train.epochs=2")
+    iterators, readers, seen, shown = [], [], [], [set(), set()]
+
+    def note(task: Task) -> None:
+        batch = task.last_batch
+        readers.append(task.data_module.batches._reader)
+        seen.append((task.steps_done, task.clock.epoch, batch.number, batch.epoch))
+        shown[batch.epoch].update(batch.index.tolist())
+
+    see = {"on_phase_start": lambda task: iterators.append(task.batches), "on_update": note}
+    task.add_hook(function_hook(**see))
+    train_loop(task)
+    assert seen == [(step, step // 5, step, step // 5) for step in range(10)]
+    assert all(reader is readers[0] is not None for reader in readers)
+    assert [len(indices) for indices in shown] == [80, 80]
+    assert len(iterators) == 2, "each phase has its own, which has come to its end"
+    assert [next(batches, None) for batches in iterators] == [None, None]
+
+
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 5), (1.5, 8), (0.5, 2), (0.01, 1), (2.0, 10)])
 def test_steps_of_fractional_epochs(epochs: float, steps: int) -> None:
     assert RunLength(num_samples=80, batch_size=16, epochs=epochs).total_steps == steps
@@ -209,6 +232,8 @@ def test_several_validation_sets(folder: Path, capsys: pytest.CaptureFixture[str
     for key in ("knn_top1", "val_loss"):
         assert row[f"second/{key}"] == expected[key]
     assert len({row[key] for key in ("val_loss", "first/val_loss", "second/val_loss")}) == 3
+    (trained,) = [row for row in tiny.rows(run.out) if "loss" in row]
+    assert not [key for key in trained if key.endswith(("knn_top1", "val_loss"))]
     measured = read_metrics(run.out / "metrics.jsonl")[-1]
     assert measured["eval_s"] > 0 and measured["eval_images_per_s"] > 0
 

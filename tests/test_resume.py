@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 
 import tiny
 from selftask.checkpoint import rotation
@@ -79,6 +82,35 @@ def test_another_seed_is_another_run(folder: Path) -> None:
     tiny.train("simclr", folder, "seed_0", "train.max_steps=2")
     tiny.train("simclr", folder, "seed_1", "train.max_steps=2", "train.seed=1")
     assert tiny.differences(tiny.last_state(folder / "seed_0"), tiny.last_state(folder / "seed_1"))
+
+
+def test_what_a_checkpoint_holds(folder: Path) -> None:
+    """Plain tensors and Python objects: every part of the task, its config, counters and rows."""
+    val = f"data.val={tiny.digits_file(folder, 'val.npz', 400, 430)}"
+    more = ("train.max_steps=2", "hooks.ema={}", "train.precision=float16", val)
+    task = tiny.train("moco", folder, "layout", *more)
+    (path,) = rotation.checkpoints(task.out / "checkpoints")
+    state = torch.load(path, weights_only=True)
+    parts = {
+        "model": task.base_model.state_dict(),
+        "method": task.loss.state_dict(),
+        "optimizer": task.optimizer.get_classy_state(),
+        "scaler": task.grad_scaler.state_dict(),
+        "length": dataclasses.asdict(task.length),
+        "history": task.history.state_dict(),
+        "data": task.data_module.fingerprint,
+    }
+    for name, part in parts.items():
+        assert tiny.differences(state[name], part, name) == []
+    assert any("queue" in name for name in state["method"])
+    assert state["optimizer"]["optim"]["state"], "moments of the optimizer"
+    assert yaml.safe_load(state["config"]) == yaml.safe_load(to_yaml(task.config))
+    assert state["clock"]["steps_done"] == 2
+    assert state["hooks"].keys() == task.named_hooks.keys()
+    assert state["hooks"]["ema"]["weights"].keys() <= state["model"].keys()
+    assert [set(rng) >= {"python", "numpy", "torch"} for rng in state["rng"]] == [True]
+    assert state["metrics_bytes"] == (task.out / "metrics.jsonl").stat().st_size
+    assert torch.is_tensor(state["model"][f"{state['backbone'].partition('.')[2]}.stem.0.weight"])
 
 
 def test_another_network_does_not_fit(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import statistics
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ import torch
 import tiny
 from imagined_device import NAME, ImaginedDevice, in_process
 from ranks import run_ranks
+from selftask.batch import Batch
+from selftask.distributed.collectives import all_reduce_mean
 from selftask.hooks.base import function_hook
 from selftask.logs import format_row, pace, read_metrics
 from selftask.logs.history import LENGTH, History
 from selftask.logs.pace import Pace, over_ranks, settings_of_groups, take_memory_mb
 from selftask.task import Task
-from selftask.task.loop import train_loop
+from selftask.task.loop import Interrupted, train_loop
 
 
 def test_pace_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,15 +40,30 @@ def test_pace_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured.mean_s == pytest.approx(15 / 4)
 
 
-def unequal(rank: int) -> tuple[dict[str, float], dict[str, float]]:
-    terms = {"a": torch.tensor(1.0 + rank), "b": torch.tensor(4.0, dtype=torch.bfloat16)}
-    return over_ranks(terms, {"step_s": 0.5 * rank, "memory_mb": 8.0 - rank}, torch.device("cpu"))
+def unequal(rank: int) -> tuple[float, dict[str, float], dict[str, float]]:
+    """A loss of two terms, and a step that waits longer for its data on the second rank."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    batch = Batch(views={}, labels=nothing, index=nothing, key=nothing)
+    batch.local_loss = {
+        "a": torch.tensor(1.0 + rank, requires_grad=True),
+        "b": torch.tensor(4.0, dtype=torch.bfloat16),
+    }
+    loss = all_reduce_mean(batch.local_loss.detach())
+    measured = Pace()
+    measured.since -= 1000.0
+    measured.step_ends()
+    largest = {**measured.take(100.0 + 300.0 * rank), "memory_mb": 8.0 - rank}
+    return float(loss), *over_ranks(batch.terms, largest, torch.device("cpu"))
 
 
 def test_over_ranks() -> None:
-    for means, maxima in run_ranks(unequal, 2):
+    """The loss and its terms are means; ``data_wait``, times and memory are the largest."""
+    for loss, means, maxima in run_ranks(unequal, 2):
         assert means == {"a": 1.5, "b": 4.0}
-        assert maxima == {"step_s": 0.5, "memory_mb": 8.0}
+        assert loss == sum(means.values())
+        assert maxima["data_wait"] == pytest.approx(0.4, rel=0.05)
+        assert maxima["step_s"] == pytest.approx(1000.0, rel=0.05)
+        assert maxima["memory_mb"] == 8.0
 
 
 def test_settings_of_groups() -> None:
@@ -68,7 +86,9 @@ def test_the_rows_of_a_run(tmp_path: Path) -> None:
         assert row["loss_median"] == pytest.approx(statistics.median(window), rel=1e-6)
         assert row["images_per_s"] * row["step_s"] == pytest.approx(tiny.BATCH_SIZE)
         assert row["step_s_median"] > 0
-    assert rows[-1]["eta_s"] == 0 < rows[0]["eta_s"]
+        assert 0 <= row["data_wait"] <= 1
+    assert rows[0]["eta_s"] == pytest.approx(11 * rows[0]["step_s"])
+    assert rows[-1]["eta_s"] == 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     assert 0 < rows[0]["memory_mb"] <= rows[-1]["memory_mb"] <= peak * (1 + 1e-6)
 
@@ -134,9 +154,15 @@ def test_memory_of_devices_that_count_less(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_line() -> None:
-    row = {"step": 50, "loss": 1.23456, "loss_median": 1.2, "device_memory_mb": 1536.0}
-    row |= {"eta_s": 4000.4, "memory_mb": 800.0, "lr/1": 0.1, "weight_decay": 0.05}
-    assert format_row(row) == "step 50  loss 1.235  device_memory 1.5 GiB  eta 1:06:40"
+    """Every term of the loss is shown; columns of groups and layers are in the file only."""
+    row = {"step": 50, "epoch": 1.25, "loss": 1.23456, "lr": 0.00012345, "images_per_s": 1812.4}
+    row |= {"data_wait": 0.034, "loss_median": 1.2, "step_s": 0.1, "eta_s": 4000.4}
+    row |= {"memory_mb": 800.0, "device_memory_mb": 1536.0, "weight_decay": 0.05, "lr/1": 0.1}
+    row |= {"activations/stem/std": 1.0, "invariance": 0.5, "loss_scale": 1024.0}
+    assert format_row(row) == (
+        "step 50  epoch 1.25  loss 1.235  lr 0.0001234  1,812 images/s  data_wait 3%  eta 1:06:40  "
+        "device_memory 1.5 GiB  invariance 0.5  loss_scale 1024"
+    )
 
 
 def test_history_against_a_list() -> None:
@@ -155,6 +181,35 @@ def test_history_against_a_list() -> None:
     copied.load_state_dict(history.state_dict())
     assert copied.keys() == {"loss"}, "what a clock measured is not part of a state"
     assert copied["loss"].last() == loss.last() and copied["loss"].steps == loss.steps
+
+
+def train_and_log(folder: Path, out: str, *more: str) -> Task:
+    """Log a tensor at every step, and a number at each odd one."""
+
+    def note(task: Task) -> None:
+        task.log("steps", torch.tensor(task.steps_done + 1.0))
+        if task.steps_done % 2 == 0:
+            task.log("odd", task.steps_done + 1)
+
+    task = tiny.task("simclr", folder, out, "train.log_every=3", "train.max_steps=9", *more)
+    task.add_hook(function_hook(on_update=note))
+    with suppress(Interrupted):
+        train_loop(task)
+    return task
+
+
+def test_what_is_logged_is_in_the_next_row_and_in_the_history(tmp_path: Path) -> None:
+    """The newest value; those that no row has yet are saved, too."""
+    task = train_and_log(tmp_path, "whole")
+    rows = tiny.rows(tmp_path / "whole")
+    assert [(row["steps"], row["odd"]) for row in rows] == [(3, 3), (6, 5), (9, 9)]
+    assert task.history["odd"].last() == [3.0, 5.0, 9.0]
+    assert list(task.history["odd"].steps) == [3, 6, 9]
+    assert (task.last_row["odd"], task.scalars) == (9.0, {})
+    train_and_log(tmp_path, "parts", "train.stop_at=5")
+    parts = train_and_log(tmp_path, "parts", "train.stop_at=null")
+    assert tiny.rows(tmp_path / "parts") == rows
+    assert parts.history["odd"].last() == [3.0, 5.0, 9.0]
 
 
 def test_history_survives_a_resume(tmp_path: Path) -> None:

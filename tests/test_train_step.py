@@ -104,8 +104,8 @@ def fail(task: Task) -> None:
 
 def test_priorities_and_exceptions(tmp_path: Path, spy: str) -> None:
     orders = "{late: {name: spy, label: c, order: 60}, early: {name: spy, label: a, order: 10}}"
-    more = (f"hooks={orders}", "hooks.middle={name: spy, label: b}")
-    task = tiny.task("simclr", tmp_path, "run", *more)
+    equal = ("hooks.middle={name: spy, label: b}", "hooks.next={name: spy, label: B}")
+    task = tiny.task("simclr", tmp_path, "run", f"hooks={orders}", *equal, "hooks.health=null")
     task.prepare()
     task.calls["on_backward"].append(fail)
     task.calls["on_exception"].insert(0, fail)
@@ -113,9 +113,12 @@ def test_priorities_and_exceptions(tmp_path: Path, spy: str) -> None:
     with pytest.raises(ZeroDivisionError):
         train_loop(task)
     assert task.hooks[0] is task.loss
-    assert "".join(label for label, point, *_ in CALLS if point == "on_backward") == "abc"
+    assert "Health" not in {type(hook).__name__ for hook in task.hooks}
+    assert "".join(label for label, point, *_ in CALLS if point == "on_backward") == "abBc"
     told = "".join(label for label, point, *_ in CALLS if point == "on_exception")
-    assert told == "abc", "one failing hook must not silence the others"
+    assert told == "abBc", "one failing hook must not silence the others"
+    assert "on_end" not in points(train=True)
+    assert isinstance(task.exception, ZeroDivisionError)
 
 
 def test_misspelt_point_is_an_error() -> None:

@@ -64,6 +64,33 @@ def simclr(step: Any, **more: Any) -> MiniTask:
     return MiniTask("simclr", PLAIN_HEAD, batch_size=16, step=step, **more)
 
 
+# -- standard ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "config"),
+    [("simclr", PLAIN_HEAD), ("vicreg", {"out_dim": 5, "hidden_dim": 7})],
+)
+def test_the_standard_step_is_a_plain_loop(method: str, config: dict[str, Any]) -> None:
+    """A scalar loss, and one of named terms, which are summed."""
+    task = MiniTask(method, config, lr=0.1)
+    network = copy.deepcopy(task.base_model)
+    descent = torch.optim.SGD(network.parameters(), lr=0.1)
+    losses = []
+    for batch in list(task.rest_of_epoch()):
+        found = task.loss(network(batch.input), batch)
+        assert isinstance(found, dict) == (method == "vicreg")
+        loss = sum(found.values()) if isinstance(found, dict) else found
+        descent.zero_grad()
+        loss.backward()
+        descent.step()
+        losses.append(loss.item())
+    task.run(3)
+    assert task.losses == pytest.approx(losses, rel=1e-12)
+    assert largest_difference(task.base_model.state_dict(), network.state_dict()) < 1e-12
+    assert set(task.last_batch.terms) == (set(found) if method == "vicreg" else set())
+
+
 # -- grad_cache --------------------------------------------------------------------------------
 
 

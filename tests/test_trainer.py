@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,10 @@ import torch
 import tiny
 from selftask.api.trainer import Interrupted, Trainer
 from selftask.cli.main import main
+from selftask.hooks.base import function_hook
 from selftask.logs import read_json
+from selftask.task import build, task_state
+from selftask.task.loop import train_loop
 
 MORE = ("train.epochs=1", "eval.evaluations={knn: {k: [5]}}")
 
@@ -86,6 +91,47 @@ def test_float16_on_a_cpu_is_advised_against(
     words = tiny.overrides("simclr", tmp_path, "run", "train.device=auto", "train.max_steps=1")
     assert main(["train", "simclr/digits", *words, "train.precision=float16"]) == 0
     assert "float16 is slow on a CPU, and its range is small" in capsys.readouterr().out
+
+
+PARTS = ("data_module", "base_model", "loss", "optimizer", "grad_scaler", "named_hooks")
+
+
+def test_parts_are_built_by_prepare_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights to start from come before ranks and optimizer, the checkpoint after all parts."""
+    tiny.train("simclr", tmp_path, "run", "train.stop_at=1")
+    weights = tmp_path / "weights.pt"
+    torch.save(tiny.last_state(tmp_path / "run")["model"], weights)
+    order: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            order.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    for module, names in (
+        (build, ("build_backbone", "load_init", "_distribute", "build_optimizer", "hooks")),
+        (task_state, ("resume", "restore")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
+    more = ("train.stop_at=2", f"init.backbone={weights}", "resume=auto")
+    task = tiny.task("simclr", tmp_path, "run", *more)
+    points = ("after_load", "on_start", "on_phase_start")
+    task.add_hook(
+        function_hook(**{name: lambda _, name=name: order.append(name) for name in points})
+    )
+    assert not [name for name in PARTS if hasattr(task, name)]
+    assert order == []
+    with pytest.raises(Interrupted):
+        train_loop(task)
+    assert [name for name in PARTS if hasattr(task, name)] == list(PARTS)
+    built = ["build_backbone", "load_init", "_distribute", "build_optimizer", "hooks"]
+    assert order == [*built, "resume", "restore", *points]
+    assert task.steps_done == 2
 
 
 def test_a_step_before_its_phase(tmp_path: Path) -> None:

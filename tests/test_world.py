@@ -98,6 +98,24 @@ def test_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (world.launcher, world.master) == ("mpi", ("node1", 29500))
 
 
+def test_which_launcher_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the innermost one, if several have left variables."""
+    mpi = {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+    mpi = {f"OMPI_COMM_WORLD_{name}": value for name, value in mpi.items()}
+    mpi |= {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+    for variables, launcher in (
+        ({}, "python"),
+        (TORCHRUN, "torchrun"),
+        (SRUN, "slurm"),
+        (SRUN | TORCHRUN, "torchrun"),
+        (mpi, "mpi"),
+    ):
+        found = world(monkeypatch, variables)
+        assert found.launcher == launcher
+        place = (found.rank, found.size, found.local_rank, found.local_size)
+        assert place == ((0, 1, 0, 1) if launcher == "python" else (3, 4, 1, 2)), launcher
+
+
 def test_mpirun_on_one_machine_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": 1, "SIZE": 2, "LOCAL_RANK": 1, "LOCAL_SIZE": 2}.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))

@@ -20,6 +20,7 @@ from selftask.api.trainer import Trainer
 from selftask.errors import ConfigError
 from selftask.hooks.base import function_hook
 from selftask.hooks.watching.show_views import mosaic
+from selftask.hooks.writers import base
 from selftask.hooks.writers.base import Writer, as_image
 from selftask.logs import read_metrics
 from selftask.logs.events import read_events
@@ -190,6 +191,23 @@ def test_a_missing_package_is_told_before_training(
     assert list(Writer.problems(type("W", (Writer,), {"package": "json"})(), {})) == []
     with pytest.raises(ConfigError, match=r"hooks\.wandb.*pip install 'selftask\[wandb\]'"):
         tiny.config("simclr", tmp_path, "run", "hooks.wandb={}")
+
+
+@pytest.mark.parametrize("primary", [True, False])
+def test_writers_are_opened_late_and_on_the_first_rank(
+    primary: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "is_primary", lambda: primary)
+    task = tiny.task("simclr", tmp_path, "run", "hooks.csv={}", "train.max_steps=1")
+    task.prepare()
+    table = tmp_path / "run" / "metrics.csv"
+    assert not table.exists()
+    task.on_start()
+    task.on_phase_start()
+    task.step()
+    task.close()
+    assert table.exists() == primary
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_nothing_is_kept_without_a_writer(tmp_path: Path) -> None:

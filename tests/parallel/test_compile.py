@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import tiny
 from ranks import run_ranks
@@ -121,8 +122,12 @@ def test_inductor_trains_as_eager_and_resumes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("checkpointing", ["none", "blocks"])
 def test_compiled_with_checkpointing(method: str, checkpointing: str, tmp_path: Path) -> None:
     more = f"parallel.activation_checkpointing={checkpointing}"
+    torch._dynamo.reset()
+    counters.clear()
     expected = losses(method, tmp_path, "eager", more)
+    assert not counters["stats"]["unique_graphs"]
     found = losses(method, tmp_path, "compiled", more, "train.compile=model", EAGER)
+    assert counters["stats"]["unique_graphs"] > 0
     assert found == pytest.approx(expected, rel=1e-5)
 
 

@@ -28,7 +28,7 @@ from selftask.optim.optimizers.schedule_free import ScheduleFreeAdamW
 from selftask.parallel.activation_budget import ActivationBudget
 from selftask.parallel.activation_checkpointing import checkpoint_blocks
 from selftask.parallel.blocks import find_blocks
-from selftask.parallel.build import build_reduction
+from selftask.parallel.build import build_reduction, synchronize
 from selftask.parallel.ddp import DDPReduction
 from selftask.parallel.fsdp import FSDPReduction
 from selftask.parallel.manual import ManualReduction
@@ -448,6 +448,9 @@ def test_nothing_on_one_rank() -> None:
         assert all(p._post_accumulate_grad_hooks is None for p in network.parameters())
         state = network.state_dict()
         assert sharing.full_state(state) is state
+    norm = nn.Sequential(nn.BatchNorm1d(3))
+    synchronize(ParallelConfig(sync_batch_norm="all"), [norm])
+    assert type(norm[0]) is nn.BatchNorm1d
 
 
 def optimizers(rank: int) -> dict[str, list[Tensor]]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from selftask.batch import Batch
-from selftask.classy import ClassyTaskNames
+from selftask.classy import ClassyHook, ClassyTaskNames
 from selftask.config.load import to_yaml
 from selftask.config.run_length import Clock, RunLength
 from selftask.config.schema import Config
@@ -233,7 +233,12 @@ class Task(Recorder, ClassyTaskNames):
         Args:
             hook: Such as ``function_hook(on_step=...)``.
             name: Under which its state is saved; the name of its class if None.
+
+        Raises:
+            UserError: If the object is no hook, or the name is taken.
         """
+        if not isinstance(hook, ClassyHook):
+            raise UserError(f"add_hook: {hook!r} is no hook; see function_hook for functions")
         name = name or f"{type(hook).__name__}_{len(self.added_hooks)}"
         if name in self.config.hooks or name in self.added_hooks:
             raise UserError(f"add_hook: there is a hook {name!r} already; give another name")
