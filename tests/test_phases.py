@@ -72,6 +72,26 @@ def test_early_stopping_ends_the_run_and_resumes_bit_for_bit(folder: Path) -> No
     assert tiny.differences(tiny.last_state(whole.out), tiny.last_state(parts.out)) == []
 
 
+@pytest.mark.parametrize(("mode", "target", "step"), [("max", 0.61, 6), ("min", 0.55, 2)])
+def test_a_run_that_reaches_its_target_ends(
+    mode: str, target: float, step: int, folder: Path
+) -> None:
+    """Also by a gain that would be too small to count."""
+
+    def figures(task: Task) -> dict[str, float]:
+        return {"knn_top1": FIGURES.get(task.steps_done, 0.0)}
+
+    patient = f"{{mode: {mode}, patience: 9, min_delta: 0.05, target: {target}}}"
+    words = (f"hooks.early_stopping={patient}", *STOP[1:])
+    done = train("simclr", folder, f"target_{mode}", *words, evaluate=figures)
+    assert done.steps_done == step
+    value = FIGURES[step]
+    expected = f"stopped early: knn_top1 was {value:g} at step {step}, target {target:g}"
+    assert done.clock.stopped == expected
+    again = train("simclr", folder, f"target_{mode}", *words, evaluate=figures)
+    assert again.steps_done == step
+
+
 def test_a_stopped_run_is_finished(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stop = "hooks.early_stopping={metric: loss, mode: min, min_delta: 1000, patience: 3}"
     words = ["train", "simclr/digits", *tiny.overrides("simclr", folder, "finished", stop)]

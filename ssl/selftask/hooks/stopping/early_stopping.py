@@ -1,4 +1,4 @@
-"""End a run whose metric has stopped improving."""
+"""End a run whose metric has stopped improving, or is good enough."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ log = get_logger(__name__)
 class EarlyStopping(Hook):
     """Ends the run, as finished, if a metric has not improved for ``patience`` rows that have it.
 
-    The end is as usual: evaluation, export, checkpoint.
+    It also ends once the metric reaches ``target``. The end is as usual: evaluation, export,
+    checkpoint.
     """
 
     priority: ClassVar[int] = 30
@@ -37,6 +38,8 @@ class EarlyStopping(Hook):
     """Evaluations without improvement that are tolerated."""
     min_delta: float = setting(0.0, min=0)
     """Smallest improvement that counts."""
+    target: float | None = setting(None, also=["stopping_threshold"])
+    """Value of the metric that is good enough; none: none is."""
 
     def on_start(self, task: Task) -> None:
         state: dict[str, Any] = getattr(self, "loaded", {})
@@ -44,7 +47,7 @@ class EarlyStopping(Hook):
         self.best_step: int = state.get("best_step", 0)
         self.waited: int = state.get("waited", 0)
         self.names: set[str] = set()  # of rows, until one has the metric
-        self._stop_if_waited(task)
+        self._stop_if_done(task)
 
     def on_row(self, task: Task) -> None:
         value = task.last_row.get(self.metric)
@@ -56,16 +59,28 @@ class EarlyStopping(Hook):
             self.best, self.best_step, self.waited = value, task.steps_done, 0
         else:
             self.waited += 1
-        self._stop_if_waited(task)
+        self._stop_if_done(task)
 
     def _improves(self, value: float) -> bool:
         if math.isnan(value):
             return False
-        gain = 0.0 if self.best is None else value - self.best
-        return self.best is None or (gain if self.mode == "max" else -gain) > self.min_delta
+        if self.best is None or self._is_enough(value):
+            return True
+        gain = value - self.best
+        return (gain if self.mode == "max" else -gain) > self.min_delta
 
-    def _stop_if_waited(self, task: Task) -> None:
-        if self.waited >= self.patience:
+    def _is_enough(self, value: float | None) -> bool:
+        if self.target is None or value is None:
+            return False
+        return value >= self.target if self.mode == "max" else value <= self.target
+
+    def _stop_if_done(self, task: Task) -> None:
+        if self._is_enough(self.best):
+            task.clock.stopped = (
+                f"stopped early: {self.metric} was {self._shown()} at step {self.best_step}, "
+                f"target {self.target:.4g}"
+            )
+        elif self.waited >= self.patience:
             task.clock.stopped = (
                 f"stopped early: {self.metric} was best at step {self.best_step} "
                 f"({self._shown()}), {self.waited} evaluations before the end"
