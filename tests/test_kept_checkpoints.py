@@ -78,25 +78,6 @@ def test_the_best_and_every_nth_stay_through_a_resume(folder: Path) -> None:
     assert tiny.differences(tiny.last_state(whole), tiny.last_state(parts)) == []
 
 
-@pytest.mark.parametrize(
-    ("every", "keep", "there"),
-    [
-        ("4 steps", 9, [10, 8, 4]),
-        ("0.4 epochs", 9, [10, 8, 6, 4, 2]),
-        ("1 epoch", 9, [10, 5]),
-        ("1 step", 3, [10, 9, 8]),
-    ],
-)
-def test_checkpoints_come_at_their_interval_and_at_the_end(
-    every: str, keep: int, there: list[int], tmp_path: Path
-) -> None:
-    words = (f"train.checkpoint_every='{every}'", f"train.keep_checkpoints={keep}")
-    run = tiny.train("simclr", tmp_path, "run", "train.epochs=2", *words).out
-    assert steps(run) == there
-    newest = tiny.last_state(run)
-    assert newest["clock"]["steps_done"] == 10
-
-
 def test_the_last_evaluation_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes after the last save."""
     monkeypatch.setitem(FIGURES, 10, 0.9)
