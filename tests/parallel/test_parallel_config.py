@@ -26,7 +26,7 @@ def test_short_form_and_defaults() -> None:
         (["parallel=fsdp", "parallel.find_unused=true"], "use parallel.reduce=ddp"),
         *(
             (["parallel=ddp", f"parallel.{key}"], "use parallel.reduce=fsdp")
-            for key in ("shard_over=node", "cpu_offload=true", "prefetch=2")
+            for key in ("shard_over=node", "cpu_offload=true", "prefetch=2", "meta_init=true")
         ),
         (["parallel=fsdp", "parallel.shard_over=0"], "parallel.shard_over=0"),
         (

@@ -31,12 +31,14 @@ from selftask.parallel.blocks import find_blocks
 from selftask.parallel.build import build_reduction, synchronize
 from selftask.parallel.ddp import DDPReduction
 from selftask.parallel.fsdp import FSDPReduction
+from selftask.parallel.initial_weights import InitialWeights
 from selftask.parallel.manual import ManualReduction
 from selftask.parallel.reduction import Reduction
 from selftask.task import Task
 
 WAYS = ("manual", "ddp", "fsdp")
 STEPS = 3
+ON_CPU = InitialWeights(torch.device("cpu"))
 BATCH = 8
 
 
@@ -120,7 +122,7 @@ def train(
     has_budget = isinstance(checkpointing, float)
     budget = ActivationBudget(blocks if has_budget else [], Budget(checkpointing, "share"))
     sharing = reduction(way, **more)
-    sharing.shard([student, teacher])
+    sharing.shard([student, teacher], ON_CPU)
     called = sharing.wrap(student)
     named = [(f"network.{name}", p) for name, p in student.named_parameters() if p.requires_grad]
     named += [(f"loss.{name}", p) for name, p in predictor.named_parameters()]
@@ -473,7 +475,7 @@ def _one_update(name: str, way: str, **more: Any) -> Tensor:
     torch.manual_seed(0)
     student = Student().double()
     sharing = reduction(way, **more)
-    sharing.shard([student])
+    sharing.shard([student], ON_CPU)
     named = [(n, p) for n, p in student.named_parameters() if p.requires_grad]
     sharing.register(named)
     groups = sharing.regroup([{"params": [p for _, p in named], "lr": 1.0, "weight_decay": 0.1}])

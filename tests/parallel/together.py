@@ -11,6 +11,7 @@ def everything(rank: int) -> dict[str, Any]:
     import test_buffers
     import test_collectives
     import test_layers
+    import test_meta_init
     import test_reductions
     import test_sharded_writer
 
@@ -20,6 +21,7 @@ def everything(rank: int) -> dict[str, Any]:
         *test_reductions.ON_RANKS,
         *test_buffers.ON_RANKS,
         *test_layers.ON_RANKS,
+        *test_meta_init.ON_RANKS,
         *test_sharded_writer.ON_RANKS,
     )
     return {function.__name__: function(rank) for function in functions}

@@ -134,10 +134,11 @@ def embed_dim(backbone: nn.Module) -> int:
 def count_features(model: nn.Module, name: str, channels: int) -> int:
     """Return the number of features for a blank image. The model's state and mode are unchanged."""
     errors = []
+    device = next((tensor.device for tensor in model.parameters()), None)
     for size in _sizes(model):
         try:
             with in_eval_mode(model):
-                features = model(torch.zeros(1, channels, size, size))
+                features = model(torch.zeros(1, channels, size, size, device=device))
         except (RuntimeError, AssertionError, ValueError) as error:
             errors.append(f"{size} x {size} pixels: {error}")
             continue

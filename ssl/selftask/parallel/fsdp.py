@@ -34,6 +34,7 @@ from selftask.distributed.shards import full_tensor
 from selftask.errors import RunError, UserError
 from selftask.logs import get_logger
 from selftask.parallel.blocks import find_blocks
+from selftask.parallel.initial_weights import InitialWeights
 from selftask.parallel.manual import ManualReduction
 from selftask.parallel.rank_groups import rank_groups
 from selftask.parallel.reduction import Named, Reduction
@@ -71,9 +72,8 @@ class FSDPReduction(Reduction):
         self._method: Reduction = Reduction()  # for parameters that are not sharded
         self._idle: Named | None = None  # no rank had a gradient for them in the first step
 
-    def shard(self, networks: Iterable[nn.Module]) -> None:
-        networks = list(networks)
-        device = next(networks[0].parameters()).device
+    def shard(self, networks: Iterable[nn.Module], initial: InitialWeights) -> None:
+        networks, device = list(networks), initial.device
         self._mesh = _mesh(device.type, self._shard_over)
         offload = OffloadPolicy()
         if self._cpu_offload:
@@ -82,6 +82,7 @@ class FSDPReduction(Reduction):
         for network in networks:
             blocks = find_blocks(network)
             for part in (*blocks, network):
+                initial.materialize(part)
                 fully_shard(
                     part,
                     mesh=self._mesh,

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selftask.parallel.initial_weights import InitialWeights
+
 Named = list[tuple[str, nn.Parameter]]
 
 
@@ -20,8 +22,8 @@ class Reduction:
     checkpoints, evaluations and exports.
     """
 
-    def shard(self, networks: Iterable[nn.Module]) -> None:
-        """Shard the networks: the trained one, and teachers."""
+    def shard(self, networks: Iterable[nn.Module], initial: InitialWeights) -> None:
+        """Shard the networks, the trained one and teachers; ``initial`` has their weights."""
 
     def wrap(self, network: nn.Module) -> nn.Module:
         """Return the module that the step calls in place of the network."""

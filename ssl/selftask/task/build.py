@@ -11,7 +11,7 @@ from torch import nn
 
 from selftask import classy
 from selftask.config.schema import Component, Config
-from selftask.distributed.collectives import broadcast_module, world_size
+from selftask.distributed.collectives import world_size
 from selftask.errors import UserError
 from selftask.hooks.base import POINTS, defines, function_hook
 from selftask.hooks.failures.non_finite import NonFiniteGuard
@@ -27,6 +27,7 @@ from selftask.optim.param_groups import freeze_for_good
 from selftask.parallel.blocks import find_blocks
 from selftask.parallel.build import build_reduction, save_activations, synchronize
 from selftask.parallel.compiled import compile_blocks, compile_whole
+from selftask.parallel.initial_weights import InitialWeights, initial_weights
 from selftask.registry import HOOKS, METERS, METHODS, TRAIN_STEPS, Registry
 from selftask.task.compile_report import CompileReport
 from selftask.task.frozen import DropFrozenGradients
@@ -48,27 +49,36 @@ def train_step(component: Component) -> Callable[[Task], None]:
 def model(task: Task) -> None:
     """Build backbone, initial weights, method and network; distribute and compile them."""
     config = task.config
+    initial = initial_weights(config.parallel, task.device)
+    with initial.building():
+        network = _network(task)
+    task.base_model = initial.to_device(network)
+    synchronize(config.parallel, [task.base_model, task.loss])
+    with initial.building():
+        task.loss.setup(task)
+    initial.to_device(task.loss)
+    draw_per_sample([task.base_model, task.loss], config.train.seed)
+    initial.broadcast([task.base_model, task.loss])
+    task.trained = [("network", task.base_model), ("loss", task.loss)]
+    freeze_for_good(task.trained, config.optimizer.groups)
+    if config.train.compile and _in_blocks(config):
+        compile_blocks(task.base_model, config.train.compile_options)
+    task.activations = save_activations(config.parallel, task.base_model)
+    _distribute(task, initial)
+
+
+def _network(task: Task) -> nn.Module:
+    """Build backbone, method and network; load the weights of ``init``."""
+    config = task.config
     backbone = _backbone(task)
     check_sizes(backbone, config)
     check_offers(backbone, config)
     load_init(backbone, config)
     method = METHODS[config.method.name]
     task.loss = method(method.Config(**config.method.args))
-    network = task.loss.build_network(backbone, task)
+    network: nn.Module = task.loss.build_network(backbone, task)
     load_head(network, config)
-    task.base_model = network.to(task.device)
-    synchronize(config.parallel, [task.base_model, task.loss])
-    task.loss.setup(task)
-    task.loss.to(task.device)
-    draw_per_sample([task.base_model, task.loss], config.train.seed)
-    for module in (task.base_model, task.loss):
-        broadcast_module(module)
-    task.trained = [("network", task.base_model), ("loss", task.loss)]
-    freeze_for_good(task.trained, config.optimizer.groups)
-    if config.train.compile and _in_blocks(config):
-        compile_blocks(task.base_model, config.train.compile_options)
-    task.activations = save_activations(config.parallel, task.base_model)
-    _distribute(task)
+    return network
 
 
 def _backbone(task: Task) -> nn.Module:
@@ -78,13 +88,14 @@ def _backbone(task: Task) -> nn.Module:
     return with_embed_dim(task.backbone, config.name, channels)
 
 
-def _distribute(task: Task) -> None:
+def _distribute(task: Task, initial: InitialWeights) -> None:
     """Shard or wrap the network as ``parallel`` requests; compile it if requested."""
     config = task.config
     task.reduction = build_reduction(config.parallel, task.low_precision)
     teachers = [part for part in task.loss.modules() if isinstance(part, Teacher)]
     task.networks = [task.base_model, *(part.network for part in teachers if part.moves)]
-    task.reduction.shard([task.base_model, *(part.network for part in teachers)])
+    task.reduction.shard([task.base_model, *(part.network for part in teachers)], initial)
+    initial.materialize(task.loss)  # the method's own parameters and buffers
     called: Any = task.base_model
     if config.train.compile and not _in_blocks(config):
         called = compile_whole(task.base_model, config.train.compile_options)

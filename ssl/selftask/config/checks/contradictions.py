@@ -219,6 +219,7 @@ _ONLY_WITH = {
     "find_unused": "ddp",
     "shard_over": "fsdp",
     "cpu_offload": "fsdp",
+    "meta_init": "fsdp",
     "prefetch": "fsdp",
 }
 

@@ -77,6 +77,10 @@ class ParallelConfig:
     """Whether shards, their gradients and optimizer state are kept on the CPU, which takes the
     steps (fsdp).
     """
+    meta_init: bool = setting(False, also=["meta_device", "delayed_init"])
+    """Whether only the first rank draws or reads the initial weights; the others receive them, part
+    by part, and never hold a whole network (fsdp).
+    """
     prefetch: int = setting(0, min=0, also=["forward_prefetch", "backward_prefetch"])
     """Blocks to gather ahead of the one that computes (fsdp); 0: torch's choice, one."""
     activation_checkpointing: float | str = setting(

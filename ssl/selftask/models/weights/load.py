@@ -94,8 +94,13 @@ def weights_at(checkpoint: Mapping[str, Any], place: str) -> dict[str, Tensor]:
 def load_part(module: nn.Module, checkpoint: Mapping[str, Any], place: str) -> None:
     """Load ``weights_at(checkpoint, place)``, all of them; nothing on the meta device of a plan."""
     weights = weights_at(checkpoint, place)
-    if not any(parameter.is_meta for parameter in module.parameters()):
+    if not is_on_meta(module):
         module.load_state_dict(weights)
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Return whether a module has no memory: in a plan, or as another rank has its weights."""
+    return any(parameter.is_meta for parameter in module.parameters())
 
 
 def refuse_sharded(path: Path) -> None:

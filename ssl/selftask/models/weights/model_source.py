@@ -29,6 +29,7 @@ from selftask.models.build import build_backbone, embed_dim
 from selftask.models.weights.export import META, WEIGHTS
 from selftask.models.weights.load import (
     backbone_state,
+    is_on_meta,
     load_weights,
     read_state,
     refuse_sharded,
@@ -74,6 +75,7 @@ def open_model(
     Returns:
         The backbone, and the metadata of ``backbone.json``: architecture, channels, embed_dim,
         normalization, input_size, transforms (of its input images), and for runs method and step.
+        Under ``torch.device("meta")`` no weights are read.
 
     Raises:
         UserError: If something is missing or does not match.
@@ -85,7 +87,9 @@ def open_model(
     except TypeError as error:
         origin = place.meta if place else address
         raise UserError(f"{origin}: architecture: cannot be built: {error}") from error
-    if place is not None:
+    if is_on_meta(backbone):
+        log.debug("%s: on the meta device, its weights are not read", address)
+    elif place is not None:
         load_weights(backbone, read_state(place.weights), what=str(place.weights))
     elif weights == PRETRAINED:
         load_weights(backbone, download(library, name), what=address)
@@ -127,9 +131,12 @@ def _describe(
 
 
 def load_init(backbone: nn.Module, config: Config) -> None:
-    """Load ``init.backbone`` if it is set, unless all weights come from a checkpoint."""
+    """Load ``init.backbone`` if it is set, unless all weights come from a checkpoint.
+
+    Nothing is read for a backbone on the meta device.
+    """
     init = config.init
-    if init.backbone is not None and not goes_on(config):
+    if init.backbone is not None and not goes_on(config) and not is_on_meta(backbone):
         if init.head:  # both of the same step
             weights = backbone_state(open_checkpoint(init.backbone))
         else:
@@ -166,7 +173,8 @@ def load_head(network: nn.Module, config: Config) -> None:
     Raises UserError if there is no checkpoint, or its head is another one.
     """
     address = config.init.backbone
-    if config.init.head and address is not None and not goes_on(config):
+    wanted = config.init.head and not goes_on(config) and not is_on_meta(network)
+    if wanted and address is not None:
         weights = weights_at(open_checkpoint(address), "model.head")
         head: nn.Module = network.head  # type: ignore[assignment]
         try:

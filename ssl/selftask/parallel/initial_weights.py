@@ -1,0 +1,179 @@
+"""Initial weights: drawn by every rank, or by the first one only (``parallel.meta_init``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from selftask.config.schema import ParallelConfig
+from selftask.distributed.collectives import (
+    broadcast_module,
+    gather_objects,
+    is_primary,
+    world_size,
+)
+from selftask.distributed.heartbeat import collective_activity
+from selftask.errors import RunError, UserError, shorten
+from selftask.random import process_state
+
+
+class InitialWeights:
+    """Every rank draws or reads all weights; those of the first rank are then copied to all.
+
+    Calls come in this order: ``building`` and ``to_device`` for each module, ``broadcast``,
+    ``materialize`` for each part just before it is sharded, and last for what is not sharded.
+
+    Args:
+        device: Device of the run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def building(self) -> AbstractContextManager[None]:
+        """Context in which modules are built and their weights loaded."""
+        return nullcontext()
+
+    def to_device(self, module: nn.Module) -> nn.Module:
+        """Move a module that was built to the device; return it."""
+        return module.to(self.device)
+
+    def broadcast(self, modules: Iterable[nn.Module]) -> None:
+        """Copy parameters and buffers of the first rank to all."""
+        for module in modules:
+            broadcast_module(module)
+
+    def materialize(self, module: nn.Module) -> None:
+        """Allocate what has no memory yet, with the values of the first rank. Every rank calls."""
+
+
+class MetaInit(InitialWeights):
+    """The first rank draws or reads the weights; the others build modules on the meta device.
+
+    Each part of a network is allocated, received and sharded before the next one, so that the other
+    ranks never hold a whole network. Weights, buffers and generators are those of
+    ``InitialWeights``, bit for bit.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._done: set[nn.Module] = set()
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Context in which modules are built; an error on any rank is raised on all.
+
+        Raises UserError if a module cannot be built on the meta device. The generators of all ranks
+        are those of the first one afterwards: draws on the meta device do not advance them.
+        """
+        error: Exception | None = None
+        try:
+            with nullcontext() if is_primary() else torch.device("meta"):
+                yield
+        except Exception as raised:  # noqa: BLE001 - raised again below, on every rank
+            error = raised
+        _raise_on_all(error)
+        first, *_ = gather_objects(process_state.rng_state() if is_primary() else None)
+        process_state.set_rng_state(first)
+
+    def to_device(self, module: nn.Module) -> nn.Module:
+        """Leave the module where it is: ``materialize`` moves it, part by part."""
+        return module
+
+    def broadcast(self, modules: Iterable[nn.Module]) -> None:
+        """Check that ``materialize`` can copy everything: parameters and buffers, nothing else.
+
+        Raises UserError on every rank if a module has tensors on the meta device beside them.
+        """
+        strays = [stray for module in modules for stray in find_strays(module)]
+        error = None
+        if strays:
+            error = UserError(
+                f"tensors that are neither parameters nor buffers: {', '.join(strays)}; "
+                "register_buffer(..., persistent=False) makes them buffers"
+            )
+        _raise_on_all(error)
+
+    @torch.no_grad()
+    def materialize(self, module: nn.Module) -> None:
+        copies: dict[Tensor, Tensor] = {}  # tied parameters stay tied
+        with collective_activity("broadcast of initial weights"):
+            for part in module.modules():
+                if part in self._done:
+                    continue
+                self._done.add(part)
+                tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+                for table in tables:
+                    for name, tensor in table.items():
+                        if tensor is not None and tensor not in copies:
+                            copies[tensor] = self._receive(tensor)
+                        if tensor is not None:
+                            table[name] = copies[tensor]
+
+    def _receive(self, tensor: Tensor) -> Tensor:
+        """Return the tensor on the device, with the values of the first rank."""
+        if tensor.is_meta:
+            moved = torch.empty_like(tensor, device=self.device)
+        else:
+            moved = tensor.detach().to(self.device)
+        dist.broadcast(moved, src=0)
+        if not isinstance(tensor, nn.Parameter):
+            return moved
+        if not tensor.is_meta:
+            tensor.data = moved
+            return tensor
+        parameter = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+        parameter.__dict__.update(tensor.__dict__)  # marks set by the model's library
+        return parameter
+
+
+def initial_weights(config: ParallelConfig, device: torch.device) -> InitialWeights:
+    """Return what ``parallel.meta_init`` selects; one process always draws its own weights."""
+    if config.meta_init and config.reduce == "fsdp" and world_size() > 1:
+        return MetaInit(device)
+    return InitialWeights(device)
+
+
+def find_strays(module: nn.Module) -> list[str]:
+    """Return the names of tensors on the meta device in plain attributes of a module's parts."""
+    return [
+        ".".join(filter(None, (path, name)))
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if name not in ("_parameters", "_buffers", "_modules") and _holds_meta(value)
+    ]
+
+
+def _holds_meta(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_meta, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_meta, value))
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def _raise_on_all(error: Exception | None) -> None:
+    """Raise an error of any rank on every rank, that of the first rank unchanged.
+
+    An error of other ranks alone comes from the meta device and is a UserError that says so.
+    """
+    known = isinstance(error, UserError)
+    text = None if error is None else str(error) if known else f"{type(error).__name__}: {error}"
+    told = gather_objects((known, text))
+    if error is not None and is_primary():
+        raise error
+    known, text = told[0]
+    if text is not None:
+        raise (UserError if known else RunError)(f"rank 0: {text}") from error
+    others = [(rank, text) for rank, (_, text) in enumerate(told) if text is not None]
+    if others:
+        rank, text = others[0]
+        raise UserError(
+            "parallel.meta_init=true: backbone or method cannot be built on the meta device "
+            f"(rank {rank}: {shorten(text)}); use parallel.meta_init=false"
+        ) from error
