@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch.nn import functional as F
 import tiny
 from selftask.cli.main import main
 from selftask.config.load import to_yaml
-from selftask.config.run_length import RunLength
-from selftask.errors import ConfigError
+from selftask.config.run_length import Clock, RunLength
+from selftask.errors import ConfigError, UserError
 from selftask.evaluate.online import evaluate_task
 from selftask.hooks.base import function_hook
 from selftask.logs import read_metrics
@@ -183,6 +184,85 @@ def test_epochs_are_parts_of_one_stream(tmp_path: Path) -> None:
     assert [len(indices) for indices in shown] == [80, 80]
     assert len(iterators) == 2, "each phase has its own, which has come to its end"
     assert [next(batches, None) for batches in iterators] == [None, None]
+
+
+def watched(folder: Path, out: str, *more: str) -> tuple[Task, list[str]]:
+    """Train, and list the points of phases with the step at which they come."""
+    calls: list[str] = []
+    words = (LABELLED, "eval.evaluations={}", "train.epochs=2.2", *more)
+    val = f"data.val={tiny.digits_file(folder, 'val.npz', 400, 440)}"
+    task = tiny.task("supervised", folder, out, val, *words)
+
+    def note(point: str) -> Any:
+        def call(task: Task) -> None:
+            calls.append(f"{task.phase_type} {point} {task.steps_done}")
+
+        return call
+
+    task.add_hook(function_hook(on_phase_start=note("from"), on_phase_end=note("to")))
+    try:
+        train_loop(task)
+    except Interrupted:
+        assert task.config.train.stop_at
+    return task, calls
+
+
+def test_an_epoch_of_two_phases(folder: Path) -> None:
+    """Five steps an epoch: phases of two and three; resumed in any of them, bit for bit."""
+    words = ("train.phases_per_epoch=2", "train.checkpoint_every='1 step'")
+    whole, calls = watched(folder, "halves", *words)
+    ends = [2, 5, 7, 10, 11]
+    train = [call for call in calls if call.startswith("train")]
+    starts = [0, *ends[:-1]]
+    expected = [(f"train from {a}", f"train to {b}") for a, b in zip(starts, ends, strict=True)]
+    assert train == [call for pair in expected for call in pair]
+    assert [call for call in calls if call.startswith("test to")] == [f"test to {e}" for e in ends]
+    rows = [row for row in tiny.rows(whole.out) if "test_accuracy_top_1" in row]
+    assert [row["epoch"] for row in rows] == [0.4, 1.0, 1.4, 2.0, 2.2]
+    for stop in (1, 2, 6, 7, 10):
+        watched(folder, "halves_parts", *words, f"train.stop_at={stop}")
+    parts, _ = watched(folder, "halves_parts", *words)
+    assert tiny.rows(whole.out) == tiny.rows(parts.out)
+    assert tiny.differences(tiny.last_state(whole.out), tiny.last_state(parts.out)) == []
+
+    plain, calls = watched(folder, "epochs", "train.checkpoint_every='1 step'")
+    assert [call for call in calls if call.startswith("train to")] == [
+        f"train to {end}" for end in (5, 10, 11)
+    ]
+    states = [tiny.last_state(task.out) for task in (whole, plain)]
+    for part in ("model", "method", "optimizer"):
+        assert tiny.differences({part: states[0][part]}, {part: states[1][part]}) == []
+
+
+def test_test_phases_after_so_many_train_phases(folder: Path) -> None:
+    words = ("train.phases_per_epoch=2", "eval.test_every=3", "train.step=accumulate")
+    task, _ = watched(folder, "thirds", *words, "train.accumulate=2")  # three steps an epoch
+    tests = [row["step"] for row in tiny.rows(task.out) if "test_accuracy_top_1" in row]
+    assert tests == [4, 7]  # phases of one and two steps; 2.2 epochs are seven steps
+    with pytest.raises(UserError, match="phases_per_epoch=6: an epoch has 5 steps, and a phase"):
+        watched(folder, "sixths", "train.phases_per_epoch=6")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("phases", [1, 2, 3, 4])
+def test_phases_divide_an_epoch(accumulate: int, phases: int) -> None:
+    """Of eleven batches and more than three steps, counted step by step."""
+    length = RunLength(
+        num_samples=11 * 8, batch_size=8, accumulate=accumulate, epochs=3, phases_per_epoch=phases
+    )
+    steps = length.steps_per_epoch
+    cuts = {math.floor(number * steps / phases) for number in range(1, phases + 1)}
+    clock, ended = Clock(length), 0
+    while not clock.done:
+        assert length.phases_before(clock.batch) == ended
+        inside = clock.batch_in_epoch
+        left = min(cut * accumulate for cut in cuts if cut * accumulate > inside)
+        assert clock.batches_left == min(left, 11) - inside
+        clock.advance(min(accumulate, 11 - inside))
+        done = (clock.batch_in_epoch + accumulate - 1) // accumulate or steps
+        assert clock.between_phases == (done in cuts)
+        ended += done in cuts
+    assert ended == 3 * phases
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 5), (1.5, 8), (0.5, 2), (0.01, 1), (2.0, 10)])

@@ -149,7 +149,7 @@ def test_a_stray_stop_iteration_does_not_end_the_epoch(tmp_path: Path) -> None:
     task.on_phase_start()
     with pytest.raises(StopIteration):
         task.step()
-    with pytest.raises(RuntimeError, match=r"the epoch ended at batch 0 of 5"):
+    with pytest.raises(RuntimeError, match=r"the phase ended at batch 0 of 5"):
         task.on_phase_end()
     task.close()
 

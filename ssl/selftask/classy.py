@@ -128,9 +128,10 @@ class ClassyTaskNames(ClassyTask):  # type: ignore[misc]  # classy-vision ships 
 
     @property
     def num_batches_per_phase(self) -> int:
-        return int(
-            self.length.batches_per_epoch if self.train else self.data_module.num_test_batches
-        )
+        if not self.train:
+            return int(self.data_module.num_test_batches)
+        phase = self.length.phases_before(self.clock.batch)
+        return int(self.length.first_batch(phase + 1) - self.length.first_batch(phase))
 
     @property
     def use_gpu(self) -> bool:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from selftask.errors import UserError, plural
+
 if TYPE_CHECKING:
     from selftask.config.schema import TrainConfig
 
@@ -23,11 +25,24 @@ class RunLength:
     accumulate: int = 1
     epochs: float | None = None
     max_steps: int | None = None
+    phases_per_epoch: int = 1  # train phases, equally long but for a step
 
     @classmethod
     def of(cls, train: TrainConfig, num_samples: int) -> RunLength:
-        """Return the length of a run with this ``train:`` section and samples per epoch."""
-        return cls(num_samples, train.batch_size, train.accumulate, train.epochs, train.max_steps)
+        """Return the length of a run with this ``train:`` section and samples per epoch.
+
+        Raises:
+            UserError: If an epoch has fewer steps than phases.
+        """
+        lengths = (train.epochs, train.max_steps, train.phases_per_epoch)
+        length = cls(num_samples, train.batch_size, train.accumulate, *lengths)
+        if length.phases_per_epoch > max(length.steps_per_epoch, 1):
+            steps = length.steps_per_epoch
+            raise UserError(
+                f"train.phases_per_epoch={length.phases_per_epoch}: an epoch has {steps} "
+                f"{plural('step', steps)}, and a phase at least one; set it to {steps} or less"
+            )
+        return length
 
     @cached_property
     def batches_per_epoch(self) -> int:
@@ -51,8 +66,20 @@ class RunLength:
 
     @property
     def num_epochs(self) -> int:
-        """Number of train phases; the last one may be shorter."""
+        """Number of epochs; the last one may be shorter."""
         return -(-self.total_steps // self.steps_per_epoch)
+
+    def phases_before(self, batch: int) -> int:
+        """Return the number of train phases that have ended before batch number ``batch``."""
+        epoch, inside = divmod(batch, self.batches_per_epoch)
+        steps = (inside // self.accumulate + 1) * self.phases_per_epoch
+        return epoch * self.phases_per_epoch - (-steps // self.steps_per_epoch) - 1
+
+    def first_batch(self, phase: int) -> int:
+        """Return the number of the first batch of a train phase, counted from 0."""
+        epoch, part = divmod(phase, self.phases_per_epoch)
+        step = part * self.steps_per_epoch // self.phases_per_epoch
+        return epoch * self.batches_per_epoch + step * self.accumulate
 
 
 @dataclass
@@ -95,11 +122,21 @@ class Clock:
     def done(self) -> bool:
         return self.batch >= self.length.total_batches or self.stopped is not None
 
+    @property
+    def between_phases(self) -> bool:
+        """True if the next batch is the first of a train phase."""
+        return self.batch == self.length.first_batch(self.length.phases_before(self.batch))
+
+    @property
+    def batches_left(self) -> int:
+        """Number of remaining batches of the train phase, were the run longer."""
+        return self.length.first_batch(self.length.phases_before(self.batch) + 1) - self.batch
+
     def test_is_due(self, every: int) -> bool:
-        """Return whether a test phase comes next: after so many epochs, and at the end."""
-        if self.batch == self.tested or not (self.batch_in_epoch == 0 or self.done):
+        """Return whether a test phase comes next: after so many train phases, and at the end."""
+        if self.batch == self.tested or not (self.between_phases or self.done):
             return False
-        return self.done or self.epoch % every == 0
+        return self.done or self.length.phases_before(self.batch) % every == 0
 
     def advance(self, batches: int = 1) -> None:
         """Count one finished step of ``batches`` batches."""

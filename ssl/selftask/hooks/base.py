@@ -3,7 +3,8 @@
 The order of the calls::
 
     on_start
-    for each phase:                 # an epoch of training, or a pass over the test set
+    for each phase:                 # an epoch of training (or a part of one, if
+                                    # train.phases_per_epoch > 1), or a pass over the test set
         on_phase_start
         for each step:
             before_step             # training only: before the batch is read

@@ -42,9 +42,11 @@ def _batch(length: RunLength, world_size: int) -> str:
 def _epoch(length: RunLength) -> str:
     steps, rest = length.steps_per_epoch, length.batches_per_epoch % length.accumulate
     last = f", the last of {rest * length.batch_size:,}" if rest else ""
+    phases = f", in {length.phases_per_epoch} phases" if length.phases_per_epoch > 1 else ""
+    read = length.batches_per_epoch * length.batch_size
     return (
-        f"{_steps(steps)} of {_step(length):,}{last} = "
-        f"{length.batches_per_epoch * length.batch_size:,} of {length.num_samples:,} samples"
+        f"{_steps(steps)} of {_step(length):,}{last} = {read:,} of {length.num_samples:,} "
+        f"samples{phases}"
     )
 
 

@@ -316,7 +316,7 @@ class Task(Recorder, ClassyTaskNames):
         """Sum the meters over ranks, and count the phase."""
         if self.train and not self.clock.stopped and self.clock.batch != self._phase_stop:
             raise RuntimeError(
-                f"the epoch ended at batch {self.clock.batch} of {self._phase_stop}: a train step "
+                f"the phase ended at batch {self.clock.batch} of {self._phase_stop}: a train step "
                 "has to call task.advance(), and nothing but the data may raise StopIteration in it"
             )
         for key, meter in zip(self.config.meters, self.meters, strict=True):
@@ -369,13 +369,13 @@ class Task(Recorder, ClassyTaskNames):
 
     @property
     def batches_left(self) -> int:
-        """Number of remaining batches of the epoch."""
-        return self.length.batches_per_epoch - self.clock.batch_in_epoch
+        """Number of remaining batches of the train phase: of the epoch, or of a part of it."""
+        return self.clock.batches_left
 
     @property
     def phase_finished(self) -> bool:
         """True if the last counted step was the last of its train phase."""
-        return self.train and (self.clock.batch_in_epoch == 0 or self.clock.done)
+        return self.train and (self.clock.between_phases or self.clock.done)
 
     def _test_is_next(self) -> bool:
         every = self.config.eval.test_every

@@ -24,7 +24,9 @@ class EvalConfig:
     ``val_loss``.
     """
     test_every: int = setting(1, min=1, also=["test_phase_period", "val_interval"])
-    """Epochs between test phases with meters; one more comes at the end."""
+    """Train phases between test phases with meters, each an epoch or as ``train.phases_per_epoch``
+    says; one more comes at the end.
+    """
     layers: list[int] = setting([])
     """Hidden layers to evaluate by number, -1 is the last; empty: the backbone's output."""
     pool: Literal["mean", "prefix", "both"] = "mean"

@@ -61,6 +61,10 @@ class TrainConfig:
     """
     max_steps: int | None = setting(None, min=1, also=["steps", "num_steps", "iterations"])
     """Length in optimizer steps."""
+    phases_per_epoch: int = setting(1, min=1, also=["num_phases", "train_phases_per_epoch"])
+    """Train phases of an epoch: hooks at the start and end of a phase, and test phases, come so
+    much more often.
+    """
     batch_size: int = setting(256, min=1, also=["batch", "bs"])
     """Images of a batch, over all processes."""
     precision: Literal["float32", "bfloat16", "float16"] = setting(
