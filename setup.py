@@ -100,5 +100,5 @@ setup(
         "umap": ["umap-learn>=0.5.6"],  # the map of a report's embeddings; t-SNE without
         "onnx": ["onnx>=1.16", "onnxscript>=0.1"],
     },
-    entry_points={"console_scripts": ["selftask = selftask.cli.main:main"]},
+    entry_points={"console_scripts": ["selftask = selftask.__main__:run"]},
 )

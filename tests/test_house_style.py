@@ -216,6 +216,26 @@ def test_quick_commands_import_no_torch(argv: list[str]) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
+def test_training_a_resnet_imports_no_timm(tmp_path: Path) -> None:
+    """It would take half a second of each start, and twice that with wandb, which timm imports."""
+    words = [
+        "train",
+        "simclr/digits",
+        f"out={tmp_path}/run",
+        "backbone=resnet18",
+        "train.max_steps=1",
+        "hooks.evaluation=null",
+    ]
+    code = (
+        "import sys; from selftask.cli.main import main\n"
+        f"code = main({words!r})\n"
+        "print('timm' in sys.modules, code)"
+    )
+    done = tiny.run([sys.executable, "-c", code], ROOT)
+    assert done.stdout.splitlines()[-1] == "False 0", done.stdout + done.stderr
+
+
 def test_nobody_writes_a_shortened_name() -> None:
     """style.md, section 5: full words for what a config says."""
     short = re.compile(r"^    (num_iter|bs|wd|nworkers|ckpt|cfg)\b", re.MULTILINE)

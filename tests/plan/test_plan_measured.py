@@ -72,7 +72,7 @@ def test_memory_and_checkpoint_are_those_of_a_run(name: str, tmp_path: Path) -> 
 
 
 def test_few_blocks_stand_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ViT of 16 equal blocks, simulated by 2 and 3 of them and as a whole."""
+    """A ViT of 16 equal blocks, simulated by 1 and 2 of them and as a whole."""
     for words in (
         ("parallel.activation_checkpointing=blocks", "train.batch_size=64"),
         ("launch.processes=2", "train.precision=bfloat16", "train.batch_size=64"),

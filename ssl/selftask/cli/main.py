@@ -15,6 +15,7 @@ from selftask.cli.options import HELP, asks_for_help
 from selftask.cli.verbosity import TALKATIVE, print_versions, take_verbosity
 from selftask.errors import ConfigError, RunError, UserError, nearest
 from selftask.files import paths
+from selftask.garbage import seldom_collected
 from selftask.logs.verbosity import verbosity
 
 COMMANDS = {
@@ -78,7 +79,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["help"]:
         argv = [*argv[1:], "--help"]
-    return guarded(_answer, argv)
+    with seldom_collected():
+        return guarded(_answer, argv)
 
 
 def _answer(argv: list[str]) -> int:

@@ -25,7 +25,7 @@ from selftask.plan.step_tracker import ACTIVATIONS, StepTracker
 WEIGHTS, TEACHER, STATE = "weights", "teacher", "optimizer"
 GRADIENTS, MEMORY, INPUTS = "gradients", "buffers", "inputs"
 
-_FEW = (2, 3)  # numbers of equal blocks that are simulated, if there are many
+_FEW = (1, 2)  # numbers of equal blocks that are simulated, if there are many
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from selftask.distributed.device import (
 from selftask.distributed.world import STOP_SIGNALS, read_world
 from selftask.errors import RunError
 from selftask.evaluate.online import check_evaluations, evaluate_task
+from selftask.garbage import usually_collected
 from selftask.logs import DETAIL, LOGGER, lasting_output, start_log, stop_log
 from selftask.logs.events import WarningEvents, add_event
 from selftask.logs.startup import lap
@@ -203,7 +204,8 @@ def _leave(number: int, frame: FrameType | None) -> None:
 def _train(task: Task) -> str | None:
     """Train; return the stop reason, or None if all steps are done."""
     try:
-        train_loop(task)
+        with usually_collected():
+            train_loop(task)
     except Interrupted as stop:
         return str(stop)
     return None

@@ -5,6 +5,7 @@ With all patches and the image size of the constructor, each operation is that o
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,8 @@ class TimmViT(Adapter):
     @staticmethod
     def fits(backbone: Any) -> bool:
         """Return whether a model is a VisionTransformer with that class's own forward pass."""
+        if "timm" not in sys.modules:  # slow to import, and then no object is of its classes
+            return False
         from timm.layers import PatchEmbed
         from timm.models import VisionTransformer
 
