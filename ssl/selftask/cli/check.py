@@ -99,12 +99,13 @@ def _check(name: str, settings: list[str], ranks: list[int], steps: int) -> int:
 def load(name: str, settings: list[str]) -> Config:
     """Return the config of a recipe, or of a method without one, on data that is never read."""
     from selftask.config.compose import recipes
+    from selftask.config.compose.endings import is_recipe_file
     from selftask.config.load import load_config
 
     settings = ["data={name: digits}", *settings]
     names = set(recipes.available())
     known = {name.partition("/")[0] for name in names} | names
-    if name in known or name.endswith((".yaml", ".yml")):
+    if name in known or is_recipe_file(name):
         return load_config(name, settings)
     base = recipes.folder() / "base/digits.yaml"
     return load_config(str(base), [*settings, f"method.name={name}"])

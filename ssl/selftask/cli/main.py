@@ -68,7 +68,7 @@ GROUPS = {
 }  # of `selftask --help`; a name without a command is left out
 
 ABOUT = """\
-RECIPE is a method (simclr), a shipped recipe (simclr/digits) or a yaml file.
+RECIPE is a method (simclr), a shipped recipe (simclr/digits) or a yaml or json file.
 key=value sets anything in it: train.epochs=10, optimizer=sgd, data=FOLDER_OF_IMAGES.
 `selftask help COMMAND` says more."""
 

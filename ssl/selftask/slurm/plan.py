@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option, show_minutes
 from selftask.config.compose import recipes
+from selftask.config.compose.endings import is_recipe_file
 from selftask.config.compose.sweep import Point, expand_sweep
 from selftask.config.load import load_config
 from selftask.config.run_length import RunLength
@@ -165,7 +166,7 @@ def _submission(
     settled = config.to_dict()
     settled["data"]["num_workers"] = workers
     folders = [str(Path.cwd())]
-    if recipe.endswith((".yaml", ".yml")):
+    if is_recipe_file(recipe):
         folders.append(str(recipes.locate(recipe, None).parent))
     if snapshot is not None:
         folders = [str(snapshot.place(Path(folder))) for folder in folders]

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from selftask.cli.main import COMMANDS
 from selftask.cli.shell.keys import override_candidates
 from selftask.cli.shell.paths import path_candidates, run_candidates
+from selftask.config.compose.endings import ENDINGS
 
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 _LIBRARIES = ("timm:", "torchvision:")
@@ -85,7 +86,7 @@ def _of_kind(kind: str, last: str) -> list[str]:
     found: list[str] = []
     if "RECIPE" in kind or "METHOD" in kind:
         found += _matching(recipe_names(), last)
-        found += path_candidates(last, endings=(".yaml", ".yml"))
+        found += path_candidates(last, endings=ENDINGS)
     if "RUN" in kind or "OUT" in kind:
         found += run_candidates(last)
     if "MODEL" in kind:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from selftask.config.compose import recipes
+from selftask.config.compose.endings import is_recipe_file
 from selftask.config.compose.overrides import Override, apply_overrides, parse_overrides
 from selftask.config.compose.provenance import Layer, Layers
 from selftask.config.compose.recipe_files import compose_recipe
@@ -36,7 +37,7 @@ class Composition:
 
 
 def compose(recipe: str, overrides: list[str], *, trust: bool = True) -> Composition:
-    """Compose a method, shipped recipe or yaml file with ``key=value`` on top.
+    """Compose a method, shipped recipe or recipe file with ``key=value`` on top.
 
     Users' modules are imported on the way, before the names that they register are looked up.
 
@@ -48,7 +49,7 @@ def compose(recipe: str, overrides: list[str], *, trust: bool = True) -> Composi
     parsed, problems = parse_overrides(overrides)  # short forms may name what was registered now
     try:
         path = recipes.locate(recipe, _source_name(parsed))
-        merged, layers = compose_recipe(path, recipes.folder())
+        merged, layers = compose_recipe(path, recipes.folder(), may_fetch=trust)
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from error
     problems += apply_overrides(merged, layers, parsed)
@@ -134,5 +135,5 @@ def _fill_in(values: dict[str, Any], layers: Layers, recipe: str) -> None:
 def _default_out(recipe: str) -> str:
     """``runs/simclr_resnet18_cifar10`` for ``simclr/resnet18_cifar10``; a file gives its name."""
     path = Path(recipe)
-    name = path.stem if path.suffix in (".yaml", ".yml") else recipe.replace("/", "_")
+    name = path.stem if is_recipe_file(recipe) else recipe.replace("/", "_")
     return f"runs/{name}"

@@ -124,10 +124,9 @@ class Layers(list[Layer]):
         return renamed
 
 
-def read_marks(node: yaml.Node | None, path: Path) -> dict[Key, str]:
-    """Return ``file:line`` of every key of a yaml document."""
+def read_marks(node: yaml.Node | None, shown: str) -> dict[Key, str]:
+    """Return ``file:line`` of every key of a yaml document; the file as it is ``shown``."""
     marks: dict[Key, str] = {}
-    shown = show_path(path)
 
     def visit(node: yaml.Node, key: Key) -> None:
         if isinstance(node, yaml.MappingNode):

@@ -28,21 +28,26 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from selftask.config.compose.provenance import Layer, Layers, read_marks, show_path, take_path_texts
+from selftask.config.compose.bases import BASES
+from selftask.config.compose.endings import find_recipe, recipe_files
+from selftask.config.compose.provenance import Layer, Layers, read_marks, take_path_texts
 from selftask.config.compose.short_forms import expand
 from selftask.errors import ConfigError, UserError, nearest
-from selftask.files.paths import is_file
 
 MAX_VALUES = 100_000  # of one file, with every anchor written out
 MAX_LEVELS = 50
 
 
-def compose_recipe(path: Path, shipped: Path) -> tuple[DictConfig, Layers]:
+def compose_recipe(
+    path: Path, shipped: Path, *, may_fetch: bool = True
+) -> tuple[DictConfig, Layers]:
     """Return the merged config of a recipe file and the layers it is made of.
 
-    ``defaults:`` entries are looked up beside the file, then among the ``shipped`` recipes.
-    Raises ConfigError if a file is not valid yaml or a defaults list is wrong.
+    ``defaults:`` entries are looked up beside the file, then among the ``shipped`` recipes; others
+    are paths and addresses (``Bases``). Raises ConfigError if a file is not valid yaml or a
+    defaults list is wrong.
     """
+    BASES.reset(may_fetch=may_fetch)
     _read_file.cache_clear()  # files may have changed since the last call
     name, root = _address(path, shipped)
     with _hydra(name, [root, shipped]) as primary:
@@ -118,16 +123,13 @@ def _hydra(recipe: str, folders: list[Path]) -> Iterator[str]:
 def _address(path: Path, shipped: Path) -> tuple[str, Path]:
     """Return a recipe's name for Hydra and the folder that the name is relative to."""
     path = path.resolve()
-    if "@" in path.name:  # Hydra's sign for a package
-        raise ConfigError([f"{show_path(path)}: the name of a recipe file may not hold an @"])
     if path.is_relative_to(shipped):
         return path.relative_to(shipped).with_suffix("").as_posix(), shipped
-    return path.stem, path.parent
+    return BASES.add(path), path.parent
 
 
 def _file(folder: Path, config_path: str) -> Path | None:
-    names = [f"{config_path}.yaml", f"{config_path}.yml", config_path]
-    return next((folder / name for name in names if is_file(folder / name)), None)
+    return BASES.files.get(config_path) or find_recipe(folder / config_path)
 
 
 def _find(config_path: str | None, roots: Sequence[Path]) -> Path | None:
@@ -142,7 +144,9 @@ def _read_file(path: Path) -> tuple[dict[str, Any], Layer]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{show_path(path)}: cannot be read: {error}"]) from error
+        raise ConfigError([f"{BASES.show(path)}: cannot be read: {error}"]) from error
+    if path.suffix == ".json":
+        text = text.replace("\t", " ")  # only between tokens of JSON, where yaml has no tabs
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         _check_size(node, path)
@@ -151,25 +155,35 @@ def _read_file(path: Path) -> tuple[dict[str, Any], Layer]:
         raise ConfigError([_explain_yaml(error, path)]) from error
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 brackets
         reason = str(error).partition(";")[0]
-        raise ConfigError([f"{show_path(path)}: cannot be read as yaml: {reason}"]) from error
+        raise ConfigError([f"{BASES.show(path)}: cannot be read as yaml: {reason}"]) from error
     values = {} if values is None else take_path_texts(values, node)
     if not isinstance(values, dict):
-        raise ConfigError([f"{show_path(path)}:1: a recipe is `key: value` lines; this is not"])
-    marks = read_marks(node, path)
+        raise ConfigError([f"{BASES.show(path)}:1: a recipe is `key: value` lines; this is not"])
+    marks = read_marks(node, BASES.show(path))
     if "hydra" in values:
         line = marks[("hydra",)]
         raise ConfigError(
             [f"{line}: unknown key 'hydra': Hydra only composes here, it does not run"]
         )
-    defaults = {"defaults": values.pop("defaults")} if "defaults" in values else {}
-    for names in defaults.values():
-        if not isinstance(names, list) or not all(map(_is_recipe_name, names)):
-            wanted = "a list of recipe names, as in [/base/digits, _self_]"
-            raise ConfigError([f"{marks[('defaults',)]}: defaults: {names!r}: expected {wanted}"])
+    defaults = {}
+    if "defaults" in values:
+        place = f"{marks[('defaults',)]}: defaults"
+        defaults["defaults"] = _bases(values.pop("defaults"), path, place)
     try:
         return defaults, Layer(expand(_texts(values)), marks)
     except UserError as error:  # of the catalog, or of a path that cannot be looked at
-        raise ConfigError([f"{show_path(path)}: {error}"]) from error
+        raise ConfigError([f"{BASES.show(path)}: {error}"]) from error
+
+
+def _bases(names: Any, path: Path, place: str) -> list[str]:
+    """Return the ``defaults:`` of a file as names for Hydra."""
+    if not isinstance(names, list) or not all(map(_is_recipe_name, names)):
+        wanted = "a list of recipe names, as in [/base/digits, _self_]"
+        raise ConfigError([f"{place}: {names!r}: expected {wanted}"])
+    try:
+        return [BASES.name(name, path) for name in names]
+    except UserError as error:
+        raise ConfigError([f"{place}: {error}"]) from error
 
 
 def _check_size(document: yaml.Node | None, path: Path) -> None:
@@ -191,7 +205,7 @@ def _check_size(document: yaml.Node | None, path: Path) -> None:
     values, levels = measure(document)
     if values > MAX_VALUES or levels > MAX_LEVELS:
         text = f"holds more than {MAX_VALUES:,} values, anchors written out, or {MAX_LEVELS} levels"
-        raise ConfigError([f"{show_path(path)}: {text}"])
+        raise ConfigError([f"{BASES.show(path)}: {text}"])
 
 
 def _is_recipe_name(entry: Any) -> bool:
@@ -208,7 +222,7 @@ def _texts(value: Any) -> Any:
 
 def _explain_yaml(error: yaml.YAMLError, path: Path) -> str:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    place = f"{show_path(path)}:{mark.line + 1}" if mark else show_path(path)
+    place = f"{BASES.show(path)}:{mark.line + 1}" if mark else BASES.show(path)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     if "'\\t'" in problem:
         problem = "a tab where yaml wants spaces"
@@ -224,10 +238,9 @@ def _explain(error: Exception, path: Path, roots: Sequence[Path]) -> str:
         return f"{_place_of_defaults(path)}: {text}"
     asking = re.match(r"In '([^']+)'", text)
     file = (asking and _find(asking[1], roots)) or path
-    known = [f.relative_to(roots[-1]).with_suffix("").as_posix() for f in roots[-1].rglob("*.yaml")]
-    hint = nearest(missing[1], known)
+    hint = nearest(missing[1], [name for name, _ in recipe_files(roots[-1])])
     return f"{_place_of_defaults(file)}: defaults: there is no recipe {missing[1]!r}; {hint}"
 
 
 def _place_of_defaults(path: Path) -> str:
-    return _read_file(path)[1].marks.get(("defaults",), show_path(path))
+    return _read_file(path)[1].marks.get(("defaults",), BASES.show(path))

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import selftask
+from selftask.config.compose.endings import is_recipe_file, recipe_files
 from selftask.config.extensions import GROUP
 from selftask.errors import ConfigError, nearest
 from selftask.files.paths import expand_user, is_file
@@ -69,9 +70,7 @@ def available() -> dict[str, Recipe]:
 
 
 def _recipes_in(place: Path) -> dict[str, Recipe]:
-    paths = sorted(place.rglob("*.yaml"))
-    names = [path.relative_to(place).with_suffix("").as_posix() for path in paths]
-    found = {name: Recipe(name, path) for name, path in zip(names, paths, strict=True)}
+    found = {name: Recipe(name, path) for name, path in recipe_files(place)}
     return {name: recipe for name, recipe in found.items() if not name.startswith("base/")}
 
 
@@ -93,7 +92,7 @@ def locate(recipe: str, source: str | None) -> Path:
     """
     known = available()
     path = expand_user(recipe)
-    if recipe.endswith((".yaml", ".yml")):
+    if is_recipe_file(recipe):
         if is_file(path):
             return path.resolve()
         raise _unknown(recipe, "there is no such file")

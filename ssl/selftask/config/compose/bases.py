@@ -1,0 +1,89 @@
+"""Bases of recipes by path or address: ``~/base.yaml``, ``https://host/base.yaml``.
+
+Hydra looks names up in folders. A file elsewhere gets a short name, which Hydra reads as such.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from selftask.config.compose.endings import find_recipe, is_recipe_file
+from selftask.config.compose.provenance import show_path
+from selftask.errors import UserError
+from selftask.files.addresses import fetch, is_remote
+from selftask.files.paths import expand_user
+
+
+class Bases:
+    """Files that have a short name during one composition."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, Path] = {}  # by short name
+        self.addresses: dict[Path, str] = {}  # of copies
+        self.may_fetch = True
+
+    def reset(self, *, may_fetch: bool) -> None:
+        """Begin a composition; whether it may fetch files at addresses."""
+        self.files, self.addresses, self.may_fetch = {}, {}, may_fetch
+
+    def add(self, file: Path) -> str:
+        """Return the short name of a file. It begins with ``~``, as no name in a recipe does."""
+        file = file.resolve()
+        for name, known in self.files.items():
+            if known == file:
+                return name
+        self.files[name := f"~{len(self.files)}"] = file
+        return name
+
+    def name(self, entry: str, file: Path) -> str:
+        """Return what Hydra shall look up for an entry of ``defaults:``.
+
+        Args:
+            entry: ``_self_``, or a base: a name or path relative to ``file``, the name of a shipped
+                recipe (``/base/digits``), an absolute path with its ending, ``~/...``, an address.
+            file: The file in which it stands.
+
+        Raises:
+            UserError: If there is no such file, or it cannot be fetched.
+        """
+        if entry == "_self_":
+            return entry
+        address = self._address(entry, file)
+        if address is not None:
+            return self._fetched(address)
+        if entry.startswith("~") or (entry.startswith("/") and is_recipe_file(entry)):
+            found = find_recipe(expand_user(entry))
+            if found is None and entry.startswith("~"):
+                raise UserError(f"there is no file {entry}")
+        else:
+            found = find_recipe(file.parent / entry) if file in self.files.values() else None
+        return entry if found is None else self.add(found)
+
+    def show(self, file: Path) -> str:
+        """Return the address of a copy, or the path of any other file."""
+        return self.addresses.get(file) or show_path(file)
+
+    def _address(self, entry: str, file: Path) -> str | None:
+        """Return the address of an entry that is one, or stands beside one."""
+        if is_remote(entry):
+            return entry
+        if file not in self.addresses or entry.startswith(("/", "~")):
+            return None
+        folder = self.addresses[file].rpartition("/")[0]
+        return f"{folder}/{entry}" if is_recipe_file(entry) else f"{folder}/{entry}.yaml"
+
+    def _fetched(self, address: str) -> str:
+        if not self.may_fetch:
+            raise UserError(
+                f"{address} would be fetched; if you trust where it comes from, add trust=true"
+            )
+        for file, known in self.addresses.items():
+            if known == address:
+                return self.add(file)
+        file = fetch(address).resolve()
+        self.addresses[file] = address
+        return self.add(file)
+
+
+BASES = Bases()
+"""Of the composition under way. Hydra creates config sources itself and passes them nothing."""
