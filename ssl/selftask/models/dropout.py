@@ -79,6 +79,15 @@ def draw_per_sample(modules: Iterable[nn.Module], seed: int) -> list[str]:
     return others
 
 
+def disable_stochastic_depth(network: nn.Module) -> None:
+    """Set the rate of stochastic depth to 0: of timm's, torchvision's and any ``drop_prob``."""
+    for layer in network.modules():
+        if hasattr(layer, "drop_prob"):
+            layer.drop_prob = 0.0  # type: ignore[assignment]
+        elif type(layer).__name__ == "StochasticDepth":
+            layer.p = 0.0  # type: ignore[assignment]
+
+
 @functools.cache
 def _per_sample(library: Any, kind: _Kind) -> Any:
     """Return a subclass of ``library`` that draws per sample during training steps."""

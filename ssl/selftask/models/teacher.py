@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from selftask.errors import UserError
+from selftask.models.dropout import disable_stochastic_depth
 
 
 class Teacher(nn.Module):
@@ -34,9 +35,7 @@ class Teacher(nn.Module):
         super().__init__()
         self.network = copy.deepcopy(network).requires_grad_(False)
         if not drop_path:
-            for module in self.network.modules():
-                if hasattr(module, "drop_prob"):
-                    module.drop_prob = 0.0  # type: ignore[assignment]
+            disable_stochastic_depth(self.network)
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
