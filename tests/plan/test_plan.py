@@ -92,6 +92,13 @@ def test_flops_of_published_models(recipe: str, words: tuple[str, ...], macs: fl
     assert flops["backward"] == pytest.approx(2 * flops["forward"], rel=0.03)
 
 
+def test_a_model_that_the_meta_device_cannot_build() -> None:
+    """torchvision computes the widths of a RegNet by tensors; its table says 0.414."""
+    words = ("data=none", "image_size=224", "backbone=torchvision:regnet_x_400mf")
+    flops = plan("supervised/images", *words, "samples=1.28M", "classes=1000").step.flops
+    assert flops["forward"] / 2 == pytest.approx(0.414e9, rel=0.01)
+
+
 def test_dalys_interval_loses_the_least_time() -> None:
     write, mtbf = 60.0, 4 * 3600.0
     best = daly(write, mtbf)

@@ -14,6 +14,7 @@ from selftask.batch import Batch
 from selftask.config.run_length import Clock, RunLength
 from selftask.config.schema import Component, Config, GradScalerConfig, InitConfig
 from selftask.distributed.world import World
+from selftask.models.build import build_backbone
 from selftask.models.teacher import Teacher
 from selftask.parallel.reduction import Reduction
 from selftask.plan.fake_data import FakeData
@@ -52,6 +53,8 @@ class FakeTask(Task):
         self.clock = Clock(self.length)
         self.mode: Any = mode or nullcontext()
         self.device = torch.device("meta") if mode else device
+        if mode:
+            self.backbone = _meta_backbone(self.config.backbone, data.channels)
         with self.device:
             build.model(self)
         self.device = device
@@ -103,6 +106,15 @@ class FakeTask(Task):
                 LAYER_DRAWS.start(batch.key, self.device)
             yield batch
         LAYER_DRAWS.stop()
+
+
+def _meta_backbone(component: Component, channels: int) -> nn.Module:
+    """Build a backbone on the meta device; on the CPU first if building it needs values."""
+    try:
+        with torch.device("meta"):
+            return build_backbone(component, channels)
+    except (NotImplementedError, RuntimeError):
+        return build_backbone(component, channels).to("meta")
 
 
 def _reduced(config: Config) -> Config:
