@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tiny
+from selftask.errors import UserError
 from selftask.logs import read_metrics
 from selftask.task import Task
 
@@ -101,3 +102,23 @@ def test_sections_are_ranges_of_the_profiler(tmp_path: Path) -> None:
     task.close()
     seen = {event.key for event in profile.key_averages()}
     assert seen >= set(SECONDS)
+
+
+def test_sections_are_nvtx_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, all closed; on a CPU they are refused."""
+    ranges: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: ranges.append(name))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: ranges.append("end"))
+    task = tiny.task("byol", tmp_path, "run", "hooks.timing={nvtx: true}")
+    task.prepare()
+    with pytest.raises(UserError, match="NVTX ranges are for CUDA, this run is on cpu"):
+        task.on_start()
+    hook = task.named_hooks["timing"]
+    hook.nvtx = False
+    task.on_start()
+    hook.nvtx = True
+    task.on_phase_start()
+    task.step()
+    task.on_exception()
+    task.close()
+    assert set(ranges[::2]) == set(SECONDS) and set(ranges[1::2]) == {"end"}

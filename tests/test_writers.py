@@ -19,6 +19,7 @@ import tiny
 from selftask.api.trainer import Trainer
 from selftask.errors import ConfigError
 from selftask.hooks.base import function_hook
+from selftask.hooks.gradients.histograms import spaced
 from selftask.hooks.watching.show_views import mosaic
 from selftask.hooks.writers import base
 from selftask.hooks.writers.base import Writer, as_image
@@ -61,6 +62,43 @@ def train_twice(folder: Path, hook: str, *, media: bool = True) -> list[dict[str
     rows = read_metrics(folder / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
     return rows
+
+
+def test_histograms_of_weights_and_gradients(tmp_path: Path) -> None:
+    """After 0 and 4 steps, of each parameter as it was before the update."""
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def keep(task: Task) -> None:
+        trained = {n: p for n, p in task.base_model.named_parameters() if p.requires_grad}
+        for name, p in trained.items():
+            seen[-1][f"weights/network.{name}"] = p.detach().clone()
+            seen[-1][f"gradients/network.{name}"] = p.grad.clone()
+
+    words = ["hooks.tensorboard={}", "hooks.histograms={every: 4}", "train.max_steps=6"]
+    task = tiny.task("simclr", tmp_path, "run", *words, "hooks.clip_gradients={max_norm: 1e-6}")
+    early = function_hook(before_step=lambda task: seen.append({}), on_backward=keep, priority=1)
+    task.add_hook(early)
+    train_loop(task)
+    size = {"histograms": 100_000}
+    read = accumulators.EventAccumulator(str(tmp_path / "run" / "tensorboard"), size)
+    read.Reload()
+    trained = {f"network.{n}" for n, p in task.base_model.named_parameters() if p.requires_grad}
+    names = {f"{kind}/{name}" for kind in ("weights", "gradients") for name in trained}
+    assert set(read.Tags()["histograms"]) == names
+    for name in names:
+        first, second = read.Histograms(name)
+        assert (first.step, second.step) == (1, 5)
+        for event, tensors in ((first, seen[0]), (second, seen[4])):
+            found, values = event.histogram_value, tensors[name].double()
+            assert (found.num, found.min) == (values.numel(), pytest.approx(float(values.min())))
+            assert found.sum == pytest.approx(float(values.sum()), rel=1e-4, abs=1e-5)
+
+
+def test_large_parameters_are_thinned() -> None:
+    values = spaced(torch.arange(200_000.0).view(2, -1).requires_grad_())
+    assert values.tolist() == list(range(0, 200_000, 4)) and not values.requires_grad
+    assert spaced(torch.zeros(0)).numel() == 0
 
 
 def test_tensorboard(tmp_path: Path) -> None:

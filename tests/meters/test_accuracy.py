@@ -123,3 +123,20 @@ def test_impossible_configs_are_told() -> None:
     for wrong in ([], [0], [1, 1]):
         assert list(schema(topk=wrong).problems({}))
     assert not list(schema().problems({}))
+
+
+def test_only_test_classes() -> None:
+    """Scores of other classes are left out before the best ones are taken."""
+    scores, _ = _scores()
+    scores[:, 0] += 9
+    target = torch.tensor([1, 4, 4, 1, 5, 1, 4, 5, 5, 1, 4, 1, -1])
+    meter, every = Accuracy(topk=[1, 2], only_test_classes=True), Accuracy(topk=[1, 2])
+    for one in (meter, every):
+        one.set_test_labels(target.numpy())
+        one.update(scores, target)
+    known = target >= 0
+    few = scores[:, [1, 4, 5]].argsort(dim=1, descending=True)
+    best = torch.tensor([1, 4, 5])[few][known] == target[known][:, None]
+    expected = {f"top_{k}": best[:, :k].any(dim=1).double().mean().item() for k in (1, 2)}
+    assert meter.value == pytest.approx(expected)
+    assert every.value["top_1"] == 0 < meter.value["top_1"]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,8 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
 
     topk: list[int] = field(default_factory=lambda: [1, 5])
     """Numbers of best classes of which one must be right."""
+    only_test_classes: bool = False
+    """Whether only classes that ``data.val`` has can be predicted, as for ImageNet-A and -R."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.topk or min(self.topk) < 1 or len(set(self.topk)) < len(self.topk):
@@ -36,16 +39,23 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
 
     def __post_init__(self) -> None:
         super().__init__()
+        self.classes: Tensor | None = None  # (n,), those that can be predicted; None: all
         self.reset()
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Accuracy:
         """Build a meter from its config, as Classy does."""
-        return cls(topk=list(config["topk"]))
+        only = config.get("only_test_classes", False)
+        return cls(topk=list(config["topk"]), only_test_classes=only)
 
     @property
     def name(self) -> str:
         return "accuracy"
+
+    def set_test_labels(self, labels: Any) -> None:
+        """Set the labels of the test images, an array with -1 for unknown ones."""
+        if self.only_test_classes:
+            self.classes = torch.from_numpy(np.unique(labels[labels >= 0])).long()
 
     def reset(self) -> None:
         """Reset all counts to zero."""
@@ -64,6 +74,11 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
             UserError: For other shapes.
         """
         self.validate(model_output.shape, target.shape)
+        if self.classes is not None:
+            self.classes = self.classes.to(model_output.device)
+            among = model_output.index_select(1, self.classes)
+            model_output = torch.full_like(model_output, -torch.inf)
+            model_output.index_copy_(1, self.classes, among)
         best = model_output.topk(max(self.topk), dim=1).indices  # (B, max k)
         right = (best == target[:, None]).sum(dim=0).cumsum(dim=0)  # correct in the best 1, 2, ...
         counts = [*(right[k - 1] for k in self.topk), (target >= 0).sum()]

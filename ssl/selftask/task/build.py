@@ -16,6 +16,7 @@ from selftask.errors import UserError
 from selftask.hooks.base import POINTS, defines, function_hook
 from selftask.hooks.failures.non_finite import NonFiniteGuard
 from selftask.logs import get_logger
+from selftask.meters.accuracy import Accuracy
 from selftask.models.build import build_backbone, check_offers, check_sizes, with_embed_dim
 from selftask.models.depth import parameter_depths
 from selftask.models.dropout import draw_per_sample
@@ -148,6 +149,10 @@ def hooks(task: Task) -> None:
         task.added_hooks["sync_buffers"] = function_hook(priority=0, on_step=_sync_after_training)
     task.named_hooks = {k: _build(HOOKS, c, task.out) for k, c in chosen.items()} | task.added_hooks
     task.meters = [_build(METERS, c, task.out) for c in task.config.meters.values()]
+    source = task.data_module.val_source
+    for meter in task.meters:
+        if isinstance(meter, Accuracy) and source is not None and source.labels is not None:
+            meter.set_test_labels(source.labels)
     if task.meters and not task.loss.outputs_logits:
         raise UserError(
             f"meters ({', '.join(task.config.meters)}) look at class scores, and "

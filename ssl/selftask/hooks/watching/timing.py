@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from selftask.distributed.accelerator import is_accelerator, record_event
+from selftask.errors import UserError
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
 from selftask.registry import register_hook
@@ -44,16 +46,22 @@ class Timing(Hook):
     """
 
     priority: ClassVar[int] = 100
+    nvtx: bool = False
+    """Whether sections are also NVTX ranges, for Nsight Systems."""
 
     def __post_init__(self) -> None:
         self.clock: Callable[[], Any] = time.perf_counter
         self.listening = False  # False in test phases
         self.marks: list[tuple[str | None, Any]] = []  # section and start time
-        self.range: Any = None  # current profiler range
+        self.range: ExitStack | None = None  # current range of the profiler
         self.steps = self.all_steps = 0
         self.total: defaultdict[str, float] = defaultdict(float)  # ms per section
 
     def on_start(self, task: Task) -> None:
+        if self.nvtx and task.device.type != "cuda":
+            raise UserError(
+                f"hooks.timing.nvtx: NVTX ranges are for CUDA, this run is on {task.device.type}"
+            )
         if is_accelerator(task.device):
             self.clock = partial(record_event, task.device, timing=True)
         for name, module in (("forward", task.model), ("loss", task.loss)):
@@ -123,11 +131,17 @@ class Timing(Hook):
         if not self.listening:
             return
         if self.range is not None:
-            self.range.__exit__(None, None, None)
-        self.range = None if section is None else torch.profiler.record_function(section)
-        if self.range is not None:
-            self.range.__enter__()
+            self.range.close()
+        self.range = None if section is None else self._open_range(section)
         self.marks.append((section, self.clock()))
+
+    def _open_range(self, section: str) -> ExitStack:
+        """Enter the profiler's range of a section, and NVTX's."""
+        ranges = ExitStack()
+        ranges.enter_context(torch.profiler.record_function(section))
+        if self.nvtx:
+            ranges.enter_context(torch.cuda.nvtx.range(section))
+        return ranges
 
     def _take(self) -> defaultdict[str, float]:
         """Return milliseconds by section since the last call. Waits for the device."""
