@@ -14,6 +14,7 @@ import tiny
 from selftask.checkpoint import rotation
 from selftask.config.load import to_yaml
 from selftask.errors import UserError
+from selftask.random import process_state
 from selftask.run.compatibility import check_same_run
 
 LABELLED = ("meters.accuracy={topk: [1]}", "eval.evaluations={knn: {}}", "eval.every='1 epoch'")
@@ -111,6 +112,22 @@ def test_what_a_checkpoint_holds(folder: Path) -> None:
     assert [set(rng) >= {"python", "numpy", "torch"} for rng in state["rng"]] == [True]
     assert state["metrics_bytes"] == (task.out / "metrics.jsonl").stat().st_size
     assert torch.is_tensor(state["model"][f"{state['backbone'].partition('.')[2]}.stem.0.weight"])
+
+
+def test_first_weights_are_those_of_the_seed(folder: Path) -> None:
+    """Of the network and its predictor, whatever was drawn before; ranks draw apart afterwards."""
+    weights = []
+    for number, more in enumerate(([], [], ["train.seed=1"])):
+        torch.rand(number)
+        task = tiny.task("byol", folder, f"first_{number}", *more)
+        task.prepare()
+        weights.append(torch.cat([p.detach().flatten() for p in task.base_model.parameters()]))
+        next_draw = torch.rand(())
+        process_state.seed_all(number // 2, rank=0)
+        assert torch.equal(next_draw, torch.rand(()))
+        task.close()
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.isclose(weights[0], weights[2]).all()
 
 
 def test_another_network_does_not_fit(folder: Path) -> None:

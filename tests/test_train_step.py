@@ -24,7 +24,7 @@ from selftask.hooks.base import POINTS, Hook
 from selftask.hooks.watching.print_hooks import describe_hooks
 from selftask.optim.build import build_optimizer
 from selftask.parallel.manual import ManualReduction
-from selftask.registry import HOOKS
+from selftask.registry import HOOKS, METHODS
 from selftask.task import Task
 from selftask.task.loop import train_loop
 
@@ -134,6 +134,7 @@ def test_the_order_is_printed_on_request(tmp_path: Path, caplog: pytest.LogCaptu
     more = ("hooks.print_hooks={}", "hooks.clip_gradients={}", "train.max_steps=1")
     with caplog.at_level("INFO", logger="selftask"):
         task = tiny.train("byol", tmp_path, "run", *more)
+    assert task.calls["on_update"][0] == task.loss.on_update, "the method is a hook, the first"
     lines = describe_hooks(task.hooks).splitlines()
     assert "on_backward: ClipGradients (20), Health (60)" in lines
     assert "on_update: BYOL, Health (60)" in lines
@@ -158,7 +159,9 @@ def test_grad_mode_and_train_mode_are_put_back(tmp_path: Path) -> None:
     task = tiny.task("supervised", tmp_path, "run", *labelled(tmp_path))
     task.prepare()
     task.on_start()
+    read: list[list[int]] = []  # images by phase
     for train in (True, False, True):
+        read.append([])
         task.on_phase_start()
         assert task.train is train
         assert task.losses == [] and task.meters[0].value == {"top_1": 0.0}
@@ -174,12 +177,56 @@ def test_grad_mode_and_train_mode_are_put_back(tmp_path: Path) -> None:
         moved = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert moved is train, "a test step must leave weights and statistics alone"
         while True:
+            read[-1] += task.last_batch.index.tolist()
             try:
                 task.step()
             except StopIteration:
                 break
         assert (task.meters[0].value["top_1"] > 0) is not train
         task.on_phase_end()
+    assert sorted(read[0]) == sorted(read[2]) == list(range(80)), "each phase reads from its start"
+    assert read[0] != read[2] and read[1] == list(range(30))
+    assert not task.done_training() and (task.clock.epoch, task.clock.phase) == (2, 3)
+    task.close()
+
+
+def test_a_step_by_hand(tmp_path: Path) -> None:
+    """A train and a test step, with what a task holds, beside a plain loop."""
+    words = ["optimizer={name: sgd, lr: 0.4, schedule: linear, warmup: 0, weight_decay: 0}"]
+    task = tiny.task("supervised", tmp_path, "run", *words, *labelled(tmp_path))
+    task.prepare()
+    network = copy.deepcopy(task.base_model)
+    assert task.model is task.base_model and isinstance(task.loss, METHODS["supervised"])
+    assert task.trained == [("network", task.base_model), ("loss", task.loss)]
+    task.on_start()
+    task.on_phase_start()
+    velocity = [torch.zeros_like(p) for p in network.parameters()]
+    for step in range(2):
+        task.step()
+        batch, lr = task.last_batch, 0.4 * (1 - step / 15)
+        sources = [task.sources.train[i][1] for i in batch.index.tolist()]
+        assert batch.labels.tolist() == sources
+        output = network(batch.input)
+        assert torch.allclose(batch.output, output, atol=1e-6)
+        loss = nn.functional.cross_entropy(output, batch.labels)
+        assert float(batch.loss) == float(task.losses[step]) == pytest.approx(float(loss.detach()))
+        network.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p, v in zip(network.parameters(), velocity, strict=True):
+                v.mul_(0.9).add_(p.grad)
+                p.sub_(lr * v)
+        assert [group["lr"] for group in task.optimizer.param_groups] == pytest.approx([lr])
+    for ours, p in zip(task.base_model.parameters(), network.parameters(), strict=True):
+        assert torch.allclose(ours, p, atol=1e-5)
+    for _ in range(3):
+        task.step()
+    task.on_phase_end()
+    task.on_phase_start()
+    task.step()
+    right = task.last_batch.output.argmax(dim=1) == task.last_batch.labels
+    (meter,) = task.meters
+    assert meter.value == {"top_1": pytest.approx(float(right.double().mean()))}
     task.close()
 
 
@@ -366,3 +413,9 @@ def test_counters_of_a_run_cut_short() -> None:
     assert clock.where_of_epoch == Clock(length, steps_done=4, batch=7).where_of_epoch == 5 / 9
     assert Clock(length, batch=9).done
     assert Clock(length, batch=9).where < 1
+    clock, seen = Clock(length), []
+    for batches in (2, 2, 1, 2):  # of each update
+        clock.advance(batches)
+        seen.append((clock.steps_done, clock.batch, clock.epoch, clock.batch_in_epoch))
+    assert seen == [(1, 2, 0, 2), (2, 4, 0, 4), (3, 5, 1, 0), (4, 7, 1, 2)]
+    assert (clock.where, clock.done) == (7 / 9, False)

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from selftask.cli.main import main
 from selftask.cli.model.load_model import open_frozen
+from selftask.config.load import load_config
 from selftask.config.schema import Component, Config
+from selftask.data.loading.open_data import open_data
 from selftask.data.views import build_pipeline
 from selftask.errors import UserError
 from selftask.models.build import build_backbone
@@ -305,6 +307,9 @@ def test_features_of_hidden_layers_and_their_clusters(
     assert [Path(row["path"]) for row in table] == [path.absolute() for path in paths]
     labels = np.array([int(row["label"]) for row in table])
     assert set(labels) == {0, 1}, "two clusters, none of them empty"
+    config = load_config("supervised/digits", [f"data={out / 'clusters.csv'}", "data.val=null"])
+    source = open_data(config.data).train  # a data set with these labels
+    assert [source[number][1] for number in range(len(source))] == labels.tolist()
     unit = found.astype(np.float64)
     unit /= np.linalg.norm(unit, axis=1, keepdims=True)
     centroids = np.stack([unit[labels == label].sum(axis=0) for label in (0, 1)])
@@ -319,11 +324,21 @@ def test_features_of_hidden_layers_and_their_clusters(
 
 
 def test_evaluations_of_hidden_layers(
-    exported_vit: Path, images: Path, capsys: pytest.CaptureFixture[str]
+    exported_vit: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [f"data={images}", "data.max_unreadable=1", "train.device=cpu", "image_size=96"]
     assert main(["eval", "knn", str(exported_vit), *words, "k=[1]", "eval.layers=[0,1]"]) == 0
     row = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert {"knn_top1_layer0", "knn_top1_layer1"} <= set(row)
+    out = tmp_path / "features"
+    assert main(["features", str(exported_vit), *words, f"out={out}", "layers=[0,1]"]) == 0
+    capsys.readouterr()
+    with (out / "images.csv").open(newline="") as file:
+        folders = np.array([Path(line["path"]).parent.name for line in csv.DictReader(file)])
+    for layer in (0, 1):  # each image by its nearest neighbour among the others
+        unit = np.load(out / f"features_layer{layer}.npy").astype(np.float64)
+        unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+        nearest = (unit @ unit.T - 3 * np.eye(len(unit))).argmax(axis=1)
+        expected = (folders[nearest] == folders).mean()
+        assert row[f"knn_top1_layer{layer}"] == pytest.approx(expected)
     assert main(["eval", "knn", str(exported_vit), *words, "k=[1]", "eval.layers=[7]"]) == 2
     assert "eval.layers: 7; a VisionTransformer has layers 0 to" in capsys.readouterr().err

@@ -89,6 +89,11 @@ def test_parts_are_disjoint_and_leave_nothing(digits: Source, more: dict[str, An
     parts = [rows(digits, {"part": k, "of": 3, **more}) for k in range(3)]
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(1347))
     assert all(abs(len(part) - 1347 / 3) <= 10 * bool(more.get("per_class")) for part in parts)
+    again = [rows(digits, {"part": k, "of": 3, **more}) for k in range(3)]
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+    counts = np.stack([np.bincount(digits.labels[part], minlength=10) for part in parts])
+    unequal = counts.max(axis=0) - counts.min(axis=0)  # of each class
+    assert (unequal.max() <= 1) == bool(more.get("per_class")), "balanced, or drawn from all"
     half = rows(digits, {"part": 1, "of": 3, "fraction": 0.5, **more})
     assert set(half) < set(parts[1])
     assert abs(len(half) - len(parts[1]) / 2) <= 5

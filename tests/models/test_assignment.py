@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ranks import run_ranks
+from selftask.distributed.collectives import world_size
 from selftask.models.clustering import sinkhorn_knopp, spherical_kmeans
 
 
@@ -59,6 +61,19 @@ def test_shares_follow_a_power_law() -> None:
     shares = torch.arange(1.0, 9.0) ** -0.5
     assert torch.allclose(got.sum(dim=0) / 64, shares / shares.sum(), atol=1e-4)
     assert torch.allclose(got.sum(dim=1), torch.ones(64), atol=1e-5)
+
+
+def _of_a_rank(rank: int) -> list[torch.Tensor]:
+    """Assignments of this rank's part of 12 rows: 5 and 7, all together if alone."""
+    scores = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    part = scores if world_size() == 1 else scores.split([5, 7])[rank]
+    return [sinkhorn_knopp(part, epsilon=0.5, iterations=3, power=p) for p in (0.0, 0.5)]
+
+
+def test_shares_are_those_of_the_rows_of_all_ranks() -> None:
+    alone, ranks = _of_a_rank(0), run_ranks(_of_a_rank, 2)
+    for whole, *parts in zip(alone, *ranks, strict=True):
+        assert torch.allclose(torch.cat(parts), whole, atol=1e-6)
 
 
 def test_sinkhorn_needs_an_iteration() -> None:

@@ -18,6 +18,8 @@ from selftask.registry import register_backbone
 
 SMALL_SWIN = {"img_size": 32, "window_size": 4, "depths": [1, 1], "num_heads": [3, 6]}
 
+SMALL_BEIT = {"img_size": 32, "depth": 2, "embed_dim": 48}
+
 
 def _build(name: str, **args: object) -> nn.Module:
     return build_backbone(Component(name=name, args=dict(args)))
@@ -40,12 +42,17 @@ def _build(name: str, **args: object) -> nn.Module:
         ("timm", {"model": "vit_tiny_patch16_224", "args": {"img_size": 32, "depth": 1}}, 32, 192),
         ("timm", {"model": "swin_tiny_patch4_window7_224", "args": SMALL_SWIN}, 32, 192),
         ("timm", {"model": "resnet18"}, 32, 512),
+        ("timm", {"model": "skresnet18"}, 32, 512),
+        ("torchvision", {"model": "resnext50_32x4d"}, 32, 2048),
+        ("torchvision", {"model": "wide_resnet50_2"}, 32, 2048),
         ("torchvision", {"model": "mobilenet_v3_small"}, 32, 576),
         ("torchvision", {"model": "vit_b_16", "args": {"image_size": 48}}, 48, 768),
         ("torchvision", {"model": "efficientnet_b0"}, 32, 1280),
         ("torchvision", {"model": "regnet_y_400mf"}, 32, 440),
         ("timm", {"model": "xcit_nano_12_p16_224", "args": {"depth": 2}}, 32, 128),
         ("timm", {"model": "convit_tiny", "args": {"img_size": 32, "depth": 2}}, 32, 192),
+        ("timm", {"model": "beit_base_patch16_224", "args": SMALL_BEIT}, 32, 48),
+        ("timm", {"model": "convnext_atto", "args": {"depths": [1, 1, 1, 1]}}, 32, 320),
     ],
 )
 def test_maps_images_to_embed_dim_features(name: str, args: dict, size: int, dim: int) -> None:
