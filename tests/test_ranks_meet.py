@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,9 @@ import tiny
 from ranks import run_ranks
 from selftask.data.fingerprint import check_same_on_all_ranks
 from selftask.data.source import Source
+from selftask.distributed.world import World
 from selftask.errors import UserError
+from selftask.run import early_errors
 from selftask.run.early_errors import find_early_error, report_early_errors
 
 
@@ -76,6 +80,36 @@ def test_an_early_error_is_left_for_rank_0(tmp_path: Path, monkeypatch: pytest.M
     with report_early_errors(tmp_path):
         pass
     assert find_early_error(tmp_path, "n1:7::") is None, "it has started again"
+
+
+def test_ranks_that_have_not_arrived_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 2 has arrived, rank 3 did so in an earlier attempt, and of rank 1 there is no sign."""
+    monkeypatch.setattr(early_errors, "_EVERY_S", 0.01)
+    monkeypatch.setattr(early_errors, "_TELL_S", 0.03)
+
+    def world(rank: int, attempt: str = "now") -> World:
+        return World(rank, 4, rank, 4, attempt=attempt)
+
+    def meet(one: World) -> AbstractContextManager[None]:
+        return early_errors.watch_others(tmp_path, one, lambda failure: None)
+
+    def told() -> list[str]:
+        return [text for text in caplog.messages if text.startswith("waiting for rank")]
+
+    with caplog.at_level("WARNING", "selftask"), meet(world(2)), meet(world(3, "then")):
+        assert early_errors.missing_ranks(tmp_path, world(0)) == [1, 3]
+        with meet(world(0)):
+            end = time.monotonic() + 20
+            while len(told()) < 2 and time.monotonic() < end:
+                time.sleep(0.01)
+        number = len(told())
+    assert number >= 2, "again and again"
+    assert all(text.startswith("waiting for rank 1, 3 of 4 for 0 s: not sta") for text in told())
+    assert not (tmp_path / "errors").exists(), "all have met"
+    with meet(World()):
+        assert not (tmp_path / "errors").exists(), "one process waits for nobody"
 
 
 @pytest.mark.slow

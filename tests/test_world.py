@@ -48,6 +48,7 @@ def world(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> World:
 
 def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world(monkeypatch, {}) == World(0, 1, 0, 1, "python")
+    assert world(monkeypatch, {"NODE_RANK": "0"}) == World(0, 1, 0, 1, "python")
 
 
 def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +135,7 @@ def test_a_batch_script_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ("variables", "named"),
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK"),
+        ({"NODE_RANK": "1"}, r"NODE_RANK=1 but not RANK, .*--node_rank=\$NODE_RANK"),
         ({**TORCHRUN, "RANK": "4"}, "RANK=4"),
         ({**TORCHRUN, "RANK": "two"}, "RANK='two'"),
         ({k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"}, "MASTER_PORT"),

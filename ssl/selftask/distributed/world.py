@@ -48,6 +48,12 @@ def read_world() -> World:
         return _from_mpi("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     if _number("SLURM_STEP_NUM_TASKS", 1) > 1:  # not in a batch script or salloc's shell
         return _from_slurm()
+    if _number("NODE_RANK", 0):
+        raise UserError(
+            f"the environment sets NODE_RANK={os.environ['NODE_RANK']} but not RANK, WORLD_SIZE "
+            "and LOCAL_RANK: this process would train alone; start torchrun --node_rank=$NODE_RANK "
+            "on each machine, or unset NODE_RANK"
+        )
     return World(attempt=slurm_attempt() if "SLURM_JOB_ID" in os.environ else "")
 
 

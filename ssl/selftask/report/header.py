@@ -90,7 +90,7 @@ def files_section(record: RunRecord, page: Path) -> Section:
     if record.exports:
         exports = " · ".join(_link(path, page, path.name) for path in record.exports)
         parts.append(f"<p>backbone: {exports}</p>")
-    errors = sorted(path for path in (record.folder / "errors").glob("*") if path.is_file())
+    errors = sorted((record.folder / "errors").glob("*.txt"))
     if errors:
         links = " · ".join(_link(path, page, f"errors/{path.name}") for path in errors)
         parts.append(f"<p>tracebacks: {links}</p>")

@@ -1,20 +1,25 @@
-"""Errors of a rank before the process group exists, passed to rank 0 in a file."""
+"""Before the process group exists: errors of a rank, and who has arrived, by files in the run."""
 
 from __future__ import annotations
 
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from selftask.distributed.world import World, read_world
 from selftask.errors import RunError, UserError
-from selftask.logs import read_json, write_json
+from selftask.logs import get_logger, read_json, write_json
 from selftask.run.failure import Failure
 
+log = get_logger(__name__)
+
 _EVERY_S = 1.0
+_TELL_S = 60.0  # between two lines about ranks that have not arrived
+_MOST = 12  # ranks in such a line
 
 
 @contextmanager
@@ -29,6 +34,7 @@ def report_early_errors(out: str | Path) -> Iterator[None]:
     if world.rank:
         with suppress(OSError):
             path.unlink(missing_ok=True)
+            _sign(Path(out), world.rank).unlink(missing_ok=True)
     try:
         yield
     except Exception as error:
@@ -54,10 +60,11 @@ def find_early_error(out: Path, attempt: str) -> Failure | None:
 
 @contextmanager
 def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> Iterator[None]:
-    """Context in which a thread of rank 0 reports an early error and ends the process.
+    """Context in which the ranks meet, and a thread of rank 0 watches who is missing.
 
-    A thread is needed because the main thread waits for the other ranks in torch's C++ code, which
-    cannot be interrupted.
+    After an error of another rank it ends the process; while it waits, it logs once a minute which
+    ranks have not arrived. A thread is needed because the main thread waits for the other ranks in
+    torch's C++ code, which cannot be interrupted.
 
     Args:
         out: The run folder.
@@ -65,21 +72,52 @@ def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> 
         report: Called with the failure before the process exits with code 1.
     """
     over = threading.Event()
+    sign = _sign(out, world.rank)
 
     def watch() -> None:
+        began = told = time.monotonic()
         while not over.wait(_EVERY_S):
             failure = find_early_error(out, world.attempt)
             if failure is not None and not over.is_set():
                 report(failure)
                 os._exit(1)
+            if time.monotonic() - told >= _TELL_S and (missing := missing_ranks(out, world)):
+                told = time.monotonic()
+                log.warning("%s", _waiting(missing, world.size, told - began, out))
 
-    if world.rank == 0 and world.size > 1:
-        threading.Thread(target=watch, name="selftask early errors", daemon=True).start()
+    if world.size > 1:
+        with suppress(OSError):
+            sign.parent.mkdir(parents=True, exist_ok=True)
+            write_json(sign, {"attempt": world.attempt, "host": socket.gethostname()})
+        if world.rank == 0:
+            threading.Thread(target=watch, name="selftask early errors", daemon=True).start()
     try:
         yield
     finally:
         over.set()
+        if world.size > 1:
+            with suppress(OSError):
+                sign.unlink(missing_ok=True)
+                sign.parent.rmdir()  # if it is empty, by the last rank
+
+
+def missing_ranks(out: Path, world: World) -> list[int]:
+    """Return the ranks that have not arrived where all meet, in this attempt."""
+    attempts = {rank: read_json(_sign(out, rank)).get("attempt") for rank in range(1, world.size)}
+    return [rank for rank, attempt in attempts.items() if attempt != world.attempt]
+
+
+def _waiting(missing: list[int], size: int, seconds: float, out: Path) -> str:
+    named = ", ".join(map(str, missing[:_MOST])) + (", ..." if missing[_MOST:] else "")
+    return (
+        f"waiting for rank {named} of {size} for {seconds:.0f} s: not started, or busy before all "
+        f"meet (reading the data); each leaves a file in {out / 'errors'} when it arrives"
+    )
 
 
 def _path(out: Path, rank: int) -> Path:
     return out / "errors" / f"early_rank{rank}.json"
+
+
+def _sign(out: Path, rank: int) -> Path:
+    return out / "errors" / f"arrived_rank{rank}.json"
