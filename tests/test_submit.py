@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import shutil
 import subprocess
@@ -291,6 +292,20 @@ def test_words_of_sbatch_are_passed_on(tmp_path: Path, fake: Fake) -> None:
     planned = plan("simclr/digits", words(tmp_path, "run"))
     with pytest.raises(UserError, match="invalid partition specified: x"):
         planned.submit()
+
+
+def test_from_inside_of_a_job(tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sbatch would take the settings of the job around it for those of the new one."""
+    around = {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "3", "SBATCH_PARTITION": "x", "SRUN_DEBUG": "3"}
+    for name, value in {**around, "SLURM_CONF": "/etc/slurm.conf"}.items():
+        monkeypatch.setenv(name, value)
+    fake("sbatch", f"env > {tmp_path}/seen; echo Submitted batch job 77")
+    fake("squeue", "exit 0")
+    (made,) = plan("simclr/digits", words(tmp_path, "run")).submit()
+    assert made.job_id == "77"
+    seen = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
+    assert not seen & around.keys() and "SLURM_CONF" in seen
+    assert {name: os.environ[name] for name in around} == around, "here they are as before"
 
 
 def test_partitions_of_the_cluster(tmp_path: Path, fake: Fake) -> None:

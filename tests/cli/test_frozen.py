@@ -14,6 +14,7 @@ import torchvision
 from PIL import Image
 from torch import Tensor
 
+import selftask
 from selftask.cli.main import main
 from selftask.cli.model.load_model import open_frozen
 from selftask.config.load import load_config
@@ -99,6 +100,30 @@ def test_an_exported_file_sees_images_as_its_run_did(exported: Path, images: Pat
     moments = [torch.tensor(values)[:, None, None] for values in (MEAN, STD)]
     pixels = torch.from_numpy(np.asarray(picture).copy()).permute(2, 0, 1) / 255
     assert (shown(frozen.config, path) - (pixels - moments[0]) / moments[1]).abs().mean() < 0.02
+
+
+def test_a_loaded_model_takes_files_pictures_and_arrays(
+    exported: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its input beside Pillow's own resize and crop, three images at a time."""
+    monkeypatch.setattr("selftask.api.model._BATCH_SIZE", 3)
+    model = selftask.load(exported)
+    paths = [images / folder / f"{number}.png" for folder in ("b", "a") for number in (1, 0)]
+    pictures = [Image.open(path).convert("RGB") for path in paths]
+    found = model.features(paths)
+    for given in (pictures, [np.asarray(picture) for picture in pictures]):
+        assert torch.equal(model.features(given), found)
+    moments = [torch.tensor(values)[:, None, None] for values in (MEAN, STD)]
+    inputs = torch.stack([model.transform(path) for path in paths])
+    for picture, seen in zip(pictures, inputs, strict=True):
+        small = picture.resize((40, 51), Image.Resampling.BILINEAR).crop((4, 10, 36, 42))
+        pixels = torch.from_numpy(np.asarray(small).copy()).permute(2, 0, 1) / 255
+        assert (seen - (pixels - moments[0]) / moments[1]).abs().mean() < 0.02
+    backbone = build_backbone(Component(name="small_resnet", args={"width": 8})).eval()
+    backbone.load_state_dict(torch.load(exported))
+    with torch.no_grad():
+        torch.testing.assert_close(found, backbone(inputs))
+    assert found.shape == (4, model.embed_dim) and not model.backbone.training
 
 
 def test_features_are_those_of_the_rows_beside_them(

@@ -201,6 +201,7 @@ def test_stopped_and_resumed_is_never_stopped(name: str) -> None:
 
 
 THEIRS: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, momentum=0.9, foreach=False, fused=False),
     "adam": lambda groups: torch.optim.Adam(groups),
     "rmsprop": lambda groups: torch.optim.RMSprop(groups),
     "torch:NAdam": lambda groups: torch.optim.NAdam(groups, momentum_decay=0.01),
