@@ -16,7 +16,7 @@ from selftask.random.permutation import FeistelOrder, epoch_order
 from selftask.registry import SAMPLERS
 
 LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(6), [70, 40, 25, 12, 10, 3]))
-ALL = ["shuffled", "repeated", "stratified", "power_law", "balanced", "weighted"]
+ALL = ["shuffled", "repeated", "stratified", "power_law", "balanced", "weighted", "few_classes"]
 ALL += ["sequential", "first"]
 
 
@@ -233,6 +233,37 @@ def test_classes_by_a_power_of_their_frequency(name: str, power: float) -> None:
         assert each.max() - each.min() <= 1, "images of a class come equally often"
 
 
+@pytest.mark.parametrize("per_batch", [3, 4])
+def test_batches_of_a_few_classes(per_batch: int) -> None:
+    """As many images of each; the six classes take turns, rare ones with repeated images."""
+    sampler = make("few_classes", classes_per_batch=per_batch, samples=1200)
+    batches = epoch_indices(sampler, 1)
+    seen = [np.unique(LABELS[batch], return_counts=True) for batch in batches]
+    each = 12 // per_batch
+    assert all(counts.tolist() == [each] * per_batch for _, counts in seen)
+    for batch in batches:  # ranks have classes of their own
+        assert all(len(set(LABELS[part])) == 1 for part in batch.reshape(per_batch, each))
+    often = np.bincount(np.concatenate([classes for classes, _ in seen]), minlength=6)
+    if per_batch == 3:
+        assert often.tolist() == [50] * 6
+        rounds = [set(seen[k][0]) | set(seen[k + 1][0]) for k in range(0, 100, 2)]
+        assert rounds == [set(range(6))] * 50
+        for label in range(6):
+            times = np.bincount(batches.ravel(), minlength=160)[label == LABELS]
+            assert times.max() - times.min() <= 1
+    else:
+        assert stats.chisquare(often).pvalue > 1e-4 and len({*often}) > 1
+    assert len({tuple(classes) for classes, _ in seen}) > 5
+    assert f"{per_batch} of 6 classes a batch, {each} images of each" in sampler.describe()
+
+
+def test_batches_of_too_many_classes() -> None:
+    with pytest.raises(UserError, match="classes_per_batch=7: there are 6 classes"):
+        make("few_classes", classes_per_batch=7)
+    with pytest.raises(UserError, match=r"classes_per_batch=5: train\.batch_size=12 cannot"):
+        make("few_classes", classes_per_batch=5)
+
+
 def test_power_one_is_the_data_as_it_is() -> None:
     images = make("power_law", power=1.0).order(0).at(np.arange(160))
     assert sorted(images) == list(range(160))
@@ -288,7 +319,7 @@ def test_debugging_samplers() -> None:
         make("first", 100, 16, count=200)
 
 
-@pytest.mark.parametrize("name", ["stratified", "balanced", "power_law"])
+@pytest.mark.parametrize("name", ["stratified", "balanced", "power_law", "few_classes"])
 def test_samplers_by_class_need_labels(name: str) -> None:
     with pytest.raises(
         UserError, match=r"data\.sampler: .* needs labels, and these images have no"

@@ -41,8 +41,12 @@ class _ByClass(Sampler):
     def images(self, epoch: int, slots: np.ndarray) -> np.ndarray:
         """Return the images (int64) in slots (P,) of an epoch."""
         classes = np.searchsorted(self._bounds, slots, side="right")
+        return self.images_of(epoch, classes, slots - (self._bounds - self._quotas)[classes])
+
+    def images_of(self, epoch: int, classes: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Return images (int64) of classes (P,), numbered from 0 (P,) as they come in an epoch."""
         sizes = self._sizes[classes]
-        rounds, places = np.divmod(slots - (self._bounds - self._quotas)[classes], sizes)
+        rounds, places = np.divmod(numbers, sizes)
         orders = SetOrders(hash_words(self.pool.seed, _IMAGES), epoch)
         chosen = orders.at(classes + rounds * len(self._sizes), sizes, places)
         images: np.ndarray = self._by_class[self._firsts[classes] + chosen]
@@ -114,6 +118,69 @@ class Balanced(_ByClass):
 
     def describe(self) -> str:
         return f"balanced, {self._mix()} samples"
+
+
+@register_sampler("few_classes")
+class FewClasses(_ByClass):
+    """Batches of a few classes with equally many images of each, for losses of pairs.
+
+    The classes take turns in shuffled order. A batch is sorted by class, so that ranks have
+    classes of their own if they divide ``classes_per_batch``.
+    """
+
+    repeats = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        classes_per_batch: int = setting(2, min=1)
+        """Classes of a batch of all ranks, which this number has to divide."""
+        samples: int | None = setting(None, min=1)
+        """Samples of an epoch; none: as many as there are images."""
+
+    def __init__(self, config: Config, pool: Pool) -> None:
+        super().__init__(config, pool, power=0.0, num_samples=config.samples)
+        given, known = config.classes_per_batch, len(self._sizes)
+        if given > known:
+            raise UserError(
+                f"data.sampler.classes_per_batch={given}: there are {known} classes; at most that"
+            )
+        if pool.batch_size % given:
+            raise UserError(
+                f"data.sampler.classes_per_batch={given}: train.batch_size={pool.batch_size} "
+                "cannot be divided into as many classes; choose a multiple of it"
+            )
+        self.num_classes = known
+
+    def order(self, epoch: int) -> EpochOrder:
+        return _FewClasses(self, epoch)
+
+    def describe(self) -> str:
+        given = self.config.classes_per_batch
+        each = self.pool.batch_size // given
+        return f"few_classes, {given} of {self.num_classes} classes a batch, {each} images of each"
+
+
+class _FewClasses:
+    """Batches in rounds through the classes, in an order of each round's own.
+
+    The classes that fill no batch at the end of a round are left out, others in each round.
+    """
+
+    def __init__(self, sampler: FewClasses, epoch: int) -> None:
+        self._sampler, self._epoch = sampler, epoch
+        self._orders = SetOrders(hash_words(sampler.pool.seed, _BATCHES), epoch)
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """Return the indices (int64) at ``positions`` of full batches, of the same shape."""
+        sampler, size = self._sampler, self._sampler.pool.batch_size
+        num_classes, per_batch = sampler.num_classes, sampler.config.classes_per_batch
+        batches, places = np.divmod(positions.ravel(), size)
+        rounds, batches = np.divmod(batches, num_classes // per_batch)
+        turns, numbers = np.divmod(places, size // per_batch)
+        turns += batches * per_batch
+        classes = self._orders.at(rounds, np.full_like(rounds, num_classes), turns)
+        numbers += rounds * (size // per_batch)
+        return sampler.images_of(self._epoch, classes, numbers).reshape(positions.shape)
 
 
 class _Shuffle:
