@@ -389,6 +389,48 @@ def test_rules_of_ones_own(tmp_path: Path) -> None:
         load_config("simclr/digits", ["init.skip=[x]"])
 
 
+def test_names_are_changed_by_rules_of_ones_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``init.rename``, before ``init.prefix``: each rule on all names, after those before it."""
+    weights, path = dict(resnet().state_dict()), tmp_path / "w.pth"
+    odd = {
+        f"net/{key.replace('layer', 'stage_').replace('.', '/')}": v for key, v in weights.items()
+    }
+    torch.save(odd, path)
+
+    def start(*words: str) -> State:
+        backbone = resnet()
+        shown = ["backbone={name: resnet18, stem: imagenet}", f"init.backbone={path}", *words]
+        load_init(backbone, load_config("simclr/digits", [*shown, f"out={tmp_path / 'run'}"]))
+        return backbone.state_dict()
+
+    caplog.set_level("INFO", "selftask")
+    with pytest.raises(UserError, match="0/100 tensors"):
+        start()
+    rules = r"""['/', '.'], ['stage_(\d)', 'layer\1']"""
+    for words in ([f"init.rename=[{rules}]"], [f"init.rename=[{rules}]", "init.prefix=net."]):
+        after = start(*words)
+        assert all(torch.equal(value, weights[key]) for key, value in after.items())
+    assert f"init.rename: '/' -> '.': {len(weights)} tensors" in caplog.text
+    assert (
+        f"init.backbone: {len(weights)}/{len(weights)} tensors (conv1 1/1, bn1 5/5" in caplog.text
+    )
+    with pytest.raises(
+        UserError, match=r"rename: '\^not' matches no tensor of the file: net/conv1"
+    ):
+        start("init.rename=[['^not', '']]")
+    with pytest.raises(UserError, match=r"gives net/.* and net/.* the same name 'x'"):
+        start("init.rename=[['^net.*(weight|bias)$', 'x']]")
+    for rule, message in [
+        ("['(', x]", r"init\.rename\.0: '\(': missing \)"),
+        (r"[a, '\2']", r"init\.rename\.0: 'a': invalid group reference 2"),
+        ("a", r"init\.rename=.*expected a list of 2: text, text"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            load_config("simclr/digits", [f"init.backbone={path}", f"init.rename=[{rule}]"])
+
+
 def test_weights_from_a_web_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiohttp")
     monkeypatch.setenv("SELFTASK_CACHE", str(tmp_path / "cache"))

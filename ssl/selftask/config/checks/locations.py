@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from selftask.config.checks.resuming import goes_on, uses_newest
@@ -29,7 +30,8 @@ def problems(config: Config) -> Iterator[Problem]:
         hint = nearest(resume, ["auto", "never"])
         wanted = f"neither 'auto', 'never' nor an existing checkpoint; {hint}"
         yield from _unreadable(("resume", "checkpoint"), "resume", resume, wanted)
-    for name in ("prefix", "skip", "head"):
+    yield from _broken_rules(config)
+    for name in ("rename", "prefix", "skip", "head"):
         if start is None and (given := getattr(config.init, name)):
             yield ("init", name), f"init.{name}={given!r} has no effect without init.backbone"
     of_library = start is not None and start.startswith(("timm:", "torchvision:"))
@@ -42,6 +44,15 @@ def problems(config: Config) -> Iterator[Problem]:
     if not of_run:  # a checkpoint of a run is looked up when weights are read
         wanted = "neither a file or run nor timm:NAME or torchvision:NAME"
         yield from _unreadable(("init", "backbone"), "init.backbone", start, wanted)
+
+
+def _broken_rules(config: Config) -> Iterator[Problem]:
+    """Yield regular expressions of ``init.rename`` that cannot be compiled, with a reason."""
+    for index, (pattern, replacement) in enumerate(config.init.rename):
+        try:
+            re.sub(pattern, replacement, "")
+        except (re.error, IndexError) as error:
+            yield ("init", "rename", str(index)), f"init.rename.{index}: {pattern!r}: {error}"
 
 
 def _unreadable(key: Key, name: str, path: str, wanted: str) -> Iterator[Problem]:

@@ -19,6 +19,11 @@ class InitConfig:
     """
     min_matched: float = setting(1.0, min=0, max=1)
     """Smallest share of the backbone's tensors that must be found in the weights."""
+    rename: list[tuple[str, str]] = setting([], also=["revise_keys"])
+    """Pairs of a regular expression and its replacement (``re.sub``), such as ``[['^trunk', '']]``,
+    for names of tensors in a file that no known layout fits. Each is applied to all names, after
+    the pairs before it, and before ``prefix``.
+    """
     prefix: str | None = setting(None, also=["remove_prefix"])
     """Prefix of the tensors to take from a file with several networks, such as
     ``state_dict.encoder_k.``; none: the network that matches best.

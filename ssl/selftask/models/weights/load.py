@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import fnmatch
 import pickle
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -127,6 +129,33 @@ def with_prefix(state: State, prefix: str, what: str) -> dict[str, Tensor]:
             else f"{what}: no tensor has a prefix"
         )
     return found
+
+
+def renamed(state: State, rules: Sequence[tuple[str, str]], what: str) -> dict[str, Tensor]:
+    """Return the tensors under new names, by pairs of a regular expression and its replacement.
+
+    Args:
+        state: Result of ``read_state``.
+        rules: Applied to all names in this order, each to the results of those before it.
+        what: Name of the rules in messages.
+
+    Raises:
+        UserError: For a rule that matches no name, or gives two tensors one name.
+    """
+    names = list(state)
+    for pattern, replacement in rules:
+        changes = [re.subn(pattern, replacement, name) for name in names]
+        count = sum(bool(matches) for _, matches in changes)
+        if not count:
+            shown = _shorten(names, show=3)
+            raise UserError(f"{what}: {pattern!r} matches no tensor of the file: {shown}")
+        log.info("%s: %r -> %r: %d %s", what, pattern, replacement, count, plural("tensor", count))
+        names = [name for name, _ in changes]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        old = [key for key, name in zip(state, names, strict=True) if name == twice[0]]
+        raise UserError(f"{what}: gives {' and '.join(old[:2])} the same name {twice[0]!r}")
+    return dict(zip(names, state.values(), strict=True))
 
 
 def load_weights(

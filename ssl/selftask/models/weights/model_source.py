@@ -33,6 +33,7 @@ from selftask.models.weights.load import (
     load_weights,
     read_state,
     refuse_sharded,
+    renamed,
     weights_at,
     with_prefix,
 )
@@ -141,6 +142,7 @@ def load_init(backbone: nn.Module, config: Config) -> None:
             weights = backbone_state(open_checkpoint(init.backbone))
         else:
             weights = read_weights(init.backbone)
+        weights = renamed(weights, init.rename, "init.rename")
         if init.prefix is not None:
             weights = with_prefix(weights, init.prefix, "init.prefix")
         load_weights(
