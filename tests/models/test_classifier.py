@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,29 @@ def test_several_heads_add_their_losses(folder: Path) -> None:
     right = (main_scores.argmax(dim=1) == label).double().mean().item()
     assert scored["accuracy_top_1"] == pytest.approx(right)
     assert task.loss.chance_loss == pytest.approx(1.25 * torch.tensor(10.0).log().item())
+    task.close()
+
+
+def test_heads_have_rates_and_decays_of_their_own(folder: Path) -> None:
+    """A grid of linear probes on one frozen backbone: each as a plain step of SGD."""
+    words = ["method.heads={a: [linear], b: [linear], c: [linear]}", "method.freeze_backbone=true"]
+    words += ["optimizer={name: sgd, lr: 0.1, schedule: constant, warmup: 0, weight_decay: 0}"]
+    words += ["optimizer.groups=[{match: network.head.b, lr: 3.0}, {match: network.head.c, "]
+    words[-1] += "lr: 0.5, weight_decay: 0.2}]"
+    task = tiny.task("supervised", folder, "grid", *words, "train.max_steps=1")
+    task.prepare()
+    first = copy.deepcopy(task.base_model)
+    task.on_start(), task.on_phase_start(), task.step()
+    labels = task.last_batch.labels
+    features = first.backbone.eval()(task.last_batch.input).detach()
+    for name, lr, decay in (("a", 0.1, 0.0), ("b", 0.3, 0.0), ("c", 0.05, 0.2)):
+        head = first.head[name]
+        F.cross_entropy(head(features), labels).backward()
+        for parameter, ours in zip(
+            head.parameters(), task.base_model.head[name].parameters(), strict=True
+        ):
+            step = parameter.grad + decay * parameter.detach()
+            assert torch.allclose(ours, parameter - lr * step, atol=1e-6), name
     task.close()
 
 
