@@ -156,10 +156,11 @@ HEADS = "method.heads={main: [{name: mlp, hidden_dims: [8]}], aux: [bn_linear]}"
 
 
 def test_several_heads_add_their_losses(folder: Path) -> None:
-    """Each a term by its name, with its weight; meters see the first one."""
+    """Each a term by its name, with its weight; meters see the first one, or which they name."""
     words = [HEADS, "method.head_weights={aux: 0.25}", "train.epochs=1"]
     words += [f"data.val={tiny.digits_file(folder, 'val.npz', 400, 440)}"]
-    words += ["meters.accuracy={topk: [1]}", "method.loss_args={label_smoothing: 0.1}"]
+    words += ["meters={accuracy: {topk: [1]}, of_aux: {name: accuracy, topk: [1], head: aux}}"]
+    words += ["method.loss_args={label_smoothing: 0.1}"]
     task = tiny.train("supervised", folder, "several", *words)
     last = [row for row in tiny.rows(folder / "several") if "main" in row][-1]
     assert last["main"] + last["aux"] == pytest.approx(last["loss"], rel=1e-5)
@@ -177,8 +178,16 @@ def test_several_heads_add_their_losses(folder: Path) -> None:
     assert scored["loss"] == pytest.approx(expected.item(), rel=1e-5)
     right = (main_scores.argmax(dim=1) == label).double().mean().item()
     assert scored["accuracy_top_1"] == pytest.approx(right)
+    right = (aux_scores.argmax(dim=1) == label).double().mean().item()
+    assert scored["of_aux_top_1"] == pytest.approx(right)
     assert task.loss.chance_loss == pytest.approx(1.25 * torch.tensor(10.0).log().item())
     task.close()
+
+
+def test_a_meter_of_no_head(folder: Path) -> None:
+    for heads, hint in (([HEADS], "did you mean 'aux'"), ([], "there are none")):
+        with pytest.raises(ConfigError, match=f"'auxx' is not in method.heads; .*{hint}"):
+            tiny.config("supervised", folder, "no", *heads, "meters.accuracy={head: auxx}")
 
 
 def test_heads_have_rates_and_decays_of_their_own(folder: Path) -> None:

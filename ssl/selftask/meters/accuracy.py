@@ -15,7 +15,7 @@ from torch import Tensor
 
 from selftask.classy import ClassyMeter
 from selftask.distributed.collectives import gather_objects
-from selftask.errors import UserError
+from selftask.errors import UserError, nearest
 from selftask.registry import register_meter
 
 
@@ -33,9 +33,15 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
     only_test_classes: bool = False
     """Whether only classes that ``data.val`` has can be predicted, as for ImageNet-A and -R."""
 
+    head: str | None = None
+    """One of ``method.heads``; none: the first."""
+
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.topk or min(self.topk) < 1 or len(set(self.topk)) < len(self.topk):
             yield f"topk: {self.topk}; different numbers from 1 on are expected, such as [1, 5]"
+        if self.head is not None and self.head not in (heads := config["method"].get("heads", {})):
+            known = nearest(self.head, heads) if heads else "there are none"
+            yield f"head: {self.head!r} is not in method.heads; {known}"
 
     def __post_init__(self) -> None:
         super().__init__()

@@ -121,8 +121,13 @@ class Method(nn.Module, Hook):
         """
         raise NotImplementedError(f"{type(self).__name__} has no loss")
 
-    def logits(self, output: Any) -> Tensor:
-        """Return the class scores (B, C) for meters, if ``outputs_logits``: the output itself."""
+    def logits(self, output: Any, head: str | None = None) -> Tensor:
+        """Return the class scores (B, C) for meters, if ``outputs_logits``: the output itself.
+
+        Args:
+            output: Output of the network.
+            head: ``meters.NAME.head``, of methods with several heads.
+        """
         scores: Tensor = output
         return scores
 

@@ -172,9 +172,11 @@ class Supervised(Method):
             for name, scores in output.items()
         }
 
-    def logits(self, output: Tensor | dict[str, Tensor]) -> Tensor:
-        """Return the scores that meters see: those of the first head."""
-        return output if isinstance(output, Tensor) else next(iter(output.values()))
+    def logits(self, output: Tensor | dict[str, Tensor], head: str | None = None) -> Tensor:
+        """Return the scores that meters see: those of ``head``, or of the first one."""
+        if isinstance(output, Tensor):
+            return output
+        return output[head or next(iter(output))]
 
     @property
     def chance_loss(self) -> float | None:

@@ -25,6 +25,14 @@ def forward(task: Task, batch: Batch) -> None:
         batch.local_loss = task.loss(batch.output, batch)
 
 
+def update_meters(task: Task, batch: Batch) -> None:
+    """Update each meter with the class scores that it looks at, and the labels."""
+    for meter in task.meters:
+        head = getattr(meter, "head", None)  # Classy's meters have none
+        given = (batch.output,) if head is None else (batch.output, head)
+        meter.update(task.loss.logits(*given).detach(), batch.labels)
+
+
 @torch.no_grad()
 def score(task: Task, see: Callable[[Batch], None] | None = None) -> dict[str, float]:
     """Return loss and meters of one pass over ``data.val``, each image once; all ranks call it.

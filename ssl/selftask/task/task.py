@@ -42,7 +42,7 @@ from selftask.registry import register_task
 from selftask.task import build, loop, opening, task_state
 from selftask.task.averaged_weights import averaged_weights, begin_phase
 from selftask.task.recorder import Recorder
-from selftask.task.scoring import score
+from selftask.task.scoring import score, update_meters
 
 log = get_logger(__name__)
 
@@ -170,8 +170,7 @@ class Task(Recorder, ClassyTaskNames):
     def update_meters(self, batch: Batch) -> None:
         """Update the meters with output and labels in a test phase; do nothing in training."""
         if not self.train:
-            for meter in self.meters:
-                meter.update(self.loss.logits(batch.output).detach(), batch.labels)
+            update_meters(self, batch)
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context without gradient reduction, for all batches of a step but the last."""
