@@ -51,6 +51,19 @@ def test_installed_recipes_may_be_json(tmp_path: Path) -> None:
     assert list(recipes._recipes_in(tmp_path)) == ["mine/digits"]
 
 
+def test_bases_of_installed_packages(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their names, as on the command line; with what stands beside them."""
+    folder = project / "site-packages/theirs/configs"
+    (folder / "theirs").mkdir(parents=True)
+    (folder / "theirs/digits.yaml").write_text("defaults: [length, /simclr/digits, _self_]\n")
+    (folder / "theirs/length.json").write_text('{"train": {"seed": 11}}')
+    monkeypatch.setattr(recipes, "_installed_folders", lambda: [folder])
+    Path("child.yaml").write_text("defaults: [/theirs/digits, _self_]\nout: x\n")
+    config = load_config("child.yaml", [])
+    assert (config.method.name, config.train.seed) == ("simclr", 11)
+    assert load_config("theirs/digits", []).train.seed == 11
+
+
 def test_the_file_that_is_named_is_read(project: Path) -> None:
     """Not one of the same name with another ending."""
     for ending, epochs in (("yaml", 4), ("yml", 5), ("json", 6)):

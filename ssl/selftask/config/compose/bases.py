@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from selftask.config.compose import recipes
 from selftask.config.compose.endings import find_recipe, is_recipe_file
 from selftask.config.compose.provenance import show_path
 from selftask.errors import UserError
@@ -39,8 +40,9 @@ class Bases:
         """Return what Hydra shall look up for an entry of ``defaults:``.
 
         Args:
-            entry: ``_self_``, or a base: a name or path relative to ``file``, the name of a shipped
-                recipe (``/base/digits``), an absolute path with its ending, ``~/...``, an address.
+            entry: ``_self_``, or a base: a name or path relative to ``file``, the name of a recipe
+                that is shipped or installed (``/base/digits``), an absolute path with its ending,
+                ``~/...``, an address.
             file: The file in which it stands.
 
         Raises:
@@ -55,6 +57,8 @@ class Bases:
             found = find_recipe(expand_user(entry))
             if found is None and entry.startswith("~"):
                 raise UserError(f"there is no file {entry}")
+        elif entry.startswith("/"):
+            found = _installed(entry[1:])
         else:
             found = find_recipe(file.parent / entry) if file in self.files.values() else None
         return entry if found is None else self.add(found)
@@ -83,6 +87,14 @@ class Bases:
         file = fetch(address).resolve()
         self.addresses[file] = address
         return self.add(file)
+
+
+def _installed(name: str) -> Path | None:
+    """Return the file of an installed package's recipe, unless Hydra finds a shipped one."""
+    if find_recipe(recipes.folder() / name) is not None:
+        return None
+    recipe = recipes.available().get(name)
+    return None if recipe is None else recipe.path
 
 
 BASES = Bases()
