@@ -1,0 +1,69 @@
+"""The meters of the run, of the images it trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from selftask.hooks.base import Hook
+from selftask.hooks.mixup import Mixup
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_hook("train_meters")
+@dataclass(eq=False, kw_only=True)
+class TrainMeters(Hook):
+    """Logs the meters for the training images since the row before, as ``train_accuracy_top_1``.
+
+    The images are augmented and the network is in train mode, so that the values are usually below
+    those of the same images in a test phase. Of labels that ``hooks.mixup`` has mixed, the one with
+    the largest share counts.
+    """
+
+    priority: ClassVar[int] = 60  # before the row is written
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if not config["meters"]:
+            yield "hooks.train_meters: there are no meters; add meters.accuracy={topk: [1, 5]}"
+
+    def on_start(self, task: Task) -> None:
+        loaded: dict[str, Any] = getattr(self, "loaded", {})
+        self.is_mixed = any(isinstance(hook, Mixup) for hook in task.hooks)
+        self.meters = dict(zip(task.config.meters, map(deepcopy, task.meters), strict=True))
+        for key, meter in self.meters.items():
+            meter.reset()
+            if key in loaded:
+                meter.set_classy_state(loaded[key])
+
+    def on_loss_and_meter(self, task: Task) -> None:
+        if not task.train:
+            return
+        batch = task.last_batch
+        labels = batch.labels.argmax(dim=1) if self.is_mixed else batch.labels
+        for meter in self.meters.values():
+            meter.update(task.loss.logits(batch.output).detach(), labels)
+
+    def on_update(self, task: Task) -> None:
+        if not task.should_log:
+            return
+        for key, meter in self.meters.items():
+            meter.sync_state()
+            for name, value in meter.value.items():
+                task.log(f"train_{key}_{name}", value)
+            meter.reset()
+
+    def before_save(self, task: Task) -> None:
+        for meter in self.meters.values():
+            meter.sync_state()  # the checkpoint holds the state of the first rank
+
+    def state_dict(self) -> dict[str, Any]:
+        meters = getattr(self, "meters", {})
+        return {key: meter.get_classy_state() for key, meter in meters.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
