@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import tiny
-from selftask.garbage import seldom_collected, usually_collected
+from selftask.distributed.garbage import seldom_collected, usually_collected
 
 USUAL = gc.get_threshold()
 

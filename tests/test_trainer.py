@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import tiny
 from selftask.api.trainer import Interrupted, Trainer
 from selftask.cli.main import main
+from selftask.distributed.local_process import raise_limit_of_open_files
 from selftask.hooks.base import function_hook
 from selftask.logs import read_json
 from selftask.task import build, task_state
@@ -91,6 +93,30 @@ def test_float16_on_a_cpu_is_advised_against(
     words = tiny.overrides("simclr", tmp_path, "run", "train.device=auto", "train.max_steps=1")
     assert main(["train", "simclr/digits", *words, "train.precision=float16"]) == 0
     assert "float16 is slow on a CPU, and its range is small" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "expected"), [(256, 9000, 4096), (256, 1000, 1000), (5000, 9000, 5000)]
+)
+def test_the_limit_of_open_files_is_raised(
+    soft: int, hard: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not lowered, and not above the hard limit."""
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: limits.append(pair))
+    raise_limit_of_open_files()
+    assert limits[-1] == (expected, hard)
+
+
+def test_a_run_raises_the_limit_of_open_files(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        Trainer().train(tiny.task("simclr", tmp_path, "run", "train.max_steps=1"))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(4096, hard), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 PARTS = ("data_module", "base_model", "loss", "optimizer", "grad_scaler", "named_hooks")

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 from selftask.cli.options import HELP, asks_for_help
 from selftask.cli.verbosity import TALKATIVE, print_versions, take_verbosity
+from selftask.distributed.garbage import seldom_collected
 from selftask.errors import ConfigError, RunError, UserError, nearest
 from selftask.files import paths
-from selftask.garbage import seldom_collected
 from selftask.logs.verbosity import verbosity
 
 COMMANDS = {

@@ -1,10 +1,16 @@
-"""Whether a process of this machine, named in a file, still runs. Does not import torch."""
+"""Processes of this machine: which still run, and how many files this one may open.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
 from typing import Any
+
+OPEN_FILES = 4096  # enough for the workers of a run
 
 
 def is_running(pid: int) -> bool:
@@ -24,3 +30,18 @@ def is_gone(status: dict[str, Any]) -> bool:
     if status.get("host") != socket.gethostname() or not isinstance(pid, int):
         return False
     return not is_running(pid)
+
+
+def raise_limit_of_open_files() -> None:
+    """Raise the soft limit to 4096, as far as the hard limit allows; never lower it.
+
+    Workers pass batches by file descriptors, and systems allow 256 or 1024 by default.
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

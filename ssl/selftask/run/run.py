@@ -27,10 +27,11 @@ from selftask.distributed.device import (
     keep_freed_memory,
     precision_advice,
 )
+from selftask.distributed.garbage import usually_collected
+from selftask.distributed.local_process import raise_limit_of_open_files
 from selftask.distributed.world import STOP_SIGNALS, read_world
 from selftask.errors import RunError
 from selftask.evaluate.online import check_evaluations, evaluate_task
-from selftask.garbage import usually_collected
 from selftask.logs import DETAIL, LOGGER, lasting_output, start_log, stop_log
 from selftask.logs.events import WarningEvents, add_event
 from selftask.logs.startup import lap
@@ -82,6 +83,7 @@ def run_task(task: Task, *, raises: bool = False) -> int:
     check_backbone(config, channels_of(sources.train))
     labels = check_evaluations(config, sources)
     torch.set_num_threads(num_threads(config, world.local_size))
+    raise_limit_of_open_files()
     in_group = dist.is_initialized()
     with (
         lasting_output(),

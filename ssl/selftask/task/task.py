@@ -233,8 +233,7 @@ class Task(Recorder, ClassyTaskNames):
             hook: Such as ``function_hook(on_step=...)``.
             name: Under which its state is saved; the name of its class if None.
 
-        Raises:
-            UserError: If the object is no hook, or the name is taken.
+        Raises UserError if the object is no hook, or the name is taken.
         """
         if not isinstance(hook, ClassyHook):
             raise UserError(f"add_hook: {hook!r} is no hook; see function_hook for functions")
