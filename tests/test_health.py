@@ -7,6 +7,7 @@ import logging
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import tiny
-from selftask.hooks.watching.health import effective_rank, embedding_std, mean_cosine
+from selftask.hooks.watching.health import Health, effective_rank, embedding_std, mean_cosine
 from selftask.hooks.watching.progress import ProgressBar
 
 
@@ -63,6 +64,27 @@ def test_a_learning_rate_that_is_lost_in_rounding(
     train(tmp_path, "simclr", "optimizer.lr=1e-30", "train.log_every=20")
     (told,) = [text for text in warnings(caplog.records) if "weight moves" in text]
     assert "so it is far too small or no gradient arrives: raise optimizer.lr" in told
+
+
+def test_weights_that_stop_when_the_rate_is_zero(caplog: pytest.LogCaptureFixture) -> None:
+    """Weights that have moved are not copied again, unless the learning rate is 0."""
+    weight = torch.nn.Parameter(torch.ones(8))
+    group = {"params": [weight], "lr": 0.1}
+    optimizer = SimpleNamespace(param_groups=[group])
+    loss = SimpleNamespace(chance_loss=None)
+    task: Any = SimpleNamespace(
+        optimizer=optimizer, loss=loss, base_model=None, should_log=True, where=0.5
+    )
+    health, copied = Health(), []
+    for task.steps_done in range(20, 30):
+        group["lr"] = 0.1 if task.steps_done < 26 else 0.0
+        health.on_backward(task)
+        copied.append(health.before is not None)
+        weight.data -= group["lr"]
+        health.on_update(task)
+    assert copied == [True] + 5 * [False] + [True] + 3 * [False]  # warned of once
+    (told,) = warnings(caplog.records)
+    assert told.startswith("step 27: no weight moves; the learning rate is 0 here")
 
 
 def test_a_loss_that_stays_at_chance(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,6 +16,7 @@ The first steps of each turn are left out. Shown are
 * the median step of wall time, and the mean of CPU time, which holds what is done only every few
   steps, such as log lines: medians over rounds.
 
+``a row of its log`` is the mean CPU time of steps that write one less the median of the others.
 ``above`` compares with the bare loop; of the latter two it is the median over rounds of the
 difference within the round, with its 95 % interval.
 """
@@ -50,16 +51,19 @@ def measure(model: Model, entries: dict[str, Entry], rounds: int, log_every: int
             gc.collect()
             with _silence():
                 entries[name](model, batches, log_every)
-            turns[name].append(Turn(*batches.step_times()))
+            turns[name].append(Turn(batches, log_every))
     return list(_table(turns, next(iter(entries))))
 
 
 class Turn:
     """Microseconds a step of one contestant in one round."""
 
-    def __init__(self, wall: np.ndarray, cpu: np.ndarray) -> None:
-        self.p20, self.median = (1e6 * float(np.quantile(wall, q)) for q in (0.2, 0.5))
-        self.cpu = 1e6 * float(cpu.mean())
+    def __init__(self, batches: Stamped, log_every: int) -> None:
+        wall, cpu = (1e6 * times for times in batches.step_times())
+        self.p20, self.median = (float(np.quantile(wall, q)) for q in (0.2, 0.5))
+        self.cpu = float(cpu.mean())
+        ends = np.arange(batches.steps - len(cpu), batches.steps) % log_every == 0
+        self.row = float(cpu[ends].mean() - np.median(cpu[~ends])) if ends.any() else 0.0
 
 
 def _table(turns: dict[str, list[Turn]], base: str) -> Iterator[str]:
@@ -76,6 +80,9 @@ def _table(turns: dict[str, list[Turn]], base: str) -> Iterator[str]:
             interval = f"{above:+.1f} [{low:+.1f}, {high:+.1f}]"
             line += f"{statistics.median(mine):>14.1f}{interval:>26}"
         yield line
+        row = statistics.median(turn.row for turn in turns[name])
+        if name.startswith("selftask") and row:
+            yield f"{'  a row of its log, CPU':<24}{row:>9.1f}"
 
 
 class CountSyncs(TorchFunctionMode):

@@ -93,11 +93,11 @@ def over_ranks(
     terms = [torch.as_tensor(value, device=device).detach().float() for value in means.values()]
     largest = torch.tensor(list(maxima.values()), device=device)
     row = torch.cat([*(term.reshape(1) for term in terms), largest])
-    ranks = all_gather_cat(row.unsqueeze(0)).cpu().double()
-    mean, top = ranks.mean(dim=0).tolist(), ranks.amax(dim=0).tolist()
+    columns = list(zip(*all_gather_cat(row.unsqueeze(0)).tolist(), strict=True))  # of all ranks
+    mean, top = columns[: len(terms)], columns[len(terms) :]
     return (
-        dict(zip(means, mean, strict=False)),
-        dict(zip(maxima, top[len(terms) :], strict=True)),
+        dict(zip(means, map(statistics.fmean, mean), strict=True)),
+        dict(zip(maxima, map(max, top), strict=True)),
     )
 
 

@@ -56,10 +56,12 @@ class Health(Hook):
     def __post_init__(self) -> None:
         self.told: set[str] = set()
         self.before: Tensor | None = None  # values of the weights before this step
+        self.moved = False  # whether the weights have moved in a logged step
         self.ratios: list[float] = []  # the first chance_ratio of the run, and the smallest
 
     def on_backward(self, task: Task) -> None:
-        if task.should_log and self._may_warn(task, "weights"):
+        looks = not self.moved or _peak(task) == 0  # weights that have moved go on
+        if looks and task.should_log and self._may_warn(task, "weights"):
             self.before = _sample(task)
 
     def on_update(self, task: Task) -> None:
@@ -82,7 +84,7 @@ class Health(Hook):
         chance = task.loss.chance_loss
         if not chance:
             return None
-        ratio = float(task.last_batch.loss / chance)  # type: ignore[operator]
+        ratio = float(task.last_batch.loss) / chance
         task.log("chance_loss", chance)
         task.log("chance_ratio", ratio)
         self.ratios = self.ratios or [ratio, ratio]
@@ -102,7 +104,10 @@ class Health(Hook):
 
     def _check_weights(self, task: Task, ratio: float | None) -> None:
         before, self.before = self.before, None
-        if before is None or (_sample(task) - before).norm() > LEAST_MOVE * before.norm():
+        if before is None:
+            return
+        self.moved = bool((_sample(task) - before).norm() > LEAST_MOVE * before.norm())
+        if self.moved:
             return
         lr = _peak(task)
         stays = "" if ratio is None else f", and the loss stays at {ratio:.3g} times chance"
