@@ -501,7 +501,47 @@ def test_optimizers_of_sharded_parameters(name: str, told: list[dict[str, Any]])
             torch.testing.assert_close(manual, fsdp, rtol=1e-9, atol=1e-12)
 
 
+class Narrow(nn.Module):
+    """A linear layer, with BatchNorm or without; keeps the type of the weights in use."""
+
+    def __init__(self, *, norm: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.linear.weight.dtype
+        y: Tensor = self.norm(self.linear(x.to(self.seen)))
+        return y
+
+
+def low_precision(rank: int) -> dict[str, Any]:
+    """Types of the weights of two blocks and of the head in the forward pass, and of gradients."""
+    network = nn.Module()
+    network.blocks = nn.ModuleList([Narrow(norm=False), Narrow(norm=True)])
+    sharing = FSDPReduction(low_precision=torch.bfloat16)
+    sharing.shard([network], ON_CPU)
+    x = torch.randn(4, 6)
+    for block in network.blocks:
+        x = block(x)
+    x.square().sum().backward()
+    grads = [p.grad for p in network.parameters()]
+    return {
+        "seen": [block.seen for block in network.blocks],
+        "statistics": network.blocks[1].norm.running_mean.dtype,
+        "gradients": {grad.dtype for grad in grads if grad is not None},
+        "kept": {p.dtype for p in network.parameters()},
+    }
+
+
+def test_blocks_with_batch_norm_stay_in_float32(told: list[dict[str, Any]]) -> None:
+    for found in (of_rank["low_precision"] for of_rank in told):
+        assert found["seen"] == [torch.bfloat16, torch.float32]
+        assert found["statistics"] == torch.float32
+        assert found["gradients"] == found["kept"] == {torch.float32}
+
+
 ON_RANKS = (
     *(every_case, unused, one_sided, details, optimizers),
-    *(options_of_ddp, synced_buffers),
+    *(options_of_ddp, synced_buffers, low_precision),
 )
