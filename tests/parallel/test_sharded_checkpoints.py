@@ -7,17 +7,19 @@ import functools
 import json
 import shutil
 import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+import selftask
 import tiny
 from ranks import run_ranks
-from selftask.checkpoint import rotation, store
+from selftask.checkpoint import manifest, rotation, store
 from selftask.cli.main import main
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import open_data
@@ -38,6 +40,7 @@ COMMON = (
     f"train.max_steps={LENGTH}",
     "train.checkpoint_every='1 steps'",
     "train.keep_checkpoints=9",
+    "hooks.ema={decay: 0.5}",
 )
 
 
@@ -211,12 +214,128 @@ def test_export_makes_the_one_plain_file(
     assert tiny.differences(weights, trained) == []
 
 
-def test_who_wants_weights_is_told_to_export(folder: Path) -> None:
-    newest = str(checkpoints(folder, "sharded")[0])
-    readers: list[Callable[[str], Any]] = [read_state, read_weights, open_model]
-    for read in readers:
-        with pytest.raises(UserError, match=r"is a sharded .*selftask export .*/sharded`"):
-            read(newest)
+def without_export(folder: Path, tmp_path: Path) -> Path:
+    """A copy of the run in shards that was never exported, with its config."""
+    run = tmp_path / "run"
+    ignored = shutil.ignore_patterns("export")
+    shutil.copytree(folder / "sharded", run, ignore=ignored)
+    (run / "config.yaml").write_text(store.load(checkpoints(folder, "sharded")[0])["config"])
+    return run
+
+
+def test_weights_are_read_without_an_export(folder: Path, tmp_path: Path) -> None:
+    run = without_export(folder, tmp_path)
+    export = folder / "sharded/export"
+    expected = torch.load(export / "backbone.pt", weights_only=True)
+    written = json.loads((export / "backbone.json").read_text())
+    newest = rotation.checkpoints(run / "checkpoints")[0]
+    for address in (newest, run):
+        backbone, facts = open_model(str(address))
+        assert tiny.differences(dict(backbone.state_dict()), expected) == []
+        assert {"format": "selftask backbone 1", **facts} == written
+        assert tiny.differences(read_weights(str(address)), expected) == []
+    assert tiny.differences(read_state(newest), expected) == []
+    images = torch.rand(2, 3, 32, 32)
+    models = [selftask.load(address) for address in (run, newest, export / "backbone.pt")]
+    features = [model.features(images) for model in models]
+    assert torch.equal(features[0], features[2])
+    assert torch.equal(features[1], features[2])
+    assert models[0].facts["step"] == LENGTH
+
+
+def test_commands_take_runs_in_shards(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = without_export(folder, tmp_path)
+    shutil.copytree(folder / "sharded/export", tmp_path / "exported/export")
+    shutil.copy(run / "config.yaml", tmp_path / "exported")
+    val = f"data.val={tiny.digits_file(folder, 'val.npz', 400, 430)}"
+    rows = []
+    for address in (run, tmp_path / "exported"):
+        assert main(["eval", "knn", str(address), val, "k=[3]"]) == 0
+        rows.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+        assert main(["features", str(address), f"out={tmp_path / 'of' / address.name}"]) == 0
+    assert {k: v for k, v in rows[0].items() if k not in tiny.TIMES} == {
+        k: v for k, v in rows[1].items() if k not in tiny.TIMES
+    }
+    arrays = [np.load(tmp_path / f"of/{name}/features.npy") for name in ("run", "exported")]
+    assert np.array_equal(*arrays)
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_a_run_starts_from_shards(folder: Path, head: bool) -> None:
+    newest = checkpoints(folder, "sharded")[0]
+    words = (f"init.backbone={newest}", f"init.head={str(head).lower()}")
+    task = tiny.task(METHOD, folder, f"from_shards_{head}", *words)
+    task.prepare()
+    trained, began = store.load(newest)["model"], task.state_dict()["model"]
+    task.close()
+    same = {name for name, value in began.items() if torch.equal(value, trained[name])}
+    heads = {name for name in began if name.startswith("head.") and name.endswith("0.weight")}
+    assert {name for name in began if name.startswith("backbone.")} <= same
+    assert heads and (heads <= same) == head
+
+
+def pieces(checkpoint: Path, prefix: str) -> list[tuple[Path, int, int]]:
+    """File, offset and length of the shards of tensors with this prefix, as DCP says."""
+    stored = FileSystemReader(checkpoint).read_metadata().storage_data
+    return [
+        (checkpoint / info.relative_path, info.offset, info.length)
+        for index, info in stored.items()
+        if index.fqn.startswith(prefix)
+    ]
+
+
+def spoil(pieces: list[tuple[Path, int, int]]) -> None:
+    """Change a byte in the middle of each piece; no length changes."""
+    assert pieces
+    for path, offset, length in pieces:
+        content = bytearray(path.read_bytes())
+        content[offset + length // 2] ^= 1
+        path.write_bytes(content)
+
+
+def test_only_the_backbone_is_read(folder: Path, tmp_path: Path) -> None:
+    expected = torch.load(folder / "sharded/export/backbone.pt", weights_only=True)
+    newest = tmp_path / "step_000000004"
+    shutil.copytree(checkpoints(folder, "sharded")[0], newest)
+    for unread in ("optimizer.", "method.", "hooks.", "model.head."):
+        spoil(pieces(newest, unread))
+    assert tiny.differences(read_state(newest), expected) == []
+    assert tiny.differences(dict(open_model(str(newest))[0].state_dict()), expected) == []
+    with pytest.raises(manifest.DamagedCheckpoint):
+        store.load(newest)
+    spoil(pieces(newest, "model.backbone.")[-1:])
+    for read in (read_state, open_model):
+        with pytest.raises(UserError, match=r"is damaged \(__._0\.distcp: .*checksum"):
+            read(str(newest))
+
+
+def test_a_damaged_newest_checkpoint_gives_the_weights_of_the_one_before(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = without_export(folder, tmp_path)
+    newest, before, *_ = rotation.checkpoints(run / "checkpoints")
+    spoil(pieces(newest, "model.backbone.")[:1])
+    backbone, facts = open_model(str(run))
+    whole = store.load(before)["model"]
+    expected = {k.removeprefix("backbone."): v for k, v in whole.items() if k[:9] == "backbone."}
+    assert tiny.differences(dict(backbone.state_dict()), expected) == []
+    assert facts["step"] == LENGTH - 1
+    assert f"{newest.name} is damaged" in caplog.text
+
+
+def test_export_of_an_average_in_shards(folder: Path, tmp_path: Path) -> None:
+    weights = []
+    for way in ("plain", "sharded"):
+        run = folder / way
+        (run / "config.yaml").write_text(store.load(checkpoints(folder, way)[0])["config"])
+        out = tmp_path / way
+        assert main(["export", str(run), "--weights", "ema", "--out", str(out)]) == 0
+        weights.append(torch.load(out / "backbone.pt", weights_only=True))
+    assert tiny.differences(*weights) == []
+    trained = torch.load(folder / "plain/export/backbone.pt", weights_only=True)
+    assert tiny.differences(weights[0], trained) != []
 
 
 def test_the_last_few_are_kept_whatever_their_kind(folder: Path, tmp_path: Path) -> None:

@@ -86,7 +86,8 @@ def load(
     """Load a trained backbone, on the CPU and in evaluation mode.
 
     Args:
-        model: A run folder, an exported ``backbone.pt``, ``timm:NAME`` or ``torchvision:NAME``.
+        model: A run folder (its export, or without one its newest checkpoint), the folder of a
+            sharded checkpoint, an exported ``backbone.pt``, ``timm:NAME`` or ``torchvision:NAME``.
         weights: For a library's model: ``pretrained``, ``none`` (random), or a file.
         image_size: Adapt model and transforms to images of that many pixels.
         trust: Allow an architecture in the user's own code, which is then imported.

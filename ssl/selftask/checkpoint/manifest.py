@@ -9,7 +9,7 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -39,10 +39,10 @@ def write_checked(state: dict[str, Any], path: Path) -> dict[str, int]:
     return {"bytes": writer.length, "crc32": writer.crc}
 
 
-def _verify_zip(path: Path) -> None:
+def verify_zip(archive: Path | IO[bytes]) -> None:
     """Check the CRCs of a zip file, which torch.load does not. Raises DamagedCheckpoint."""
     try:
-        with zipfile.ZipFile(path) as file:
+        with zipfile.ZipFile(archive) as file:
             damaged = file.testzip()
     except (zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error) as error:
         raise DamagedCheckpoint(str(error)) from error

@@ -9,7 +9,8 @@ of ranks reads it, each its own part; one alone, without a process group, reads 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,20 +86,28 @@ def load(
     empty: Callable[..., Tensor] = torch.empty,
     checker: int = 0,
     num_checkers: int = 1,
+    wanted: Callable[[Mapping[str, Any], str], bool] | None = None,
 ) -> dict[str, Any]:
-    """Read and verify a sharded checkpoint. Raises DamagedCheckpoint.
+    """Read and verify a sharded checkpoint, or some of its tensors. Raises DamagedCheckpoint.
 
     Args:
         empty: ``empty(shape, dtype=...)`` allocates what a sharded tensor is read into: the whole
             tensor on the CPU, or this rank's part.
         checker: This reader's number; it verifies the checksums of its share of the files.
         num_checkers: How many readers there are.
+        wanted: Which sharded tensors to read, as of ``store.load``; None for all. The others are
+            None. Checksums are then those of the pieces that are read, not of whole files.
     """
     try:
-        _verify(path, checker, num_checkers)
-        rest = manifest.read_file(path / REST)
-        tensors = _read_shards(path, empty)
-        for name, place in rest["places"].items():
+        _verify(path, checker, num_checkers, shards=wanted is None)
+        rest = manifest.read_file(path / REST, mmap=wanted is not None)
+        places = {
+            name: place
+            for name, place in rest["places"].items()
+            if wanted is None or wanted(rest["state"], name)
+        }
+        tensors = _read_shards(path, places, empty, verify=wanted is not None)
+        for name, place in places.items():
             _put(rest["state"], place, tensors[name])
     except DamagedCheckpoint:
         raise
@@ -108,7 +117,11 @@ def load(
     return state
 
 
-def _verify(path: Path, checker: int, num_checkers: int) -> None:
+def _verify(path: Path, checker: int, num_checkers: int, *, shards: bool) -> None:
+    """Check the length of every file, and the checksums of this checker's share.
+
+    Without ``shards`` the checksums of the tensors' files are left out.
+    """
     if not (path / MANIFEST).exists():
         raise DamagedCheckpoint(f"{MANIFEST} is missing")
     files = manifest.read_manifest(path / MANIFEST)["files"]
@@ -116,26 +129,41 @@ def _verify(path: Path, checker: int, num_checkers: int) -> None:
         if not (path / name).exists():
             raise DamagedCheckpoint(f"{name} is missing")
         try:
-            manifest.verify(path / name, entry, content=number % num_checkers == checker)
+            mine = number % num_checkers == checker and (shards or not name.endswith(".distcp"))
+            manifest.verify(path / name, entry, content=mine)
         except DamagedCheckpoint as damage:
             raise DamagedCheckpoint(f"{name}: {damage}") from damage
 
 
-def _read_shards(path: Path, empty: Callable[..., Tensor]) -> dict[str, Tensor]:
-    """Read the shards by DCP's steps, without its communication between ranks."""
+def _read_shards(
+    path: Path, names: Iterable[str], empty: Callable[..., Tensor], *, verify: bool
+) -> dict[str, Tensor]:
+    """Read the shards of some tensors by DCP's steps, without its communication between ranks."""
     reader = FileSystemReader(path)
     with (path / ".metadata").open("rb") as file:  # read_metadata() would run any pickle
         table: Any = RestrictedUnpickler(file, _METADATA).load()
-    tensors = {
-        name: empty(kind.size, dtype=kind.properties.dtype)
-        for name, kind in table.state_dict_metadata.items()
-    }
+    kinds = {name: table.state_dict_metadata[name] for name in names}
+    tensors = {name: empty(kind.size, dtype=kind.properties.dtype) for name, kind in kinds.items()}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, table, True)
     reader.set_up_storage_reader(table, True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    reader.read_data(planner.finish_plan(plan), planner).wait()
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    if verify:
+        stored = (table.storage_data[item.storage_index] for item in plan.items)
+        _verify_pieces(path, {(p.relative_path, p.offset, p.length) for p in stored})
+    reader.read_data(plan, planner).wait()
     return tensors
+
+
+def _verify_pieces(path: Path, pieces: Iterable[tuple[str, int, int]]) -> None:
+    """Check the CRCs in parts of files (name, offset, length), each a zip file by torch.save."""
+    for name, offset, length in sorted(pieces):
+        with (path / name).open("rb") as file:
+            file.seek(offset)
+            try:
+                manifest.verify_zip(io.BytesIO(file.read(length)))
+            except DamagedCheckpoint as damage:
+                raise DamagedCheckpoint(f"{name}: {damage}") from damage
 
 
 def _put(state: Any, place: list[Any], tensor: Tensor) -> None:

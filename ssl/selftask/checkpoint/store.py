@@ -18,12 +18,12 @@ from selftask.checkpoint.kept import Kept
 from selftask.checkpoint.manifest import (
     DamagedCheckpoint,
     NoCheckpoint,
-    _verify_zip,
     check_plain,
     read_file,
     read_manifest,
     sync,
     verify,
+    verify_zip,
     write_checked,
     write_durably,
 )
@@ -89,6 +89,7 @@ def write(state: dict[str, Any], folder: Path, step: int, *, durable: Sequence[P
 
 
 Read = Callable[[Path], dict[str, Any]]
+Wanted = Callable[[Mapping[str, Any], str], bool]
 
 
 def find(resume: str, folder: Path, read: Read | None = None) -> tuple[dict[str, Any], Path] | None:
@@ -171,20 +172,26 @@ def load_newest(folder: Path, read: Read | None = None) -> tuple[dict[str, Any],
     return None
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path, wanted: Wanted | None = None) -> dict[str, Any]:
     """Read and verify one checkpoint, onto the CPU. Raises DamagedCheckpoint.
 
     Of a sharded one every tensor is made whole.
+
+    Args:
+        path: A file, or the folder of a sharded checkpoint.
+        wanted: Which tensors are needed, by the state and a name in it such as
+            ``model.backbone.conv1.weight``; None for all. Others are not read from shards, and are
+            None; those of a file are read when they are used.
     """
     if path.is_dir():
         from selftask.checkpoint import sharded  # torch.distributed.checkpoint takes 0.7 s
 
-        return sharded.load(path)
+        return sharded.load(path, wanted=wanted)
     manifest_path = path.with_suffix(".json")
     if (
         NAME.fullmatch(path.name) and manifest_path.exists()
     ):  # a kill before the last rename: none yet
         verify(path, read_manifest(manifest_path))
     elif zipfile.is_zipfile(path):
-        _verify_zip(path)
-    return read_file(path)
+        verify_zip(path)
+    return read_file(path, mmap=wanted is not None)

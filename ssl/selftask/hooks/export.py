@@ -6,11 +6,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from selftask.data.transforms.normalize import Normalize
 from selftask.distributed.collectives import is_primary
 from selftask.hooks.base import Hook
 from selftask.logs.stages import stage
-from selftask.models.weights.export import save_backbone
+from selftask.models.weights.export import metadata, save_backbone
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
@@ -44,18 +43,12 @@ def facts(config: Config, step: int, channels: int, average: str | None = None) 
         channels: Number of channels of the images.
         average: What the weights are the average of, such as ``ema``, if they are one.
     """
-    transforms = [transform.to_dict() for transform in config.eval.transforms]
-    normalize = next((t for t in config.eval.transforms if t.name == "normalize"), None)
-    mean, std = Normalize(**normalize.args).moments(channels) if normalize else (None, None)
-    sizes = [t["size"] for t in transforms if "size" in t]
-    return {
-        "architecture": {"name": config.backbone.name, "args": dict(config.backbone.args)},
-        "channels": channels,
-        "normalization": {"mean": mean, "std": std},
-        "input_size": sizes[-1] if sizes else None,
-        "transforms": transforms,
-        "method": config.method.name,
-        "step": step,
-        "recipe": config.recipe,
+    return metadata(
+        config.backbone,
+        config.eval.transforms,
+        channels=channels,
+        method=config.method.name,
+        step=step,
+        recipe=config.recipe,
         **({} if average is None else {"weights": average}),
-    }
+    )

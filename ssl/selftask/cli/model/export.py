@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -153,9 +154,15 @@ def export_run(
     from selftask.hooks.export import facts
     from selftask.models.build import build_backbone
     from selftask.models.weights.averages import kept_average, mean_backbone
-    from selftask.models.weights.load import backbone_state, load_weights
+    from selftask.models.weights.load import backbone_state, load_weights, of_backbone
 
-    read = partial(store.load_with, {"backbone": str, "clock": dict})
+    wanted: store.Wanted | None = of_backbone
+    if to == "checkpoint":
+        wanted = None
+    elif average.kept is not None:
+        wanted = partial(_of_average, average.kept)
+    load = partial(store.load, wanted=wanted)
+    read = partial(store.load_with, {"backbone": str, "clock": dict}, read=load)
     found = (
         store.load_newest(run / "checkpoints", read)
         if checkpoint is None
@@ -183,6 +190,11 @@ def export_run(
         backbone = _with_statistics(backbone, config)
     step = int(state["clock"]["steps_done"])
     return write(backbone, out, facts(config, step, channels, told), to)
+
+
+def _of_average(kept: str, state: Mapping[str, Any], name: str) -> bool:
+    """Return whether a tensor of a checkpoint is of the backbone, or of its average ``kept``."""
+    return name.startswith(("model.backbone.", f"hooks.{kept}."))
 
 
 def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> Path:

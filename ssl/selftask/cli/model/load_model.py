@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 SHIPPED = "base/evaluate.yaml"  # the recipe for models that no run made
 MODEL = """\
-RUN_OR_MODEL  a run's folder, an exported backbone.pt, timm:NAME or torchvision:NAME"""
+RUN_OR_MODEL  a run's folder (its export, or without one its newest checkpoint), the folder of a
+              sharded checkpoint, an exported backbone.pt, timm:NAME or torchvision:NAME"""
 WEIGHTS = f"""\
 weights=FILE  for timm: and torchvision: the weights instead of the pretrained ones, or `none`
 image_size=PIXELS      of the images; the positions of a vision transformer are interpolated

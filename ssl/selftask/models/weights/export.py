@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.build import build_backbone, embed_dim
 from selftask.models.eval_mode import in_eval_mode
+from selftask.registry import TRANSFORMS
 
 WEIGHTS = "backbone.pt"
 SAFETENSORS = "backbone.safetensors"
@@ -80,6 +81,33 @@ def check_library(
         ours = backbone(images)
         if not torch.allclose(theirs(images), ours, rtol=1e-3, atol=1e-4 * float(ours.abs().max())):
             raise UserError(f"{what}: its {name} takes these weights and computes other features")
+
+
+def metadata(
+    backbone: Component, transforms: Sequence[Component], *, channels: int, **origin: Any
+) -> dict[str, Any]:
+    """Return what ``backbone.json`` says: architecture, input, origin.
+
+    Args:
+        backbone: The architecture.
+        transforms: How its images are shown.
+        channels: Number of channels of the images.
+        **origin: Further values, such as ``method`` and ``step``.
+    """
+    shown = [transform.to_dict() for transform in transforms]
+    normalize = next((t for t in transforms if t.name == "normalize"), None)
+    mean, std = (None, None)
+    if normalize is not None:
+        mean, std = TRANSFORMS["normalize"](**normalize.args).moments(channels)
+    sizes = [t["size"] for t in shown if "size" in t]
+    return {
+        "architecture": {"name": backbone.name, "args": dict(backbone.args)},
+        "channels": channels,
+        "normalization": {"mean": mean, "std": std},
+        "input_size": sizes[-1] if sizes else None,
+        "transforms": shown,
+        **origin,
+    }
 
 
 def portable_state(module: nn.Module) -> dict[str, Tensor]:

@@ -13,12 +13,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from selftask.checkpoint import store
+from selftask.checkpoint.manifest import DamagedCheckpoint
 from selftask.checkpoint.rotation import MANIFEST
 from selftask.errors import UserError, nearest, plural
 from selftask.files.addresses import fetch
@@ -54,15 +57,16 @@ _COUNTER = "num_batches_tracked"
 def read_state(path: str | Path) -> dict[str, Tensor]:
     """Return the weights in a file as one flat dict with the file's keys.
 
-    Supported are selftask's exports and checkpoints, .safetensors, and files of nested dicts by
-    torch.save or pickle, whose keys are joined by dots. Nothing in a file is executed: objects
-    other than tensors are left out.
+    Supported are selftask's exports and checkpoints, sharded ones too, .safetensors, and files of
+    nested dicts by torch.save or pickle, whose keys are joined by dots. Nothing in a file is
+    executed: objects other than tensors are left out.
 
     Raises:
         UserError: If the file has no weights; the message explains what it is.
     """
     path = fetch(path)
-    refuse_sharded(path)
+    if is_file(path / MANIFEST):
+        return backbone_state(read_backbone(path))
     if not is_file(path):
         raise UserError(f"{path}: there is no such file{_instead_of(path)}")
     if path.stat().st_size == 0:
@@ -105,13 +109,26 @@ def is_on_meta(module: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
 
 
-def refuse_sharded(path: Path) -> None:
-    """Raise UserError for a sharded checkpoint, a folder that only a run can read."""
-    if is_file(path / MANIFEST):
-        raise UserError(
-            f"{path}: is a sharded checkpoint; `selftask export {path.parent.parent}` takes the "
-            "backbone out of a run's newest, and --to checkpoint makes one file of it"
-        )
+def of_backbone(checkpoint: Mapping[str, Any], name: str) -> bool:
+    """Return whether a tensor of a checkpoint is one of ``backbone_state``; see ``store.load``."""
+    return name.startswith(f"{checkpoint['backbone']}.")
+
+
+def of_networks(checkpoint: Mapping[str, Any], name: str) -> bool:
+    """Return whether a tensor of a checkpoint is of the network or the method."""
+    return name.startswith(("model.", "method."))
+
+
+def read_backbone(path: Path) -> dict[str, Any]:
+    """Return the state of a checkpoint, without reading other tensors than the backbone's.
+
+    Raises UserError if it is damaged.
+    """
+    read = partial(store.load, wanted=of_backbone)
+    try:
+        return store.load_with({"backbone": str, "clock": dict}, path, read)
+    except (DamagedCheckpoint, OSError) as error:
+        raise UserError(f"{path}: is damaged ({error})") from error
 
 
 def with_prefix(state: State, prefix: str, what: str) -> dict[str, Tensor]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,29 +12,28 @@ from selftask.checkpoint import store
 from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.manifest import DamagedCheckpoint, NoCheckpoint
 from selftask.checkpoint.mirror import local_run
-from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.config.checks.image_size import resized_backbone, resized_pipeline, undivided
 from selftask.config.checks.resuming import goes_on
 from selftask.config.schema import Component, Config
 from selftask.config.trust import code_in, refuse_code
 from selftask.errors import UserError
-from selftask.files import addresses
-from selftask.files.addresses import fetch, is_remote
-from selftask.files.paths import exists, expand_user, is_file, is_folder
+from selftask.files.addresses import fetch
+from selftask.files.paths import exists, expand_user, is_folder
 from selftask.logs import get_logger
 from selftask.models.backbones.libraries import check_name
 from selftask.models.build import build_backbone, embed_dim
-from selftask.models.weights.export import META, WEIGHTS
 from selftask.models.weights.load import (
     backbone_state,
     is_on_meta,
     load_weights,
+    of_networks,
+    read_backbone,
     read_state,
-    refuse_sharded,
     renamed,
     weights_at,
     with_prefix,
 )
+from selftask.models.weights.places import Exported, Saved, find_weights
 
 log = get_logger(__name__)
 
@@ -45,14 +42,6 @@ NONE = "none"
 
 _LIBRARIES = ("timm", "torchvision")
 _IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Location of an exported backbone."""
-
-    weights: Path
-    meta: Path
 
 
 def open_model(
@@ -65,7 +54,8 @@ def open_model(
     """Return the backbone at an address, in eval mode on the CPU, and its metadata.
 
     Args:
-        address: A run folder, an exported ``backbone.pt`` with its ``backbone.json`` beside it,
+        address: A run folder (its export, or without one its newest checkpoint), the folder of a
+            sharded checkpoint, an exported ``backbone.pt`` with its ``backbone.json`` beside it,
             ``timm:NAME`` or ``torchvision:NAME``.
         weights: For a library's model: ``pretrained`` for the library's own, ``none`` for random
             ones, or a file.
@@ -86,12 +76,12 @@ def open_model(
     try:
         backbone = build_backbone(Component(**facts["architecture"]), facts.get("channels", 3))
     except TypeError as error:
-        origin = place.meta if place else address
+        origin = place.origin if place else address
         raise UserError(f"{origin}: architecture: cannot be built: {error}") from error
     if is_on_meta(backbone):
         log.debug("%s: on the meta device, its weights are not read", address)
     elif place is not None:
-        load_weights(backbone, read_state(place.weights), what=str(place.weights))
+        load_weights(backbone, place.read(), what=str(place.weights))
     elif weights == PRETRAINED:
         load_weights(backbone, download(library, name), what=address)
     elif weights != NONE:
@@ -112,8 +102,8 @@ def describe_model(
 
 def _describe(
     address: str, weights: str, trust: bool, image_size: int | None
-) -> tuple[dict[str, Any], _Place | None]:
-    """Return the metadata, and the files unless it is a library's model."""
+) -> tuple[dict[str, Any], Exported | Saved | None]:
+    """Return the metadata, and where the weights are unless it is a library's model."""
     library, name = _split(address)
     if library:
         return _for_size(_describe_library(library, name, weights), image_size), None
@@ -121,13 +111,13 @@ def _describe(
         raise UserError(
             f"weights={weights}: is for timm:NAME and torchvision:NAME; {address} has its own"
         )
-    place = _place(address)
-    facts = _for_size(_read_facts(place), image_size)
+    place = find_weights(address)
+    facts = _for_size(place.facts(), image_size)
     if not trust:
         architecture = Component(**facts["architecture"])
         named = {**architecture.args, "name": architecture.name}
         found = code_in({"architecture": named, "transforms": facts.get("transforms")})
-        refuse_code(found, str(place.meta))
+        refuse_code(found, str(place.origin))
     return facts, place
 
 
@@ -164,9 +154,9 @@ def read_weights(address: str) -> dict[str, Tensor]:
     if library:
         return download(library, name)
     if (checkpoint := named_checkpoint(address)) is not None:
-        return backbone_state(store.load(checkpoint))
+        return backbone_state(read_backbone(checkpoint))
     path = local_run(address)
-    return read_state(_place(path).weights if is_folder(expand_user(path)) else path)
+    return find_weights(address).read() if is_folder(expand_user(path)) else read_state(path)
 
 
 def load_head(network: nn.Module, config: Config) -> None:
@@ -189,21 +179,21 @@ def load_head(network: nn.Module, config: Config) -> None:
 
 
 def open_checkpoint(address: str) -> dict[str, Any]:
-    """Load the checkpoint at an address: a run (its newest), ``RUN@best``, ``RUN@STEP`` or a file.
+    """Load the checkpoint at an address: a run (its newest), ``RUN@best``, ``RUN@STEP`` or a path.
 
-    Raises UserError if there is none.
+    Of a sharded one only tensors of network and method are read. Raises UserError if there is none.
     """
     path = named_checkpoint(address) or fetch(local_run(address, num_checkpoints=1))
-    folder = path / "checkpoints"
+    read, folder = partial(store.load, wanted=of_networks), path / "checkpoints"
     if is_folder(folder):
-        found = store.load_newest(folder)
+        found = store.load_newest(folder, read)
         if found is None:
             raise UserError(f"{address}: the run has no checkpoint yet")
         return found[0]
     if not exists(path):
         raise UserError(f"{address}: there is no such run or checkpoint")
     try:
-        return store.load_with({"model": dict, "method": dict, "config": str}, path)
+        return store.load_with({"model": dict, "method": dict, "config": str}, path, read)
     except (NoCheckpoint, DamagedCheckpoint, OSError) as error:
         raise UserError(f"{address}: is no checkpoint of a run ({error})") from error
 
@@ -212,65 +202,6 @@ def _split(address: str) -> tuple[str, str]:
     """``timm:NAME`` -> ("timm", NAME); a path -> ("", path)."""
     library, colon, name = address.partition(":")
     return (library, name) if colon and library in _LIBRARIES else ("", address)
-
-
-def _place(address: str) -> _Place:
-    """Return the files of a run folder, of its export folder, or of an exported file."""
-    if is_remote(address) and not addresses.is_folder(address):
-        meta = f"{address.rpartition('.')[0]}.json"
-        there = addresses.is_file(meta)
-        return _Place(fetch(address), fetch(meta) if there else Path(meta))
-    path = expand_user(local_run(address))
-    if not is_folder(path):
-        return _Place(path, path.with_suffix(".json"))
-    refuse_sharded(path)
-    for folder in (path / "export", path):
-        if is_file(folder / WEIGHTS):
-            place = _Place(folder / WEIGHTS, folder / META)
-            _warn_of_newer(path, place)
-            return place
-    raise UserError(
-        f"{path}: holds no {WEIGHTS}, nor does {path / 'export'}: has the run ended, or is it one? "
-        f"`selftask export {path}` makes one of its newest checkpoint"
-    )
-
-
-def _warn_of_newer(run: Path, place: _Place) -> None:
-    """Warn if the export is not of the newest checkpoint, as the run was extended or restarted."""
-    newest = next(iter(checkpoints(run / "checkpoints")), None)
-    if newest is None or not is_file(place.meta):
-        return
-    there, exported = step_of(newest), _read_facts(place).get("step")
-    if exported is not None and exported != there:
-        log.warning(
-            "%s is of step %d, and the newest checkpoint of step %d; `selftask export %s` writes "
-            "that of the newest",
-            *(place.weights, exported, there, run),
-        )
-
-
-def _read_facts(place: _Place) -> dict[str, Any]:
-    if not is_file(place.weights):
-        raise UserError(
-            f"{place.weights}: there is no such file or run; a model is a run's folder, a file, "
-            f"timm:NAME or torchvision:NAME"
-        )
-    if not is_file(place.meta):
-        raise UserError(
-            f"{place.weights}: nothing says which architecture it is for, {place.meta} is missing; "
-            f"use timm:NAME or torchvision:NAME with weights={place.weights}"
-        )
-    try:
-        facts = json.loads(place.meta.read_text(encoding="utf-8"))
-        if facts.keys() >= {"bytes", "crc32"}:  # the manifest of a checkpoint
-            raise UserError(
-                f"{place.weights}: is a checkpoint; give the folder of its run, whose backbone "
-                "`selftask export` takes out of the newest one"
-            )
-        {**Component(**facts["architecture"]).args}  # raises TypeError if it is not a mapping
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{place.meta}: is not what selftask writes ({error!r})") from error
-    return dict(facts)
 
 
 def _for_size(facts: dict[str, Any], size: int | None) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from selftask.models.weights.model_source import (
     open_checkpoint,
     open_model,
 )
+from selftask.models.weights.places import component
 from selftask.registry import METHODS
 
 Targets = Literal["softmax", "centering", "sinkhorn"]
@@ -111,9 +112,9 @@ def open_scores(address: str, *, weights: str | None, trust: bool = False) -> Tr
     config = yaml.safe_load(checkpoint["config"])
     if not trust:
         refuse_code(code_in({key: config[key] for key in ("backbone", "eval")}), address)
-    backbone = build_backbone(_component(config["backbone"]), checkpoint["channels"])
+    backbone = build_backbone(component(config["backbone"]), checkpoint["channels"])
     load_weights(backbone, backbone_state(checkpoint), what=address)
-    scores = _scores(_component(config["method"]), backbone, checkpoint, address)
+    scores = _scores(component(config["method"]), backbone, checkpoint, address)
     shown = config["eval"]["transforms"]
     return _with_scores(backbone, scores, checkpoint["channels"], shown)
 
@@ -141,11 +142,6 @@ def _scores(
             f"{', '.join(known)} have"
         )
     return scores
-
-
-def _component(section: Mapping[str, Any]) -> Component:
-    """Return a section of a resolved config as a named thing."""
-    return Component(name=section["name"], args={k: v for k, v in section.items() if k != "name"})
 
 
 def _classifier(name: str, weights: str) -> tuple[nn.Module, nn.Linear]:

@@ -9,14 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from selftask.checkpoint import store
 from selftask.checkpoint.manifest import DamagedCheckpoint, crc32, read_file
 from selftask.checkpoint.rotation import MANIFEST, checkpoints, step_of
 from selftask.config.schema import Component, Config
-from selftask.errors import UserError
 from selftask.models.build import build_backbone
 from selftask.models.weights.export import META, WEIGHTS
-from selftask.models.weights.load import backbone_state, read_state
+from selftask.models.weights.load import backbone_state, read_backbone, read_state
 from selftask.models.weights.model_source import describe_model
 
 
@@ -48,10 +46,7 @@ class Weights:
             backbone = build_backbone(Component(**facts["architecture"]), facts["channels"])
             backbone.load_state_dict(read_state(self.path))
             return backbone.eval()
-        try:
-            state = store.load_with({"backbone": str, "clock": dict}, self.path)
-        except DamagedCheckpoint as error:
-            raise UserError(f"{self.path}: is damaged ({error})") from error
+        state = read_backbone(self.path)
         backbone = build_backbone(config.backbone, state.get("channels", 3))
         backbone.load_state_dict(backbone_state(state))
         return backbone.eval()

@@ -1,0 +1,158 @@
+"""Where the backbone of a run is: in its export, or in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import Tensor
+
+from selftask.checkpoint import store
+from selftask.checkpoint.mirror import local_run
+from selftask.checkpoint.rotation import MANIFEST, checkpoints, step_of
+from selftask.config.schema import Component
+from selftask.errors import UserError
+from selftask.files import addresses
+from selftask.files.addresses import fetch, is_remote
+from selftask.files.paths import expand_user, is_file, is_folder
+from selftask.logs import get_logger
+from selftask.models.weights.export import META, WEIGHTS, metadata
+from selftask.models.weights.load import backbone_state, of_backbone, read_backbone, read_state
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file of weights with its metadata beside it."""
+
+    weights: Path
+    meta: Path
+
+    @property
+    def origin(self) -> Path:
+        """The file that says what the architecture is."""
+        return self.meta
+
+    def read(self) -> dict[str, Tensor]:
+        """Return the weights. Raises UserError as ``read_state`` does."""
+        return read_state(self.weights)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the metadata. Raises UserError if a file is missing or is another kind of file."""
+        if not is_file(self.weights):
+            raise UserError(
+                f"{self.weights}: there is no such file or run; a model is a run's folder, a file, "
+                f"timm:NAME or torchvision:NAME"
+            )
+        if not is_file(self.meta):
+            raise UserError(
+                f"{self.weights}: nothing says which architecture it is for, {self.meta} is "
+                f"missing; use timm:NAME or torchvision:NAME with weights={self.weights}"
+            )
+        try:
+            facts = json.loads(self.meta.read_text(encoding="utf-8"))
+            if facts.keys() >= {"bytes", "crc32"}:  # the manifest of a checkpoint
+                raise UserError(
+                    f"{self.weights}: is a checkpoint; give the folder of its run, whose backbone "
+                    "`selftask export` takes out of the newest one"
+                )
+            {**Component(**facts["architecture"]).args}  # raises TypeError if it is not a mapping
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{self.meta}: is not what selftask writes ({error!r})") from error
+        return dict(facts)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The backbone in a checkpoint of a run, of which the other tensors are not read."""
+
+    weights: Path  # the checkpoint
+    state: Mapping[str, Any]
+
+    @property
+    def origin(self) -> Path:
+        """The file that says what the architecture is."""
+        return self.weights
+
+    def read(self) -> dict[str, Tensor]:
+        """Return the weights."""
+        return backbone_state(self.state)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the metadata that an export of this checkpoint would have."""
+        config = yaml.safe_load(self.state["config"])
+        return metadata(
+            component(config["backbone"]),
+            [component(transform) for transform in config["eval"]["transforms"]],
+            channels=self.state["channels"],
+            method=config["method"]["name"],
+            step=int(self.state["clock"]["steps_done"]),
+            recipe=config["recipe"],
+        )
+
+
+def find_weights(address: str) -> Exported | Saved:
+    """Return the backbone at an address.
+
+    Args:
+        address: A run, of which the export counts, or without one the newest checkpoint; the folder
+            of an export or of a sharded checkpoint; or an exported file.
+
+    Raises:
+        UserError: If a folder has neither, or its checkpoints are damaged.
+    """
+    if is_remote(address) and not addresses.is_folder(address):
+        meta = f"{address.rpartition('.')[0]}.json"
+        there = addresses.is_file(meta)
+        return Exported(fetch(address), fetch(meta) if there else Path(meta))
+    path = expand_user(local_run(address))
+    if not is_folder(path):
+        return Exported(path, path.with_suffix(".json"))
+    if is_file(path / MANIFEST):
+        return Saved(path, read_backbone(path))
+    for folder in (path / "export", path):
+        if is_file(folder / WEIGHTS):
+            place = Exported(folder / WEIGHTS, folder / META)
+            _warn_of_newer(path, place)
+            return place
+    found = store.load_newest(
+        expand_user(local_run(address, num_checkpoints=1)) / "checkpoints",
+        partial(
+            store.load_with,
+            {"backbone": str, "config": str, "clock": dict},
+            read=partial(store.load, wanted=of_backbone),
+        ),
+    )
+    if found is None:
+        raise UserError(
+            f"{path}: holds no {WEIGHTS}, nor does {path / 'export'}, and there is no checkpoint: "
+            "is it a run?"
+        )
+    state, checkpoint = found
+    log.info("%s: has no export; taking its newest checkpoint, %s", address, checkpoint.name)
+    return Saved(checkpoint, state)
+
+
+def component(section: Mapping[str, Any]) -> Component:
+    """Return a section of a resolved config as a named thing."""
+    return Component(name=section["name"], args={k: v for k, v in section.items() if k != "name"})
+
+
+def _warn_of_newer(run: Path, place: Exported) -> None:
+    """Warn if the export is not of the newest checkpoint, as the run was extended or restarted."""
+    newest = next(iter(checkpoints(run / "checkpoints")), None)
+    if newest is None or not is_file(place.meta):
+        return
+    there, exported = step_of(newest), place.facts().get("step")
+    if exported is not None and exported != there:
+        log.warning(
+            "%s is of step %d, and the newest checkpoint of step %d; `selftask export %s` writes "
+            "that of the newest",
+            *(place.weights, exported, there, run),
+        )
