@@ -154,6 +154,28 @@ def test_features_are_those_of_the_rows_beside_them(
     assert "features.npy is there already" in capsys.readouterr().err
 
 
+def test_parts_of_the_images_make_the_whole(exported: Path, images: Path, tmp_path: Path) -> None:
+    """As several processes with a part each write them, to folders of their own."""
+    found: dict[str, dict[str, list[float]]] = {"whole": {}, "parts": {}}
+    for out, more in (
+        ("whole", []),
+        *((f"part{k}", [f"data.subset={{part: {k}, of: 2}}"]) for k in range(2)),
+    ):
+        words = [f"data={images}", f"out={tmp_path / out}", "data.max_unreadable=1"]
+        words += ["data.num_workers=0", "train.device=cpu", *more]
+        assert main(["features", str(exported), *words]) == 0
+        with (tmp_path / out / "images.csv").open(newline="") as file:
+            paths = [row["path"] for row in csv.DictReader(file)]
+        rows = np.load(tmp_path / out / "features.npy")
+        kept = found["whole" if out == "whole" else "parts"]
+        assert not kept.keys() & set(paths) and 0 < len(paths) == len(rows)
+        kept.update({path: row.tolist() for path, row in zip(paths, rows, strict=True)})
+    assert found["whole"].keys() == found["parts"].keys()
+    assert all(
+        found["parts"][p] == pytest.approx(row, abs=1e-5) for p, row in found["whole"].items()
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
