@@ -20,7 +20,7 @@ from selftask.config.values.coerce import Mismatch, check_limits, convert
 from selftask.errors import ConfigError
 from selftask.registry import REGISTRIES
 
-SIGNED = {"bands.value_range", "contrast_noise.offset", "normalize.mean"}  # any finite number
+SIGNED = {"bands.value_range", "contrast_noise.offset", "early_stopping.target", "normalize.mean"}
 OF_VALUE = ("start", "end", "warmup_start", "first")  # limits are those of what is scheduled
 
 
