@@ -20,6 +20,7 @@ from selftask.config.load import load_config
 from selftask.config.run_length import Clock, RunLength
 from selftask.config.schema import OptimizerConfig
 from selftask.data.loading.open_data import open_data
+from selftask.distributed.collectives import all_reduce_mean
 from selftask.hooks.base import POINTS, Hook
 from selftask.hooks.watching.print_hooks import describe_hooks
 from selftask.optim.build import build_optimizer
@@ -140,6 +141,33 @@ def test_the_order_is_printed_on_request(tmp_path: Path, caplog: pytest.LogCaptu
     assert "on_update: BYOL, Health (60)" in lines
     assert any(line.startswith("on_step: EvaluateBackbone (65), ") for line in lines)
     assert all(line in caplog.messages for line in lines)
+
+
+def test_gradients_may_be_cleared_before_the_forward_pass(tmp_path: Path) -> None:
+    """detectron2's ``zero_grad_before_forward``, in a step of one's own: the same bits."""
+
+    def cleared_first(task: Task) -> None:
+        if task.train:
+            task.optimizer.zero_grad()
+        batch = task.last_batch = next(task.batches)
+        batch.output = task.model(batch.input)
+        task.run_hooks("on_forward")
+        batch.local_loss = task.loss(batch.output, batch)
+        batch.loss = all_reduce_mean(batch.local_loss.detach())
+        task.run_hooks("on_loss_and_meter")
+        batch.local_loss.backward()
+        task.reduce_gradients()
+        task.run_hooks("on_backward")
+        task.optimizer.step(where=task.where)
+        task.run_hooks("on_update")
+        task.advance()
+
+    standard = tiny.train("moco", tmp_path, "standard", "train.max_steps=4")
+    task = tiny.task("moco", tmp_path, "first", "train.max_steps=4")
+    task.train_step_function = cleared_first
+    train_loop(task)
+    states = [tiny.last_state(out) for out in (standard.out, task.out)]
+    assert tiny.differences(*states) == []
 
 
 def test_a_stray_stop_iteration_does_not_end_the_epoch(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from selftask.distributed.collectives import is_primary
+from selftask.distributed.heartbeat import activity
 from selftask.hooks.base import Hook
+from selftask.hooks.writers.background import Background
 from selftask.logs import get_logger, read_json, write_json
 
 if TYPE_CHECKING:
@@ -28,11 +30,16 @@ class Writer(Hook):
     A subclass defines ``open`` and ``write``. If one of its methods raises, it is closed with a
     warning, and training goes on without it. After a resume, steps after the checkpoint come again;
     ``open`` sees to it that each is there once.
+
+    With ``in_background`` rows are written by a thread, in their order, and steps do not wait for
+    it: set it if a write may block, on a server or a network file system. ``open`` and ``close``
+    are called by the main thread. A checkpoint, and the end of a run, wait for the thread.
     """
 
     priority: ClassVar[int] = 95
     package: ClassVar[str] = ""  # that it needs, also the name of selftask's extra
     takes_media: ClassVar[bool] = False
+    in_background: ClassVar[bool] = False
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         """Yield a problem if the package is missing."""
@@ -67,7 +74,13 @@ class Writer(Hook):
             return
         self._begin(task)  # an evaluation at step 0 comes before our on_start
         if self.alive:
-            self._guarded(lambda: self._write_all(task))
+            self._guarded(lambda: self._pass_on(self._writing(task)))
+
+    def before_save(self, task: Task) -> None:
+        """Write all rows: a resume does not repeat those before the checkpoint."""
+        if getattr(self, "alive", False) and self.background is not None:
+            with activity(f"waiting for hooks.{self.title} to write its rows"):
+                self._tell_of(self.background.wait())
 
     def on_end(self, task: Task) -> None:
         self._end(failed=False)
@@ -78,25 +91,71 @@ class Writer(Hook):
     def _begin(self, task: Task) -> None:
         if not hasattr(self, "alive"):
             self.alive = True
+            self.told_of_waiting = False
+            self.background: Background | None = None
             if self.takes_media and task.media is None:
                 task.media = {}
             self._guarded(lambda: self.open(task))
+            if self.in_background and self.alive:
+                self.background = Background(f"hooks.{self.title}")
 
     def _end(self, *, failed: bool) -> None:
-        if getattr(self, "alive", False):
+        if not hasattr(self, "alive"):
+            return
+        if self.background is not None:
+            with activity(f"waiting for hooks.{self.title} to write its rows"):
+                left = self.background.close()
+            self._tell_of(left)
+            self.background = None
+            self.alive &= not left  # one that does not answer is not closed either
+        if self.alive:
             self._guarded(lambda: self.close(failed=failed))
             self.alive = False
 
-    def _write_all(self, task: Task) -> None:
+    def _writing(self, task: Task) -> Callable[[], None]:
+        """Return a function that writes the row, and the images and histograms as they are now."""
         row = task.last_row
         numbers = {name: value for name, value in row.items() if _is_finite(value)}
         step = numbers.pop("step")
-        self.write(step, numbers)
-        for name, (kind, tensor) in (task.media or {}).items():
-            if self.takes_media and kind == "image":
-                self.write_image(step, name, as_image(tensor))
-            elif self.takes_media:
-                self.write_histogram(step, name, tensor.float().flatten().cpu())
+        images, histograms = {}, {}
+        for name, (kind, tensor) in (task.media or {}).items() if self.takes_media else ():
+            if kind == "image":
+                images[name] = as_image(tensor.clone())
+            else:
+                histograms[name] = tensor.float().flatten().cpu().clone()
+
+        def write() -> None:
+            self.write(step, numbers)
+            for name, image in images.items():
+                self.write_image(step, name, image)
+            for name, values in histograms.items():
+                self.write_histogram(step, name, values)
+
+        return write
+
+    def _pass_on(self, write: Callable[[], None]) -> None:
+        """Write now, or let the thread do so unless the writer has failed by then."""
+        if self.background is None:
+            write()
+            return
+        if self.background.is_full and not self.told_of_waiting:
+            self.told_of_waiting = True
+            log.warning(
+                "hooks.%s is slower than rows come, and training waits for it; a larger "
+                "train.log_every makes fewer of them",
+                self.title,
+            )
+        with activity(f"waiting for hooks.{self.title}"):
+            self.background.add(lambda: self._guarded(write) if self.alive else None)
+
+    def _tell_of(self, left: int) -> None:
+        if left:
+            log.warning(
+                "hooks.%s does not answer: %d %s not written yet, training goes on",
+                self.title,
+                left,
+                "row is" if left == 1 else "rows are",
+            )
 
     def _guarded(self, do: Callable[[], None]) -> None:
         """Call ``do``; if it raises, warn, and write no more."""
@@ -125,6 +184,7 @@ class TrackingWriter(Writer):
     """
 
     takes_media: ClassVar[bool] = True
+    in_background: ClassVar[bool] = True
 
     def connect(self, task: Task, known: str | None) -> str:
         """Open the run named ``known``, or a new one if it is None; return its id."""

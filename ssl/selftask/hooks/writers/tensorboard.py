@@ -24,6 +24,7 @@ class TensorBoard(Writer):
 
     package: ClassVar[str] = "tensorboard"
     takes_media: ClassVar[bool] = True
+    in_background: ClassVar[bool] = True
 
     def open(self, task: Task) -> None:
         from torch.utils.tensorboard import SummaryWriter
