@@ -50,7 +50,7 @@ class Disabled(nn.Module):
 
 def report_of(network: nn.Module) -> None:
     report = CompileReport()
-    compiled = compile_whole(network, CompileConfig(backend="eager"))
+    compiled = compile_whole(network, CompileConfig(backend="eager"), torch.device("cpu"))
     for _ in range(3):
         compiled(torch.ones(2, 3))
         report.on_step(None)  # type: ignore[arg-type]  # does not look at the task
@@ -79,7 +79,7 @@ def test_blocks_keep_their_names() -> None:
     network = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.ReLU()) for _ in range(2)])
     names, x = list(network.state_dict()), torch.ones(2, 3)
     before = network(x)
-    compile_blocks(network, CompileConfig(backend="eager"))
+    compile_blocks(network, CompileConfig(backend="eager"), torch.device("cpu"))
     assert list(network.state_dict()) == names
     assert torch.equal(network(x), before)
 

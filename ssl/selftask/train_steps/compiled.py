@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from selftask.batch import Batch, Loss
 from selftask.config.schema import CompileConfig
 from selftask.distributed.collectives import all_reduce_mean
+from selftask.parallel.compiled import compile_function
 from selftask.registry import register_train_step
 from selftask.task import Task
 
@@ -39,15 +41,15 @@ class Compiled:
     def __call__(self, task: Task) -> None:
         """Do one step; a test phase stops after the loss."""
         batch = task.last_batch = next(task.batches)
-        options = task.config.train.compile_options
+        compiled = partial(_compiled, options=task.config.train.compile_options, device=task.device)
 
         with task.autocast():
             if task.calls["on_forward"]:
-                batch.output = _compiled(_network, options)(task.model, batch)
+                batch.output = compiled(_network)(task.model, batch)
                 task.run_hooks("on_forward")
-                batch.local_loss = _compiled(_loss, options)(task.loss, batch.output, batch)
+                batch.local_loss = compiled(_loss)(task.loss, batch.output, batch)
             else:
-                both = _compiled(_network_and_loss, options)
+                both = compiled(_network_and_loss)
                 batch.output, batch.local_loss = both(task, batch)
 
         batch.loss = all_reduce_mean(batch.local_loss.detach())
@@ -70,9 +72,8 @@ class Compiled:
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any], options: CompileConfig) -> Any:
-    arguments: Any = asdict(options)
-    return torch.compile(function, **arguments)
+def _compiled(function: Callable[..., Any], *, options: CompileConfig, device: torch.device) -> Any:
+    return compile_function(function, options, device)
 
 
 def _network(network: Any, batch: Batch) -> Any:
