@@ -64,6 +64,25 @@ def test_values_are_those_of_the_steps_since_the_row_before(tmp_path: Path) -> N
     assert tiny.differences(*states) == []
 
 
+def test_of_a_head_and_of_all_classes(tmp_path: Path) -> None:
+    """The scores are those of the named head, also for classes that data.val lacks."""
+    seen: Seen = []
+
+    def note(task: Task) -> None:
+        if task.train:
+            seen.append((task.last_batch.output["b"].detach().clone(), task.last_batch.labels))
+
+    few = f"data.val={tiny.digits_file(tmp_path, 'few.npz', 400, 403)}"
+    heads = "method.heads={a: [linear], b: [linear]}"
+    meters = "meters.accuracy={topk: [1, 3], head: b, only_test_classes: true}"
+    words = [few, heads, meters, "hooks.train_meters={}", "train.max_steps=7", "train.log_every=3"]
+    task = tiny.task("supervised", tmp_path, "run", *words)
+    task.add_hook(function_hook(on_loss_and_meter=note))
+    train_loop(task)
+    assert len(task.meters[0].classes) <= 3
+    assert_counted(tmp_path, "run", seen)
+
+
 def test_of_mixed_labels_the_largest_share_counts(tmp_path: Path) -> None:
     assert_counted(tmp_path, "mixed", train(tmp_path, "mixed", "hooks.mixup={}"))
 

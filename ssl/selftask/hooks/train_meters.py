@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from selftask.hooks.base import Hook
 from selftask.hooks.mixup import Mixup
+from selftask.meters.accuracy import Accuracy
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class TrainMeters(Hook):
         self.meters = dict(zip(task.config.meters, map(deepcopy, task.meters), strict=True))
         for key, meter in self.meters.items():
             meter.reset()
+            if isinstance(meter, Accuracy):
+                meter.classes = None  # these are not the images of data.val
             if key in loaded:
                 meter.set_classy_state(loaded[key])
 
@@ -46,7 +49,7 @@ class TrainMeters(Hook):
         batch = task.last_batch
         labels = batch.labels.argmax(dim=1) if self.is_mixed else batch.labels
         for meter in self.meters.values():
-            meter.update(task.loss.logits(batch.output).detach(), labels)
+            meter.update(task.loss.scores_for(meter, batch.output), labels)
 
     def on_update(self, task: Task) -> None:
         if not task.should_log:

@@ -131,6 +131,12 @@ class Method(nn.Module, Hook):
         scores: Tensor = output
         return scores
 
+    def scores_for(self, meter: Any, output: Any) -> Tensor:
+        """Return the class scores (B, C) that a meter looks at, without their graph."""
+        head = getattr(meter, "head", None)  # Classy's meters have none
+        scores = self.logits(output) if head is None else self.logits(output, head)
+        return scores.detach()
+
     def visualize(self, output: Any, batch: Batch) -> dict[str, Tensor]:
         """Return images that explain what the method does, for the report; none by default.
 

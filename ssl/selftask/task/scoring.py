@@ -28,9 +28,7 @@ def forward(task: Task, batch: Batch) -> None:
 def update_meters(task: Task, batch: Batch) -> None:
     """Update each meter with the class scores that it looks at, and the labels."""
     for meter in task.meters:
-        head = getattr(meter, "head", None)  # Classy's meters have none
-        given = (batch.output,) if head is None else (batch.output, head)
-        meter.update(task.loss.logits(*given).detach(), batch.labels)
+        meter.update(task.loss.scores_for(meter, batch.output), batch.labels)
 
 
 @torch.no_grad()
