@@ -109,11 +109,11 @@ class MetaInit(InitialWeights):
                 self._done.add(part)
                 tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
                 for table in tables:
-                    for name, tensor in table.items():
-                        if tensor is not None and tensor not in copies:
+                    present = {name: t for name, t in table.items() if t is not None}
+                    for name, tensor in present.items():
+                        if tensor not in copies:
                             copies[tensor] = self._receive(tensor)
-                        if tensor is not None:
-                            table[name] = copies[tensor]
+                        table[name] = copies[tensor]
 
     def _receive(self, tensor: Tensor) -> Tensor:
         """Return the tensor on the device, with the values of the first rank."""
