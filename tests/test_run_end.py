@@ -60,6 +60,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_names: None) 
     return tmp_path
 
 
+def test_a_run_that_does_not_begin_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that is there stays; so does that of a run which began and failed."""
+    (tmp_path / "file").write_text("no folder")
+    stage = f"data.stage_to={tmp_path / 'file' / 'copies'}"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "runs" / "others").mkdir(parents=True)
+    for out in ("new/inner/run", "runs/run", "mine"):
+        words = tiny.overrides("simclr", tmp_path, out, stage)
+        assert main(["train", "simclr/digits", *words]) == 2
+        assert "data.stage_to" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["others"]
+    assert (tmp_path / "mine" / "log.txt").exists()
+
+    words = tiny.overrides("simclr", tmp_path, "failed", "hooks.memory_snapshot={}")
+    assert main(["train", "simclr/digits", *words]) == 2
+    assert tiny.status(tmp_path / "failed")["state"] == "failed"
+
+
 def train(folder: Path, *more: str, out: str = "run") -> int:
     """``selftask train`` in this process."""
     return main(["train", "simclr/digits", *tiny.overrides("simclr", folder, out, *more)])

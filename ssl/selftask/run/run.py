@@ -87,7 +87,7 @@ def run_task(task: Task, *, raises: bool = False) -> int:
     in_group = dist.is_initialized()
     with (
         lasting_output(),
-        locked(config.out, first=world.rank == 0),
+        locked(config.out, first=world.rank == 0, alone=world.size == 1),
         mirrored(config.out, task.out, fetched) as upload,
     ):
         start_log(task.out, world.rank)

@@ -26,15 +26,17 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # raised by some net
 
 
 @contextmanager
-def locked(out: str, *, first: bool) -> Iterator[Path]:
+def locked(out: str, *, first: bool, alone: bool = False) -> Iterator[Path]:
     """Context that creates and locks the run folder.
 
     Without the lock, two runs would truncate each other's metrics and remove each other's
-    incomplete checkpoints.
+    incomplete checkpoints. A folder that was made for a run which did not begin, because of an
+    error of the user, is removed.
 
     Args:
         out: The run folder or its address.
         first: True on rank 0, which takes the lock.
+        alone: True on one process, which may remove the folder.
 
     Raises:
         UserError: If another run has locked the folder, or it is not writable.
@@ -42,6 +44,7 @@ def locked(out: str, *, first: bool) -> Iterator[Path]:
     if not out.strip():
         raise UserError("out is empty; give the folder of the run, such as out=runs/mine")
     folder = work_folder(out)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("a+", encoding="utf-8") if first else None
@@ -53,10 +56,26 @@ def locked(out: str, *, first: bool) -> Iterator[Path]:
             _take(lock, folder / LOCK, out)
             threading.Thread(target=_touch, args=(folder / LOCK, over), daemon=True).start()
         yield folder
+    except UserError:
+        if alone:
+            _remove_unused(made)
+        raise
     finally:
         over.set()
         if lock is not None:
             lock.close()
+
+
+def _remove_unused(made: list[Path]) -> None:
+    """Remove the folders that were made, innermost first, if no run has begun in them."""
+    if not made or any(path.name not in (LOCK, "log.txt") for path in made[0].iterdir()):
+        return
+    for path in made[0].iterdir():
+        path.unlink()
+    for folder in made:
+        if any(folder.iterdir()):  # another run's by now
+            return
+        folder.rmdir()
 
 
 def check_free(out: str) -> None:
