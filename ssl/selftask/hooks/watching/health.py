@@ -60,8 +60,9 @@ class Health(Hook):
         self.ratios: list[float] = []  # the first chance_ratio of the run, and the smallest
 
     def on_backward(self, task: Task) -> None:
-        looks = not self.moved or _peak(task) == 0  # weights that have moved go on
-        if looks and task.should_log and self._may_warn(task, "weights"):
+        if not task.should_log or not self._may_warn(task, "weights"):
+            return
+        if not self.moved or _peak(task) == 0:  # weights that have moved go on
             self.before = _sample(task)
 
     def on_update(self, task: Task) -> None:
