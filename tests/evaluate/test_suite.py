@@ -206,7 +206,7 @@ def test_jobs_on_slurm(
     assert "submitted as job 77" in text
     assert "#SBATCH --time=30\n" in (tmp_path / "handed_in").read_text()
     job = DelayedSubmission.load(run / "evaluations" / "slurm" / "77_submitted.pkl").function
-    assert isinstance(job, SuiteJob) and job.words[-2] == "checkpoints=2"
+    assert isinstance(job, SuiteJob) and job.words[-1] == "checkpoints=2"
     fake("squeue", "echo '77|RUNNING|None'")
     assert main(["eval", "suite", str(run), "--slurm"]) == 2
     told = capsys.readouterr().err
@@ -218,6 +218,10 @@ def test_jobs_on_slurm(
     assert tuple(rows) == STEPS and rows[1]["knn_top1"] == "0.2500"
     assert main(["eval", "suite", str(run), "--slurm"]) == 2
     assert "nothing to evaluate" in capsys.readouterr().err
+    fake("squeue", "exit 0")
+    evaluated(capsys, run, "--slurm", "--follow")
+    job = DelayedSubmission.load(run / "evaluations" / "slurm" / "77_submitted.pkl").function
+    assert job.words[-2:] == ["checkpoints=all", "--follow"]
 
 
 def test_results_are_in_the_report(run: Path) -> None:
@@ -248,7 +252,7 @@ def test_results_are_in_the_report(run: Path) -> None:
         (["RUN", "checkpoints=best"], "has no best checkpoint"),
         (["RUN", "every=often"], "every=often: expected a number of steps"),
         (["RUN", "weights=swa"], "swa"),
-        (["RUN", "--slurm", "--follow"], "only one can be meant"),
+        (["RUN", "--slurm-each", "--follow"], "--slurm-each goes without --slurm and --follow"),
         (["RUN", "--folow"], "there is no option --folow; did you mean '--follow'?"),
     ],
 )

@@ -23,7 +23,7 @@ from selftask.slurm.partitions import check_time, chosen
 from selftask.slurm.plan import derived_options
 
 if TYPE_CHECKING:
-    from selftask.cli.model.suite import Request
+    from selftask.cli.model.suite_request import Request
     from selftask.config.schema import Config
 
 
@@ -58,13 +58,14 @@ class SuiteJob:
     __submitit_checkpoint__ = checkpoint  # submitit 1.5.4 looks for both names
 
 
-def submit_suite(request: Request, config: Config, *, each: bool) -> str:
+def submit_suite(request: Request, config: Config, *, each: bool, follow: bool = False) -> str:
     """Submit what has no result yet, and return the id of the job.
 
     Args:
         request: What is asked for.
         config: The run's, with ``launch.slurm`` of the command line.
         each: One job for each checkpoint, as an array, instead of one for all.
+        follow: The job goes on with new checkpoints until the run has ended.
 
     Raises:
         UserError: If there is nothing to do, a job does it already, or SLURM refuses it.
@@ -74,7 +75,7 @@ def submit_suite(request: Request, config: Config, *, each: bool) -> str:
     results = CheckpointResults(request.run, request.settings)
     steps = [step_of(path) for path in request.chosen()]
     steps = [step for step in steps if results.missing(step, request.evaluations)]
-    if not steps:
+    if not steps and not follow:
         raise UserError(
             f"{request.run}: nothing to evaluate: every chosen checkpoint has its results, which "
             "the same command without --slurm prints"
@@ -89,7 +90,8 @@ def submit_suite(request: Request, config: Config, *, each: bool) -> str:
     derived, _, _ = derived_options(config, partitions)
     made = executor(launch, out / "slurm", f"{request.run.name}-evaluations", **derived)
     patterns = list(map(str, steps)) if each else [request.checkpoints]
-    jobs = [_job(request, config, pattern, out) for pattern in patterns]
+    options = ["--follow"] if follow else []
+    jobs = [_job(request, config, [f"checkpoints={one}", *options], out) for one in patterns]
     handed_in = submit(jobs, made)
     write_json(noted, {"jobs": [job.job_id for job in handed_in]})
     return handed_in[0].job_id.partition("_")[0]
@@ -105,13 +107,13 @@ def _check_idle(run: Path, noted: Path) -> None:
             )
 
 
-def _job(request: Request, config: Config, pattern: str, out: Path) -> SuiteJob:
+def _job(request: Request, config: Config, more: list[str], out: Path) -> SuiteJob:
     words = [
         str(request.run.absolute()),
         *request.evaluations,
         *request.words,
-        f"checkpoints={pattern}",
         f"every={request.every}",
+        *more,
     ]
     launch = config.to_dict()["launch"]
     return SuiteJob(words, str(Path.cwd()), str(out), {"launch": launch})

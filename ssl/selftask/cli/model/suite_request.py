@@ -1,0 +1,108 @@
+"""What ``selftask eval suite`` is asked for: a run, its checkpoints, evaluations and settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from selftask.checkpoint.kept import named_checkpoint
+from selftask.checkpoint.rotation import checkpoints, step_of
+from selftask.cli.model.evaluate_words import OTHERS, SECTIONS
+from selftask.cli.model.load_model import take
+from selftask.config.trust import take_trust
+from selftask.errors import UserError, nearest
+from selftask.files.paths import exists, expand_user
+from selftask.registry import EVALUATIONS
+
+if TYPE_CHECKING:
+    from selftask.config.schema import Config
+
+_ON_ANY_MACHINE = ("train.device", "train.threads", "data.num_workers", "launch", "trust")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for."""
+
+    run: Path
+    evaluations: list[str]
+    words: list[str]  # key=value for the config and the choice of weights
+    checkpoints: str
+    every: int
+
+    def chosen(self) -> list[Path]:
+        """Return the checkpoints that are there now, oldest first.
+
+        Raises:
+            UserError: If there is no best one.
+        """
+        if self.checkpoints == "best":
+            best = named_checkpoint(f"{self.run}@best")
+            return [] if best is None else [best]
+        found = sorted(checkpoints(self.run / "checkpoints"), key=step_of)
+        found = [path for path in found if step_of(path) % self.every == 0]
+        if self.checkpoints == "last":
+            return found[-1:]
+        pattern = "*" if self.checkpoints == "all" else self.checkpoints
+        return [path for path in found if fnmatch(str(step_of(path)), pattern)]
+
+    def overrides(self, evaluations: list[str]) -> list[str]:
+        """Return the words with the fields of evaluations spelt out."""
+        asked = ", ".join(f"{name}: {{}}" for name in evaluations)
+        own = {word for word in self.words if word.partition(".")[0] in self.evaluations}
+        rest = [word for word in self.words if word not in own]
+        named = [f"eval.evaluations={{{asked}}}"]
+        return [*named, *rest, *(f"eval.evaluations.{word}" for word in sorted(own))]
+
+    @property
+    def settings(self) -> list[str]:
+        """The words that change the figures."""
+        return sorted(w for w in self.words if not _key(w).startswith(_ON_ANY_MACHINE))
+
+
+def read_request(words: list[str]) -> tuple[Request, Config]:
+    """Return the request and the config of the run with its words.
+
+    Args:
+        words: The run, names of evaluations, ``key=value``.
+
+    Raises:
+        UserError: If anything is wrong with them.
+    """
+    run = expand_user(words[0])
+    if not exists(run / "config.yaml"):
+        raise UserError(f"{run}: there is no such run")
+    names = [word for word in words[1:] if "=" not in word]
+    for name in names:
+        if name not in EVALUATIONS:
+            raise UserError(f"no evaluation named {name!r}; {nearest(name, EVALUATIONS)}")
+    which, rest = take("checkpoints", [word for word in words[1:] if "=" in word])
+    every, rest = take("every", rest)
+    if every is not None and not (every.isdecimal() and int(every)):
+        raise UserError(f"every={every}: expected a number of steps, such as 1000")
+    _, trust = take_trust(rest)
+    from selftask.config.load import load_config
+
+    config = load_config(str(run / "config.yaml"), [], trust=trust)
+    request = Request(
+        run, names or list(config.eval.evaluations), rest, which or "all", int(every or 1)
+    )
+    if not request.evaluations:
+        raise UserError(f"{run}: has no evaluations of its own; name some, such as knn")
+    _check_words(request)
+    overrides, _ = take_trust(take("weights", request.overrides(request.evaluations))[1])
+    return request, load_config(str(run / "config.yaml"), overrides, trust=trust)
+
+
+def _check_words(request: Request) -> None:
+    known = {*SECTIONS, *OTHERS, *request.evaluations, "launch", "checkpoints", "every"}
+    for word in request.words:
+        first = _key(word).partition(".")[0]
+        if first not in known:
+            raise UserError(f"eval suite: there is no {first!r}; {nearest(first, known)}")
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0]
