@@ -64,6 +64,14 @@ def shorten(text: str, most: int = 200) -> str:
     return f"{text[: most // 2]}...{text[-most // 4 :]} ({len(text)} characters)"
 
 
+def join_some(items: list[str] | str, show: int = 5) -> str:
+    """Join the first items and the number of the others: ``a, b and 3 more``."""
+    if isinstance(items, str):
+        return items
+    rest = len(items) - show
+    return ", ".join(items[:show]) + (f" and {rest} more" if rest > 0 else "")
+
+
 def nearest(name: str, known: Iterable[str], *, show: int = 12) -> str:
     """Return a hint for a wrong name: ``did you mean 'moco'?`` or the known names.
 

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 import tiny
 from selftask.cli.model import export
-from selftask.models.weights.load import load_weights, read_state
+from selftask.models.weights.load import load_weights
+from selftask.models.weights.read import read_state
 
 IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 

@@ -24,8 +24,9 @@ from selftask.cli.model import export
 from selftask.config.load import load_config
 from selftask.errors import ConfigError, UserError
 from selftask.models.weights.layouts import LAYOUTS
-from selftask.models.weights.load import load_weights, read_state
+from selftask.models.weights.load import load_weights
 from selftask.models.weights.model_source import load_init, read_weights
+from selftask.models.weights.read import read_state
 
 State = dict[str, Tensor]
 

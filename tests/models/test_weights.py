@@ -22,8 +22,9 @@ from selftask.models.build import build_backbone
 from selftask.models.network import Network
 from selftask.models.teacher import Teacher
 from selftask.models.weights.export import portable_state, save_backbone
-from selftask.models.weights.load import load_weights, read_state
+from selftask.models.weights.load import load_weights
 from selftask.models.weights.model_source import open_model, read_weights
+from selftask.models.weights.read import read_state
 
 RESNET = Component(name="resnet18", args={"stem": "imagenet"})
 

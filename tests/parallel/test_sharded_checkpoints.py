@@ -26,8 +26,8 @@ from selftask.data.loading.open_data import open_data
 from selftask.distributed.collectives import rank, world_size
 from selftask.distributed.world import World
 from selftask.errors import UserError
-from selftask.models.weights.load import read_state
 from selftask.models.weights.model_source import open_model, read_weights
+from selftask.models.weights.read import read_state
 from selftask.task import Task
 from selftask.task.loop import Interrupted, train_loop
 

@@ -26,7 +26,8 @@ from selftask.models.build import embed_dim
 from selftask.models.classifier.classifier import Classifier, Heads, build_chain, takes_tokens
 from selftask.models.features.extract import offers
 from selftask.models.precision import in_full_precision
-from selftask.models.weights.load import load_part, weights_at
+from selftask.models.weights.load import load_part
+from selftask.models.weights.read import weights_at
 from selftask.models.weights.trained import Scores
 from selftask.registry import register_method
 

@@ -154,7 +154,8 @@ def export_run(
     from selftask.hooks.export import facts
     from selftask.models.build import build_backbone
     from selftask.models.weights.averages import kept_average, mean_backbone
-    from selftask.models.weights.load import backbone_state, load_weights, of_backbone
+    from selftask.models.weights.load import load_weights
+    from selftask.models.weights.read import backbone_state, of_backbone
 
     wanted: store.Wanted | None = of_backbone
     if to == "checkpoint":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selftask.errors import UserError, nearest
-from selftask.models.weights.load import backbone_state
+from selftask.models.weights.read import backbone_state
 
 
 def kept_average(checkpoint: Mapping[str, Any], name: str) -> dict[str, Tensor]:

@@ -1,35 +1,23 @@
-"""Load weights from a file into a module, and report missing tensors.
-
-``read_state`` reads files of many kinds as one flat dict of tensors, or explains what a file is.
-``load_weights`` matches that dict with a module and raises an error for an incomplete match.
-"""
+"""Load weights into a module, from a file of any layout, and report what does not match."""
 
 from __future__ import annotations
 
 import fnmatch
-import pickle
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from selftask.checkpoint import store
-from selftask.checkpoint.manifest import DamagedCheckpoint
-from selftask.checkpoint.rotation import MANIFEST
-from selftask.errors import UserError, nearest, plural
-from selftask.files.addresses import fetch
-from selftask.files.paths import is_file, is_folder, names_in
+from selftask.errors import UserError, join_some, nearest, plural
 from selftask.logs import get_logger
-from selftask.models.weights.foreign_pickle import read_tensors
-from selftask.models.weights.layouts import State, flatten, grouped, place
+from selftask.models.weights.layouts import State, grouped, place
 from selftask.models.weights.positions import interpolate_positions
+from selftask.models.weights.read import weights_at
 
 log = get_logger(__name__)
 
@@ -54,49 +42,6 @@ _COUNTER = "num_batches_tracked"
 """A BatchNorm counter that is missing in files from before 2018 and in some of today."""
 
 
-def read_state(path: str | Path) -> dict[str, Tensor]:
-    """Return the weights in a file as one flat dict with the file's keys.
-
-    Supported are selftask's exports and checkpoints, sharded ones too, .safetensors, and files of
-    nested dicts by torch.save or pickle, whose keys are joined by dots. Nothing in a file is
-    executed: objects other than tensors are left out.
-
-    Raises:
-        UserError: If the file has no weights; the message explains what it is.
-    """
-    path = fetch(path)
-    if is_file(path / MANIFEST):
-        return backbone_state(read_backbone(path))
-    if not is_file(path):
-        raise UserError(f"{path}: there is no such file{_instead_of(path)}")
-    if path.stat().st_size == 0:
-        raise UserError(f"{path}: the file is empty (0 bytes), so writing it was cut short")
-    content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
-    state = _tensors(content)
-    if not state:
-        keys = list(content) if isinstance(content, Mapping) else type(content).__name__
-        raise UserError(f"{path}: holds no weights: no tensors by name, but {_shorten(keys)}")
-    return state
-
-
-def backbone_state(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights to keep from a checkpoint of selftask, which names their location.
-
-    For some methods these are the teacher's, which are not under "model".
-    """
-    return weights_at(checkpoint, checkpoint["backbone"])
-
-
-def weights_at(checkpoint: Mapping[str, Any], place: str) -> dict[str, Tensor]:
-    """Return the weights of a module in a checkpoint, such as ``method.teacher.network.head``."""
-    part, _, prefix = place.partition(".")
-    weights = checkpoint.get(part)
-    if not isinstance(weights, Mapping):
-        raise UserError(f"the checkpoint lacks {part!r}, which has the weights of {place}")
-    prefix += "."
-    return {k.removeprefix(prefix): value for k, value in weights.items() if k.startswith(prefix)}
-
-
 def load_part(module: nn.Module, checkpoint: Mapping[str, Any], place: str) -> None:
     """Load ``weights_at(checkpoint, place)``, all of them; nothing on the meta device of a plan."""
     weights = weights_at(checkpoint, place)
@@ -107,28 +52,6 @@ def load_part(module: nn.Module, checkpoint: Mapping[str, Any], place: str) -> N
 def is_on_meta(module: nn.Module) -> bool:
     """Return whether a module has no memory: in a plan, or as another rank has its weights."""
     return any(parameter.is_meta for parameter in module.parameters())
-
-
-def of_backbone(checkpoint: Mapping[str, Any], name: str) -> bool:
-    """Return whether a tensor of a checkpoint is one of ``backbone_state``; see ``store.load``."""
-    return name.startswith(f"{checkpoint['backbone']}.")
-
-
-def of_networks(checkpoint: Mapping[str, Any], name: str) -> bool:
-    """Return whether a tensor of a checkpoint is of the network or the method."""
-    return name.startswith(("model.", "method."))
-
-
-def read_backbone(path: Path) -> dict[str, Any]:
-    """Return the state of a checkpoint, without reading other tensors than the backbone's.
-
-    Raises UserError if it is damaged.
-    """
-    read = partial(store.load, wanted=of_backbone)
-    try:
-        return store.load_with({"backbone": str, "clock": dict}, path, read)
-    except (DamagedCheckpoint, OSError) as error:
-        raise UserError(f"{path}: is damaged ({error})") from error
 
 
 def with_prefix(state: State, prefix: str, what: str) -> dict[str, Tensor]:
@@ -164,7 +87,7 @@ def renamed(state: State, rules: Sequence[tuple[str, str]], what: str) -> dict[s
         changes = [re.subn(pattern, replacement, name) for name in names]
         count = sum(bool(matches) for _, matches in changes)
         if not count:
-            shown = _shorten(names, show=3)
+            shown = join_some(names, show=3)
             raise UserError(f"{what}: {pattern!r} matches no tensor of the file: {shown}")
         log.info("%s: %r -> %r: %d %s", what, pattern, replacement, count, plural("tensor", count))
         names = [name for name, _ in changes]
@@ -208,7 +131,7 @@ def load_weights(
         parts = [
             f"{name} ({count} {plural('tensor', count)})" for name, count in match.left_out.items()
         ]
-        log.info("%s: left out: %s", what, _shorten(parts, show=8))
+        log.info("%s: left out: %s", what, join_some(parts, show=8))
     own = module.state_dict()
     with torch.no_grad():
         for key, value in match.found.items():
@@ -312,7 +235,7 @@ def _explain(match: _Match, min_matched: float, what: str) -> str:
         ("of another shape", shapes),
     ]:
         if items:
-            lines.append(f"  {len(items)} {title}: {_shorten(items)}")
+            lines.append(f"  {len(items)} {title}: {join_some(items)}")
     if not match.found:
         lines.append("  nothing fits: these are the weights of another architecture")
     return "\n".join(lines)
@@ -321,80 +244,3 @@ def _explain(match: _Match, min_matched: float, what: str) -> str:
 def _nearest_key(key: str, known: list[str]) -> str:
     close = get_close_matches(key, known, n=1, cutoff=0.6)
     return f" (the file has {close[0]})" if close else ""
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        state: dict[str, Tensor] = load_file(path)
-        return state
-    except SafetensorError as error:
-        raise UserError(f"{path}: {_damaged(path)} ({error})") from error
-
-
-def _read_torch(path: Path) -> Any:
-    """Read a ``torch.save`` or pickle file; tensors and plain Python objects only."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if "global" not in str(error).lower():
-            raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
-    except MemoryError:
-        raise
-    except Exception as error:  # reading pickles raises any error for other files
-        raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
-    return _read_tensors(path)
-
-
-def _read_tensors(path: Path) -> Any:
-    """Return the tensors of a file that also contains other Python objects."""
-    try:
-        content, skipped = read_tensors(path)
-    except MemoryError:
-        raise
-    except Exception as error:  # as above for damaged files
-        raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
-    log.info("%s: left out: python objects (%s), which are not loaded", path, _shorten(skipped))
-    if not flatten(content):
-        raise UserError(
-            f"{path}: holds python objects ({_shorten(skipped)}), which are not loaded because "
-            "that could run code, and no tensors by name; save the model's state_dict instead"
-        )
-    return content
-
-
-def _tensors(content: Any) -> dict[str, Tensor]:
-    """Return the tensors of a file's content as a flat dict."""
-    if isinstance(content, Mapping) and isinstance(content.get("backbone"), str):  # one of ours
-        return backbone_state(content)
-    return flatten(content)
-
-
-def _damaged(path: Path) -> str:
-    size = path.stat().st_size
-    return f"damaged or no file of weights ({size} bytes)"
-
-
-def _instead_of(path: Path) -> str:
-    """Return a hint for a path that is not a file."""
-    if is_folder(path):
-        inside = names_in(path)
-        return f", it is a folder with {_shorten(inside)}"
-    if not is_folder(path.parent):
-        return f", nor a folder {path.parent}"
-    close = get_close_matches(path.name, names_in(path.parent), n=1)
-    return f"; did you mean {path.parent / close[0]}?" if close else ""
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
-
-
-def _shorten(items: list[str] | str, show: int = 5) -> str:
-    """Join the first items and the number of the others."""
-    if isinstance(items, str):
-        return items
-    rest = len(items) - show
-    return ", ".join(items[:show]) + (f" and {rest} more" if rest > 0 else "")

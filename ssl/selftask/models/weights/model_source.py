@@ -22,18 +22,15 @@ from selftask.files.paths import exists, expand_user, is_folder
 from selftask.logs import get_logger
 from selftask.models.backbones.libraries import check_name
 from selftask.models.build import build_backbone, embed_dim
-from selftask.models.weights.load import (
+from selftask.models.weights.load import is_on_meta, load_weights, renamed, with_prefix
+from selftask.models.weights.places import Exported, Saved, find_weights
+from selftask.models.weights.read import (
     backbone_state,
-    is_on_meta,
-    load_weights,
     of_networks,
     read_backbone,
     read_state,
-    renamed,
     weights_at,
-    with_prefix,
 )
-from selftask.models.weights.places import Exported, Saved, find_weights
 
 log = get_logger(__name__)
 

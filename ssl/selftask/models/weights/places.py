@@ -22,7 +22,7 @@ from selftask.files.addresses import fetch, is_remote
 from selftask.files.paths import expand_user, is_file, is_folder
 from selftask.logs import get_logger
 from selftask.models.weights.export import META, WEIGHTS, metadata
-from selftask.models.weights.load import backbone_state, of_backbone, read_backbone, read_state
+from selftask.models.weights.read import backbone_state, of_backbone, read_backbone, read_state
 
 log = get_logger(__name__)
 

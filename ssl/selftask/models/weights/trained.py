@@ -19,7 +19,7 @@ from selftask.errors import UserError
 from selftask.models.build import build_backbone, embed_dim
 from selftask.models.eval_mode import in_eval_mode
 from selftask.models.network import Network
-from selftask.models.weights.load import backbone_state, load_weights, read_state
+from selftask.models.weights.load import load_weights
 from selftask.models.weights.model_source import (
     NONE,
     PRETRAINED,
@@ -29,6 +29,7 @@ from selftask.models.weights.model_source import (
     open_model,
 )
 from selftask.models.weights.places import component
+from selftask.models.weights.read import backbone_state, read_state
 from selftask.registry import METHODS
 
 Targets = Literal["softmax", "centering", "sinkhorn"]

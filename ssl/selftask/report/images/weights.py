@@ -14,8 +14,8 @@ from selftask.checkpoint.rotation import MANIFEST, checkpoints, step_of
 from selftask.config.schema import Component, Config
 from selftask.models.build import build_backbone
 from selftask.models.weights.export import META, WEIGHTS
-from selftask.models.weights.load import backbone_state, read_backbone, read_state
 from selftask.models.weights.model_source import describe_model
+from selftask.models.weights.read import backbone_state, read_backbone, read_state
 
 
 @dataclass(frozen=True)
