@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import tiny
+from selftask.config.schema import ParallelConfig
 from selftask.distributed.collectives import gather_objects, rank, world_size
 from selftask.distributed.world import World
+from selftask.task import Task
 
 WHEN = ("evaluation", "step", "never")
 WAYS = ("manual", "ddp", "fsdp")
@@ -81,4 +84,35 @@ def test_the_mean_after_each_step(told: list[dict[str, Any]]) -> None:
         assert torch.equal(first[mean][stage], second[mean][stage])
 
 
-ON_RANKS = (buffers_of_runs,)
+def synced_buffers(rank: int) -> dict[str, list[float]]:
+    """A BatchNorm that saw other numbers on each rank, after ``parallel.buffers`` of each kind."""
+    found = {}
+    kinds: tuple[Any, ...] = ("broadcast", "mean")
+    for kind in kinds:
+        norm = nn.BatchNorm1d(2).double()
+        for step in range(2 + rank):
+            norm(torch.arange(8.0, dtype=torch.float64).reshape(4, 2) * (rank + 1) + step)
+        parallel = ParallelConfig(buffers=kind)
+        task: Any = SimpleNamespace(
+            config=SimpleNamespace(parallel=parallel), networks=[norm.eval()]
+        )
+        own = norm.running_mean.tolist(), norm.running_var.tolist()
+        Task.sync_buffers(task)
+        seen = float(norm.num_batches_tracked)
+        found[kind] = [*norm.running_mean.tolist(), *norm.running_var.tolist(), seen]
+        found[f"{kind} own"] = [*own[0], *own[1], 2.0 + rank]
+    return found
+
+
+def test_buffers_are_those_of_the_first_rank_or_the_mean(told: list[dict[str, Any]]) -> None:
+    first, second = (of_rank["synced_buffers"] for of_rank in told)
+    assert first["mean own"][0] != second["mean own"][0], "the ranks differ before"
+    own = [first["mean own"], second["mean own"]]
+    mean = [(a + b) / 2 for a, b in zip(*own, strict=True)]
+    for result in (first, second):
+        assert result["broadcast"] == own[0]
+        assert result["mean"][:4] == pytest.approx(mean[:4], rel=1e-12)
+        assert result["mean"][4] == own[0][4], "a count is that of the first rank"
+
+
+ON_RANKS = (buffers_of_runs, synced_buffers)

@@ -1,0 +1,132 @@
+"""``parallel.reduce=manual``: gradients on some ranks only, in half the bytes, under way early."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selftask.errors import RunError
+from selftask.parallel.ddp import DDPReduction
+from selftask.parallel.manual import ManualReduction
+
+
+def one_sided(rank: int) -> tuple[list[list[Tensor | None]], list[str]]:
+    """Each step another parameter has a gradient on one rank only; one has none anywhere, once."""
+    a, b, c = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(3))
+    d = nn.Parameter(torch.ones(2))
+    parameters = [a, b, c, d]
+    sharing = ManualReduction(bucket_mb=1e-6)
+    sharing.register([(name, p) for name, p in zip("abcd", parameters, strict=True)])
+    seen = []
+    for step in range(4):
+        for p in parameters:
+            p.grad = None
+        loss = (a * (rank + 1.0)).sum() + (d.double() * 4 * rank).sum()
+        if step % 2 == rank:
+            loss = loss + (b * 6.0).sum()
+        if step == 3 and rank == 1:
+            loss = loss + (c * 2.0).sum()
+        loss.backward()
+        sharing.reduce()
+        seen.append([None if p.grad is None else p.grad.clone() for p in parameters])
+    strict = DDPReduction()
+    strict.wrap(nn.ParameterList([a, b]))
+    strict.register([("network.a", a), ("network.b", b)])
+    a.grad, b.grad = torch.ones_like(a), torch.ones_like(b) if rank else None
+    try:
+        strict.reduce()
+    except RunError as error:
+        return seen, str(error).splitlines()
+    return seen, []
+
+
+def test_a_gradient_on_one_rank_only(told: list[dict[str, Any]]) -> None:
+    for seen, message in (of_rank["one_sided"] for of_rank in told):
+        for step, (a, b, c, d) in enumerate(seen):
+            assert a.tolist() == [1.5] * 3
+            assert b.tolist() == [3.0] * 3, "zero on the other rank"
+            assert d.tolist() == [2.0] * 2
+            assert c is None if step < 3 else c.tolist() == [1.0] * 3
+        assert message[:2] == [
+            "parameter without a gradient in the first step:",
+            "  network.b (has one on 1 of 2 ranks)",
+        ]
+
+
+def second_backward(rank: int) -> str:
+    weight = nn.Parameter(torch.ones(3))
+    sharing = ManualReduction()
+    sharing.register([("network.weight", weight)])
+    (weight * 2).sum().backward()
+    sharing.reduce()
+    (weight * 2).sum().backward()
+    try:
+        (weight * 2).sum().backward()
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def compressed(rank: int) -> dict[str, Tensor]:
+    """Sums in half the bytes; a gradient that is scaled for float16 stays in its range."""
+    gradients = {}
+    for compression in ("none", "fp16", "bf16"):
+        weight = nn.Parameter(torch.ones(1000))
+        sharing = ManualReduction(compression=compression)
+        sharing.register([("weight", weight)])
+        draws = torch.Generator().manual_seed(rank)
+        weight.grad = torch.randn(1000, generator=draws) * 1e4
+        sharing.reduce()
+        gradients[compression] = weight.grad.clone()
+    return gradients
+
+
+def memory_format(rank: int) -> bool:
+    """Gradients keep the strides of their parameters: optimizers are slow without."""
+    conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    sharing = ManualReduction()
+    sharing.register(list(conv.named_parameters()))
+    conv(torch.ones(2, 3, 8, 8)).sum().backward()
+    before = conv.weight.grad.clone()
+    sharing.reduce()
+    assert torch.allclose(conv.weight.grad, before)
+    return conv.weight.grad.stride() == conv.weight.stride() != before.contiguous().stride()
+
+
+def overlap(rank: int) -> list[int]:
+    """How many buckets are on their way when the backward pass ends."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    sharing = ManualReduction(bucket_mb=1e-5)
+    sharing.register(list(layers.named_parameters()))
+    counts = []
+    for step in range(3):
+        layers.zero_grad()
+        with sharing.no_sync() if step == 2 else nullcontext():
+            layers(torch.ones(2, 4)).sum().backward()
+        counts.append(sharing._next)
+        sharing.reduce()
+    return counts
+
+
+def details(rank: int) -> tuple[Any, ...]:
+    return second_backward(rank), compressed(rank), memory_format(rank), overlap(rank)
+
+
+def test_details_of_manual_reduction(told: list[dict[str, Any]]) -> None:
+    for message, reduced, kept, counts in (of_rank["details"] for of_rank in told):
+        assert "a second backward pass" in message
+        assert "network.weight" in message
+        assert "task.no_sync()" in message
+        exact = reduced["none"]
+        for compression, error in (("fp16", 1.5e-3), ("bf16", 1.2e-2)):
+            assert not torch.equal(reduced[compression], exact)
+            assert torch.allclose(reduced[compression], exact, rtol=0, atol=error * 4e4)
+        assert kept
+        assert counts == [0, 8, 0]
+
+
+ON_RANKS = (one_sided, details)

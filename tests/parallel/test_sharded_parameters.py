@@ -1,0 +1,108 @@
+"""What FSDP shards: optimizers and clipping do as with whole parameters; types of blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from small_student import ON_CPU, Student, data, reduction, whole
+from torch import Tensor, nn
+
+from selftask.optim.gradients import clip_adaptively, clip_norm, clip_value, gradients
+from selftask.optim.optimizers.lamb import LAMB
+from selftask.optim.optimizers.larc import LARC
+from selftask.optim.optimizers.lars import LARS
+from selftask.optim.optimizers.lion import Lion
+from selftask.optim.optimizers.schedule_free import ScheduleFreeAdamW
+from selftask.parallel.fsdp import FSDPReduction
+
+
+def optimizers(rank: int) -> dict[str, list[Tensor]]:
+    """Norms of sharded parameters are those of whole ones, in clipping and in optimizers."""
+    copies: dict[str, Any] = {"shard_over": 1}
+    ways: list[tuple[str, dict[str, Any]]] = [("manual", {}), ("fsdp", {}), ("fsdp", copies)]
+    return {name: [_one_update(name, way, **more) for way, more in ways] for name in KINDS}
+
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "lars": (LARS, {"trust_coefficient": 0.1}),
+    "larc": (LARC, {"trust_coefficient": 0.1}),
+    "lamb": (LAMB, {}),
+    "lion": (Lion, {}),
+    "schedule_free": (ScheduleFreeAdamW, {"interpolation": 0.5, "beta2": 0.9, "eps": 1e-8}),
+}
+
+
+def _one_update(name: str, way: str, **more: Any) -> Tensor:
+    torch.manual_seed(0)
+    student = Student().double()
+    sharing = reduction(way, **more)
+    sharing.shard([student], ON_CPU)
+    named = [(n, p) for n, p in student.named_parameters() if p.requires_grad]
+    sharing.register(named)
+    groups = sharing.regroup([{"params": [p for _, p in named], "lr": 1.0, "weight_decay": 0.1}])
+    kind, options = KINDS[name]
+    optimizer = kind(groups, **options)
+    sharing.wrap(student)(list(data()[0])).square().mean().backward()
+    sharing.reduce()
+    parameters = [p for _, p in named]
+    for order in (1.0, math.inf):
+        clip_norm(gradients(parameters), 0.05, p=order, each=order == 1.0)
+    clip_adaptively(parameters, 0.05)
+    clip_value(gradients(parameters), 0.01)
+    optimizer.step()
+    if hasattr(optimizer, "eval"):
+        optimizer.eval()
+    return torch.cat([whole(p).flatten() for _, p in named])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_optimizers_of_sharded_parameters(name: str, told: list[dict[str, Any]]) -> None:
+    for manual, *sharded in (of_rank["optimizers"][name] for of_rank in told):
+        for fsdp in sharded:
+            torch.testing.assert_close(manual, fsdp, rtol=1e-9, atol=1e-12)
+
+
+class Narrow(nn.Module):
+    """A linear layer, with BatchNorm or without; keeps the type of the weights in use."""
+
+    def __init__(self, *, norm: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.linear.weight.dtype
+        y: Tensor = self.norm(self.linear(x.to(self.seen)))
+        return y
+
+
+def low_precision(rank: int) -> dict[str, Any]:
+    """Types of the weights of two blocks and of the head in the forward pass, and of gradients."""
+    network = nn.Module()
+    network.blocks = nn.ModuleList([Narrow(norm=False), Narrow(norm=True)])
+    sharing = FSDPReduction(low_precision=torch.bfloat16)
+    sharing.shard([network], ON_CPU)
+    x = torch.randn(4, 6)
+    for block in network.blocks:
+        x = block(x)
+    x.square().sum().backward()
+    grads = [p.grad for p in network.parameters()]
+    return {
+        "seen": [block.seen for block in network.blocks],
+        "statistics": network.blocks[1].norm.running_mean.dtype,
+        "gradients": {grad.dtype for grad in grads if grad is not None},
+        "kept": {p.dtype for p in network.parameters()},
+    }
+
+
+def test_blocks_with_batch_norm_stay_in_float32(told: list[dict[str, Any]]) -> None:
+    for found in (of_rank["low_precision"] for of_rank in told):
+        assert found["seen"] == [torch.bfloat16, torch.float32]
+        assert found["statistics"] == torch.float32
+        assert found["gradients"] == found["kept"] == {torch.float32}
+
+
+ON_RANKS = (optimizers, low_precision)
