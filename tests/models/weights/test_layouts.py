@@ -1,0 +1,203 @@
+"""Files as other frameworks write them: each is made as that framework does, and loads whole."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+from written_files import State, prefixed, resnet, to_detectron2, vit, zeroed
+
+from selftask.errors import UserError
+from selftask.models.weights.layouts import LAYOUTS
+from selftask.models.weights.load import load_weights
+from selftask.models.weights.read import read_state
+
+
+def lightly_file(model: nn.Module) -> dict[str, Any]:
+    """The Lightning checkpoint of lightly's examples: nn.Sequential(*list(resnet.children()))."""
+    backbone = nn.Sequential(*list(model.children())[:-1])
+    state = prefixed("backbone.", dict(backbone.state_dict()))
+    teacher = prefixed("backbone_momentum.", zeroed(dict(backbone.state_dict())))
+    head = {"projection_head.layers.0.weight": torch.zeros(4, 4)}
+    return {"state_dict": {**state, **teacher, **head}, "epoch": 3, "global_step": 9}
+
+
+def moco(s: State) -> dict[str, Any]:
+    heads = {f"module.encoder_{e}.fc.0.weight": torch.zeros(2, 2) for e in "qk"}
+    keys = prefixed("module.encoder_k.", zeroed(s))
+    queue = {"module.queue": torch.zeros(2, 3)}
+    return {"state_dict": {**keys, **prefixed("module.encoder_q.", s), **heads, **queue}}
+
+
+FILES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
+    "MoCo": (resnet, lambda m: moco(dict(m.state_dict()))),
+    "MoCo v3": (
+        vit,
+        lambda m: {
+            "state_dict": {
+                **prefixed("module.momentum_encoder.", zeroed(m.state_dict())),
+                **prefixed("module.base_encoder.", m.state_dict()),
+                "module.base_encoder.head.0.weight": torch.zeros(2, 2),
+                "module.predictor.0.weight": torch.zeros(2, 2),
+            },
+            "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}},
+        },
+    ),
+    "DINO, DINOv2": (
+        vit,
+        lambda m: {
+            "student": prefixed("module.backbone.", zeroed(m.state_dict())),
+            "teacher": {
+                **prefixed("backbone.", m.state_dict()),
+                "head.mlp.0.weight": torch.zeros(2, 2),
+            },
+            "args": pickle_of_namespace(),
+        },
+    ),
+    "I-JEPA": (
+        vit,
+        lambda m: {
+            "encoder": prefixed("module.", zeroed(m.state_dict())),
+            "predictor": prefixed("module.predictor_", m.state_dict()),
+            "target_encoder": prefixed("module.", m.state_dict()),
+            "opt": {"state": {}},
+        },
+    ),
+    "BYOL": (
+        resnet,
+        lambda m: {
+            **prefixed("target_encoder.net.", zeroed(m.state_dict())),
+            **prefixed("online_encoder.net.", m.state_dict()),
+            "online_predictor.net.0.weight": torch.zeros(2, 2),
+        },
+    ),
+    "SwAV, DeepCluster v2": (
+        resnet,
+        lambda m: {
+            **prefixed("module.", m.state_dict()),
+            "module.projection_head.0.weight": torch.zeros(2, 2),
+            "module.prototypes.weight": torch.zeros(2, 2),
+        },
+    ),
+    "MAE": (
+        vit,
+        lambda m: {
+            "model": {
+                **m.state_dict(),
+                "mask_token": torch.zeros(1, 1, 2),
+                "decoder_pos_embed": torch.zeros(1, 5, 2),
+                "decoder_blocks.0.norm1.weight": torch.zeros(2),
+            },
+            "args": pickle_of_namespace(),
+            "scaler": {"scale": 65536.0},
+        },
+    ),
+    "Barlow Twins, VICReg": (
+        resnet,
+        lambda m: {
+            "model": {
+                **prefixed("module.backbone.", m.state_dict()),
+                "module.projector.0.weight": torch.zeros(2, 2),
+            },
+            "optimizer": {"state": {0: {"mu": torch.zeros(2)}}},
+        },
+    ),
+    "solo-learn, MMSelfSup": (
+        resnet,
+        lambda m: {
+            "state_dict": {
+                **prefixed("momentum_backbone.", zeroed(m.state_dict())),
+                **prefixed("backbone.", m.state_dict()),
+                "classifier.weight": torch.zeros(2, 2),
+            },
+        },
+    ),
+    "lightly": (resnet, lightly_file),
+    "detectron2": (resnet, lambda m: {"model": to_detectron2(dict(m.state_dict()))}),
+    "an unknown framework": (
+        vit,
+        lambda m: {"run": {"ours": prefixed("trunk.the-net.", m.state_dict())}},
+    ),
+    "torch.compile and FSDP": (
+        vit,
+        lambda m: {
+            "_orig_mod." + key.replace("blocks.0.", "blocks.0._fsdp_wrapped_module."): value
+            for key, value in m.state_dict().items()
+        },
+    ),
+}
+
+
+def pickle_of_namespace() -> Any:
+    from argparse import Namespace
+
+    return Namespace(lr=0.1, arch="vit")
+
+
+@pytest.mark.parametrize("writer", FILES)
+def test_every_layout_loads_whole(writer: str, tmp_path: Path) -> None:
+    make, wrap = FILES[writer]
+    model = make()
+    torch.save(wrap(model), tmp_path / "w.pth")
+    fresh = make()
+    load_weights(fresh, read_state(tmp_path / "w.pth"))
+    own = fresh.state_dict()
+    for key, value in model.state_dict().items():
+        assert torch.equal(own[key], value) or "num_batches" in key, key
+
+
+def test_every_row_of_the_table_has_its_file() -> None:
+    elsewhere = ("VISSL", "Classy Vision", "Caffe2")  # test_vissl_files.py, test_converters.py
+    writers = {row.writer for row in LAYOUTS if not row.writer.startswith(elsewhere)}
+    assert writers <= set(FILES)
+
+
+def test_two_networks_that_nothing_tells_apart_are_refused(tmp_path: Path) -> None:
+    state = dict(resnet().state_dict())
+    torch.save({"left": state, "right": zeroed(state)}, tmp_path / "w.pth")
+    with pytest.raises(UserError, match=r"several networks that fit \('left\.', 'right\.'\)"):
+        load_weights(resnet(), read_state(tmp_path / "w.pth"), what="w.pth")
+    torch.save({"left": state, "right": state}, tmp_path / "w.pth")
+    load_weights(resnet(), read_state(tmp_path / "w.pth"))
+
+
+@pytest.mark.parametrize(
+    ("make", "key", "num_prefix"),
+    [
+        (
+            lambda size: timm.create_model("vit_tiny_patch16_224", depth=1, img_size=size),
+            "pos_embed",
+            1,
+        ),
+        (
+            lambda size: timm.create_model("deit_tiny_distilled_patch16_224", img_size=size),
+            "pos_embed",
+            2,
+        ),
+        (lambda size: torchvision.models.vit_b_32(image_size=size), "encoder.pos_embedding", 1),
+    ],
+)
+def test_positions_are_interpolated_to_the_module_s_grid(
+    make: Callable[[int], nn.Module], key: str, num_prefix: int
+) -> None:
+    """A plane over the patches stays one: bicubic interpolation is exact on it, off the border."""
+    patch = 32 if key.startswith("encoder") else 16
+    old, new = make(6 * patch), make(12 * patch)
+    state = OrderedDict(old.state_dict())
+    y, x = torch.meshgrid(torch.arange(6.0), torch.arange(6.0), indexing="ij")
+    plane = (2 * x + 3 * y).reshape(1, 36, 1).expand(1, 36, state[key].shape[2])
+    state[key] = torch.cat([state[key][:, :num_prefix], plane], dim=1)
+    load_weights(new, state)
+    found = new.state_dict()[key]
+    assert torch.equal(found[:, :num_prefix], state[key][:, :num_prefix])
+    grid = found[0, num_prefix:, 0].view(12, 12)
+    at = (torch.arange(12.0) + 0.5) / 2 - 0.5  # pixel centres of the finer grid in the coarser
+    expected = 2 * at[None, :] + 3 * at[:, None]
+    torch.testing.assert_close(grid[4:8, 4:8], expected[4:8, 4:8], rtol=1e-4, atol=1e-4)
