@@ -4,55 +4,19 @@ from __future__ import annotations
 
 import os
 import runpy
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from submit_words import CLUSTER, Fake, submit, words
 from submitit.core.utils import DelayedSubmission
 
 import tiny
-from selftask.cli.main import main
-from selftask.config.checks.sbatch import minutes, show_minutes
-from selftask.config.compose.sweep import expand_sweep
-from selftask.errors import ConfigError, UserError
-from selftask.logs import write_json
 from selftask.slurm import queue
 from selftask.slurm.plan import plan
 
-CLUSTER = ("launch.nodes=2", "launch.processes=4", "launch.slurm.time=2:30:00")
-Fake = Callable[[str, str], None]  # of conftest
-
-
-@pytest.fixture
-def no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without sbatch, srun and the rest."""
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    monkeypatch.setenv("PATH", str(empty))
-
-
-SMALL: list[str] = []  # tiny's overrides without out=; they are dear, and asked for once
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small(tmp_path_factory: pytest.TempPathFactory) -> None:
-    SMALL[:] = tiny.overrides("simclr", tmp_path_factory.mktemp("data"))[:-1]
-
-
-def words(folder: Path, out: str, *more: str) -> list[str]:
-    """The small run in ``folder/out``."""
-    return [*SMALL, f"out={folder / out}", *more]
-
-
-def submit(folder: Path, *more: str) -> int:
-    return main(["submit", "simclr/digits", *words(folder, "run", *more)])
-
-
-# -- the plan and the script -------------------------------------------------------------------
+pytestmark = pytest.mark.usefixtures("small_words")
 
 
 def test_dry_run_shows_plan_and_script(
@@ -218,82 +182,6 @@ def test_loader_workers_are_those_of_the_nodes(tmp_path: Path) -> None:
     assert plan("simclr/digits", given).submissions[0].config["data"]["num_workers"] == 5
 
 
-# -- what is refused ---------------------------------------------------------------------------
-
-
-def test_all_mistakes_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ("launch.slurm.partion=x", "launch.slurm.time=5h", "launch.slurm.nodes=3")
-    assert submit(tmp_path, *wrong, "launch.slurm.setup=x", "train.batch_size=7", "launch.nodes=2")
-    told = capsys.readouterr().err
-    assert "sbatch has no option --partion; did you mean 'partition'?" in told
-    assert "launch.slurm.time='5h': expected minutes, h:mm:ss or days-hours" in told
-    assert "launch.slurm.nodes is set by selftask; use launch.nodes" in told
-    assert "launch.slurm.setup='x': expected a list" in told
-    assert "train.batch_size=7" in told
-    assert "Traceback" not in told
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (["launch.slurm.mem=1", "+launch.slurm.--mem=2"], "launch.slurm"),
-        (["launch.slurm.signal_delay_s=600", "launch.slurm.time=5"], "not before the start"),
-        (["launch.slurm.signal_delay_s=0"], "expected a whole number"),
-        (["launch.slurm.gres={a: 1}"], "expected one value"),
-        (["launch.slurm.cpus_per_task=all"], "cpus_per_task='all': expected a whole number"),
-        (["launch.slurm.cpus-per-gpu=0"], "expected a whole number, 1 or more"),
-        (["launch.slurm.mem=lots"], "mem='lots': expected megabytes, or as in 64G"),
-        (["launch.slurm.gpus_per_node=a100"], "expected a number, or as in a100:4"),
-        (["data=no/such/folder"], "no/such/folder"),
-    ],
-)
-def test_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: list[str], message: str
-) -> None:
-    assert submit(tmp_path, *wrong, "--dry-run") == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path) -> None:
-    code = (
-        "import sys; from selftask.cli.main import main\n"
-        "assert main(['submit', 'simclr', 'launch.slurm.partion=x', 'train.seed=1,2']) == 2\n"
-        "assert not {'torch', 'sklearn'} & set(sys.modules)"
-    )
-    done = tiny.run([sys.executable, "-c", code], tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-def test_out_without_what_sbatch_replaces(tmp_path: Path) -> None:
-    """It would write its logs elsewhere than the run."""
-    with pytest.raises(UserError, match=r"run_%j: sbatch replaces %"):
-        plan("simclr/digits", tiny.overrides("simclr", tmp_path, "run_%j"))
-
-
-def test_out_is_a_place_with_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = words(tmp_path, "run")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
-        plan("simclr/digits", [*given, f"out={tmp_path}/file/run"])
-    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(UserError, match="0 MB are free"):
-        plan("simclr/digits", given)
-
-
-def test_without_a_cluster_says_so(tmp_path: Path, no_slurm: None) -> None:
-    planned = plan("simclr/digits", words(tmp_path, "run"))
-    with pytest.raises(UserError, match="no sbatch on this machine"):
-        planned.submit()
-
-
-def test_words_of_sbatch_are_passed_on(tmp_path: Path, fake: Fake) -> None:
-    fake("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
-    planned = plan("simclr/digits", words(tmp_path, "run"))
-    with pytest.raises(UserError, match="invalid partition specified: x"):
-        planned.submit()
-
-
 def test_from_inside_of_a_job(tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """sbatch would take the settings of the job around it for those of the new one."""
     around = {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "3", "SBATCH_PARTITION": "x", "SRUN_DEBUG": "3"}
@@ -306,108 +194,6 @@ def test_from_inside_of_a_job(tmp_path: Path, fake: Fake, monkeypatch: pytest.Mo
     seen = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
     assert not seen & around.keys() and "SLURM_CONF" in seen
     assert {name: os.environ[name] for name in around} == around, "here they are as before"
-
-
-def test_partitions_of_the_cluster(tmp_path: Path, fake: Fake) -> None:
-    fake("sinfo", "echo 'cpu*|2:00:00|(null)\ngpu|1-00:00:00|gpu:8\nlong|infinite|(null)'")
-    for partition, time in (("cpu", "121"), ("cpu,gpu", "2-0")):
-        options = (f"launch.slurm.partition={partition}", f"launch.slurm.time={time}")
-        with pytest.raises(UserError, match="allows at most"):
-            plan("simclr/digits", words(tmp_path, "run", *options))
-    with pytest.raises(UserError, match="no partition 'gpus' on this cluster; did you mean 'gpu'"):
-        plan("simclr/digits", words(tmp_path, "run", "launch.slurm.partition=gpus"))
-    for partition, time in (("long", "60-0"), ("gpu,long", "60-0"), ("gpu", "24:00:00")):
-        options = (f"launch.slurm.partition={partition}", f"launch.slurm.time={time}")
-        planned = plan("simclr/digits", words(tmp_path, "run", *options, "train.device=auto"))
-        assert ("--gpus-per-node=1" in planned.script()) == ("gpu" in partition)
-
-
-def test_a_run_is_not_submitted_twice(tmp_path: Path, fake: Fake) -> None:
-    queue.note(tmp_path / "run", {tmp_path / "run": "12"})
-    fake("squeue", "echo '12|PENDING|Priority'")
-    with pytest.raises(UserError, match=r"job 12 \(PENDING \(Priority\)\) makes"):
-        plan("simclr/digits", words(tmp_path, "run"))
-    fake("squeue", "exit 0")
-    fake("scontrol", "echo 'JobId=12 JobState=COMPLETED Reason=None'")
-    plan("simclr/digits", words(tmp_path, "run"))
-
-
-# sbatch's manual: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]
-@pytest.mark.parametrize(
-    ("time", "expected"),
-    [
-        (90, 90),
-        ("90", 90),
-        ("1:30", 2),
-        ("36:00:00", 2160),
-        ("2-12", 3600),
-        ("1-0:30", 1470),
-        ("1-0:0:30", 1441),
-        ("0", None),
-        ("5h", None),
-        ("-5", None),
-        (True, None),
-        (1.5, None),
-    ],
-)
-def test_minutes(time: Any, expected: int | None) -> None:
-    assert minutes(time) == expected
-
-
-def test_minutes_are_shown_so_that_slips_are_seen() -> None:
-    assert show_minutes(3661) == "2 d 13 h 1 min"
-    assert show_minutes(60) == "1 h"
-
-
-# -- sweeps ------------------------------------------------------------------------------------
-
-
-def test_sweep_is_the_product_of_its_lists() -> None:
-    points = expand_sweep(["train.seed=1,2", "optimizer.lr=0.1,0.2", "views.a.sizes=[1,2]"])
-    assert [point.name for point in points] == [
-        "seed_1_lr_0.1",
-        "seed_1_lr_0.2",
-        "seed_2_lr_0.1",
-        "seed_2_lr_0.2",
-    ]
-    assert points[1].overrides == ["train.seed=1", "optimizer.lr=0.2", "views.a.sizes=[1,2]"]
-    assert [point.name for point in expand_sweep(["train.seed=1"])] == [""]
-
-
-def test_sweep_names_are_folders_and_differ() -> None:
-    assert expand_sweep(["a.x=1,2", "b.x=3,4"])[0].name == "a.x_1_b.x_3"
-    names = [p.name for p in expand_sweep(["data=/a/b,'/a b'"])]
-    assert len(set(names)) == 2
-    assert not any(set(name) & set("/ ,'=") for name in names)
-
-
-@pytest.mark.parametrize("word", ["out=a,b", "launch.nodes=1,2"])
-def test_sweep_refuses_what_all_share(word: str) -> None:
-    with pytest.raises(ConfigError, match=word.partition("=")[0]):
-        expand_sweep([word])
-
-
-def test_sweep_is_one_array(tmp_path: Path) -> None:
-    given = words(tmp_path, "sweep", *CLUSTER, "train.seed=1,2,3")
-    planned = plan("simclr/digits", given)
-    assert "#SBATCH --array=0-2%3" in planned.script()
-    assert [Path(s.out) for s in planned.submissions] == [
-        tmp_path / "sweep" / f"seed_{seed}" for seed in (1, 2, 3)
-    ]
-    assert [s.config["train"]["seed"] for s in planned.submissions] == [1, 2, 3]
-    assert "3 runs" in planned.describe()
-    done = tmp_path / "sweep" / "seed_2"
-    done.mkdir(parents=True)
-    write_json(done / "status.json", {"state": "finished", "length": [3, None]})
-    assert plan("simclr/digits", given).notes[-2:-1] == [
-        f"{done} is complete: its job will only say so"
-    ]
-
-
-def test_mistakes_of_all_runs_of_a_sweep(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as raised:
-        plan("simclr/digits", words(tmp_path, "s", "train.batch_size=0,16,-3"))
-    assert len(raised.value.problems) == 2
 
 
 def test_the_readable_script_is_short_and_the_same(tmp_path: Path) -> None:

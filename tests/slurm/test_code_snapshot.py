@@ -6,12 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from submit_words import CLUSTER, Fake, words
 
 from selftask.errors import UserError
 from selftask.slurm import code_snapshot
 from selftask.slurm.code_snapshot import CodeSnapshot
 from selftask.slurm.plan import plan
-from test_submit import CLUSTER, Fake, words
 
 
 @pytest.fixture
