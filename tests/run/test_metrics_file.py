@@ -1,0 +1,44 @@
+"""metrics.jsonl: rows are cut back on resume, and a row that cannot be written is told."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from selftask.errors import RunError
+from selftask.logs import MetricsFile, read_metrics
+
+
+def test_a_row_that_cannot_be_written_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write({"step": 1})
+    file.close()
+    with pytest.raises(RunError, match=r"^/dev/full: a row could not be written: No space"):
+        MetricsFile(Path("/dev/full")).write({"step": 2})
+    with pytest.raises(RunError, match=f"^{re.escape(str(tmp_path))}: [Ii]s a directory$"):
+        MetricsFile(tmp_path)
+
+
+def test_metrics_are_cut_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = MetricsFile(path)
+    rows.write({"step": 1, "loss": 0.5})
+    kept = rows.length
+    rows.write({"step": 2, "loss": float("nan")})
+    rows.close()
+    assert read_metrics(path)[1] == {"step": 2, "loss": None}
+    with path.open("ab") as file:
+        file.write(b'{"step": 3, "lo')  # killed while it wrote
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    again = MetricsFile(path)
+    again.cut(kept)
+    again.write({"step": 2, "loss": 0.25})
+    again.close()
+    lines = path.read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "loss": 0.5},
+        {"step": 2, "loss": 0.25},
+    ]
