@@ -1,15 +1,15 @@
-"""What a train step promises: who is called when; what is reduced, scaled, counted, left alone."""
+"""What a train step promises: what is reduced, scaled, counted, put back and left alone."""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from spy import labelled, points
 from torch import Tensor, nn
 
 import tiny
@@ -21,126 +21,11 @@ from selftask.config.run_length import Clock, RunLength
 from selftask.config.schema import OptimizerConfig
 from selftask.data.loading.open_data import open_data
 from selftask.distributed.collectives import all_reduce_mean
-from selftask.hooks.base import POINTS, Hook
-from selftask.hooks.watching.print_hooks import describe_hooks
 from selftask.optim.build import build_optimizer
 from selftask.parallel.manual import ManualReduction
-from selftask.registry import HOOKS, METHODS
+from selftask.registry import METHODS
 from selftask.task import Task
 from selftask.task.loop import train_loop
-
-CALLS: list[tuple[str, str, bool, int, bool]] = []  # spy, point, task.train, iteration, grad mode
-
-
-@dataclass(eq=False, kw_only=True)
-class Spy(Hook):
-    """Writes down each point it is called at, with what the task says of itself there."""
-
-    label: str = "spy"
-    order: int = 50
-
-    @property
-    def priority(self) -> int:  # type: ignore[override]
-        return self.order
-
-    def see(self, point: str, task: Task) -> None:
-        CALLS.append((self.label, point, task.train, task.steps_done, torch.is_grad_enabled()))
-
-
-def _seen_at(point: str) -> Any:
-    return lambda self, task: self.see(point, task)
-
-
-for _point in POINTS:
-    setattr(Spy, _point, _seen_at(_point))
-
-
-@pytest.fixture
-def spy(forget_names: None) -> str:
-    HOOKS.register("spy")(Spy)
-    CALLS.clear()
-    return "hooks.spy={}"
-
-
-def labelled(folder: Path) -> tuple[str, str]:
-    """With these, a test phase follows each epoch."""
-    val = tiny.digits_file(folder, "val.npz", 400, 430)
-    return f"data.val={val}", "meters.accuracy={topk: [1]}"
-
-
-def points(*, train: bool) -> list[str]:
-    return [point for _, point, phase, *_ in CALLS if phase is train]
-
-
-def test_hook_points_in_order(tmp_path: Path, spy: str) -> None:
-    tiny.train("supervised", tmp_path, "run", "train.max_steps=2", *labelled(tmp_path), spy)
-    step = [
-        *("before_step", "on_forward", "on_loss_and_meter", "on_backward", "on_update"),
-        *("on_step", "on_row"),  # the hook `metrics` comes after the spy
-    ]
-    # the checkpoint hook saves at the end of the phase, after the spy has been there
-    train = ["on_start", "on_phase_start", *step * 2, "on_phase_end", "before_save"]
-    test = ["on_phase_start", *["on_forward", "on_loss_and_meter", "on_step"] * 2, "on_phase_end"]
-    assert points(train=True) == train
-    assert points(train=False) == [*test, "on_row", "on_end"]
-    for _, point, phase, iteration, grad in CALLS:
-        inside = point in ("on_forward", "on_loss_and_meter")
-        assert grad is (phase or not inside), "outside, the grad mode is as before"
-        assert phase or iteration == 2, "a test phase counts no update"
-    assert [call[3] for call in CALLS if call[1] == "on_update"] == [0, 1]
-    assert [call[3] for call in CALLS if call[1:3] == ("on_step", True)] == [1, 2]
-
-
-def test_after_load_comes_before_the_start(tmp_path: Path, spy: str) -> None:
-    tiny.train("simclr", tmp_path, "run", spy, "train.stop_at=1")
-    assert points(train=True)[-2:] == ["before_save", "on_exception"]
-    CALLS.clear()
-    tiny.train("simclr", tmp_path, "run", spy, "train.stop_at=2")
-    assert points(train=True)[:2] == ["after_load", "on_start"]
-
-
-def fail(task: Task) -> None:
-    raise ZeroDivisionError("on purpose")
-
-
-def test_priorities_and_exceptions(tmp_path: Path, spy: str) -> None:
-    orders = "{late: {name: spy, label: c, order: 60}, early: {name: spy, label: a, order: 10}}"
-    equal = ("hooks.middle={name: spy, label: b}", "hooks.next={name: spy, label: B}")
-    task = tiny.task("simclr", tmp_path, "run", f"hooks={orders}", *equal, "hooks.health=null")
-    task.prepare()
-    task.calls["on_backward"].append(fail)
-    task.calls["on_exception"].insert(0, fail)
-    task.prepare = lambda: None  # type: ignore[method-assign]
-    with pytest.raises(ZeroDivisionError):
-        train_loop(task)
-    assert task.hooks[0] is task.loss
-    assert "Health" not in {type(hook).__name__ for hook in task.hooks}
-    assert "".join(label for label, point, *_ in CALLS if point == "on_backward") == "abBc"
-    told = "".join(label for label, point, *_ in CALLS if point == "on_exception")
-    assert told == "abBc", "one failing hook must not silence the others"
-    assert "on_end" not in points(train=True)
-    assert isinstance(task.exception, ZeroDivisionError)
-
-
-def test_misspelt_point_is_an_error() -> None:
-    with pytest.raises(
-        TypeError, match=r"Wrong\.on_foward is not a hook point; there are: on_start"
-    ):
-
-        class Wrong(Hook):
-            def on_foward(self, task: Task) -> None: ...
-
-
-def test_the_order_is_printed_on_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    more = ("hooks.print_hooks={}", "hooks.clip_gradients={}", "train.max_steps=1")
-    with caplog.at_level("INFO", logger="selftask"):
-        task = tiny.train("byol", tmp_path, "run", *more)
-    assert task.calls["on_update"][0] == task.loss.on_update, "the method is a hook, the first"
-    lines = describe_hooks(task.hooks).splitlines()
-    assert "on_backward: ClipGradients (20), Health (60)" in lines
-    assert "on_update: BYOL, Health (60)" in lines
-    assert any(line.startswith("on_step: EvaluateBackbone (65), ") for line in lines)
-    assert all(line in caplog.messages for line in lines)
 
 
 def test_gradients_may_be_cleared_before_the_forward_pass(tmp_path: Path) -> None:
