@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from torch import Tensor, nn
 
 import tiny
-from selftask.cli.check import load, main
-from selftask.equivalence.compare import compare, merge, relative_difference
-from selftask.equivalence.tiny_recipe import images_for, make_tiny
-from selftask.equivalence.trace import batch_norm_replaced
-from selftask.errors import ConfigError, UserError
-from selftask.models.heads import mlp
+from selftask.cli.check import main
+from selftask.errors import UserError
 from selftask.registry import METHODS, REDUCTIONS, register_method
 
 PROJECT = tiny.ROOT / "projects" / "simsiam"
-
 HEAD = """
 import os, signal
 from dataclasses import dataclass
@@ -175,113 +165,6 @@ def test_a_wrong_word_is_no_declaration() -> None:
 def test_every_shipped_method_declares() -> None:
     for name in METHODS.names():
         assert METHODS[name].loss_reduction in REDUCTIONS, name
-
-
-# -- the small version -------------------------------------------------------------------------
-
-
-def small(recipe: str, *settings: str, steps: int = 3) -> Any:
-    return make_tiny(load(recipe, list(settings)), batch_size=8, steps=steps)
-
-
-def test_a_large_recipe_becomes_small() -> None:
-    config = small("dino/vit_small_imagenet")
-    assert config.backbone.name == "vit_micro"
-    assert config.backbone.args["dynamic_img_size"], "what multi-crop needs stays"
-    assert config.backbone.args["drop_path"] == 0.1
-    assert (config.train.batch_size, config.train.epochs, config.train.max_steps) == (8, 2, None)
-    assert config.train.precision == "float32"
-    sizes = {
-        t.args["size"] for v in config.views.values() for t in v.transforms if "size" in t.args
-    }
-    assert sizes == {32, 12}, "224 and 96 pixels, whole patches"
-    assert [view.count for view in config.views.values()] == [
-        view.count for view in load("dino/vit_small_imagenet", []).views.values()
-    ]
-    assert config.hooks.keys() == {"clip_gradients"}, "only those that the recipe itself names"
-    assert small("moco/resnet50_imagenet").method.args["queue_size"] == 16
-    assert small("byol/resnet50_imagenet").optimizer.name == "lars"
-
-
-def test_what_the_command_line_says_stays() -> None:
-    config = small("simclr", "method.out_dim=24", "train.batch_size=12", "backbone.width=4")
-    assert (config.method.args["out_dim"], config.method.args["hidden_dim"]) == (24, 32)
-    assert (config.train.batch_size, config.backbone.args["width"]) == (12, 4)
-    assert len(images_for(config)) == 25
-    assert small("simclr", "backbone=resnet34").backbone.name == "resnet34"
-    assert small("dino", "optimizer.eps=1e-7").optimizer.args["eps"] == 1e-7
-
-
-def test_a_small_version_that_cannot_be() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)key=value.*decoder_dim: 16 must be divisible"):
-        small("mae", "method.decoder_heads=32")
-
-
-def test_images_are_functions_of_their_number() -> None:
-    config = small("simclr")
-    one, other = images_for(config), images_for(config)
-    assert len(one) == 2 * 8 + 1
-    for index in (0, 5, 16):
-        assert np.array_equal(np.asarray(one[index][0]), np.asarray(other[index][0]))
-        assert one[index][1] == index % 4
-    assert not np.array_equal(np.asarray(one[0][0]), np.asarray(one[4][0]))
-
-
-def test_batch_norm_gives_way_to_a_norm_of_one_sample() -> None:
-    with batch_norm_replaced() as replaced:
-        head = mlp(6, 8, 4, last_norm=True, last_affine=False)
-        conv = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, eps=0.1))
-    assert len(replaced) == 3
-    assert not [m for m in (*head, *conv) if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    assert head[-1].weight is None and conv[1].eps == 0.1
-    x = torch.randn(5, 6)
-    assert torch.allclose(head(x)[:2], head(x[:2]), atol=1e-6), "no sample knows the others"
-    assert isinstance(mlp(6, 8, 4)[1], nn.BatchNorm1d), "only inside"
-
-
-# -- the comparison ----------------------------------------------------------------------------
-
-
-def test_relative_difference() -> None:
-    one = torch.tensor([1.0, -4.0]).double()
-    assert relative_difference(one, one.clone()) == 0.0
-    assert relative_difference(one, one + torch.tensor([0.0, 4e-9])) == pytest.approx(1e-9, 1e-5)
-    tiny_one = torch.full((2,), 1e-18).double()
-    assert relative_difference(tiny_one, -tiny_one) == 2.0
-    assert relative_difference(tiny_one, -tiny_one, largest=1.0) == pytest.approx(2e-15)
-    assert relative_difference(None, torch.zeros(2)) == 0.0, "no gradient is one of zero"
-    assert relative_difference(None, torch.ones(2)) == 1.0
-    for wrong in (one.float(), one[:1], one * math.nan, torch.tensor([1.0, math.inf]).double()):
-        assert relative_difference(one, wrong) == math.inf
-    assert relative_difference(torch.tensor([3]), torch.tensor([3])) == 0.0
-    assert relative_difference(torch.tensor([3]), torch.tensor([4])) == math.inf
-
-
-def record(index: list[int], term: float, grad: Tensor, queue: Tensor) -> dict[str, Any]:
-    """What one rank could have written down in one step."""
-    return {
-        "samples": [torch.tensor(index)],
-        "inputs": [{"input": torch.tensor(index).double()}],
-        "loss": [torch.tensor(2.0)],
-        "terms": [{"kl": torch.tensor(term)}],
-        "gradients": [{"w": grad}],
-        "network": {},
-        "method": {"queue": queue},
-        "optimizer": {},
-    }
-
-
-def test_ranks_are_put_together_and_each_is_looked_at() -> None:
-    grad, queue = torch.ones(2), torch.arange(3.0)
-    one = merge([record([5, 6, 7, 8], 0.5, grad, queue)])
-    two = [record([5, 6], 0.2, grad, queue), record([7, 8], 0.8, grad, queue)]
-    assert all(row.ok for row in compare(one, two, "2"))
-    two[1] = record([8, 7], 0.8, grad, queue + torch.tensor([0.0, 0.0, 0.5]))
-    rows = {row.quantity: row for row in compare(one, two, "2")}
-    assert {name for name, row in rows.items() if not row.ok} == {"samples", "inputs", "method"}
-    assert rows["method"].place == "queue (rank 1)"
-    assert rows["method"].difference == pytest.approx(0.5 / 2.5)
-    assert rows["inputs"].place == "step 1: input"
 
 
 # -- the command -------------------------------------------------------------------------------
