@@ -16,7 +16,8 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from contestants import MODELS, Stamped, run_selftask
+from contestants import run_selftask
+from small_models import MODELS, Stamped
 
 
 def peak(step: str, batch_size: int, queue: multiprocessing.Queue) -> None:

@@ -37,8 +37,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from contestants import ENTRIES, MODELS, Entry, Model, Stamped, load_lightning, run_selftask
+from contestants import ENTRIES, Entry, load_lightning, run_selftask
 from rounds import in_turns, median_and_interval
+from small_models import MODELS, Model, Stamped
 from torch.overrides import TorchFunctionMode
 
 
