@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 BUDGET ?= 40
 OLDEST ?= python3.10
+NEWEST ?= python3.13
 
 .PHONY: demo test test-all prove check docs install wheel clean
 
@@ -60,6 +61,11 @@ test-oldest: ## the oldest versions that setup.py allows, on the oldest Python: 
 	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check \
 		-r tools/release/oldest.txt -e .
 	build/oldest/bin/python tools/release/smoke.py
+
+test-newest: ## the newest versions of all packages, on the newest Python: install, train
+	$(NEWEST) -m venv build/newest
+	build/newest/bin/python -m pip install --quiet --disable-pip-version-check -e .
+	build/newest/bin/python tools/release/smoke.py
 
 clean:
 	rm -rf $(VENV) runs dist build docs/_build

@@ -1,4 +1,5 @@
-"""Does this installation work? Train, stop, resume, evaluate, export: `make test-oldest` runs it.
+"""Does this installation work? Train, stop, resume, evaluate, export: `make test-oldest` and
+`make test-newest` run it.
 
 python tools/release/smoke.py
 
