@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import tiny
 from minitask import MiniTask, largest_difference, loss_of
 from ranks import run_ranks
 from selftask.config.config_class import config_class
@@ -106,17 +108,35 @@ def test_scale_multiplies_the_loss_and_its_chance() -> None:
     assert two.chance_loss == 2 * one.chance_loss
 
 
-def test_world_size_is_invisible() -> None:
-    """Gradients reach the negatives on other ranks."""
-    alone = _four_updates(0)
-    for one in run_ranks(_four_updates, 2):
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 8, 4)])
+def test_world_size_is_invisible(sizes: tuple[int, ...]) -> None:
+    """Gradients reach the negatives on other ranks, of each view."""
+    alone = _four_updates(0, sizes)
+    for one in run_ranks(_four_updates, 2, sizes):
         assert largest_difference(one["state"], alone["state"]) < 1e-9
         assert one["chance"] == alone["chance"]
 
 
-def _four_updates(rank: int) -> dict[str, Any]:
-    task = MiniTask("simclr", {"out_dim": 5, "norm": False}).run(4)
+def _four_updates(rank: int, sizes: tuple[int, ...]) -> dict[str, Any]:
+    task = MiniTask("simclr", {"out_dim": 5, "norm": False}, sizes=sizes).run(4)
     return {"state": task.state(), "chance": task.loss.chance_loss}
+
+
+def test_a_run_with_smaller_views(tmp_path: Path) -> None:
+    """Two views and two of half the size: each of the four is compared with each other one."""
+    small = "views.small={count: 2, transforms: [{name: resize, size: 16}, normalize]}"
+    trained = tiny.train("simclr", tmp_path, "run", small, "train.epochs=1")
+    shapes = [
+        tuple(view.shape[2:]) for views in trained.last_batch.views.values() for view in views
+    ]
+    assert shapes == [(32, 32)] * 2 + [(16, 16)] * 2
+    output = trained.last_batch.output.detach()
+    assert output.shape[:2] == (4, tiny.BATCH_SIZE)
+    expected = info_nce(*output, temperature=trained.loss.config.temperature)
+    row = tiny.rows(trained.out)[-1]
+    trained.close()
+    assert row["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert trained.loss.chance_loss == pytest.approx(math.log(1 + 4 * (tiny.BATCH_SIZE - 1)))
 
 
 def test_impossible_configs_are_told() -> None:

@@ -98,6 +98,11 @@ def test_the_queue_joins_the_assignment_and_nothing_else() -> None:
     method.queue_is_used = True
     expected = _paper_loss(output, method, queue)
     assert loss_of(method, output).item() == pytest.approx(expected, rel=1e-10)
+    prototypes = method.prototypes.weight.data  # of another step: the queue is scored by them
+    prototypes.copy_(F.normalize(prototypes.roll(1, 0) + 0.5 * _random(6, 5, seed=2), dim=1))
+    later = _paper_loss(output, method, queue)
+    assert loss_of(method, output).item() == pytest.approx(later, rel=1e-10)
+    assert later != pytest.approx(expected, rel=1e-2)
 
 
 @pytest.mark.parametrize("with_queue", [False, True])
