@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 import tiny
+from selftask.checkpoint.kept import Kept
 from selftask.cli.main import main
 from selftask.config.load import to_yaml
 from selftask.config.run_length import Clock, RunLength
@@ -91,6 +92,33 @@ def test_a_run_that_reaches_its_target_ends(
     assert done.clock.stopped == expected
     again = train("simclr", folder, f"target_{mode}", *words, evaluate=figures)
     assert again.steps_done == step
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "step"),
+    [("val_error", "min", 2), ("v2/val_loss", "min", 2), ("knn_top1", "max", 4)],
+)
+def test_the_name_of_a_metric_tells_its_direction(
+    metric: str, mode: str, step: int, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 0.5, then 0.6, the first is at most 0.55, and the second at least."""
+    words = (
+        f"hooks.early_stopping={{metric: {metric}, target: 0.55}}",
+        f"train.keep_best={{metric: {metric}}}",
+        f"hooks.plateau={{metric: {metric}}}",
+    )
+    figures = lambda task: {metric: FIGURES.get(task.steps_done, 0.7)}  # noqa: E731
+    out = f"auto_{metric.replace('/', '_')}"
+    with caplog.at_level("INFO", logger="selftask"):
+        done = train("simclr", folder, out, *words, *STOP[1:], evaluate=figures)
+    assert done.steps_done == step
+    kept = Kept.read(done.out / "checkpoints")
+    assert (kept.mode, kept.best) == (mode, ((step, FIGURES[step]),))
+    assert done.named_hooks["plateau"].scheduler.mode == mode
+    good = "small" if mode == "min" else "large"
+    for key in ("hooks.early_stopping", "train.keep_best", "hooks.plateau"):
+        told = f"{key}.mode=auto: {mode}, {good} values of {metric} are good"
+        assert caplog.messages.count(told) == 1
 
 
 def test_a_stopped_run_is_finished(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

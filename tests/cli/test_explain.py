@@ -26,7 +26,7 @@ HOOKS = ("timing", "gradient_norms", "activations", "clip_gradients", "csv")
         ("train.batch_size", r"train\.batch_size: a whole number, at least 1, default 256\n"),
         ("base_lr", r"optimizer\.lr: a number or a schedule, at least 0, required\n"),
         ("queue_size", r"method\.queue_size \(moco\): a whole number, at least 1, default 65536\n"),
-        ("train.keep_best", r"train\.keep_best\.mode: max or min, default max\n"),
+        ("train.keep_best", r"train\.keep_best\.mode: auto or max or min, default auto\n"),
         ("lars", r"lars: optimizer \[.*lars\.py:\d+\]\n.*\n.*optimizer\.sgd_momentum"),
         ("linear", r"(?s)linear: schedule .*linear: evaluation "),
         ("requeue", "requeue: event in events.jsonl"),

@@ -137,6 +137,31 @@ def test_shapes_of_the_warmup(shape: str, value: Callable[[float], float]) -> No
     assert values == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("section", "value"),
+    [
+        ({"name": "cosine", "end": 0.1}, lambda u: 0.1 + 0.35 * (1 + math.cos(math.pi * u))),
+        ({"name": "linear", "end": 0.1}, lambda u: 0.8 - 0.7 * u),
+        (
+            {"name": "multistep", "milestones": [10, 40]},
+            lambda u: 0.8 * 0.1 ** ((u >= 10 / 56) + (u >= 40 / 56)),
+        ),
+    ],
+)
+def test_a_schedule_keeps_its_place_beside_a_warmup(
+    section: dict[str, Any], value: Callable[[float], float]
+) -> None:
+    """As if there were none, but for a rise to what the schedule is at its end (detectron2)."""
+    warmup = {"warmup": 14, "warmup_start": 0.05, "warmup_interval": "fixed"}
+    values = ours({"start": 0.8, **section, **warmup})
+    expected = [0.05 + (value(14 / STEPS) - 0.05) * step / 14 for step in range(14)]
+    expected += [value(step / STEPS) for step in range(14, STEPS)]
+    assert values == pytest.approx(expected)
+    whole = ours({"start": 0.8, **section, **warmup, "warmup": "100%"})
+    end = value(1.0)
+    assert whole == pytest.approx([0.05 + (end - 0.05) * step / STEPS for step in range(STEPS)])
+
+
 def test_durations_count_from_the_start_of_the_run() -> None:
     values = ours({"name": "multistep", "start": 0.8, "milestones": [20], "warmup": 10})
     assert values[10:] == pytest.approx([0.8] * 10 + [0.08] * 36)
@@ -169,6 +194,9 @@ def test_scaled_with_the_batch(lr: Any, batch: int, peak: float) -> None:
 BROKEN = {
     r"optimizer\.schedule: exponential: from 0\.003 it cannot end at 0": "schedule=exponential",
     r"optimizer\.schedule\.warmup: 5%; one_cycle has its own": "schedule=one_cycle",
+    r"schedule\.warmup_interval: 'fixed'; inverse_sqrt begins after": (
+        "schedule={name: inverse_sqrt, warmup_interval: fixed}"
+    ),
     r"optimizer\.schedule\.start: set by optimizer\.lr": "schedule={name: linear, start: 1.0}",
     r"no schedule named 'cosin'; did you mean 'cosine'": "schedule={name: cosin}",
     r"unknown key 'optimizer\.schedule\.restart' of cosine.*restarts": (

@@ -55,7 +55,7 @@ PARTS = {
         ),
         (
             *("data.source", "data.transforms.transform", "data.sampling.sampler"),
-            *("data.tokenizers.base", "optim.schedules", "config.run_length"),
+            *("data.tokenizers.base", "optim.schedules", "optim.curves", "config.run_length"),
         ),
     ),
 }

@@ -13,6 +13,7 @@ from selftask.distributed.collectives import gather_objects, is_primary
 from selftask.errors import nearest
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
+from selftask.logs.direction import direction
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
@@ -52,7 +53,10 @@ class SaveCheckpoints(Hook):
         sources = [Kept.read(folder)]  # may have a newer value of the last step than the state
         if state:
             sources.insert(0, Kept.of(state).only(map(step_of, checkpoints(folder))))
-        kept = Kept(metric=self.wanted.metric, mode=self.wanted.mode)
+        kept = Kept(metric=self.wanted.metric)
+        if self.wanted.metric is not None:
+            mode = direction("train.keep_best.mode", self.wanted.mode, self.wanted.metric)
+            kept = replace(kept, mode=mode)
         for source in sources:
             kept = replace(kept, every=tuple(sorted({*kept.every, *source.every})))
             if (source.metric, source.mode) == (kept.metric, kept.mode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -14,6 +14,7 @@ from selftask.distributed.collectives import gather_objects
 from selftask.errors import nearest
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
+from selftask.logs.direction import Mode, direction
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ class Plateau(Hook):
     priority: ClassVar[int] = 75
     metric: str
     """Any column of metrics.jsonl, such as ``knn_top1``."""
-    mode: Literal["max", "min"] = "max"
-    """Whether large or small values are good."""
+    mode: Mode = "auto"
+    """Whether large or small values are good; auto: small ones of names with loss or error."""
     factor: float = setting(0.1, above=0, below=1)
     """Factor of the learning rate at each reduction."""
     patience: int = setting(3, min=0)
@@ -63,7 +64,7 @@ class Plateau(Hook):
         self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
         self.scheduler = ReduceLROnPlateau(
             self.optimizer,
-            mode=self.mode,
+            mode=direction("hooks.plateau.mode", self.mode, self.metric),
             factor=self.factor,
             patience=self.patience,
             threshold=self.threshold,

@@ -15,9 +15,10 @@ from selftask.classy import ClassyOptimizer, UpdateInterval
 from selftask.config.run_length import RunLength
 from selftask.config.schema import OptimizerConfig
 from selftask.config.torch_names import is_torch_name
+from selftask.optim.curves import Curve, Scaled, Schedule
 from selftask.optim.optimizers.torch_class import TorchOptimizer
 from selftask.optim.param_groups import Settings, assign_settings, merge_alike
-from selftask.optim.schedules import Curve, Scaled, Schedule, build_schedule
+from selftask.optim.schedules import build_schedule
 from selftask.registry import OPTIMIZERS
 
 

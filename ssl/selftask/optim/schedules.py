@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from fvcore.common.param_scheduler import ExponentialParamScheduler, ParamScheduler
+from fvcore.common.param_scheduler import ParamScheduler
 
 from selftask import classy
 from selftask.classy import UpdateInterval, schedulers
@@ -21,39 +21,10 @@ from selftask.config.fields import setting
 from selftask.config.run_length import RunLength
 from selftask.config.values.duration import parse_duration, steps_in
 from selftask.errors import UserError
+from selftask.optim.curves import Curve, Schedule, geometric, join
 from selftask.registry import SCHEDULES, register_schedule
 
-Schedule = Callable[[float], Any]  # progress in [0, 1) -> value
-
 _EPSILON = 1e-9  # of a run: rounding of progress at a milestone
-
-
-class Curve(ParamScheduler):  # type: ignore[misc]  # fvcore ships no types
-    """A function of progress as a Classy scheduler, evaluated at every step."""
-
-    update_interval = UpdateInterval.STEP
-
-    def __init__(self, function: Schedule) -> None:
-        self.function = function
-
-    def __call__(self, where: float) -> Any:
-        return self.function(where)
-
-
-class Scaled(Curve):
-    """A schedule times a factor. Equal ones compare equal, so that their groups merge."""
-
-    def __init__(self, schedule: Any, factor: float) -> None:
-        super().__init__(lambda where: schedule(where) * factor)
-        self.schedule, self.factor = schedule, factor
-        self.update_interval = schedule.update_interval
-
-    def __eq__(self, other: object) -> bool:
-        mine = (self.schedule, self.factor)
-        return isinstance(other, Scaled) and mine == (other.schedule, other.factor)
-
-    def __hash__(self) -> int:
-        return hash((self.schedule, self.factor))
 
 
 @dataclass(frozen=True)
@@ -90,6 +61,10 @@ class ScheduleConfig:
     """Value at the start of the warm-up."""
     warmup_shape: Literal["linear", "cosine", "exponential", "constant"] = "linear"
     """Shape of the warm-up."""
+    warmup_interval: Literal["rescaled", "fixed"] = "rescaled"
+    """Whether the schedule begins after the warm-up, or keeps its place in the run; then the
+    warm-up rises to the schedule's value at its end.
+    """
     update: Literal["step", "epoch"] = setting("step", also=["update_interval", "by_epoch"])
     """Whether the value changes at each step or once an epoch."""
 
@@ -110,30 +85,23 @@ class ScheduleConfig:
     def build(self, length: RunLength) -> Any:
         """Return the schedule as a Classy scheduler, for a run of this length."""
         start = 0.0 if self.start is None else self.start
-        warmup = steps_in(self.warmup, length) / length.total_steps
-        if warmup >= 1.0:
+        warmup = min(steps_in(self.warmup, length) / length.total_steps, 1.0)
+        fixed = self.warmup_interval == "fixed"
+        if warmup == 1.0 and not fixed:
             schedule = self._rise(start)
         else:
-            after = self.curve(start, start if self.end is None else self.end, Span(length, warmup))
+            span = Span(length, 0.0 if fixed else warmup)
+            after = self.curve(start, start if self.end is None else self.end, span)
             schedule = after if isinstance(after, ParamScheduler) else Curve(after)
             if warmup > 0.0:
-                schedule = join([self._rise(start), schedule], [warmup, 1.0 - warmup])
+                rise = self._rise(schedule(warmup) if fixed else start)
+                schedule = join([rise, schedule], [warmup, 1.0 - warmup], self.warmup_interval)
         if self.update == "epoch":
             schedule.update_interval = UpdateInterval.EPOCH
         return schedule
 
     def _rise(self, start: float) -> Any:
         return _RISES[self.warmup_shape](self.warmup_start, start)
-
-
-def join(parts: Sequence[Schedule], lengths: list[float]) -> Any:
-    """Return schedules one after the other, each stretched over its fraction of the run."""
-    return schedulers.CompositeParamScheduler(parts, lengths, ["rescaled"] * len(parts))
-
-
-def geometric(start: float, end: float) -> Schedule:
-    """Return fvcore's exponential schedule, which Classy Vision lacks."""
-    return Curve(ExponentialParamScheduler(start, end / start))
 
 
 _RISES: dict[str, Callable[[float, float], Any]] = {
@@ -263,6 +231,8 @@ class InverseSqrt(ScheduleConfig):
         yield from super().problems(config)
         if not parse_duration(self.warmup).value:
             yield "warmup: 0; inverse_sqrt decays from the end of a warm-up"
+        if self.warmup_interval == "fixed":
+            yield "warmup_interval: 'fixed'; inverse_sqrt begins after the warm-up: 'rescaled'"
 
     def curve(self, start: float, end: float, span: Span) -> Schedule:
         return lambda where: start * math.sqrt(span.warmup / span.whole(where))

@@ -9,7 +9,10 @@ from typing import Any, Literal
 from selftask.config.fields import setting
 from selftask.config.schema.component import own, plain
 
-_COMMON = ("start", "end", "warmup", "warmup_start", "warmup_shape", "update")
+_COMMON = (
+    *("start", "end", "warmup", "warmup_start", "warmup_shape", "warmup_interval"),
+    "update",
+)
 """Fields that every schedule has."""
 
 

@@ -15,8 +15,8 @@ class KeepBest:
 
     metric: str | None = None
     """Any column of metrics.jsonl, such as ``knn_top1``; none: keep no best checkpoints."""
-    mode: Literal["max", "min"] = "max"
-    """Whether large or small values are good."""
+    mode: Literal["auto", "max", "min"] = "auto"
+    """Whether large or small values are good; auto: small ones of names with loss or error."""
     count: int = setting(1, min=1)
     """Number of best checkpoints to keep."""
 

@@ -31,7 +31,7 @@ REMEDY = (
 )
 
 
-class NonFiniteLoss(RunError):
+class NonFiniteLoss(RunError, FloatingPointError):
     """Loss or gradient became NaN or infinite. No checkpoint contains it.
 
     Args:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from selftask.config.fields import setting
 from selftask.distributed.collectives import gather_objects
 from selftask.errors import nearest
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
+from selftask.logs.direction import Mode, direction
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ class EarlyStopping(Hook):
 
     metric: str = "knn_top1"
     """Any column of metrics.jsonl, such as ``val_loss``."""
-    mode: Literal["max", "min"] = "max"
-    """Whether large or small values are good."""
+    mode: Mode = "auto"
+    """Whether large or small values are good; auto: small ones of names with loss or error."""
     patience: int = setting(5, min=1)
     """Evaluations without improvement that are tolerated."""
     min_delta: float = setting(0.0, min=0)
@@ -42,6 +43,7 @@ class EarlyStopping(Hook):
     """Value of the metric that is good enough; none: none is."""
 
     def on_start(self, task: Task) -> None:
+        self.direction = direction("hooks.early_stopping.mode", self.mode, self.metric)
         state: dict[str, Any] = getattr(self, "loaded", {})
         self.best: float | None = state.get("best")
         self.best_step: int = state.get("best_step", 0)
@@ -67,12 +69,12 @@ class EarlyStopping(Hook):
         if self.best is None or self._is_enough(value):
             return True
         gain = value - self.best
-        return (gain if self.mode == "max" else -gain) > self.min_delta
+        return (gain if self.direction == "max" else -gain) > self.min_delta
 
     def _is_enough(self, value: float | None) -> bool:
         if self.target is None or value is None:
             return False
-        return value >= self.target if self.mode == "max" else value <= self.target
+        return value >= self.target if self.direction == "max" else value <= self.target
 
     def _stop_if_done(self, task: Task) -> None:
         if self._is_enough(self.best):

@@ -1,0 +1,32 @@
+"""Whether large or small values of a metric are good."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from selftask.logs import get_logger
+
+log = get_logger(__name__)
+
+Mode = Literal["auto", "max", "min"]
+
+
+def direction(key: str, mode: Mode, metric: str) -> Literal["max", "min"]:
+    """Return ``mode``, or for ``auto`` what the metric's name says.
+
+    Names that contain ``loss`` or ``error`` are minimized, all others maximized.
+
+    Args:
+        key: Where the mode stands in the config, for the log.
+        mode: The mode of the config.
+        metric: Any column of metrics.jsonl.
+    """
+    if mode != "auto":
+        return mode
+    small = any(word in metric.lower() for word in ("loss", "error"))
+    found: Literal["max", "min"] = "min" if small else "max"
+    log.info("%s=auto: %s, %s values of %s are good", key, found, _WORDS[found], metric)
+    return found
+
+
+_WORDS = {"max": "large", "min": "small"}

@@ -1,0 +1,56 @@
+"""Functions of progress as Classy schedulers: a curve, a scaled one, several in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from fvcore.common.param_scheduler import ExponentialParamScheduler, ParamScheduler
+
+from selftask.classy import UpdateInterval, schedulers
+
+Schedule = Callable[[float], Any]  # progress in [0, 1) -> value
+
+
+class Curve(ParamScheduler):  # type: ignore[misc]  # fvcore ships no types
+    """A function of progress as a Classy scheduler, evaluated at every step."""
+
+    update_interval = UpdateInterval.STEP
+
+    def __init__(self, function: Schedule) -> None:
+        self.function = function
+
+    def __call__(self, where: float) -> Any:
+        return self.function(where)
+
+
+class Scaled(Curve):
+    """A schedule times a factor. Equal ones compare equal, so that their groups merge."""
+
+    def __init__(self, schedule: Any, factor: float) -> None:
+        super().__init__(lambda where: schedule(where) * factor)
+        self.schedule, self.factor = schedule, factor
+        self.update_interval = schedule.update_interval
+
+    def __eq__(self, other: object) -> bool:
+        mine = (self.schedule, self.factor)
+        return isinstance(other, Scaled) and mine == (other.schedule, other.factor)
+
+    def __hash__(self) -> int:
+        return hash((self.schedule, self.factor))
+
+
+def join(
+    parts: Sequence[Schedule], lengths: list[float], last: Literal["rescaled", "fixed"] = "rescaled"
+) -> Any:
+    """Return schedules one after the other, each stretched over its fraction of the run.
+
+    With ``last="fixed"`` the last one is a function of the progress of the whole run instead.
+    """
+    intervals = [*["rescaled"] * (len(parts) - 1), last]
+    return schedulers.CompositeParamScheduler(parts, lengths, intervals)
+
+
+def geometric(start: float, end: float) -> Schedule:
+    """Return fvcore's exponential schedule, which Classy Vision lacks."""
+    return Curve(ExponentialParamScheduler(start, end / start))
