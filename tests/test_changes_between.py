@@ -21,12 +21,14 @@ from PIL import Image
 import tiny
 from selftask.checkpoint import manifest, rotation, store
 from selftask.cli.main import main
+from selftask.config.load import load_config
 from selftask.config.schema import Component
 from selftask.data.fingerprint import differences, fingerprint
 from selftask.data.loading.open_data import open_source
 from selftask.data.source import PathTable, arrays_of_paths
 from selftask.models.build import build_backbone
 from selftask.models.weights.export import save_backbone
+from selftask.task import Task
 
 CLASSES = ("ant", "bee", "cat")
 
@@ -195,6 +197,29 @@ def test_a_resume_needs_no_file_that_it_does_not_use(
         assert steps[0] == (1 if name == "a" else 3), "weights alone, or a run to go on with"
         assert main(words(stopped, f"out={stopped / 'new'}", setting)) == 2
         assert "elsewhere.pt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", ["init.backbone", "resume"])
+def test_the_weights_before_the_first_step_are_those_of_the_file(
+    setting: str, stopped: Path
+) -> None:
+    """All of them after ``resume``; those of the backbone alone with ``init.backbone``."""
+    newest = rotation.checkpoints(stopped / "run/checkpoints")[0]
+    state = torch.load(newest, weights_only=True)["model"]
+    own = words(stopped, f"out={stopped / 'new'}", f"{setting}={newest}")
+    task = Task(load_config(own[1], own[2:]))
+    task.prepare()
+    found = task.base_model.state_dict()
+    assert found.keys() == state.keys()
+    alike = {name for name in state if torch.equal(found[name], state[name])}
+    backbone = {name for name in state if name.startswith("backbone.")}
+    assert 0 < len(backbone) < len(state)
+    if setting == "resume":
+        assert alike == state.keys() and task.steps_done == 2
+    else:
+        assert alike >= backbone and task.steps_done == 0
+        assert not [name for name in alike - backbone if state[name].ndim > 1], "the head is new"
+    task.close()
 
 
 def test_no_room_for_a_checkpoint_is_said_at_the_start(

@@ -17,6 +17,7 @@ from selftask.cli.main import COMMANDS
 from selftask.config.load import load_config
 from selftask.errors import ConfigError, UserError
 from selftask.registry import HOOKS
+from selftask.task import Task
 from selftask.task.loop import train_loop
 
 THEIRS = '''
@@ -219,3 +220,34 @@ def test_classys_trainer_drives_our_task(method: str, tmp_path: Path) -> None:
     assert tiny.rows(tmp_path / "ours") == tiny.rows(tmp_path / "theirs")
     states = (tiny.last_state(tmp_path / "ours"), tiny.last_state(tmp_path / "theirs"))
     assert tiny.differences(*states) == []
+
+
+def steps(task: Task, number: int) -> None:
+    """So many train steps, as an outsider's loop would do them."""
+    task.on_phase_start()
+    for _ in range(number):
+        task.step()
+
+
+def test_a_state_goes_into_another_task(tmp_path: Path) -> None:
+    """A task takes the state of a task three steps on, and ends where that one does."""
+    first = Task.from_config(tiny.config("byol", tmp_path, "first"))
+    second = Task.from_config(tiny.config("byol", tmp_path, "second", "init.backbone=null"))
+    first.prepare()
+    first.on_start()
+    steps(first, 3)
+    taken = first.get_classy_state(deep_copy=True)
+    assert first.where == taken["clock"]["batch"] / first.length.total_batches == 3 / 15
+    steps(first, 2)
+    second.prepare()
+    second.on_start()
+    second.set_classy_state(taken)
+    assert tiny.differences(second.get_classy_state()["model"], taken["model"]) == []
+    steps(second, 2)
+    assert second.where == first.where == 5 / 15
+    without = {"rng", "metrics_bytes"}
+    states = [task.get_classy_state() for task in (first, second)]
+    kept = [{key: item for key, item in state.items() if key not in without} for state in states]
+    assert tiny.differences(*kept) == []
+    for task in (first, second):
+        task.close()

@@ -51,11 +51,16 @@ def steps(out: Path) -> list[int]:
 
 
 def test_one_every_few_steps_and_one_at_the_end(folder: Path) -> None:
-    """Ten steps, in two attempts; the oldest ones make room."""
-    for keep, expected in ((9, [10, 9, 6, 3]), (2, [10, 9])):
-        words = f"train={{epochs: 2, checkpoint_every: 3 steps, keep_checkpoints: {keep}}}"
-        for stop in ("train.stop_at=6", "train.stop_at=null"):
-            out = tiny.train("simclr", folder, f"every_third_{keep}", words, stop).out
+    """Ten or twelve steps, five an epoch, in two attempts; the oldest ones make room."""
+    cases: dict[tuple[str, float, int, int], list[int]] = {
+        ("3 steps", 2, 9, 6): [10, 9, 6, 3],
+        ("3 steps", 2, 2, 6): [10, 9],
+        ("1 epoch", 2.4, 9, 5): [12, 10, 5],
+    }
+    for number, ((every, epochs, keep, end), expected) in enumerate(cases.items()):
+        words = f"train={{epochs: {epochs}, checkpoint_every: {every}, keep_checkpoints: {keep}}}"
+        for stop in (f"train.stop_at={end}", "train.stop_at=null"):
+            out = tiny.train("simclr", folder, f"regular_{number}", words, stop).out
         assert steps(out) == expected
         named = [out / f"checkpoints/step_{step:09d}.pt" for step in reversed(expected)]
         assert sorted((out / "checkpoints").glob("*.pt")) == named

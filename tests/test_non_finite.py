@@ -27,6 +27,7 @@ def failure(folder: Path, *more: str, method: str = "simclr") -> str:
     task = tiny.task(method, folder, "run", *more)
     with pytest.raises(NonFiniteLoss) as error:
         train_loop(task)
+    assert isinstance(error.value, FloatingPointError), "as a script would catch it"
     return str(error.value)
 
 

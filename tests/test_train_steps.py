@@ -318,7 +318,12 @@ def test_compiled_refuses_what_it_cannot_compile() -> None:
 # -- all ---------------------------------------------------------------------------------------
 
 
-STEPS = {"sam": SAM(), "adaptive": SAM(rho=1.0, adaptive=True), "chunks": GradCache(chunks=3)}
+STEPS: dict[str, Any] = {
+    "standard": "standard",
+    "sam": SAM(),
+    "adaptive": SAM(rho=1.0, adaptive=True),
+    "chunks": GradCache(chunks=3),
+}
 
 
 def _three_steps(rank: int = 0) -> dict[str, Any]:
@@ -327,6 +332,7 @@ def _three_steps(rank: int = 0) -> dict[str, Any]:
 
 
 def test_two_ranks_are_one() -> None:
+    """Weights, gradients, and the loss, which is the mean over ranks."""
     one = _three_steps()
     for rank in run_ranks(_three_steps, 2):
         assert largest_difference(rank, one) < 1e-12

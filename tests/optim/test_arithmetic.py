@@ -80,11 +80,16 @@ def test_numbers(case: str) -> None:
     assert arithmetic(config, length, ranks) == ["arithmetic:", *(f"  {row}" for row in expected)]
 
 
-def test_it_is_printed_once_and_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The learning rates of the rows are those that were announced."""
-    lr = "optimizer.lr={base: 0.08, per: 32}"
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_it_is_printed_once_and_holds(
+    accumulate: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The learning rates of the rows are those that were announced; a step has 16 samples."""
+    words = ["train.epochs=1", "optimizer.lr={base: 0.08, per: 32}", "optimizer.warmup=2"]
+    if accumulate > 1:
+        words += ["train.step=accumulate", "train.accumulate=2", "train.batch_size=8"]
     with caplog.at_level("DEBUG", logger="selftask"):
-        tiny.train("simclr", tmp_path, "run", "train.epochs=1", lr, "optimizer.warmup=2")
+        tiny.train("simclr", tmp_path, "run", *words)
     told = [message.strip() for message in caplog.messages if message.startswith("  lr       ")]
     assert len(told) == 1
     assert told[0].startswith("lr       0.08 x 16 / 32 = 0.04; cosine: 0 at step 1, 0.04 at step 3")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import time
 from typing import Any
 
 import torch
@@ -12,7 +14,10 @@ from selftask.distributed.collectives import (
     all_gather_cat,
     all_reduce_mean,
     all_reduce_sum,
+    average_statistics,
+    barrier,
     broadcast_module,
+    broadcast_tensors,
     gather_cat_with_grad,
     gather_objects,
     is_primary,
@@ -45,7 +50,21 @@ def collectives(_: int) -> dict[str, Any]:
     nn.init.normal_(layer.weight)
     layer.running_mean += rank()
     broadcast_module(layer)
-    found["broadcast"] = layer.state_dict()
+    found["broadcast"] = copy.deepcopy(layer.state_dict())
+    tensors = [torch.tensor([1.5 + rank(), 2.5]), torch.tensor([[3 + rank()]]), layer.weight.data]
+    tensors[2].add_(rank())
+    broadcast_tensors(tensors)
+    found["tensors"] = [tensor.tolist() for tensor in tensors[:2]]
+    found["one of the tensors"] = layer.weight.detach().clone()
+    layer.running_mean.fill_(1.0 + rank())
+    layer.running_var.fill_(4.0 + 2 * rank())
+    layer.num_batches_tracked.fill_(5 + rank())
+    average_statistics(layer)
+    found["statistics"] = [buffer.tolist() for buffer in layer.buffers()]
+    time.sleep(0.2 * rank())
+    came = time.monotonic()  # one clock for all processes
+    barrier()
+    found["barrier"] = (came, time.monotonic())
     flag = AnyFlag()
     found["flag"] = [flag.poll(rank() == 1), flag.poll(False), flag.poll(False), flag.drain()]
     return found
@@ -71,7 +90,15 @@ def test_two_ranks(told: list[dict[str, Any]]) -> None:
         assert torch.equal(found["gradient of sum"], 3 * WEIGHTS[:2])  # 1 and 2 times
         assert torch.equal(found["broadcast"]["weight"], first)
         assert found["broadcast"]["running_mean"].tolist() == [0.0] * 3
+        assert found["tensors"] == [[1.5, 2.5], [[3]]], "those of rank 0"
+        assert torch.equal(found["one of the tensors"], first)
+        assert found["statistics"] == [[1.5] * 3, [5.0] * 3, 5], "means, and a count of rank 0"
         assert found["flag"] == [False, True, False, False], "rank 1 said so, a poll before"
+
+
+def test_nobody_leaves_a_barrier_before_all_have_come(told: list[dict[str, Any]]) -> None:
+    came, left = zip(*(of_rank["collectives"]["barrier"] for of_rank in told), strict=True)
+    assert max(came) <= min(left)
 
 
 def test_one_process() -> None:
@@ -82,6 +109,8 @@ def test_one_process() -> None:
     assert found["objects"] == [{"of": 0}]
     assert torch.equal(found["gradient of cat"], WEIGHTS)
     assert torch.equal(found["gradient of sum"], WEIGHTS)
+    assert found["tensors"] == [[1.5, 2.5], [[3]]]
+    assert found["statistics"] == [[1.0] * 3, [4.0] * 3, 5]
     assert found["flag"] == [False] * 4
 
 

@@ -9,6 +9,7 @@ from spy import CALLS, labelled, points
 
 import tiny
 from selftask.hooks.base import Hook
+from selftask.hooks.checkpoint import SaveCheckpoints
 from selftask.hooks.watching.print_hooks import describe_hooks
 from selftask.task import Task
 from selftask.task.loop import train_loop
@@ -56,6 +57,10 @@ def test_priorities_and_exceptions(tmp_path: Path, spy: str) -> None:
     with pytest.raises(ZeroDivisionError):
         train_loop(task)
     assert task.hooks[0] is task.loss
+    place = next(i for i, hook in enumerate(task.hooks) if isinstance(hook, SaveCheckpoints))
+    before, after = task.hooks[1:place], task.hooks[place + 1 :]
+    assert {type(hook).__name__ for hook in after} == {"StopOnSignal"}, "all else is saved"
+    assert [hook for hook in (*before, *after) if (hook.priority < 90) != (hook in before)] == []
     assert "Health" not in {type(hook).__name__ for hook in task.hooks}
     assert "".join(label for label, point, *_ in CALLS if point == "on_backward") == "abBc"
     told = "".join(label for label, point, *_ in CALLS if point == "on_exception")
