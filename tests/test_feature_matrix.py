@@ -37,6 +37,16 @@ def test_ids_are_unique_and_states_known() -> None:
     assert {row.status for row in ROWS} <= set(matrix.STATES)
 
 
+def test_features_are_whole_and_told_apart() -> None:
+    """Once they were cut at colons and brackets: two rows "Distillation", "(VISSL" at an end."""
+    for key in matrix.SOURCES:
+        texts = [row.feature for row in ROWS if row.id[0] == key]
+        assert len(set(texts)) == len(texts)
+    for row in ROWS:
+        assert row.feature.count("(") == row.feature.count(")"), row.feature
+        assert len(row.feature) <= 120 and row.feature[-1] not in ":;,", row.feature
+
+
 def test_rows_say_what_their_state_needs() -> None:
     for row in ROWS:
         if row.status == "works":

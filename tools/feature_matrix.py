@@ -58,6 +58,7 @@ def page(rows: list[Row]) -> str:
         "",
         "Written by `python tools/feature_matrix.py` from `feature-matrix.tsv`; a test checks that",
         "every file, test and command named here exists. Essential features are in bold.",
+        "A feature is described as the other trainer has it: names and figures are its own.",
         "",
         "| | " + " | ".join(STATES) + " |",
         "|---|" + "---|" * len(STATES),
