@@ -232,7 +232,7 @@ def steps(task: Task, number: int) -> None:
 def test_a_state_goes_into_another_task(tmp_path: Path) -> None:
     """A task takes the state of a task three steps on, and ends where that one does."""
     first = Task.from_config(tiny.config("byol", tmp_path, "first"))
-    second = Task.from_config(tiny.config("byol", tmp_path, "second", "init.backbone=null"))
+    second = Task.from_config(tiny.config("byol", tmp_path, "second"))
     first.prepare()
     first.on_start()
     steps(first, 3)
