@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from selftask.cli.main import main
 from selftask.config.load import load_config
@@ -22,6 +24,7 @@ from selftask.errors import UserError
 from selftask.plan.assumptions import Assumptions, take_assumptions
 from selftask.plan.checkpoints import daly, lost_share
 from selftask.plan.plan import Plan, make_plan
+from selftask.plan.step_tracker import StepTracker
 from selftask.plan.table import count, duration, lines, show_bytes
 
 
@@ -160,3 +163,14 @@ def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         size for kind, size in found["memory"].items() if kind != "total"
     )
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("groups", [1, 4, 8])
+def test_a_backward_pass_costs_two_forward_passes_with_groups_too(groups: int) -> None:
+    """Of 8 channels to 8, 3 x 3, on 6 x 6 pixels of 2 images; a multiply-add is two FLOPs."""
+    convolution = nn.Conv2d(8, 8, 3, padding=1, groups=groups)
+    images = torch.zeros(2, 8, 6, 6, requires_grad=True)
+    with StepTracker() as tracker:
+        convolution(images).sum().backward()
+    once = 2 * 2 * 8 * (8 // groups) * 9 * 36
+    assert tracker.flops == {"forward": once, "backward": 2 * once}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 ACTIVATIONS, GRADIENTS, CASTS = "activations", "gradients", "low-precision weights"
 FORWARD, BACKWARD, TEACHER = "forward", "backward", "teacher"
@@ -74,9 +74,10 @@ class StepTracker(TorchDispatchMode):
             self.moments[START] = dict(self.live)
         result = func(*args, **kwargs or {})
         packet = func._overloadpacket  # type: ignore[attr-defined]
-        if packet in flop_registry:
-            count = flop_registry[packet](*args, **kwargs or {}, out_val=result)
-            self.flops[phase] += count
+        if packet is torch.ops.aten.convolution_backward:
+            self.flops[phase] += _convolution_backward(*args)
+        elif packet in flop_registry:
+            self.flops[phase] += flop_registry[packet](*args, **kwargs or {}, out_val=result)
         kind = ACTIVATIONS
         if func is _CAST and _place(args[0]) in self._weights:
             kind = CASTS
@@ -107,6 +108,16 @@ class StepTracker(TorchDispatchMode):
         kind, size, _ = self._known.pop(place)
         self.live[kind] -= size
         self.total -= size
+
+
+def _convolution_backward(gradient: Tensor, images: Tensor, weight: Tensor, *options: Any) -> int:
+    """Return the FLOPs: those of the forward pass for images and weight each, if asked for.
+
+    torch counts the gradient of a grouped convolution's weight as if it had one group.
+    """
+    transposed, asked = options[4], options[-1]
+    x, w, out = list(images.shape), list(weight.shape), list(gradient.shape)
+    return conv_flop_count(x, w, out, transposed) * (asked[0] + asked[1])
 
 
 def _place(tensor: Tensor) -> int:
