@@ -6,7 +6,7 @@ BUDGET ?= 40
 OLDEST ?= python3.10
 NEWEST ?= python3.13
 
-.PHONY: demo test test-all prove check docs install wheel clean
+.PHONY: demo test test-all test-oldest test-newest prove check docs install wheel release clean
 
 demo: $(VENV)/.installed ## pretrain on handwritten digits and show what was learned
 	$(BIN)/python tools/demo.py

@@ -1,7 +1,6 @@
-"""When Python looks for unreachable cycles: seldom while a command starts, as usual in training.
+"""How often Python's garbage collector runs: seldom while a command starts, as usual in training.
 
-Importing torch makes a million objects that stay. To walk them again and again takes a fifth of
-the time to the first step.
+Importing torch creates a million objects that stay. The collector would visit them again and again.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _SELDOM = (50_000, 20, 100)
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Context for a whole command."""
+    """Context in which cycles are looked for seldom; for a whole command."""
     before = gc.get_threshold()
     gc.set_threshold(*_SELDOM)
     try:
@@ -27,10 +26,10 @@ def seldom_collected() -> Iterator[None]:
 
 @contextmanager
 def usually_collected() -> Iterator[None]:
-    """Context for training, where a cycle may hold large tensors.
+    """Context in which cycles are looked for as usual; in training one may hold large tensors.
 
-    What exists already is not walked any more, and so stays in memory that loader workers share
-    with this process.
+    Objects that exist at its start are left out (``gc.freeze``), so that loader workers go on
+    sharing their memory with this process.
     """
     before = gc.get_threshold()
     gc.freeze()

@@ -178,7 +178,7 @@ class MSN(Method):
         return terms
 
     def visualize(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """The teacher's view, and the first masked view."""
+        """Return the teacher's view, and the first masked view of the student."""
         whole, masked = batch.all_views[:2]
         _, keep, _ = batch.input
         first = keep[:, 0]  # (B, n)

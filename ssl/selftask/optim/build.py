@@ -35,7 +35,10 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
         self._list_moving()
 
     def _list_moving(self) -> None:
-        """List each schedule that moves with its places, so that it is evaluated once a step."""
+        """Collect the schedules of every step, each with the group options that it sets.
+
+        A schedule that several groups share is then evaluated once a step.
+        """
         moving: dict[int, tuple[Schedule, list[tuple[int, str, float | None]]]] = {}
         for number, group in enumerate(self._param_group_schedulers):
             for key, value in group.items():

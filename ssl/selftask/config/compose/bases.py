@@ -24,7 +24,7 @@ class Bases:
         self.may_fetch = True
 
     def reset(self, *, may_fetch: bool) -> None:
-        """Begin a composition; whether it may fetch files at addresses."""
+        """Forget the files of the last composition; ``may_fetch`` allows addresses in the next."""
         self.files, self.addresses, self.may_fetch = {}, {}, may_fetch
 
     def add(self, file: Path) -> str:

@@ -96,7 +96,7 @@ def _source_name(overrides: list[Override]) -> str | None:
 
 
 def _resolve(values: dict[str, Any], layers: Layers, problems: list[str]) -> dict[str, Any]:
-    """Follow ``${...}``; raise ConfigError for a reference to nothing."""
+    """Replace ``${...}`` by the values it refers to; raise ConfigError if there is none."""
     try:
         resolved = _plain(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from selftask.config.fields import setting
 from selftask.hooks.base import Hook
+from selftask.hooks.gradients.trained import trained_parameters
 from selftask.optim.gradients import gradients, total_norm
 from selftask.registry import register_hook
 
@@ -32,13 +33,10 @@ class GradientNorms(Hook):
     """Components of a parameter's name that make a part."""
 
     def on_start(self, task: Task) -> None:
-        trained = {p for group in task.optimizer.param_groups for p in group["params"]}
         self.parts: dict[str, list[nn.Parameter]] = {}
-        for prefix, module in task.trained:
-            for name, parameter in module.named_parameters(prefix):
-                if parameter in trained:
-                    part = ".".join(name.split(".")[:-1][: self.depth])
-                    self.parts.setdefault(part, []).append(parameter)
+        for name, parameter in trained_parameters(task):
+            part = ".".join(name.split(".")[:-1][: self.depth])
+            self.parts.setdefault(part, []).append(parameter)
         self.before: dict[str, list[Tensor]] = {}
 
     def on_backward(self, task: Task) -> None:

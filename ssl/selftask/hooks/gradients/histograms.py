@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from selftask.config.fields import setting
-from selftask.config.values.duration import steps_in
-from selftask.hooks.base import Hook
+from selftask.hooks.gradients.trained import trained_parameters
+from selftask.hooks.writers.media import MediaHook
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ SAMPLES = 65_536  # values of a parameter in its histogram
 
 @register_hook("histograms")
 @dataclass(eq=False, kw_only=True)
-class Histograms(Hook):
+class Histograms(MediaHook):
     """Sends histograms to writers, as ``weights/NAME`` and ``gradients/NAME``.
 
     Weights are those before the step, gradients those before clipping. A large parameter is
@@ -33,30 +32,13 @@ class Histograms(Hook):
     every: int | str = setting("300 steps", duration=True, min=1)
     """Time between histograms, each at the next logged step."""
 
-    def on_start(self, task: Task) -> None:
-        self.period = max(1, steps_in(self.every, task.length))
-        self.shown = -1  # period of the last histograms
-
     def on_backward(self, task: Task) -> None:
-        if not (task.takes_media and task.should_log):
+        if not self.is_due(task):
             return
-        period = task.steps_done // self.period
-        if period == self.shown:
-            return
-        self.shown = period
-        for name, parameter in _trained(task):
+        for name, parameter in trained_parameters(task):
             task.log_histogram(f"weights/{name}", spaced(parameter))
             if parameter.grad is not None:
                 task.log_histogram(f"gradients/{name}", spaced(parameter.grad))
-
-
-def _trained(task: Task) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that the optimizer updates, by name."""
-    trained = {p for group in task.optimizer.param_groups for p in group["params"]}
-    for prefix, module in task.trained:
-        for name, parameter in module.named_parameters(prefix):
-            if parameter in trained:
-                yield name, parameter
 
 
 def spaced(values: Any) -> Tensor:

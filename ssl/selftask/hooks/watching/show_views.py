@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from selftask.config.fields import setting
-from selftask.config.values.duration import steps_in
-from selftask.hooks.base import Hook
+from selftask.hooks.writers.media import MediaHook
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
@@ -19,29 +18,19 @@ if TYPE_CHECKING:
 
 @register_hook("show_views")
 @dataclass(eq=False, kw_only=True)
-class ShowViews(Hook):
+class ShowViews(MediaHook):
     """Sends the views of some images to writers, as ``views/GROUP``: a column for each image.
 
     Needs a writer that takes images (``tensorboard``, ``wandb``, ``mlflow``); does nothing without.
     """
 
     priority: ClassVar[int] = 55
-    every: int | str = setting("1 epoch", duration=True, min=1)
-    """Time between images, each at the next logged step."""
     images: int = setting(8, min=1)
     """Images of rank 0's batch."""
 
-    def on_start(self, task: Task) -> None:
-        self.period = max(1, steps_in(self.every, task.length))
-        self.shown = -1  # period in which views were shown last
-
     def on_update(self, task: Task) -> None:
-        if not (task.takes_media and task.should_log):
+        if not self.is_due(task):
             return
-        period = task.steps_done // self.period
-        if period == self.shown:
-            return
-        self.shown = period
         for group, views in task.last_batch.views.items():
             if views[0].shape[1] in (1, 3):
                 task.log_image(f"views/{group}", mosaic([view[: self.images] for view in views]))

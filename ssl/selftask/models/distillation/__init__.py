@@ -1,1 +1,1 @@
-"""Parts of the method `distill`: a network with scores of patches, and targets from scores."""
+"""Distillation of scores: a network that scores patches too, and a teacher's targets."""

@@ -1,0 +1,20 @@
+"""The parameters that a task trains, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+def trained_parameters(task: Task) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters that the optimizer updates: ``network.backbone.conv1.weight``, ..."""
+    updated = {p for group in task.optimizer.param_groups for p in group["params"]}
+    for prefix, module in task.trained:
+        for name, parameter in module.named_parameters(prefix):
+            if parameter in updated:
+                yield name, parameter

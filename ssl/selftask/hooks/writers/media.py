@@ -1,0 +1,32 @@
+"""Base class of hooks that send images or histograms to writers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from selftask.config.fields import setting
+from selftask.config.values.duration import steps_in
+from selftask.hooks.base import Hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@dataclass(eq=False, kw_only=True)
+class MediaHook(Hook):
+    """A hook that sends images or histograms to writers once a period."""
+
+    every: int | str = setting("1 epoch", duration=True, min=1)
+    """Time between two of them, each at the next logged step."""
+
+    def on_start(self, task: Task) -> None:
+        self.period = max(1, steps_in(self.every, task.length))
+        self.last_period = -1
+
+    def is_due(self, task: Task) -> bool:
+        """Return True at the first logged step of a period, if a writer takes images."""
+        if not (task.takes_media and task.should_log):
+            return False
+        before, self.last_period = self.last_period, task.steps_done // self.period
+        return self.last_period != before
