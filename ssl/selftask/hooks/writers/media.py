@@ -18,7 +18,7 @@ class MediaHook(Hook):
     """A hook that sends images or histograms to writers once a period."""
 
     every: int | str = setting("1 epoch", duration=True, min=1)
-    """Time between two of them, each at the next logged step."""
+    """Time between images, or histograms, each at the next logged step."""
 
     def on_start(self, task: Task) -> None:
         self.period = max(1, steps_in(self.every, task.length))
