@@ -115,7 +115,7 @@ def test_values_of_the_tables_are_valid(setting: str) -> None:
         value = value.replace("backbone.patch_embed", "backbone")
     if key == "launch.slurm.time":
         words.append("launch.slurm.partition=gpu")
-    load_config(recipe, [*words, f"{key}={value}"])
+    load_config(recipe, [*words, *re.split(r"\s+(?=[\w.]+=)", f"{key}={value}")])
 
 
 @cache
