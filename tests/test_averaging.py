@@ -55,15 +55,26 @@ def test_averages_are_those_of_the_papers(folder: Path) -> None:
     class WeightsSeen(Hook):
         def on_start(self, task: Task) -> None:
             SEEN[:] = [self.network(task)]
+            self.copied: list[int] = []
 
         def on_update(self, task: Task) -> None:
             SEEN.append(self.network(task))
+            late = task.averages["late"].weights
+            if all(torch.equal(value.double(), SEEN[-1][name]) for name, value in late.items()):
+                self.copied.append(task.steps_done + 1)
 
         def network(self, task: Task) -> dict[str, Tensor]:
             return {k: v.double().clone() for k, v in task.base_model.state_dict().items()}
 
-    task = train(folder, "formulas", EMA, SWA, "hooks.weights_seen={}")
+    late = "hooks.late={name: ema, decay: 0.6, warmup: false, start: 40%}"
+    task = train(folder, "formulas", EMA, SWA, late, "hooks.weights_seen={}")
     assert len(SEEN) == 11
+    assert task.named_hooks["weights_seen"].copied == [1, 2, 3, 4], "until the start"
+    for name, got in task.averages["late"].weights.items():
+        mean = SEEN[4][name]
+        for seen in SEEN[5:]:
+            mean = 0.6 * mean + 0.4 * seen[name]
+        torch.testing.assert_close(got.double(), mean, rtol=1e-5, atol=1e-6)
 
     share = [1.0]  # of each of the weights seen in the exponential average
     for step in range(1, 11):
@@ -112,6 +123,9 @@ def test_evaluated_and_exported_beside_the_weights(
     assert json.loads((run / "export/backbone.json").read_text())["weights"] == "ema"
     raw = torch.load(plain / "export/backbone.pt")
     assert any(not torch.equal(raw[name], exported[name]) for name in raw)
+    if method == "byol":
+        trained = tiny.last_state(plain)["model"]
+        assert all(torch.equal(value, trained[f"backbone.{name}"]) for name, value in raw.items())
 
     config = tiny.config(method, folder, run.name, f"data.val={folder / 'val.npz'}", KNN)
     backbone, _ = open_model(str(run))

@@ -72,6 +72,7 @@ def test_a_step_is_evaluated_and_logged_before_it_is_saved(tmp_path: Path) -> No
     """Else a run resumed from that checkpoint would lack the row, or evaluate once more."""
     val = f"data.val={tiny.digits_file(tmp_path, 'val.npz', 400, 430)}"
     words = ["eval={evaluations: {knn: {k: [5]}}, every: 2}", val, "train.max_steps=4"]
+    words += ["hooks.precise_bn={batches: 1, batch_size: 2}", "hooks.csv={}"]
     task = tiny.task("simclr", tmp_path, "run", *words, "train.checkpoint_every='2 steps'")
     found: list[tuple[int, bool]] = []
     save = SaveCheckpoints.on_step
@@ -86,8 +87,9 @@ def test_a_step_is_evaluated_and_logged_before_it_is_saved(tmp_path: Path) -> No
         Trainer().train(task)
     assert [step for step, _ in found] == [1, 2, 3, 4]
     assert dict(found)[1] is False and dict(found)[2] is True
-    names = [type(hook).__name__ for hook in task.hooks]
-    assert names.index("EvaluateBackbone") < names.index("Metrics") < names.index("SaveCheckpoints")
+    classes = [type(hook).__name__ for hook in task.hooks]
+    order = ["PreciseBatchNorm", "EvaluateBackbone", "Metrics", "SaveCheckpoints", "Csv"]
+    assert [name for name in classes if name in order] == order
 
 
 def test_the_cache_is_emptied_every_few_steps_and_after_phases(

@@ -157,16 +157,22 @@ def test_a_tensor_on_the_cpu_is_found_with_its_line(tmp_path: Path) -> None:
         in_process(planted, mixes_devices, tmp_path)
 
 
-def on_both(folder: Path) -> list[dict[str, Any]]:
+def on_both(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[set[str]]]:
+    averages = "hooks={near: {name: ema, decay: 0.5}, far: {name: ema, decay: 0.5, device: cpu}}"
     options = ["train.epochs=2", "hooks.progress=null"]
     with ImaginedDevice():
-        tiny.train("supervised", folder, "there", *options, "train.device=auto")
+        task = tiny.train("supervised", folder, "there", *options, averages, "train.device=auto")
+    near, far = (task.averages[name].weights for name in ("near", "far"))
+    for name, value in far.items():
+        torch.testing.assert_close(value, near[name].values, rtol=1e-6, atol=1e-8)
     tiny.train("supervised", folder, "here", *options)
-    return [tiny.rows(folder / out)[-1] for out in ("there", "here")]
+    places = [{value.device.type for value in weights.values()} for weights in (near, far)]
+    return (*(tiny.rows(folder / out)[-1] for out in ("there", "here")), places)
 
 
 def test_values_are_those_of_the_cpu(tmp_path: Path) -> None:
-    there, here = in_process(on_both, tmp_path)
+    there, here, places = in_process(on_both, tmp_path)
+    assert places == [{NAME}, {"cpu"}], "hooks.ema.device"
     assert there["step"] == here["step"] == 2 * tiny.STEPS_PER_EPOCH
     assert there["loss"] == pytest.approx(here["loss"], rel=1e-4)
 

@@ -13,7 +13,7 @@ import torch
 import tiny
 from ranks import run_ranks
 from selftask.cli.main import main
-from selftask.hooks.failures.non_finite import NonFiniteLoss
+from selftask.hooks.failures.non_finite import NonFiniteLoss, is_finite
 from selftask.task.loop import train_loop
 from selftask.task.replay import replay
 
@@ -92,6 +92,7 @@ def test_the_loss_is_replayed_bit_for_bit(tmp_path: Path, method: str) -> None:
 
 
 def test_the_output_is_told_apart(tmp_path: Path) -> None:
+    assert not is_finite([{"features": (torch.tensor([1.0, -torch.inf]),)}])
     assert "the output of the network is not finite" in failure(tmp_path, inject("nan_output", 2))
 
 
@@ -103,21 +104,28 @@ def test_what_does_not_occur_again(tmp_path: Path) -> None:
 
     def spoil_once(task: Any) -> None:
         if task.steps_done == 2 and spoil_once in calls:
-            task.last_batch.loss = task.last_batch.loss * torch.nan
+            task.last_batch.loss = task.last_batch.loss * torch.inf
 
     calls.insert(0, spoil_once)
     prepare, task.prepare = task.prepare, lambda: setattr(task, "prepare", prepare)  # once
     with pytest.raises(
-        NonFiniteLoss, match=r"at step 3 .*all was finite when the steps were repea"
+        NonFiniteLoss, match=r"loss is -?inf at step 3 .*all was finite when the steps were repea"
     ):
         train_loop(task)
 
 
-@pytest.mark.parametrize("kind", ["nan_input", "nan_output", "nan_gradient"])
+@pytest.mark.parametrize("kind", ["nan_input", "nan_output", "nan_gradient", "inf_loss"])
 def test_a_skipped_step_leaves_no_trace(tmp_path: Path, kind: str) -> None:
     """BatchNorm's statistics included: equal to the state before, except for the counters."""
-    task = tiny.task("moco", tmp_path, "run", "train.on_nan=skip", inject(kind, 2))
+    fault = [] if kind == "inf_loss" else [inject(kind, 2)]
+    task = tiny.task("moco", tmp_path, "run", "train.on_nan=skip", *fault)
     task.prepare()
+
+    def spoil(task: Any) -> None:
+        if kind == "inf_loss" and task.steps_done == 1:
+            task.last_batch.loss = task.last_batch.loss + torch.inf
+
+    task.calls["on_loss_and_meter"].insert(0, spoil)
     task.on_start()
     task.on_phase_start()
     task.step()

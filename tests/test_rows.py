@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import statistics
 from contextlib import suppress
@@ -73,8 +74,9 @@ def test_settings_of_groups() -> None:
     assert settings_of_groups(unequal) == {"weight_decay": 0.05, "lr/head": 0.1, "lr/1": 0.2}
 
 
-def test_the_rows_of_a_run(tmp_path: Path) -> None:
-    tiny.train("simclr", tmp_path, "run", "train.log_every=4")
+def test_the_rows_of_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="selftask"):
+        task = tiny.train("simclr", tmp_path, "run", "train.log_every=4")
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     each = tiny.rows(tmp_path / "run")
     tiny.train("simclr", tmp_path, "every", "train.log_every=1")
@@ -92,6 +94,14 @@ def test_the_rows_of_a_run(tmp_path: Path) -> None:
         seconds += row["step_s"] * (row["step"] - first)
         left = seconds / row["step"] * (tiny.STEPS - row["step"])
         assert row["eta_s"] == pytest.approx(left, rel=1e-4)
+        recent = row["step_s"] * (tiny.STEPS - row["step"])
+        assert row["eta_recent_s"] == pytest.approx(recent, rel=1e-6)
+    assert rows[-1]["lr"] == pytest.approx(task.optimizer.param_groups[0]["lr"], rel=1e-8)
+    lines = [line for line in caplog.messages if line.startswith("step ")]
+    for line, row in zip(lines, rows, strict=True):
+        first = rf"step {row['step']}  epoch {row['epoch']:.4g}  loss {row['loss']:.4g}"
+        times = rf"{row['images_per_s']:,.0f} images/s  data_wait \d+%  eta \d+:\d\d:\d\d"
+        assert re.match(rf"{first}  lr {row['lr']:.4g}  {times}", line)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     assert 0 < rows[0]["memory_mb"] <= rows[-1]["memory_mb"] <= peak * (1 + 1e-6)
 
@@ -172,7 +182,12 @@ def test_history_against_a_list() -> None:
     history, values = History(), [((7 * n) % 31) / 3 for n in range(2 * LENGTH)]
     for step, value in enumerate(values):
         history.add({"step": step, "loss": value, "images_per_s": 1.0, "text": "no number"})
-    assert history.keys() == {"loss", "images_per_s"}
+        if step % 4 == 0:
+            history.add({"step": step, "images": step})
+    assert history.keys() == {"loss", "images_per_s", "images"}
+    images = history["images"]  # of steps 396, 392, ...
+    assert (history["loss"].count(10), images.count(10)) == (10, 3)
+    assert images.mean(images.count(10)) == 392
     loss = history["loss"]
     assert loss.last() == values[-LENGTH:] and loss.latest == values[-1]
     assert loss.mean(10) == pytest.approx(sum(values[-10:]) / 10)
@@ -182,7 +197,7 @@ def test_history_against_a_list() -> None:
         history["los"]
     copied = History()
     copied.load_state_dict(history.state_dict())
-    assert copied.keys() == {"loss"}, "what a clock measured is not part of a state"
+    assert copied.keys() == {"loss", "images"}, "what a clock measured is not part of a state"
     assert copied["loss"].last() == loss.last() and copied["loss"].steps == loss.steps
 
 

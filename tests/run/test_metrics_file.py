@@ -26,6 +26,7 @@ def test_metrics_are_cut_back(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = MetricsFile(path)
     rows.write({"step": 1, "loss": 0.5})
+    assert read_metrics(path) == [{"step": 1, "loss": 0.5}], "there at once"
     kept = rows.length
     rows.write({"step": 2, "loss": float("nan")})
     rows.close()

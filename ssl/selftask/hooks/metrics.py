@@ -78,6 +78,7 @@ class Metrics(Hook):
         timed = len(self.pace.ends)
         measured = {**self.pace.take(task.data_module.data_wait_s), **take_memory_mb(task.device)}
         terms, slowest = over_ranks(task.last_batch.terms, measured, task.device)
+        remaining = task.length.total_steps - task.steps_done
         row = {
             "loss": math.fsum(losses) / len(losses),
             "lr": task.optimizer.param_groups[0]["lr"],
@@ -85,7 +86,8 @@ class Metrics(Hook):
             "data_wait": slowest.pop("data_wait"),
             "loss_median": statistics.median(losses),
             **slowest,
-            "eta_s": self.pace.mean_s * (task.length.total_steps - task.steps_done),
+            "eta_s": self.pace.mean_s * remaining,
+            "eta_recent_s": slowest["step_s"] * remaining,
             **settings_of_groups(task.optimizer.param_groups),
             **terms,
             **task.pop_scalars(),

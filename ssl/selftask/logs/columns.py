@@ -46,6 +46,7 @@ COLUMNS = (
     Column("step_s", "s", "Mean time of a step, with evaluations and checkpoints in between."),
     Column("step_s_median", "s", "Median time of a step, without what happens between steps."),
     Column("eta_s", "s", "Remaining time at the mean pace of this attempt."),
+    Column("eta_recent_s", "s", "Remaining time at the pace since the row before."),
     Column("memory_mb", "MiB", "Largest resident memory of a process so far."),
     Column(
         "device_memory_mb",

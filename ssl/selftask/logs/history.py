@@ -37,6 +37,10 @@ class Series:
         """Return the newest values."""
         return list(self.values)[-window:] if window else list(self.values)
 
+    def count(self, steps: int) -> int:
+        """Return the number of values of the last ``steps`` steps, to be used as a window."""
+        return sum(step > self.steps[-1] - steps for step in self.steps)
+
     @property
     def latest(self) -> float:
         """The newest value."""

@@ -132,11 +132,11 @@ _FORMATS: dict[str, Callable[[Any, str], str]] = {
 
 FILE_ONLY = (
     *("loss_median", "step_s", "step_s_median", "memory_mb", "weight_decay", "chance_loss"),
-    *("device_reserved_mb", "device_memory_now_mb", "device_reserved_now_mb"),
+    *("device_reserved_mb", "device_memory_now_mb", "device_reserved_now_mb", "eta_recent_s"),
 )
 
 MEASURED = (
-    *("images_per_s", "data_wait", "step_s", "step_s_median", "eta_s"),
+    *("images_per_s", "data_wait", "step_s", "step_s_median", "eta_s", "eta_recent_s"),
     *("memory_mb", "device_memory_mb", "device_reserved_mb"),
     *("device_memory_now_mb", "device_reserved_now_mb"),
     *("eval_s", "eval_images_per_s"),

@@ -21,6 +21,7 @@ _KNOWN = frozenset(
     (
         *("step", "epoch", "loss", "loss_median", "lr", "weight_decay", "images_per_s"),
         *("data_wait", "step_s", "step_s_median", "memory_mb", "device_memory_mb", "eta_s"),
+        "eta_recent_s",
         *("device_reserved_mb", "device_memory_now_mb", "device_reserved_now_mb"),
         *("chance_loss", "chance_ratio", "emb_std", "mean_cosine", "effective_rank"),
         *("eval_s", "eval_images_per_s"),

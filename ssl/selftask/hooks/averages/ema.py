@@ -20,7 +20,8 @@ class ExponentialAverage(WeightAverage):
     """Averages the weights exponentially (arXiv:1806.05594): w <- d w + (1 - d) w of the network.
 
     d is ``decay``, or that of a ``half_life``. In the warm-up d is at most (1 + t) / (10 + t) after
-    t steps, so that the initial weights are forgotten.
+    t steps, so that the initial weights are forgotten. Until ``start`` the average is a copy of the
+    network, and t counts the steps after it.
     """
 
     name: ClassVar[str] = "ema"
@@ -35,6 +36,8 @@ class ExponentialAverage(WeightAverage):
     """Whether the decay is smaller in the first steps, so that initial weights are forgotten."""
     every: int = setting(1, min=1)
     """Steps between updates, each with the decay to this power."""
+    start: int | str = setting(0, duration=True, min=0)
+    """Time until which the average is a copy of the network."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         yield from super().problems(config)
@@ -43,6 +46,7 @@ class ExponentialAverage(WeightAverage):
 
     def on_start(self, task: Task) -> None:
         super().on_start(task)
+        self.first = self.step_of(self.start, task)
         if not self.weights:
             self._begin(task)
         self.decay_of_step = 0.9999 if self.decay is None else self.decay
@@ -51,9 +55,9 @@ class ExponentialAverage(WeightAverage):
             self.decay_of_step = 0.5 ** (samples / self.half_life)
 
     def on_update(self, task: Task) -> None:
-        step = task.steps_done + 1
+        step = task.steps_done + 1 - self.first
         if step % self.every == 0:
-            decay = self.decay_of_step
-            if self.warmup:
+            decay = self.decay_of_step if step > 0 else 0.0
+            if self.warmup and step > 0:
                 decay = min(decay, (1 + step) / (10 + step))
             self.update(1.0 - decay**self.every)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from selftask.config.fields import setting
 from selftask.config.values.duration import steps_in
-from selftask.errors import UserError
 from selftask.hooks.averages.weight_average import WeightAverage
 from selftask.registry import register_hook
 
@@ -33,13 +32,8 @@ class StochasticWeightAverage(WeightAverage):
 
     def on_start(self, task: Task) -> None:
         super().on_start(task)
-        self.first = max(1, steps_in(self.start, task.length))
+        self.first = max(1, self.step_of(self.start, task))
         self.period = max(1, steps_in(self.every, task.length))
-        if self.first > task.length.total_steps:
-            raise UserError(
-                f"hooks.swa.start={self.start}: is step {self.first}, after the last one, "
-                f"{task.length.total_steps}"
-            )
 
     def on_update(self, task: Task) -> None:
         step = task.steps_done + 1

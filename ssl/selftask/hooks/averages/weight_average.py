@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from selftask.config.values.duration import steps_in
 from selftask.distributed.collectives import broadcast_tensors
+from selftask.errors import UserError
 from selftask.hooks.base import Hook
 
 if TYPE_CHECKING:
@@ -61,6 +63,15 @@ class WeightAverage(Hook):
         self.weights: dict[str, Tensor] = {}
         if loaded.get("weights"):
             self._begin(task, task.reduction.shard_state(task.base_model, loaded["weights"]))
+
+    def step_of(self, start: int | str, task: Task) -> int:
+        """Return the step of ``start``; raise UserError if the run ends before it."""
+        step, last = steps_in(start, task.length), task.length.total_steps
+        if step > last:
+            raise UserError(
+                f"hooks.{self.key}.start={start}: is step {step}, after the last one, {last}"
+            )
+        return step
 
     def _begin(self, task: Task, values: dict[str, Tensor] | None = None) -> None:
         """Start the average from ``values``, or from the network's weights."""
