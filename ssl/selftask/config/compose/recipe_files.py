@@ -1,4 +1,4 @@
-"""Hydra's compose API over recipe files; the values of each file are kept as a layer.
+"""Hydra's defaults lists over recipe files; the values of each file are kept as a layer.
 
 Recipes are ordinary Hydra configs (``defaults:`` lists, interpolations). Two things are ours: each
 file speaks about the whole config, so no ``# @package _global_`` line is needed, and short forms
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize
+from hydra import initialize
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
@@ -37,6 +37,12 @@ from selftask.errors import ConfigError, UserError, nearest
 MAX_VALUES = 100_000  # of one file, with every anchor written out
 MAX_LEVELS = 50
 
+# Settings of Hydra's own launcher, logging and help, which nothing here uses: not read.
+HYDRA_GROUPS = (
+    *("env", "help", "hydra_help", "hydra_logging", "job_logging"),
+    *("launcher", "output", "sweeper"),
+)
+
 
 def compose_recipe(
     path: Path, shipped: Path, *, may_fetch: bool = True
@@ -52,18 +58,24 @@ def compose_recipe(
     name, root = _address(path, shipped)
     with _hydra(name, [root, shipped]) as primary:
         try:
-            composed = compose(primary)
             loader = GlobalHydra.instance().config_loader()
             results = loader.compute_defaults_list(primary, [], RunMode.RUN).defaults
+            read = [_find(result.config_path, [root, shipped]) for result in results]
+            layers = Layers(copy.deepcopy(_read_file(file)[1]) for file in read if file is not None)
+            return _merge(layers), layers
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError([_explain(error, path, [root, shipped])]) from error
         except RecursionError as error:
             place = _place_of_defaults(path)
             raise ConfigError([f"{place}: defaults: recipes that inherit each other"]) from error
-    read = [_find(result.config_path, [root, shipped]) for result in results]
-    layers = Layers(copy.deepcopy(_read_file(file)[1]) for file in read if file is not None)
-    OmegaConf.set_struct(composed, False)  # what is unknown is found, with its place, later
-    return composed, layers
+
+
+def _merge(layers: Layers) -> DictConfig:
+    """Merge the values of all files; later ones win. Nothing is resolved or validated yet."""
+    merged = OmegaConf.create()
+    for layer in layers:
+        merged.merge_with(layer.values)
+    return merged
 
 
 class _Recipes(ConfigSource):
@@ -80,11 +92,11 @@ class _Recipes(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         file = _file(Path(self.path), config_path)
         assert file is not None  # Hydra asks is_config first
-        defaults, layer = _read_file(file)
+        defaults, _ = _read_file(file)
         return ConfigResult(
             provider=self.provider,
             path=self.full_path(),
-            config=OmegaConf.create({**defaults, **layer.values}),
+            config=OmegaConf.create(defaults),
             header={"package": "_global_"},
         )
 
@@ -108,7 +120,8 @@ def _hydra(recipe: str, folders: list[Path]) -> Iterator[str]:
     That config only points at the recipe and its folders. Hydra's global state is restored after.
     """
     search = [f"{_Recipes.scheme()}://{folder}" for folder in folders]
-    pointer = {"defaults": [f"/{recipe}", "_self_"], "hydra": {"searchpath": search}}
+    unused = [{f"override hydra/{group}": None} for group in HYDRA_GROUPS]
+    pointer = {"defaults": [f"/{recipe}", "_self_", *unused], "hydra": {"searchpath": search}}
     Plugins.instance().register(_Recipes)
     ConfigStore.instance().store(name="selftask_recipe", node=pointer)
     backup = GlobalHydra.instance().hydra
