@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 from pathlib import Path
@@ -26,6 +27,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def train(folder: Path, *more: str) -> int:
     words = ["data.val=val.npz", "eval.evaluations={knn: {}}", "train.max_steps=2", *more]
     return main(["train", "simclr/digits", *tiny.overrides("simclr", folder, "run", *words)])
+
+
+def test_versions_are_those_of_the_packages_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of a name on the search path; a removal that was interrupted leaves no name."""
+    files = {
+        "first/odd_name-1.5.dist-info/METADATA": "Name: Odd.Name\nVersion: 1.5\n\nName: readme\n",
+        "first/gone-1.0.dist-info/RECORD": "",
+        "second/odd_name-2.0.dist-info/METADATA": "Name: Odd.Name\nVersion: 2.0\n",
+        "second/old.egg-info/PKG-INFO": "Metadata-Version: 1.0\nName: old\nVersion: 0.1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr("sys.path", [str(tmp_path / "first"), str(tmp_path / "second")])
+    assert environment._packages() == {"Odd.Name": "1.5", "old": "0.1"}
 
 
 def test_a_run_that_misses_what_it_promises_has_failed(
@@ -81,6 +99,8 @@ def test_what_a_run_records_and_what_differs_here(
     assert "-x = 1\n+x = 2" in (folder / "run" / found["git"]["diff"]).read_text()
     assert found["packages"]["torch"]
     assert found["packages"]["pytest"] == pytest.__version__
+    versions = {name: importlib.metadata.version(name) for name in found["packages"]}
+    assert found["packages"] == versions
     assert found["command"][1] == "train"
     assert found["cpu"]
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -68,10 +69,20 @@ def describe() -> dict[str, Any]:
 
 def _packages() -> dict[str, str]:
     """Return the versions of all installed packages, as ``pip freeze`` does."""
-    found = {
-        package.metadata["Name"]: package.version for package in importlib.metadata.distributions()
-    }
+    found: dict[str, str] = {}
+    for package in importlib.metadata.distributions():
+        name, version = _name_and_version(package)
+        if name:  # not of a package whose removal was interrupted
+            found.setdefault(name, version)  # the first on the search path is the one imported
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+
+
+def _name_and_version(package: importlib.metadata.Distribution) -> tuple[str, str]:
+    """Return what ``package.metadata`` holds, without parsing the readme in it."""
+    text = package.read_text("METADATA") or package.read_text("PKG-INFO") or ""
+    head = text.partition("\n\n")[0]
+    fields = dict(re.findall(r"(?m)^(Name|Version):[ \t]*(.*?)[ \t]*$", head))
+    return fields.get("Name", ""), fields.get("Version", "")
 
 
 def _checkout() -> dict[str, Any] | None:

@@ -46,6 +46,8 @@ def copy_plugins(config: Config, out: Path) -> None:
 def _files_of(tops: set[str]) -> Iterator[tuple[Path, Path]]:
     """Yield loaded files next to or below top-level modules, with their path in ``code/``."""
     roots = {folder for name in tops if (folder := _folder_of(name)) is not None}
+    if not roots:
+        return  # thousands of modules are loaded, and each is a path to resolve
     for module in list(sys.modules.values()):
         place = Path(getattr(module, "__file__", None) or "")
         file = place.resolve()
