@@ -12,7 +12,7 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
 
-from minitask import MiniTask, largest_difference, loss_of
+from minitask import MiniTask, TinyTokens, largest_difference, loss_of
 from ranks import run_ranks
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
@@ -129,18 +129,25 @@ def test_the_center_takes_away_what_all_images_share() -> None:
     assert float(task.last_batch.terms["teacher_entropy"]) == pytest.approx(math.log(10), abs=1e-6)
 
 
-def test_temperature_and_momentum_move_as_configured() -> None:
-    config = {**SMALL, "momentum": {"name": "cosine", "start": 0.9, "end": 1.0}}
+@pytest.mark.parametrize("start", [0.9, None])
+def test_temperature_and_momentum_move_as_configured(start: float | None) -> None:
+    """By default the momentum starts at 0.996."""
+    momentum = {"momentum": {"name": "cosine", "start": start, "end": 1.0}} if start else {}
     task = MiniTask(
-        "dino", config, epochs=6, lr=0.01
+        "dino", {**SMALL, **momentum}, epochs=6, lr=0.01
     )  # 18 updates, 6 of them with a colder teacher
     method = task.loss
     temperatures = [method.teacher_temperature_at(update / 18) for update in (0, 3, 6, 17)]
     assert temperatures == pytest.approx([0.04, 0.055, 0.07, 0.07])
-    for update in range(5):
-        m = 1 - (1 - 0.9) * (1 + math.cos(math.pi * update / 18)) / 2
-        before = [p.clone() for p in method.teacher.parameters()]
+    scores: list[Tensor] = []
+    method.teacher.register_forward_hook(lambda module, args, out: scores.append(out))
+    for update in range(8):
+        m = 1 - (1 - (start or 0.996)) * (1 + math.cos(math.pi * update / 18)) / 2
+        before, center = [p.clone() for p in method.teacher.parameters()], method.center.clone()
         task.run(1)
+        temperature = 0.04 + 0.03 * min(update / 6, 1.0)
+        probs = F.softmax((scores[update] - center) / temperature, dim=2)
+        assert torch.allclose(task.last_batch["probs"], probs, rtol=1e-9, atol=1e-12)
         for old, student, teacher in zip(
             before, task.base_model.parameters(), method.teacher.parameters(), strict=True
         ):
@@ -171,9 +178,10 @@ def test_every_optimizer_takes_up_a_layer_that_waited(name: str) -> None:
     assert not torch.equal(task.base_model.head.last_layer.weight, last)
 
 
+@pytest.mark.parametrize("method", ["dino", "dinov2"])
 @pytest.mark.parametrize("layer", [DropPath(0.5), StochasticDepth(0.5, "row")])
-def test_stochastic_depth_is_the_students_alone(layer: nn.Module) -> None:
-    task = MiniTask("dino", SMALL)
+def test_stochastic_depth_is_the_students_alone(layer: nn.Module, method: str) -> None:
+    task = MiniTask(method, SMALL, backbone=TinyTokens)
     task.base_model.backbone.drop = layer
     task.loss.setup(task)
     student, teacher = (

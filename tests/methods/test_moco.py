@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitask import MiniTask, largest_difference
+from minitask import MiniTask, largest_difference, make_views
 from ranks import run_ranks
 from selftask.config.config_class import config_class
 from selftask.distributed.collectives import world_size
@@ -147,14 +147,22 @@ def test_world_size_is_invisible() -> None:
         assert largest_difference(one["state"], alone["state"]) < 1e-9
     assert [one["shuffled"] for one in ranks] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert [one["own"] for one in ranks] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    views = make_views((8, 8))  # the teacher gets the key of each query: of view 0 it is view 1
+    for number, one in enumerate(ranks):
+        for seen, view in zip(one["seen"], reversed(views), strict=True):
+            assert torch.equal(seen, view[:8][number::2])
 
 
 def _four_updates(rank: int) -> dict[str, Any]:
     """A task after four updates; eight numbers shuffled for the teachers, and back."""
-    task = MiniTask("moco", {**SMALL, "symmetric": True}).run(4)
+    seen: list[Any] = []
+    task = MiniTask("moco", {**SMALL, "symmetric": True})
+    task.loss.teacher.register_forward_hook(lambda module, args, out: seen.append(args[0]))
+    task.run(4)
     mine = shuffle_bn(torch.arange(8).chunk(world_size())[rank])
     own = unshuffle_bn(mine)
-    return {"state": task.state(), "shuffled": mine.tolist(), "own": own.tolist()}
+    numbers = {"shuffled": mine.tolist(), "own": own.tolist()}
+    return {"state": task.state(), "seen": seen[0], **numbers}
 
 
 def test_impossible_configs_are_told() -> None:

@@ -149,6 +149,18 @@ def test_zero_init_residual_makes_blocks_identities() -> None:
     assert float(backbone.layer1[0].bn2.weight.detach().abs().max()) == 0
 
 
+def test_drop_path_grows_linearly_with_the_depth() -> None:
+    """As in DeiT: from 0 in the first block to the given rate in the last."""
+    args = {"img_size": 32, "patch_size": 16, "depth": 4}
+    for backbone in (
+        _build("vit_tiny", drop_path=0.3, **args),
+        _build("timm", model="deit_tiny_patch16_224", args={"drop_path_rate": 0.3, **args}),
+    ):
+        layers = [(block.drop_path1, block.drop_path2) for block in backbone.blocks]
+        rates = [[getattr(layer, "drop_prob", 0.0) for layer in both] for both in layers]
+        assert rates == [pytest.approx([rate, rate]) for rate in (0.0, 0.1, 0.2, 0.3)]
+
+
 def test_class_token_starts_as_in_deit_and_dino() -> None:
     """Normal of deviation 0.02; timm's own is 1e-6."""
     token = _build("vit_small").cls_token.detach()

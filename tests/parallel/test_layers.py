@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import selftask.parallel.build as parallel_build
+import selftask.task.build as task_build
+import tiny
 from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.build import build_backbone
 from selftask.models.network import Network
 from selftask.parallel.activation_checkpointing import checkpoint_blocks
 from selftask.parallel.blocks import find_blocks
+from selftask.parallel.reduction import Reduction
 from selftask.parallel.sync_batch_norm import (
     Ranks,
     SyncBatchNorm,
@@ -195,6 +200,21 @@ def test_two_ranks_are_one_batch(told: list[dict[str, Any]]) -> None:
         alone = normalize(nn.BatchNorm1d(3, dtype=torch.float64), batch()[slice(*share)])
         for key, expected in alone.items():
             torch.testing.assert_close(rank[-1][key], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_teacher_has_the_layers_of_its_student(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run replaces BatchNorm in the teacher, too; one process stands for several."""
+    monkeypatch.setattr(parallel_build, "world_size", lambda: 2)
+    monkeypatch.setattr(parallel_build, "form_groups", lambda which: Ranks(None))
+    monkeypatch.setattr(task_build, "build_reduction", lambda *args: Reduction())
+    task = tiny.task("byol", tmp_path, "run", "parallel.sync_batch_norm=all")
+    task.prepare()
+    for network in (task.base_model, task.loss.teacher.network):
+        kinds = [type(part) for part in network.modules() if "BatchNorm" in type(part).__name__]
+        assert set(kinds) == {SyncBatchNorm}
+    task.close()
 
 
 def test_another_kind_of_batch_norm_is_refused() -> None:
