@@ -66,6 +66,14 @@ def test_scales_are_those_of_torch(overflows: list[int]) -> None:
     assert weights[0][0] == 1.0 - 0.125 * (10 - len(overflows))
 
 
+def test_a_fixed_scale() -> None:
+    config = GradScalerConfig(init_scale=128.0, growth_factor=1.0, growth_interval=1)
+    scaler = LossScaler(config, lambda name, value: None)
+    for _ in range(3):
+        assert scaler.scale(torch.tensor(0.5)) == 64.0
+        scaler.update()
+
+
 def test_gradients_that_no_scale_makes_finite_are_an_error() -> None:
     scaler = LossScaler(GradScalerConfig(), lambda name, value: None)
     weight = nn.Parameter(torch.ones(1))
@@ -176,10 +184,24 @@ def test_stopped_and_resumed_in_float16(tmp_path: Path) -> None:
     assert len({row["loss_scale"] for row in rows if "loss_scale" in row}) > 2
 
 
-def test_the_scaler_can_be_turned_off(tmp_path: Path) -> None:
-    task = tiny.task("simclr", tmp_path, "run", *HALF, "train.grad_scaler.enabled=false")
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        (["train.precision=float16", "train.grad_scaler.enabled=false"], torch.float16),
+        (["train.precision=bfloat16"], torch.bfloat16),
+        ([], torch.float32),
+    ],
+)
+def test_steps_without_a_scaler(words: list[str], dtype: torch.dtype, tmp_path: Path) -> None:
+    """The network's output has the type of the run; its weights stay in float32."""
+    task = tiny.task("simclr", tmp_path, "run", *words)
     task.prepare()
     assert not task.grad_scaler.is_enabled()
+    task.on_start()
+    task.on_phase_start()
+    task.step()
+    assert task.last_batch.output.dtype == dtype
+    assert {p.dtype for p in task.base_model.parameters()} == {torch.float32}
     task.close()
 
 

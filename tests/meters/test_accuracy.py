@@ -15,6 +15,7 @@ from selftask.classy import ClassyMeter
 from selftask.config.config_class import config_class
 from selftask.errors import UserError
 from selftask.meters.accuracy import Accuracy
+from selftask.meters.mean_average_precision import MeanAveragePrecision
 from selftask.registry import METERS
 
 SHARES = [[7, 5, 1], []]  # batch sizes of two ranks: unequal ones, and none at all
@@ -64,19 +65,25 @@ def test_unlabelled_images_do_not_count() -> None:
 
 
 def test_ranks_with_unequal_shares_agree_on_the_whole() -> None:
+    from sklearn.metrics import average_precision_score
+
     scores, target = _scores()
+    precisions = [average_precision_score(target == c, scores[:, c]) for c in target.unique()]
+    expected = {**_expected(scores, target, [1, 3]), "map": float(np.mean(precisions))}
     for value in run_ranks(_on_rank, 2):
-        assert value == pytest.approx(_expected(scores, target, [1, 3]))
+        assert value == pytest.approx(expected)
 
 
 def _on_rank(rank: int) -> dict[str, float]:
     scores, target = _scores()
-    meter = Accuracy(topk=[1, 3])
+    meters = [Accuracy(topk=[1, 3]), MeanAveragePrecision()]
     rows = torch.arange(sum(SHARES[rank])) + sum(map(sum, SHARES[:rank]))
     for part in rows.split(SHARES[rank]):
-        meter.update(scores[part], target[part])
-    meter.sync_state()
-    return meter.value
+        for meter in meters:
+            meter.update(scores[part], target[part])
+    for meter in meters:
+        meter.sync_state()
+    return {name: value for meter in meters for name, value in meter.value.items()}
 
 
 def test_state_is_plain_and_goes_on_where_it_was() -> None:

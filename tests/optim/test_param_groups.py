@@ -166,6 +166,41 @@ def test_first_rule_that_matches_gives_each_setting() -> None:
     }
 
 
+def test_decays_and_rates_of_the_usual_kinds() -> None:
+    """Biases, norms, heads and depth-wise convolutions; shared ones once, frozen ones not."""
+    network = nn.Module()
+    network.depthwise = nn.Conv2d(3, 3, 3, groups=3)
+    network.norm = nn.BatchNorm2d(3)
+    network.head = network.again = nn.Linear(3, 2)
+    network.frozen = nn.Linear(2, 2).requires_grad_(False)
+    network.gain = nn.Parameter(torch.ones(3))
+    rules = [
+        GroupRule(type="BatchNorm2d", weight_decay=0.02),
+        GroupRule(match="*.bias", lr=2.0, weight_decay=0.01),
+        GroupRule(match="head", lr=10.0),
+        GroupRule(match="depthwise", weight_decay=0.0),
+    ]
+    config = OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.3, schedule="linear", groups=rules)
+    optimizer = build_optimizer(config, [("network", network)], LENGTH, batch=8)
+    optimizer.step(where=0.5)
+    found = [
+        (id(parameter), group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    expected = [
+        (network.depthwise.weight, 0.05, 0.0),
+        (network.depthwise.bias, 0.1, 0.01),
+        (network.norm.weight, 0.05, 0.02),
+        (network.norm.bias, 0.1, 0.02),
+        (network.head.weight, 0.5, 0.3),
+        (network.head.bias, 0.1, 0.01),
+        (network.gain, 0.05, 0.0),
+    ]
+    assert sorted(found) == sorted((id(p), lr, decay) for p, lr, decay in expected)
+    assert len(optimizer.param_groups) == 5  # equal ones are one
+
+
 def test_groups_follow_their_own_schedules() -> None:
     config = OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.3, schedule="linear", groups=RULES)
     optimizer = build_optimizer(config, [("network", Small())], LENGTH, batch=8)

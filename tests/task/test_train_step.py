@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +204,8 @@ def step_with_inf(rank: int) -> tuple[list[Tensor], list[float]]:
     module.weight = weight
     length = RunLength(num_samples=3, batch_size=1, epochs=1)
     optimizer = build_optimizer(config, [("m", module)], length, batch=1)
+    with pytest.raises(TypeError, match="is not an Optimizer"):
+        torch.optim.lr_scheduler.LambdaLR(optimizer, float)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
     reduction = ManualReduction()
     reduction.register([("weight", weight)])
@@ -285,15 +289,23 @@ def test_accumulated_batches_are_one_big_batch(tmp_path: Path, spy: str) -> None
 
     task.loss.prepare_batch = prepare_double  # type: ignore[method-assign]
     network = copy.deepcopy(task.base_model)
+    places, unsynchronized = [], []
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        yield
+        unsynchronized.append(task.last_batch.number)
+
+    task.no_sync = no_sync  # type: ignore[method-assign]
     task.on_start()
     task.on_phase_start()
-    places = []
     while task.clock.batch < 5:
         places.append(task.where)
         task.step()
     task.on_phase_end()
     assert (task.steps_done, task.clock.batch, task.clock.epoch) == (3, 5, 1)
     assert places == pytest.approx([0.0, 0.4, 0.8])
+    assert unsynchronized == [0, 2]  # all batches of an update but the last
     assert task.clock.done
     forwards = [point for point in points(train=True) if point in ("on_forward", "on_update")]
     assert forwards == ["on_forward", "on_forward", "on_update"] * 2 + ["on_forward", "on_update"]
