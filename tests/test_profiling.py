@@ -51,8 +51,27 @@ def test_windows_and_what_they_hold(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_a_window_cut_short_is_written(tmp_path: Path) -> None:
     words = ["hooks.profiler={wait: 0, warmup: 0, active: 9}", "train.max_steps=2"]
     tiny.train("simclr", tmp_path, "run", *words)
-    (path,) = (tmp_path / "run" / "profile").iterdir()
-    assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    events = events_of(tmp_path / "run")
+    assert "aten::convolution" in {event["name"] for event in events}
+    assert not {"[memory]", "python_function"} & {e.get(k) for e in events for k in ("name", "cat")}
+
+
+def events_of(out: Path) -> list[dict[str, Any]]:
+    """The events of a run's only trace."""
+    (path,) = (out / "profile").iterdir()
+    events: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return events
+
+
+def test_what_a_trace_holds_on_request(tmp_path: Path) -> None:
+    """Shapes of inputs, allocations, and calls of Python functions."""
+    options = "{wait: 0, warmup: 0, active: 1, shapes: true, memory: true, stacks: true}"
+    tiny.train("simclr", tmp_path, "run", f"hooks.profiler={options}", "train.max_steps=1")
+    events = events_of(tmp_path / "run")
+    convolution = next(event for event in events if event["name"] == "aten::convolution")
+    assert convolution["args"]["Input Dims"][0] == [2 * tiny.BATCH_SIZE, 3, 32, 32]
+    assert "[memory]" in {event["name"] for event in events}
+    assert "python_function" in {event.get("cat") for event in events}
 
 
 def test_a_snapshot_of_the_cpu_is_refused(tmp_path: Path) -> None:
@@ -62,14 +81,15 @@ def test_a_snapshot_of_the_cpu_is_refused(tmp_path: Path) -> None:
 
 def test_snapshots_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the chosen step, and when memory is full but not after other errors."""
-    memory, dumped = torch.cuda.memory, []
-    monkeypatch.setattr(memory, "_record_memory_history", lambda **options: None)
+    memory, dumped, recorded = torch.cuda.memory, [], []
+    monkeypatch.setattr(memory, "_record_memory_history", lambda **kw: recorded.append(kw))
     monkeypatch.setattr(memory, "_dump_snapshot", lambda path: dumped.append(Path(path).name))
     task: Any = SimpleNamespace(
         device=torch.device("cuda"), out=tmp_path, train=True, exception=None
     )
-    hook = MemorySnapshot(at_step=2)
+    hook = MemorySnapshot(at_step=2, max_entries=7)
     hook.on_start(task)
+    assert recorded == [{"max_entries": 7}], "allocations, from the start"
     for step in (1, 2, 3):
         task.steps_done = step
         hook.on_step(task)

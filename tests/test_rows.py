@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 import resource
 import statistics
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +19,13 @@ from imagined_device import NAME, ImaginedDevice, in_process
 from ranks import run_ranks
 from selftask.batch import Batch
 from selftask.distributed.collectives import all_reduce_mean
+from selftask.hooks import metrics
 from selftask.hooks.base import function_hook
+from selftask.hooks.failures.non_finite import NonFiniteLoss
+from selftask.hooks.metrics import Metrics
 from selftask.logs import format_row, pace, read_metrics
 from selftask.logs.history import LENGTH, History
-from selftask.logs.pace import Pace, over_ranks, settings_of_groups, take_memory_mb
+from selftask.logs.pace import Pace, settings_of_groups, take_memory_mb
 from selftask.task import Task
 from selftask.task.loop import Interrupted, train_loop
 
@@ -41,30 +47,50 @@ def test_pace_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured.mean_s == pytest.approx(15 / 4)
 
 
-def unequal(rank: int) -> tuple[float, dict[str, float], dict[str, float]]:
-    """A loss of two terms, and a step that waits longer for its data on the second rank."""
+def unequal(rank: int) -> dict[str, float]:
+    """The row of a loss of two terms, and of a step that waits longer for data on rank 1."""
     nothing = torch.empty(0, dtype=torch.int64)
     batch = Batch(views={}, labels=nothing, index=nothing, key=nothing)
     batch.local_loss = {
         "a": torch.tensor(1.0 + rank, requires_grad=True),
         "b": torch.tensor(4.0, dtype=torch.bfloat16),
     }
-    loss = all_reduce_mean(batch.local_loss.detach())
-    measured = Pace()
-    measured.since -= 1000.0
-    measured.step_ends()
-    largest = {**measured.take(100.0 + 300.0 * rank), "memory_mb": 8.0 - rank}
-    return float(loss), *over_ranks(batch.terms, largest, torch.device("cpu"))
+    batch.loss = all_reduce_mean(batch.local_loss.detach())
+    metrics.take_memory_mb = lambda device: {"memory_mb": 8.0 - rank}  # type: ignore[attr-defined]
+    rows: list[dict[str, float]] = []
+    task: Any = SimpleNamespace(device=torch.device("cpu"), last_batch=batch, losses=[], train=True)
+    task.config = SimpleNamespace(train=SimpleNamespace(log_every=1))
+    task.data_module = SimpleNamespace(data_wait_s=100.0 + 300.0 * rank)
+    task.length = SimpleNamespace(batch_size=8, total_steps=2)
+    task.optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
+    task.steps_done, task.pop_scalars, task.write_row = 1, dict, rows.append
+    hook = Metrics()
+    hook.on_start(task)
+    hook.pace.since -= 1000.0
+    hook.on_loss_and_meter(task)
+    hook.on_step(task)
+    (row,) = rows
+    return row
 
 
 def test_over_ranks() -> None:
     """The loss and its terms are means; ``data_wait``, times and memory are the largest."""
-    for loss, means, maxima in run_ranks(unequal, 2):
-        assert means == {"a": 1.5, "b": 4.0}
-        assert loss == sum(means.values())
-        assert maxima["data_wait"] == pytest.approx(0.4, rel=0.05)
-        assert maxima["step_s"] == pytest.approx(1000.0, rel=0.05)
-        assert maxima["memory_mb"] == 8.0
+    for row in run_ranks(unequal, 2):
+        assert (row["a"], row["b"], row["loss"]) == (1.5, 4.0, 5.5)
+        assert row["data_wait"] == pytest.approx(0.4, rel=0.05)
+        assert row["step_s"] == pytest.approx(1000.0, rel=0.05)
+        assert row["memory_mb"] == 8.0
+
+
+def test_terms_that_are_not_finite_are_named() -> None:
+    task: Any = SimpleNamespace(device=torch.device("cpu"), last_batch=SimpleNamespace())
+    task.last_batch.terms = {"a": torch.tensor(1.0), "b": torch.tensor(math.inf)}
+    task.optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
+    hook = Metrics()
+    hook.load_state_dict({"window": torch.tensor([2.0, math.inf]), "steps": [6, 7]})
+    hook.on_start(task)
+    with pytest.raises(NonFiniteLoss, match=r"is inf at step 7 on rank 0; terms: b; lr was 0\.1\."):
+        hook.before_save(task)
 
 
 def test_settings_of_groups() -> None:

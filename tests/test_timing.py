@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 import tiny
 from selftask.errors import UserError
+from selftask.hooks.watching import timing
 from selftask.logs import read_metrics
 from selftask.task import Task
 
@@ -44,17 +46,40 @@ class Slow:
             yield batch
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+class Event:
+    """An event of a device, at a time of ``Slow``."""
+
+    def __init__(self, at_s: float) -> None:
+        self.at_s, self.waited_for = at_s, False
+
+    def synchronize(self) -> None:
+        self.waited_for = True
+
+    def elapsed_time(self, end: Event) -> float:
+        assert end.waited_for
+        return 1e3 * (end.at_s - self.at_s)
+
+
+@pytest.mark.parametrize(("accumulate", "clock"), [(1, "device"), (2, "host")])
 def test_each_section_gets_its_time(
-    tmp_path: Path, accumulate: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    accumulate: int,
+    clock: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """By the host's clock on a CPU, by events of an accelerator."""
     step = "accumulate" if accumulate > 1 else "standard"
     more = ("hooks.timing={}", f"train.step={step}", f"train.accumulate={accumulate}")
     task = tiny.task("simclr", tmp_path, "run", *more, "train.max_steps=2", "train.log_every=2")
     task.prepare()
     slow = Slow(task)
+    if clock == "device":
+        monkeypatch.setattr(timing, "is_accelerator", lambda device: True)
+        monkeypatch.setattr(timing, "record_event", lambda device, timing: Event(slow.now))
     task.on_start()
-    task.named_hooks["timing"].clock = lambda: slow.now
+    if clock == "host":
+        task.named_hooks["timing"].clock = lambda: slow.now
     with caplog.at_level("INFO", "selftask"):
         task.on_phase_start()
         task.step()
@@ -97,9 +122,13 @@ def test_sections_are_ranges_of_the_profiler(tmp_path: Path) -> None:
     task.on_start()
     task.on_phase_start()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        began = time.perf_counter()
         task.step()
+        taken = 1e3 * (time.perf_counter() - began)
     task.on_exception()
     task.close()
+    (row,) = read_metrics(task.out / "metrics.jsonl")
+    assert 0.3 * taken < sum(row[f"ms_{section}"] for section in SECONDS) < taken, "real time"
     seen = {event.key for event in profile.key_averages()}
     assert seen >= set(SECONDS)
 

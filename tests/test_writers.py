@@ -183,21 +183,29 @@ def wandb_history(folder: Path, rows: int) -> list[dict[str, Any]]:
         if len(items) >= rows:
             break
         time.sleep(0.2)
-    return [{(i.key or i.nested_key[0]): json.loads(i.value_json) for i in row} for row in items]
+    return [
+        {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in row} for row in items
+    ]
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    rows = train_twice(tmp_path, "wandb={mode: offline, project: mine}")
+    rows = train_twice(tmp_path, "wandb={mode: offline, project: mine, entity: ours}")
     history = wandb_history(tmp_path / "run" / "wandb", len(rows))
     records = wandb_records(tmp_path / "run" / "wandb")
     runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
-    assert {(run.project, run.display_name) for run in runs} == {("mine", "run")}
+    whose = {(run.entity, run.project, run.display_name) for run in runs}
+    assert whose == {("ours", "mine", "run")}
+    sent = {u.key: json.loads(u.value_json) for run in runs for u in run.config.update}
+    assert sent["train"]["batch_size"] == tiny.BATCH_SIZE
     assert len({run.run_id for run in runs}) == 1, "a resumed run goes on under its id"
     assert [row["_step"] for row in history] == [row["step"] for row in rows]
     for name in COLUMNS:
         assert [row[name] for row in history] == pytest.approx([row[name] for row in rows])
+    (media,) = [row for row in history if "red.path" in row]
+    assert (media["_step"], media["red.width"], media["red.height"]) == (3, 6, 4)
+    assert (sum(media["ramp.values"]), media["ramp.bins"][-1]) == (100, 99)
 
 
 def test_a_writer_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
