@@ -66,6 +66,7 @@ def test_a_rank_that_raises_is_named(tmp_path: Path) -> None:
     check_failed(done, tmp_path / "run", 1, "InjectedFault")
     assert "InjectedFault" in (tmp_path / "run/errors/rank1.txt").read_text()
     assert "in on_forward" in done.stdout  # its traceback, on rank 0's log
+    assert "threads: " in (tmp_path / "run/log_rank1.txt").read_text(), "a log of its own"
 
 
 @pytest.mark.slow

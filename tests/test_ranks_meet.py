@@ -7,14 +7,18 @@ import subprocess
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 import tiny
 from ranks import run_ranks
 from selftask.data.fingerprint import check_same_on_all_ranks
 from selftask.data.source import Source
+from selftask.distributed import process_group
 from selftask.distributed.world import World
 from selftask.errors import UserError
 from selftask.run import early_errors
@@ -65,6 +69,28 @@ def test_ranks_that_see_different_data() -> None:
     assert "has 2 images with other names than rank 0" in names
     assert "has 2 images with other labels than rank 0" in labels
     assert "has 0 images, not the 2 images of rank 0" in none
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cuda:1", "nccl"), ("xpu:1", "xccl"), ("cpu", "gloo")]
+)
+def test_how_the_process_group_is_made(
+    device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backend by device, meeting point by the launcher, and the time limit of collectives."""
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kw: made.append((args, kw)))
+    for master, meeting in ((("n1", 4321), "tcp://n1:4321"), (None, "env://")):
+        world = World(3, 4, 1, 2, master=master)
+        process_group.join_world(world, torch.device(device), timeout_s=7)
+        ((args, options),) = made
+        assert args == (backend,) and options["init_method"] == meeting
+        assert (options["rank"], options["world_size"]) == (3, 4)
+        assert options["timeout"].total_seconds() == 7
+        assert options["device_id"] == (None if device == "cpu" else torch.device(device))
+        made.clear()
+    process_group.join_world(World(), torch.device(device))
+    assert made == [], "one process needs none"
 
 
 def test_an_early_error_is_left_for_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,12 +151,14 @@ def test_never_sets_the_old_run_aside(folder: Path) -> None:
     assert [row["step"] for row in tiny.rows(out)] == [1, 2, 3]
 
 
-def test_from_a_file(folder: Path) -> None:
+def test_from_a_file(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An own older checkpoint winds the run back; one from elsewhere starts it, once."""
     every = "train.checkpoint_every='1 steps'"
     tiny.train("simclr", folder, "file", every, "train.stop_at=4")
     third = folder / "file/checkpoints/step_000000003.pt"
-    back = tiny.train("simclr", folder, "file", every, f"resume={third}", "train.stop_at=4")
+    with caplog.at_level("INFO", logger="selftask"):
+        back = tiny.train("simclr", folder, "file", every, f"resume={third}", "train.stop_at=4")
+    assert f"resumed from {third}: step 3" in caplog.text
     assert back.steps_done == 4
     assert [row["step"] for row in tiny.rows(folder / "file")] == [1, 2, 3, 4]
 

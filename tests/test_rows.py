@@ -217,6 +217,7 @@ def test_history_against_a_list() -> None:
     loss = history["loss"]
     assert loss.last() == values[-LENGTH:] and loss.latest == values[-1]
     assert loss.mean(10) == pytest.approx(sum(values[-10:]) / 10)
+    assert loss.mean() == pytest.approx(sum(values[-LENGTH:]) / LENGTH)
     assert loss.median(9) == sorted(values[-9:])[4]
     assert (loss.min(5), loss.max(5)) == (min(values[-5:]), max(values[-5:]))
     with pytest.raises(KeyError, match=r"no column 'los' in the rows so far; did you mean 'loss'"):
