@@ -1,0 +1,59 @@
+"""Graphs of linear layers on a CPU: the same results, no copied bias, no sum by columns."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from selftask.parallel.linear_on_cpu import LinearOnCPU
+
+aten = torch.ops.aten
+
+
+def _targets(graph: torch.fx.Graph) -> Counter[object]:
+    return Counter(node.target for node in graph.nodes if node.op == "call_function")
+
+
+def _rewritten(function: object, *inputs: Tensor) -> tuple[Counter[object], Counter[object]]:
+    """Rewrite the traced function; compare results; return operations before and after."""
+    traced = make_fx(function, tracing_mode="fake")(*inputs)  # type: ignore[arg-type]
+    before, expected = _targets(traced.graph), traced(*inputs)
+    LinearOnCPU()(traced.graph)
+    traced.graph.lint()
+    traced.recompile()
+    for ours, eager in zip(traced(*inputs), expected, strict=True):
+        assert ours.shape == eager.shape
+        torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
+    return before, _targets(traced.graph)
+
+
+def test_a_layer_and_its_gradients() -> None:
+    """Forward with a view behind the layer, backward with the bias's gradient over 300 rows."""
+    layer = nn.Linear(8, 6)
+
+    def step(images: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+        hidden = aten.addmm(bias, images.reshape(-1, 8), weight.t())
+        output = nn.functional.gelu(hidden.view(4, 75, 6))
+        return [output, output.sum(dim=(0, 1)), hidden.sum(dim=0, keepdim=True), hidden]
+
+    images = torch.randn(4, 75, 8, generator=torch.Generator().manual_seed(0))
+    before, after = _rewritten(step, images, layer.weight.detach(), layer.bias.detach())
+    assert before[aten.addmm.default] == 1 and before[aten.sum.dim_IntList] == 2
+    assert after[aten.addmm.default] == 0 and after[aten.sum.dim_IntList] == 0
+    assert after[aten.mm.default] == 3 and after[aten.add.Tensor] == 1
+
+
+def test_other_sums_and_products_are_left() -> None:
+    """Of products, of few rows, over columns; scaled products; other precisions."""
+
+    def sums(x: Tensor, few: Tensor) -> list[Tensor]:
+        scaled = torch.addmm(x[0, :3], x, few.t(), beta=0.5)
+        half = x.bfloat16()
+        return [(x * 2).sum(0), few.sum(0), x.sum(1), half.sum(0).float(), scaled]
+
+    draws = torch.Generator().manual_seed(0)
+    before, after = _rewritten(sums, *(torch.randn(n, 4, generator=draws) for n in (300, 3)))
+    assert before == after and before[aten.sum.dim_IntList] == 4
