@@ -142,7 +142,7 @@ def test_every_hook_by_its_name_alone(
 def test_registered_by_the_users_own_module(
     tmp_path: Path, forget_names: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By their bare names; the hook's state is saved and resumed."""
+    """By their bare names; the states of hook and meter are saved and restored."""
     (tmp_path / "theirs.py").write_text(THEIRS)
     monkeypatch.chdir(tmp_path)
     more = [
@@ -155,6 +155,14 @@ def test_registered_by_the_users_own_module(
     task = tiny.train("supervised", tmp_path, "run", *more)
     assert task.named_hooks["their_counter"].state.count == 2 * 15
     assert tiny.rows(tmp_path / "run")[-1]["test_their_rows_seen"] == 300
+    again = tiny.task("supervised", tmp_path, "run", *more)
+    again.prepare()
+    again.meters[-1].count = 7
+    state = again.state_dict()
+    again.meters[-1].reset()
+    again.load_state_dict(state)
+    assert again.meters[-1].value == {"seen": 70}
+    again.close()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import tiny
 from selftask.api.trainer import Interrupted
 from selftask.batch import Batch
 from selftask.errors import ConfigError, UserError
+from selftask.hooks.base import function_hook
 from selftask.methods.base import Method
 from selftask.train_steps.standard import standard_train_step
 
@@ -146,6 +147,7 @@ def loud_step(task: selftask.Task) -> None:
 
 
 def test_classes_and_functions_are_names(tmp_path: Path, forget_names: None) -> None:
+    seen: list[int] = []
     task = selftask.create_task(
         Pull(Pull.Config(strength=3.0)),
         backbone=Flat(),
@@ -153,9 +155,10 @@ def test_classes_and_functions_are_names(tmp_path: Path, forget_names: None) -> 
         out=tmp_path / "run",
         optimizer={"name": torch.optim.NAdam, "lr": 0.01},
         train={"step": loud_step, "max_steps": 2, "log_every": 1},
-        hooks={"export": None},
+        hooks=[function_hook(on_step=lambda task: seen.append(task.steps_done))],
+        **{"hooks.export": None},
     )
-    assert [*task.steps()] == [1, 2]
+    assert [*task.steps()] == seen == [1, 2]
     assert isinstance(task.loss, Pull) and task.loss.config.strength == 3.0
     assert tiny.rows(tmp_path / "run")[-1]["loud"] == 2
     assert task.config.to_dict()["method"] == {"name": "Pull", "strength": 3.0}

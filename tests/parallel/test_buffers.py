@@ -24,7 +24,8 @@ CASES = [
     *((way, "step", "broadcast") for way in WAYS[1:]),
     ("manual", "step", "mean"),
 ]
-STAGES = ("step 1", "step 2", "exported", "step 3", "saved")
+STAGES = ("step 1", "step 2", "exported", "step 3", "saved", "step 4", "test phase")
+SYNCED = ["exported", "saved", "test phase"]  # before an evaluation
 
 
 def buffers_of_runs(_: int) -> dict[tuple[str, str, str], dict[str, Tensor]]:
@@ -50,6 +51,9 @@ def _run(way: str, when: str, buffers: str, folder: Path) -> dict[str, Tensor]:
             task.export_backbone()
         elif stage == "saved":
             task.state_dict()
+        elif stage == "test phase":
+            task._test_is_next = lambda: True  # type: ignore[method-assign]
+            task.on_phase_start()
         else:
             task.step()
         statistics = [
@@ -67,7 +71,7 @@ def _run(way: str, when: str, buffers: str, folder: Path) -> dict[str, Tensor]:
 def test_when_ranks_are_equal(case: Any, told: list[dict[str, Any]]) -> None:
     """The first rank keeps its own; the second gets them as configured, and never otherwise."""
     first, second = (of_rank["buffers_of_runs"] for of_rank in told)
-    expected = {"evaluation": ["exported", "saved"], "step": [*STAGES], "never": []}[case[1]]
+    expected = {"evaluation": SYNCED, "step": [*STAGES], "never": []}[case[1]]
     equal = [stage for stage in STAGES if torch.equal(first[case][stage], second[case][stage])]
     assert equal == expected
     for stage in STAGES:

@@ -54,8 +54,12 @@ def test_priorities_and_exceptions(tmp_path: Path, spy: str) -> None:
     task.calls["on_backward"].append(fail)
     task.calls["on_exception"].insert(0, fail)
     task.prepare = lambda: None  # type: ignore[method-assign]
+    closed: list[Task] = []
+    task.close = lambda: closed.append(task)  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         train_loop(task)
+    assert closed == [task], "after an error, too"
+    Task.close(task)
     assert task.hooks[0] is task.loss
     place = next(i for i, hook in enumerate(task.hooks) if isinstance(hook, SaveCheckpoints))
     before, after = task.hooks[1:place], task.hooks[place + 1 :]

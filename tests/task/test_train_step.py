@@ -86,6 +86,9 @@ def test_grad_mode_and_train_mode_are_put_back(tmp_path: Path) -> None:
         assert task.last_batch.local_loss.requires_grad is train
         assert not task.last_batch.loss.requires_grad
         assert task.losses[0] is task.last_batch.loss
+        sample = task.last_batch.sample
+        assert sample["input"] is task.last_batch.input
+        assert sample["target"] is task.last_batch.target is task.last_batch.labels
         loss = nn.functional.cross_entropy(task.last_batch.output, task.last_batch.labels)
         assert task.last_batch.loss.item() == pytest.approx(loss.item(), rel=1e-6)
         after = task.base_model.state_dict().values()
