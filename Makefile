@@ -6,12 +6,15 @@ BUDGET ?= 40
 OLDEST ?= python3.10
 NEWEST ?= python3.13
 
-.PHONY: demo test test-all test-oldest test-newest prove check docs install wheel release clean
+.PHONY: demo test quick style types test-all test-oldest test-newest prove check docs install wheel release clean
 
 demo: $(VENV)/.installed ## pretrain on handwritten digits and show what was learned
 	$(BIN)/python tools/demo.py
 
-test: check ## style, types and all quick tests: under 10 minutes on 2 cores
+test: style ## style, types and all quick tests: under 10 minutes on 2 cores
+	$(MAKE) --no-print-directory -j 2 types quick
+
+quick: $(VENV)/.tests
 	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4
 
 test-all: $(VENV)/.tests ## what takes longer: slow tests, then proofs of what changed, within BUDGET minutes
@@ -20,9 +23,13 @@ test-all: $(VENV)/.tests ## what takes longer: slow tests, then proofs of what c
 prove: $(VENV)/.tests ## all proofs of all methods, hours: writes the ledger in proofs/
 	$(BIN)/python tools/prove.py
 
-check: $(VENV)/.tests ## format, lint, types
+check: style types ## format, lint, types
+
+style: $(VENV)/.tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: $(VENV)/.tests
 	$(BIN)/mypy
 
 docs: $(VENV)/.docs ## the documentation in docs/_build/html, without network; a warning is an error
