@@ -189,6 +189,7 @@ def test_from_inside_of_a_job(tmp_path: Path, fake: Fake, monkeypatch: pytest.Mo
         monkeypatch.setenv(name, value)
     fake("sbatch", f"env > {tmp_path}/seen; echo Submitted batch job 77")
     fake("squeue", "exit 0")
+    fake("sinfo", "exit 1")  # a real one looks for the file of SLURM_CONF for a minute
     (made,) = plan("simclr/digits", words(tmp_path, "run")).submit()
     assert made.job_id == "77"
     seen = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
