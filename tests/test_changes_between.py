@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ import torch
 from PIL import Image
 
 import tiny
-from selftask.checkpoint import manifest, rotation, store
+from selftask.checkpoint import manifest, rotation
 from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.config.schema import Component
@@ -288,77 +287,6 @@ def test_status_of_a_killed_run_is_corrected_though_the_next_one_fails(stopped: 
     remove(stopped / "photos")
     assert main(words(stopped)) == 2
     assert json.loads(status.read_text())["state"] == "failed"
-
-
-# -- what a checkpoint lacks -----------------------------------------------------------------------
-
-
-def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a checkpoint, and write a seal that fits."""
-    state = torch.load(path, weights_only=True)
-    change(state)
-    torch.save(state, path)
-    seal = {"step": 2, "bytes": path.stat().st_size, "crc32": manifest.crc32(path)}
-    path.with_suffix(".json").write_text(json.dumps(seal))
-
-
-@pytest.mark.parametrize("entry", ["metrics_bytes", "optimizer", "clock", "rng", "scaler", "hooks"])
-@pytest.mark.parametrize("value", ["missing", None])
-def test_missing_entries_are_one_line(
-    entry: str, value: str | None, stopped: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = rotation.checkpoints(stopped / "run/checkpoints")[0]
-
-    def change(state: dict[str, Any]) -> None:
-        if value is None:
-            state[entry] = None
-        else:
-            del state[entry]
-
-    rewrite(path, change)
-    capsys.readouterr()
-    assert main(words(stopped)) == 2
-    told = capsys.readouterr()
-    assert "Traceback" not in told.out + told.err
-    assert f"'{entry}'" in told.out
-    assert main(words(stopped, f"out={stopped / 'new'}", f"resume={path}")) == 2
-    told = capsys.readouterr()
-    assert "Traceback" not in told.out + told.err
-    assert "RUN FAILED at step 0" in told.out
-    inside = {"optimizer": {"optim": None}, "clock": {}, "hooks": {"metrics": None}}
-    if value is None and entry in inside:
-        rewrite(path, lambda state: state.update({entry: inside[entry]}))
-        assert main(words(stopped)) == 2
-        assert "Traceback" not in capsys.readouterr().out
-
-
-def test_the_format_of_a_newer_version_is_named(
-    stopped: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = rotation.checkpoints(stopped / "run/checkpoints")[0]
-    rewrite(path, lambda state: state.update(format=2))
-    assert main(words(stopped)) == 2
-    assert "is of format 2, made by a newer selftask" in capsys.readouterr().out
-    assert main(["export", str(stopped / "run")]) == 2
-    assert "is of format 2" in capsys.readouterr().err
-    rewrite(path, lambda state: state.pop("clock"))
-    assert main(["export", str(stopped / "run")]) == 2
-    rewrite(path, lambda state: state.update(clock={"steps_done": 2}, format=1, model=None))
-    assert main(["export", str(stopped / "run")]) == 2
-    assert "Traceback" not in capsys.readouterr().err
-
-
-def test_a_flipped_bit_shows_without_the_seal(tmp_path: Path) -> None:
-    state = {"weight": torch.arange(1000.0), "n": 1}
-    path = store.save(state, tmp_path, 1, keep=1)
-    path.with_suffix(".json").unlink()
-    assert store.load(path)["n"] == 1
-    content = bytearray(path.read_bytes())
-    content[content.index(torch.tensor(500.0).numpy().tobytes())] ^= 1
-    path.write_bytes(content)
-    assert torch.load(path, weights_only=True)["n"] == 1  # torch does not look
-    with pytest.raises(manifest.DamagedCheckpoint, match="checksum of"):
-        store.load(path)
 
 
 # -- what a run keeps of its code ------------------------------------------------------------------

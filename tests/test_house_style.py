@@ -13,7 +13,7 @@ import pytest
 import tiny
 from import_graph import LEVELS, Graph, circles, imports
 from selftask.config.compose.recipes import shipped
-from selftask.config.load import load_config
+from selftask.config.load import load_config, to_yaml
 from selftask.registry import HOOKS, METHODS, REGISTRIES, TRAIN_STEPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -174,11 +174,16 @@ def test_every_method_has_a_recipe_for_digits_and_photographs() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))
-def test_every_recipe_loads_and_promises(name: str) -> None:
+def test_every_recipe_loads_and_promises(name: str, tmp_path: Path) -> None:
+    """The config of a run is the one it was started with; the header names paper and promise."""
     folder = ["data=no/such/folder"] if name.endswith(("/images", "/finetune")) else []
     config = load_config(name, folder)
     assert config.method.name == name.split("/")[0]
-    assert len(shipped()[name].header) >= 2, f"{name}: a title and a promise are missing"
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    assert load_config(str(path), []) == config
+    header = shipped()[name].header
+    assert len(header) >= 2, "what it is (paper); the number it promises or 'not run'; the command"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,26 @@ def digits_file(folder: Path, name: str = "digits.npz", start: int = 0, stop: in
 
 def overrides(method: str, folder: Path, out: str | Path = "run", *more: str) -> list[str]:
     """Return the overrides that make the digits recipe of ``method`` tiny, then ``more``."""
-    recipe = load_config(f"{method}/digits", [])
-    small = make_tiny(recipe, batch_size=BATCH_SIZE, steps=STEPS)
-    parts = {"backbone": small.backbone, "method": small.method}
     return [
         f"data={digits_file(folder)}",
         *(["data.extras=[caption]"] if "captions" in required(method) else []),
         "data.val=null",
         "data.num_workers=0",
-        *(f"{key}={_flow(part.to_dict())}" for key, part in parts.items()),
+        *_tiny_parts(method),
         f"train={{batch_size: {BATCH_SIZE}, epochs: 3, log_every: 1, threads: 1, device: cpu}}",
         "eval.evaluations={knn: null, linear: null}",
         f"out={folder / out}",
         *more,
     ]
+
+
+@cache
+def _tiny_parts(method: str) -> tuple[str, ...]:
+    """Return the overrides of backbone and method."""
+    recipe = load_config(f"{method}/digits", [])
+    small = make_tiny(recipe, batch_size=BATCH_SIZE, steps=STEPS)
+    parts = {"backbone": small.backbone, "method": small.method}
+    return tuple(f"{key}={_flow(part.to_dict())}" for key, part in parts.items())
 
 
 def _flow(value: Any) -> str:

@@ -198,20 +198,6 @@ def test_nothing_is_left_behind(project: Path) -> None:
     assert not GlobalHydra.instance().is_initialized()
 
 
-@pytest.mark.parametrize("name", sorted(recipes.shipped()))
-def test_shipped_recipes_load_and_round_trip(name: str, tmp_path: Path) -> None:
-    config = load_config(name, ["data=./photos"] if name.endswith(("/images", "/finetune")) else [])
-    path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(config))
-    assert load_config(str(path), []) == config
-
-
-@pytest.mark.parametrize("name", sorted(recipes.shipped()))
-def test_shipped_recipes_open_with_their_promise(name: str) -> None:
-    header = recipes.shipped()[name].header
-    assert len(header) >= 2, "what it is (paper); the number it promises or 'not run'; the command"
-
-
 def test_no_source_or_optimizer_field_is_called_like_one_of_ours() -> None:
     for registry, ours in ((SOURCES, DataConfig), (OPTIMIZERS, OptimizerConfig)):
         fixed = set(_names(ours)) - {"source", "args"}
