@@ -15,7 +15,7 @@ import tiny
 from selftask.cli.main import main
 from selftask.config.load import to_yaml
 from selftask.data.loading.open_data import open_data
-from selftask.errors import ConfigError
+from selftask.errors import ConfigError, UserError
 from selftask.evaluate.offline import evaluate_backbone
 from selftask.evaluate.online import evaluate_task
 from selftask.hooks.base import Hook
@@ -97,9 +97,12 @@ def test_averages_are_those_of_the_papers(folder: Path) -> None:
         torch.testing.assert_close(got.double(), mean, rtol=1e-5, atol=1e-6)
 
 
-def test_half_life_counts_images(folder: Path) -> None:
+def test_half_life_counts_images_and_start_lies_in_the_run(folder: Path) -> None:
     task = train(folder, "half", "hooks.ema={half_life: 32}", "train.max_steps=1")
     assert task.averages["ema"].decay_of_step ** 2 == pytest.approx(0.5)  # 16 images a step
+    late = ("hooks.ema={start: 2 epochs}", "train.max_steps=1")
+    with pytest.raises(UserError, match=r"hooks.ema.start=2 epochs: is step 10, after the last on"):
+        train(folder, "late", *late)
 
 
 @pytest.mark.parametrize("method", ["byol", "dino"])  # dino exports its teacher
@@ -107,9 +110,11 @@ def test_evaluated_and_exported_beside_the_weights(
     method: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, plain = folder / f"{method}_both", folder / f"{method}_plain"
-    train(folder, run.name, EMA.replace("}", ", export: true}"), method=method)
-    train(folder, plain.name, method=method)
+    train(folder, run.name, EMA.replace("}", ", export: true}"), "eval.loss=true", method=method)
+    train(folder, plain.name, "eval.loss=true", method=method)
     rows = tiny.rows(run)
+    assert rows[0]["ema_val_loss"] == pytest.approx(rows[0]["val_loss"], rel=1e-6)
+    assert rows[-1]["ema_val_loss"] != pytest.approx(rows[-1]["val_loss"], rel=1e-4)
     without = [{k: v for k, v in row.items() if not k.startswith("ema_")} for row in rows]
     assert without == tiny.rows(plain)  # the run itself does not change
     own = ("config", "metrics_bytes", "hooks", "history")
