@@ -191,6 +191,22 @@ def test_their_schedule(tmp_path: Path) -> None:
     tiny.train("simclr", tmp_path, "run", sgd, f"optimizer.lr={lr}", "train.epochs=3")
     rates = [row["lr"] for row in tiny.rows(tmp_path / "run")]
     assert rates == pytest.approx([0.1] * 5 + [0.01] * 5 + [0.001] * 5)
+    steps = {"values": [0.1, 0.01], "milestones": [1]}
+    line = {"start_value": 0.1, "end_value": 0.0}
+    for name, args, interval in (("multistep", steps, "EPOCH"), ("linear", line, "STEP")):
+        schedule = classy.build_schedule(f"classy:{name}", args, num_epochs=3)
+        assert schedule.update_interval.name == interval  # Classy's default
+
+
+def test_their_precision_and_recall() -> None:
+    """By hand: two of four images are right at first, three among the best two."""
+    scores = torch.tensor([[3.0, 2.0, 1.0], [1.0, 3.0, 2.0], [2.0, 1.0, 3.0], [3.0, 1.0, 2.0]])
+    expected = {"precision_at_k": (2 / 4, 3 / 8), "recall_at_k": (2 / 4, 3 / 4)}
+    for name, (first, second) in expected.items():
+        meter = classy.build("meter", f"classy:{name}", {"topk": [1, 2]})
+        meter.update(scores, torch.tensor([0, 2, 2, 1]))
+        meter.sync_state()
+        assert meter.value == pytest.approx({"top_1": first, "top_2": second})
 
 
 def test_what_they_cannot_be_made_of_is_told() -> None:
