@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ from PIL import Image
 from sklearn.metrics import average_precision_score
 
 import tiny
+from minitask import TinyBackbone, loss_of
 from selftask.config.load import load_config
 from selftask.data.loading.open_data import open_data
 from selftask.errors import UserError
 from selftask.meters.mean_average_precision import MeanAveragePrecision
-from selftask.methods.supervised import known_cross_entropy
+from selftask.methods.supervised import Supervised, known_cross_entropy
 from selftask.task import Task
 from selftask.task.loop import train_loop
 
@@ -36,6 +38,11 @@ def test_loss_of_known_labels() -> None:
         terms = [math.log1p(math.exp(-s if y else s)) for s, y in known]
         losses.append(sum(terms) / max(len(terms), 1))
     assert float(known_cross_entropy(scores, labels)) == pytest.approx(np.mean(losses), rel=1e-5)
+    method = Supervised(Supervised.Config(targets=["up", "down", "left", "right"]))
+    task: Any = None  # the number of classes is that of the targets
+    assert method.build_network(TinyBackbone(), task).head.out_features == 4
+    found = loss_of(method, scores, labels=labels)
+    assert found.item() == pytest.approx(np.mean(losses), rel=1e-5)
 
 
 def test_mean_average_precision_is_that_of_sklearn() -> None:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import tiny
 from selftask.config.load import load_config
+from selftask.config.schema import Component
 from selftask.data.loading.open_data import open_data
-from selftask.models.build import check_backbone
+from selftask.models.build import build_backbone, check_backbone
 from selftask.models.features.extract import extract
 from selftask.models.network import Network, forward_by_size
 from selftask.task import Task
@@ -47,7 +48,9 @@ def test_a_swin_of_any_size_is_that_of_its_own_size_bit_for_bit(name: str) -> No
 @pytest.mark.parametrize("size", [16, 24, 40, 64])
 def test_a_swin_sees_other_sizes_as_one_built_for_them(name: str, size: int) -> None:
     """With windows and shifts of the first, also where a map is smaller than a window."""
-    dynamic, built = swin(name, 32, dynamic_img_size=True), swin(name, size, always_partition=True)
+    args = {"img_size": 32, "window_size": 4, **SWIN, "dynamic_img_size": True}
+    dynamic = build_backbone(Component(name="timm", args={"model": name, "args": args})).eval()
+    built = swin(name, size, always_partition=True)
     built.load_state_dict(dynamic.state_dict())
     for ours, theirs in zip(dynamic.modules(), built.modules(), strict=True):
         if hasattr(ours, "shift_size"):
