@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import timm
 import torchvision
@@ -9,6 +11,7 @@ from timm.models import group_parameters
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
+import tiny
 from selftask.config.run_length import RunLength
 from selftask.config.schema.optimizer import OptimizerConfig
 from selftask.errors import UserError
@@ -106,3 +109,23 @@ def test_a_backbone_without_blocks() -> None:
     backbone = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     with pytest.raises(UserError, match=r"layer_decay: the layers of Sequential are unknown"):
         parameter_depths(backbone, find_blocks(backbone))
+
+
+def test_layers_of_a_run_have_their_rates(tmp_path: Path) -> None:
+    """decay ** (number of blocks + 1 - layer); the last norm as the last block, as in timm."""
+    words = ["optimizer={name: sgd, lr: 0.1, schedule: constant, warmup: 0, layer_decay: 0.5}"]
+    task = tiny.task("mae", tmp_path, "run", *words, "train.max_steps=1")
+    task.prepare()
+    task.on_start(), task.on_phase_start(), task.step()
+    rates = {id(p): group["lr"] for group in task.optimizer.param_groups for p in group["params"]}
+    named = dict(task.base_model.named_parameters())
+    last = len(task.base_model.backbone.blocks)
+    expected = {
+        "backbone.patch_embed.proj.weight": 0.1 * 0.5 ** (last + 1),
+        "backbone.blocks.0.attn.qkv.weight": 0.1 * 0.5**last,
+        f"backbone.blocks.{last - 1}.mlp.fc2.bias": 0.05,
+        "backbone.norm.weight": 0.05,
+        next(name for name in named if not name.startswith("backbone.")): 0.1,
+    }
+    assert last > 1 and {n: rates[id(named[n])] for n in expected} == pytest.approx(expected)
+    task.close()
