@@ -166,15 +166,22 @@ def test_validation_loss_of_every_method(method: str, folder: Path) -> None:
 
 def test_validation_loss_is_that_of_the_formula(folder: Path) -> None:
     words = ("eval.loss=true", "train.max_steps=3", "eval.evaluations={}")
-    task = train("supervised", folder, "formula", *words)
+    task = train("supervised", folder, "formula", *words, "train.precision=bfloat16")
     losses, indices = [], []
+    network = task.base_model.eval()
     for batch in task.data_module.val_batches():
-        network = task.base_model.eval()
-        losses.append(F.cross_entropy(network(*batch.all_views).double(), batch.labels))
+        with torch.autocast("cpu", torch.bfloat16):
+            scores = network(*batch.all_views)
+        losses.append(F.cross_entropy(scores.double(), batch.labels))
         indices += batch.index.tolist()
     assert indices == list(range(32))  # two batches of 16; the last 8 of 40 images are left out
     expected = float(torch.stack(losses).mean().detach())
     assert tiny.rows(task.out)[-1]["val_loss"] == pytest.approx(expected, rel=1e-5)
+    modes = []
+    hook = lambda net, *_: modes.append((net.training, torch.is_grad_enabled()))  # noqa: E731
+    network.train().register_forward_hook(hook)
+    assert evaluate_task(task)["val_loss"] == pytest.approx(expected, rel=1e-5)
+    assert modes == [(False, False)] * 2 and network.training
     task.close()
 
 

@@ -108,7 +108,8 @@ def test_what_a_checkpoint_holds(folder: Path) -> None:
     assert any("queue" in name for name in state["method"])
     assert state["optimizer"]["optim"]["state"], "moments of the optimizer"
     assert yaml.safe_load(state["config"]) == yaml.safe_load(to_yaml(task.config))
-    assert state["clock"]["steps_done"] == 2
+    assert (state["clock"]["steps_done"], state["clock"]["batch"]) == (2, 2)
+    assert state["clock"].keys() == {"steps_done", "batch", "phase", "skipped", "tested"}
     assert state["hooks"].keys() == task.named_hooks.keys()
     assert state["hooks"]["ema"]["weights"].keys() <= state["model"].keys()
     assert [set(rng) >= {"python", "numpy", "torch"} for rng in state["rng"]] == [True]

@@ -126,6 +126,14 @@ CASES = {
         r"optimizer\.warmup='ten epochs': not a duration", ["optimizer.warmup=ten epochs"]
     ),
     "section that is none": Broken(r"train=5: expected a section", ["train=5"]),
+    "key below a value": Broken(
+        rf"{CLI}train\.epochs\.x=1: train\.epochs=\{{'x': 1\}}: expected a number or null",
+        ["train.epochs.x=1"],
+    ),
+    "item that is not there": Broken(
+        rf"{CLI}views\.main\.transforms\.9\.size=3: cannot be set: list index out of range",
+        ["views.main.transforms.9.size=3"],
+    ),
     "required field": Broken(
         r"my\.yaml:7: views\.main\.transforms\.0\.size is missing: a whole number",
         edit=(", size: 32", ""),

@@ -169,9 +169,13 @@ def test_a_folder_called_like_a_section_is_no_hydra_group(project: Path) -> None
 
 
 def test_hooks_of_every_run_and_those_of_the_recipe(project: Path) -> None:
-    config = load("hooks.second={name: toy_hook, every: 2}", "hooks.toy_hook=null")
-    assert [*config.hooks] == [*DEFAULT_HOOKS, "second"]
+    default = load().hooks["health"].args
+    changed = ("hooks.health.max_rows=7", "hooks.progress=null")
+    config = load("hooks.second={name: toy_hook, every: 2}", "hooks.toy_hook=null", *changed)
+    kept = [name for name in DEFAULT_HOOKS if name != "progress"]
+    assert [*config.hooks] == [*kept, "second"]
     assert config.hooks["second"].name == "toy_hook"
+    assert config.hooks["health"].args == {**default, "max_rows": 7} != default
 
 
 def test_workers_are_derived_unless_given(project: Path) -> None:

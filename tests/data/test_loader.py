@@ -56,6 +56,7 @@ def test_an_image_looks_different_in_each_epoch(digits: ViewDataset) -> None:
 
 
 def test_ranks_share_the_batches() -> None:
+    """Of endless permutations by seed and epoch, of four full batches each."""
     data = dataset(Numbers(50))
     whole = read(Batches(data, batch_size=12, seed=0), 9)
     parts = [
@@ -66,6 +67,12 @@ def test_ranks_share_the_batches() -> None:
         for view in range(2):
             joined = torch.cat([part["views"][view] for part in shares])
             assert torch.equal(sample["views"][view], joined)
+    epochs = [torch.cat([sample["index"] for sample in whole[at : at + 4]]) for at in (0, 4)]
+    for order in epochs:
+        assert len(order.unique()) == 48 and not torch.equal(order, order.sort().values)
+    assert not torch.equal(*epochs)
+    other = read(Batches(data, batch_size=12, seed=1), 1)
+    assert not torch.equal(other[0]["index"], whole[0]["index"])
 
 
 def test_reading_does_not_touch_the_global_generator() -> None:

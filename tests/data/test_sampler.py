@@ -111,11 +111,16 @@ def test_one_line_says_how_long_an_epoch_is(any_sampler: Sampler) -> None:
 
 def test_epochs_drop_the_partial_batch_and_do_not_repeat() -> None:
     batches = list(itertools.islice(shuffled(50, 8, seed=4), 12))
+    orders = []
     for epoch in range(2):
         keys = list(itertools.chain(*batches[epoch * 6 : epoch * 6 + 6]))
         assert {e for e, _ in keys} == {epoch}
-        assert len({index for _, index in keys}) == 48
-    assert batches[:6] != batches[6:]
+        orders.append([index for _, index in keys])
+        assert len(set(orders[-1])) == 48
+    assert orders[0] != orders[1]
+    assert all(order != sorted(order) for order in orders), "shuffled"
+    other = [index for _, index in next(iter(shuffled(50, 8, seed=5)))]
+    assert other != orders[0][:8], "by the seed"
 
 
 def test_large_epochs_are_read_in_blocks() -> None:

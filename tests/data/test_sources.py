@@ -237,7 +237,7 @@ def test_torchvision_that_is_not_on_disk(tmp_path: Path) -> None:
 
 
 def test_torchvision_on_disk(tmp_path: Path) -> None:
-    """USPS keeps its 16x16 digits in one libsvm text file: easily written."""
+    """EuroSAT keeps its images in a folder for each class: easily written."""
     folder = tmp_path / "EuroSAT" / "eurosat" / "2750"
     save_image(folder / "Forest" / "1.png", 5)
     save_image(folder / "River" / "2.png", 9)

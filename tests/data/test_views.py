@@ -42,6 +42,23 @@ def test_views_come_in_order_and_size(image: np.ndarray) -> None:
     assert np.array_equal(out[0], views(image, 0, 0, 5)[0])
 
 
+def test_each_crop_has_the_probabilities_of_its_group(image: np.ndarray) -> None:
+    """Gray with probability 1 in the first view, 0.25 in the second, 0 in four small ones."""
+
+    def group(crop: Component, count: int, p: float) -> ViewConfig:
+        return ViewConfig(
+            count=count, transforms=[crop, Component(name="grayscale", args={"p": p})]
+        )
+
+    views = Views({"a": group(CROP, 1, 1.0), "b": group(CROP, 1, 0.25), "c": group(SMALL, 4, 0.0)})
+    gray = np.array(
+        [[(v == v[..., :1]).all() for v in views(image, 0, 0, index)] for index in range(400)]
+    )
+    shares = gray.mean(axis=0)
+    assert shares[0] == 1 and not shares[2:].any()
+    assert abs(shares[1] - 0.25) < 5 * np.sqrt(0.25 * 0.75 / 400)
+
+
 def test_a_view_does_not_depend_on_the_others(image: np.ndarray) -> None:
     jitter = Component(name="color_jitter", args={"brightness": 0.5})
     plain = Views({"a": ViewConfig(count=2, transforms=[CROP])})

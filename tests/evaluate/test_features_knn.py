@@ -15,8 +15,8 @@ from torch import nn
 
 from selftask.config.schema import Component
 from selftask.errors import UserError
+from selftask.evaluate import chunks, knn
 from selftask.evaluate import features as features_module
-from selftask.evaluate import knn
 from selftask.evaluate.features import Features, extract_features
 from selftask.evaluate.knn import KNN
 from selftask.evaluate.online import run_evaluations
@@ -89,8 +89,13 @@ def test_equals_scikit_learn(
 ) -> None:
     monkeypatch.setattr(knn, "_TEST_ROWS", blocks[0])
     monkeypatch.setattr(knn, "_TRAIN_ROWS", blocks[1])
+    products, sizes = knn._products, []
+    spy = lambda rows, bank: sizes.append((len(rows), len(bank))) or products(rows, bank)  # noqa: E731
+    monkeypatch.setattr(knn, "_products", spy)
     train, test = _set(150, 0), _set(60, 1)
     got = KNN(k=[20, 5, 1], temperature=temperature)(train, test)
+    assert all(rows <= blocks[0] and bank <= blocks[1] for rows, bank in sizes), "low memory"
+    assert sum(rows * bank for rows, bank in sizes) == 60 * 150
     for k, key in [(20, "knn_top1"), (5, "knn_top1_k5"), (1, "knn_top1_k1")]:
         reference = KNeighborsClassifier(
             k, metric="cosine", weights=lambda d: np.exp((1 - d) / temperature)
@@ -251,7 +256,10 @@ def test_half_the_rows_if_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> Non
     batches = [{"views": [x], "target": number, "index": number} for x in images]
     whole = extract_features(backbone, batches, device="cpu")
     backbone.forward = full = Full(backbone.forward, 3)
+    emptied: list[torch.device] = []
+    monkeypatch.setattr(chunks, "empty_cache", emptied.append)
     parts = extract_features(backbone, batches, device="cpu")
+    assert emptied == [torch.device("cpu")] * 2, "before each of the two retries"
     assert full.rows == [11, 5, 2, 2, 2, 2, 2, 1, 2, 2, 2, 2, 2, 1], "what fits is kept"
     torch.testing.assert_close(parts.features, whole.features)
     assert torch.equal(parts.indices, whole.indices)

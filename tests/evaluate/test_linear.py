@@ -96,6 +96,24 @@ def test_few_labels_grow_towards_all(digits: tuple[Features, Features]) -> None:
     assert len(few.indices.unique()) == 100
 
 
+def test_few_labels_are_the_mean_of_scikit_learns_draws(
+    digits: tuple[Features, Features], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws: list[Features] = []
+    draw = Features.draw
+    monkeypatch.setattr(Features, "draw", lambda *args: draws.append(draw(*args)) or draws[-1])
+    found = Linear(few_labels=[1], repeats=3, weight_decay=[0.01])(*digits)
+    test = linear._standardised(*digits)[1]
+    expected = []
+    for few in draws:
+        assert few.targets.bincount().tolist() == [1] * 10
+        model = LogisticRegression(C=1 / (0.01 * 10), max_iter=5000, tol=1e-8)
+        model.fit(few.features.double().numpy(), few.targets.numpy())
+        expected.append(model.score(test.features.double().numpy(), test.targets.numpy()))
+    assert len(set(expected)) == 3
+    assert found["linear_1_labels_top1"] == pytest.approx(np.mean(expected), abs=2 / len(test))
+
+
 def test_constant_features_rare_and_unseen_classes() -> None:
     features = torch.cat([torch.eye(4).repeat(10, 1), torch.full((40, 1), 5.0)], dim=1)
     targets = torch.arange(4).repeat(10) * 100

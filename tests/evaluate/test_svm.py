@@ -79,10 +79,30 @@ def test_the_cost_is_chosen_without_the_test_images() -> None:
     assert SVM()(train, shuffled)["svm_top1"] < 0.3
 
 
+@pytest.mark.filterwarnings("ignore:Liblinear failed to converge")
+def test_the_better_cost_is_chosen_for_training_images() -> None:
+    """Classes differ by a small difference of two noisy columns, which needs a high cost."""
+    sets = []
+    for seed in (0, 1):
+        noise = torch.randn(120, generator=torch.Generator().manual_seed(seed))
+        targets = torch.arange(120) % 2
+        columns = torch.stack([noise + 0.2 * targets, noise, torch.full_like(noise, 3.0)], dim=1)
+        sets.append(Features(columns, targets, torch.arange(120)))
+    low, high = (SVM(costs=[cost])(*sets) for cost in (1e-4, 1e2))
+    assert low["svm_map"] < 0.7 < 0.9 < high["svm_map"]
+    assert SVM(costs=[1e-4, 1e2])(*sets) == SVM(costs=[1e2, 1e-4])(*sets) == high
+
+
 def test_few_labels_are_drawn_of_each_class_and_averaged() -> None:
-    train, test = blobs(90, 0, spread=0.2), blobs(60, 1, spread=0.2)
-    row = SVM(few_labels=[2], repeats=3)(train, test)
+    train, test = blobs(90, 0, spread=0.4), blobs(60, 1, spread=0.4)
+    row = SVM(few_labels=[2], repeats=3, costs=[1.0])(train, test)
     assert set(row) == {"svm_top1", "svm_map", "svm_2_labels_top1", "svm_2_labels_map"}
     assert 0.5 < row["svm_2_labels_top1"] <= row["svm_top1"]
+    generator = torch.Generator().manual_seed(0)
+    draws = [train.draw(2, generator) for _ in range(3)]
+    assert [draw.targets.bincount().tolist() for draw in draws] == [[2, 2, 2]] * 3
+    alone = [SVM(costs=[1.0])(draw, test)["svm_map"] for draw in draws]
+    assert len(set(alone)) == 3
+    assert row["svm_2_labels_map"] == pytest.approx(np.mean(alone))
     with pytest.raises(UserError, match=r"few_labels.*31.*has 30 training images"):
         SVM(few_labels=[31])(train, test)
