@@ -178,10 +178,10 @@ def test_validation_loss_is_that_of_the_formula(folder: Path) -> None:
     expected = float(torch.stack(losses).mean().detach())
     assert tiny.rows(task.out)[-1]["val_loss"] == pytest.approx(expected, rel=1e-5)
     modes = []
-    hook = lambda net, *_: modes.append((net.training, torch.is_grad_enabled()))  # noqa: E731
+    hook = lambda net, _, out: modes.append((net.training, out.requires_grad, out.dtype))  # noqa: E731
     network.train().register_forward_hook(hook)
     assert evaluate_task(task)["val_loss"] == pytest.approx(expected, rel=1e-5)
-    assert modes == [(False, False)] * 2 and network.training
+    assert modes == [(False, False, torch.bfloat16)] * 2 and network.training
     task.close()
 
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import tarfile
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -164,14 +165,23 @@ def test_from_a_distant_store(tree: Path, tmp_path: Path) -> None:
     assert len((tmp_path / "fast" / ".checksums").read_text().splitlines()) == 1  # not twice
 
 
-def _copy(tree: str, folder: str, queue: Any) -> None:
-    queue.put(contents(copied(build("folder", path=tree), folder)))
+def _copy(tree: str, folder: str, queue: Any, all_are_there: Any) -> None:
+    copy_one = copies._copy_one
+
+    def slowly(file: Any, folder: Path) -> Any:
+        time.sleep(0.2)  # the others look for copies meanwhile
+        return copy_one(file, folder)
+
+    copies._copy_one = slowly
+    source = build("folder", path=tree)
+    all_are_there.wait(60)
+    queue.put(contents(copied(source, folder)))
 
 
 def test_many_processes_copy_once(tree: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    args = (str(tree), str(tmp_path / "fast"), queue)
+    args = (str(tree), str(tmp_path / "fast"), queue, context.Barrier(3))
     processes = [context.Process(target=_copy, args=args) for _ in range(3)]
     for process in processes:
         process.start()

@@ -91,6 +91,8 @@ def test_parts_are_disjoint_and_leave_nothing(digits: Source, more: dict[str, An
     assert all(abs(len(part) - 1347 / 3) <= 10 * bool(more.get("per_class")) for part in parts)
     again = [rows(digits, {"part": k, "of": 3, **more}) for k in range(3)]
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+    other = rows(digits, {"part": 0, "of": 3, **more, "seed": 11})
+    assert not np.array_equal(other, parts[0]), "drawn by the seed"
     counts = np.stack([np.bincount(digits.labels[part], minlength=10) for part in parts])
     unequal = counts.max(axis=0) - counts.min(axis=0)  # of each class
     assert (unequal.max() <= 1) == bool(more.get("per_class")), "balanced, or drawn from all"
