@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +12,8 @@ import tiny
 from ranks import run_ranks
 from selftask.distributed.collectives import rank, world_size
 from selftask.distributed.world import World
+from selftask.evaluate import online
+from selftask.hooks.base import function_hook
 from selftask.models.build import build_backbone
 from selftask.random.permutation import epoch_order
 from selftask.task.loop import train_loop
@@ -49,9 +52,24 @@ def expected(folder: Path, out: str) -> dict[str, Tensor]:
     }
 
 
-def test_exports_population_statistics_and_leaves_the_run_alone(tmp_path: Path) -> None:
-    tiny.train("simclr", tmp_path, "precise", "train.max_steps=3", HOOK)
-    tiny.train("simclr", tmp_path, "plain", "train.max_steps=3")
+def test_exports_population_statistics_and_leaves_the_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation after the last step is of the exported backbone."""
+    evaluated: list[dict[str, Tensor]] = []
+
+    def keep(backbone: nn.Module, *_: object) -> dict[str, float]:
+        evaluated.append(dict(backbone.state_dict()))
+        return {}
+
+    monkeypatch.setattr(online, "evaluate_features", keep)
+    val = f"data.val={tiny.digits_file(tmp_path, 'val.npz', 400, 430)}"
+    words = ("train.max_steps=3", "eval.evaluations={knn: {}}", val)
+    for out, hook in (("precise", [HOOK]), ("plain", [])):
+        task = tiny.task("simclr", tmp_path, out, *words, *hook)
+        task.add_hook(function_hook(on_end=lambda task: online.evaluate_task(task) and None))
+        train_loop(task)
+        assert tiny.differences(evaluated[-1], exported(tmp_path / out)) == []
     ours, plain = exported(tmp_path / "precise"), exported(tmp_path / "plain")
     wanted = expected(tmp_path, "precise")
     assert len(wanted) > 4
