@@ -11,8 +11,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from submitit.core.utils import DelayedSubmission
 
 import tiny
 from selftask.cli.main import main
@@ -53,8 +56,10 @@ def test_a_local_job_is_requeued_and_ends_as_if_never_stopped(
     assert job.startswith("local-") and queue.queue([job]) == {job: "RUNNING"}
     wait_for(out / "metrics.jsonl", '"step": 3')
     controller = int(job.removeprefix("local-"))
-    ranks = subprocess.run(["pgrep", "-P", str(controller)], capture_output=True, text=True)
-    for pid in map(int, ranks.stdout.split()):
+    found = subprocess.run(["pgrep", "-P", str(controller)], capture_output=True, text=True)
+    ranks = [int(pid) for pid in found.stdout.split()]
+    assert len(ranks) == 2
+    for pid in ranks:
         os.kill(pid, signal.SIGUSR2)  # what submitit sends before the time limit
     log = wait_for(out / "log.txt", "RUN finished")
     assert "RUN interrupted by SIGUSR2" in log and "the local job starts it again" in log
@@ -74,6 +79,41 @@ def test_a_cancelled_local_job_saves_and_stops(tmp_path: Path) -> None:
     assert main(["cancel", str(out)]) == 0
     assert "checkpoint saved" in wait_for(out / "log.txt", "RUN interrupted by SIGTERM")
     assert read_json(out / "status.json")["state"] == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("more", "seen", "gpus"),
+    [
+        (["train.device=auto"], None, "0,1"),
+        (["train.device=auto"], "GPU-5f,3,7", "GPU-5f,3"),
+        (["launch.slurm.gpus_per_node=a100:1"], "5,6", "5"),
+        (["train.device=cpu"], "5,6", ""),
+    ],
+)
+def test_what_a_local_job_is_given(
+    more: list[str], seen: str | None, gpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if seen is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    controllers: list[dict[str, Any]] = []
+
+    def start(**given: Any) -> Any:
+        controllers.append(given)
+        return SimpleNamespace(pid=78)
+
+    monkeypatch.setattr("submitit.local.local.start_controller", start)
+    options = ("launch.processes=2", "launch.slurm.time=1:30:00", "launch.slurm.signal_delay_s=50")
+    words = words_of(tmp_path, *options, "launch.max_requeues=7", *more)
+    assert main(["submit", *words, "--cluster=local"]) == 0
+    (given,) = controllers
+    assert (given["tasks_per_node"], given["cuda_devices"]) == (2, gpus)
+    assert (given["timeout_min"], given["signal_delay_s"]) == (90, 50)
+    out = tmp_path / "run"
+    assert queue.noted(out) == {out: "local-78"}
+    delayed = DelayedSubmission.load(out / "slurm/78_submitted.pkl")
+    assert delayed._timeout_countdown == 7
 
 
 @pytest.mark.parametrize(

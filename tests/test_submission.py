@@ -72,10 +72,12 @@ def test_submission_holds_the_whole_config(
 
 
 def test_submission_returns_itself_by_both_names(tmp_path: Path, submission: Submission) -> None:
+    submission.modules = [*submission.modules, "/added/later"]
     for name in ("checkpoint", "__submitit_checkpoint__"):
         again = getattr(submission, name)()
         assert isinstance(again, DelayedSubmission)
         assert again.function == submission
+        assert again.function.modules[-1] == "/added/later", "as it is now"
     assert hasattr(submission, "checkpoint")  # what submitit 1.5.4 asks before it requeues
     path = tmp_path / "1_submitted.pkl"
     assert _checkpoint(DelayedSubmission(submission), path, 2) == ""

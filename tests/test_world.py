@@ -76,6 +76,7 @@ def test_each_attempt_meets_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     again = world(monkeypatch, SRUN | {"SLURM_RESTART_COUNT": "1"}).master
     step = world(monkeypatch, SRUN | {"SLURM_STEP_ID": "1"}).master
     assert len({first, again, step}) == 3
+    assert all(place is not None and place[0] == "gpu07" for place in (first, again, step))
     of_rank_0 = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
     assert world(monkeypatch, SRUN | of_rank_0).master == first, "all ranks of an attempt meet"
     given = SRUN | {"MASTER_ADDR": "n9", "MASTER_PORT": "4321"}

@@ -27,7 +27,9 @@ BATCH = 8
 
 
 class Block(nn.Module):
-    """Residual, with dropout: what is computed again must draw again what was drawn."""
+    """A residual block, which counts its forward passes."""
+
+    passes = 0
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -37,6 +39,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, *, scale: float) -> Tensor:
+        self.passes += 1
         y: Tensor = x + scale * self.mlp(self.norm(x))
         return y
 
@@ -117,6 +120,8 @@ def train(
     mine = BATCH // world_size() // accumulate
     for step, views in enumerate(data()):
         student.use_spare = late and step == 1
+        for block in student.blocks:
+            block.passes = 0  # type: ignore[assignment]
         optimizer.zero_grad()
         loss = torch.zeros((), dtype=torch.float64)
         for part in range(accumulate):
@@ -143,7 +148,8 @@ def train(
         "teacher": {name: whole(p) for name, p in teacher.named_parameters()},
         "predictor": predictor.state_dict(),
         "optimizer": optim if rank() == 0 else None,
-        "recomputed": [getattr(block, "_is_recomputed", False) for block in blocks],
+        # in the last step, a second time in the backward pass
+        "recomputed": [block.passes == 4 * accumulate for block in student.blocks],
     }
 
 

@@ -50,7 +50,7 @@ def _run(way: str, when: str, buffers: str, folder: Path) -> dict[str, Tensor]:
         if stage == "exported":
             task.export_backbone()
         elif stage == "saved":
-            task.state_dict()
+            task.save_checkpoint()
         elif stage == "test phase":
             task._test_is_next = lambda: True  # type: ignore[method-assign]
             task.on_phase_start()
@@ -63,7 +63,9 @@ def _run(way: str, when: str, buffers: str, folder: Path) -> dict[str, Tensor]:
             if "running" in name
         ]
         found[stage] = torch.cat(statistics).clone()
+    task.checkpoints.wait()
     task.close()
+    found["files"] = torch.tensor(len([*(task.out / "checkpoints").glob("*.pt")]))
     return found
 
 
@@ -74,6 +76,7 @@ def test_when_ranks_are_equal(case: Any, told: list[dict[str, Any]]) -> None:
     expected = {"evaluation": SYNCED, "step": [*STAGES], "never": []}[case[1]]
     equal = [stage for stage in STAGES if torch.equal(first[case][stage], second[case][stage])]
     assert equal == expected
+    assert (int(first[case]["files"]), int(second[case]["files"])) == (1, 0), "of the first rank"
     for stage in STAGES:
         own = first["manual", "never", "broadcast"][stage]
         torch.testing.assert_close(first[case][stage], own, rtol=1e-4, atol=1e-5)

@@ -79,6 +79,7 @@ def test_two_ranks(told: list[dict[str, Any]]) -> None:
     """Gradients are those of the sum of both ranks' losses."""
     torch.manual_seed(0)
     first = nn.init.normal_(torch.empty(3))
+    latest = max(of_rank["collectives"]["barrier"][0] for of_rank in told)
     for number, found in enumerate(of_rank["collectives"] for of_rank in told):
         assert found["who"] == (number, 2, number == 0)
         assert found["sum"].tolist() == [[8.0, 13.0], [16.0, 22.0]]
@@ -94,6 +95,7 @@ def test_two_ranks(told: list[dict[str, Any]]) -> None:
         assert torch.equal(found["one of the tensors"], first)
         assert found["statistics"] == [[1.5] * 3, [5.0] * 3, 5], "means, and a count of rank 0"
         assert found["flag"] == [False, True, False, False], "rank 1 said so, a poll before"
+        assert found["barrier"][1] >= latest
 
 
 def test_nobody_leaves_a_barrier_before_all_have_come(told: list[dict[str, Any]]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import register_backend
 from torch._dynamo.utils import counters
 
 import tiny
@@ -79,9 +80,16 @@ def test_blocks_keep_their_names() -> None:
     network = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.ReLU()) for _ in range(2)])
     names, x = list(network.state_dict()), torch.ones(2, 3)
     before = network(x)
-    compile_blocks(network, CompileConfig(backend="eager"), torch.device("cpu"))
+    graphs: list[Any] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    register_backend(counting, name="counting")
+    compile_blocks(network, CompileConfig(backend="counting"), torch.device("cpu"))
     assert list(network.state_dict()) == names
-    assert torch.equal(network(x), before)
+    assert torch.equal(network(x), before) and graphs
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+from small_student import whole
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import selftask.parallel.build as parallel_build
 import selftask.task.build as task_build
 import tiny
-from selftask.config.schema import Component
+from ranks import run_ranks
+from selftask.config.schema import Component, ParallelConfig
+from selftask.distributed.collectives import world_size
 from selftask.errors import UserError
 from selftask.models.build import build_backbone
 from selftask.models.network import Network
+from selftask.parallel import rank_groups as groups_module
 from selftask.parallel.activation_checkpointing import checkpoint_blocks
 from selftask.parallel.blocks import find_blocks
+from selftask.parallel.build import build_reduction, save_activations, synchronize
+from selftask.parallel.initial_weights import InitialWeights
+from selftask.parallel.rank_groups import rank_groups
 from selftask.parallel.reduction import Reduction
 from selftask.parallel.sync_batch_norm import (
     Ranks,
@@ -63,6 +71,37 @@ def test_what_a_block_is(name: str, args: dict[str, Any], names: list[str] | Non
         assert [b for b in found if type(b).__name__ == kind] == every
         assert len(found) <= len(every) + 4
     assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))) == []
+
+
+def regnet(rank: int) -> dict[str, Any]:
+    """Gradients of a RegNet: of two ranks in recomputed shards, or of one with the whole batch."""
+    torch.manual_seed(0)
+    network = BACKBONES["torchvision"](model="regnet_y_400mf").build().double()
+    images, weights = torch.randn(8, 3, 32, 32).double(), torch.randn(8, 440).double()
+    parts = world_size()
+    if parts > 1:
+        synchronize(ParallelConfig(sync_batch_norm="all"), [network])
+        save_activations(ParallelConfig(activation_checkpointing="blocks"), network)
+    sharing = build_reduction(ParallelConfig(reduce="fsdp"), None)
+    sharing.shard([network], InitialWeights(torch.device("cpu")))
+    sharing.register(list(network.named_parameters()))
+    (network(images.chunk(parts)[rank]) * weights.chunk(parts)[rank]).mean().backward()
+    sharing.reduce()
+    sharded = [part for part in network.modules() if isinstance(part, FSDPModule)]
+    names = [type(part).__name__ for part in sharded]
+    gradients = {name: whole(p.grad) for name, p in network.named_parameters()}
+    return {"gradients": gradients, "shards": names.count("FSDPResBottleneckBlock")}
+
+
+@pytest.mark.slow
+def test_a_regnet_in_recomputed_shards_is_one_rank() -> None:
+    alone = regnet(0)
+    assert alone["shards"] == 0
+    for of_rank in run_ranks(regnet, 2):
+        assert of_rank["shards"] == 16
+        assert of_rank["gradients"].keys() == alone["gradients"].keys()
+        for name, expected in alone["gradients"].items():
+            torch.testing.assert_close(of_rank["gradients"][name], expected, rtol=1e-7, atol=1e-9)
 
 
 class Residual(nn.Module):
@@ -167,7 +206,7 @@ def synchronized(rank: int) -> list[dict[str, Tensor]]:
     results = []
     for more in KINDS:
         norm = nn.BatchNorm1d(3, dtype=torch.float64, **more)
-        synchronize_batch_norm(norm, form_groups("all"))
+        synchronize(ParallelConfig(sync_batch_norm="all"), [norm])
         assert type(norm) is SyncBatchNorm
         results.append(normalize(copy.deepcopy(norm), batch()[slice(*SHARES[rank])]))
     alone = nn.BatchNorm1d(3, dtype=torch.float64)
@@ -215,6 +254,15 @@ def test_a_teacher_has_the_layers_of_its_student(
         kinds = [type(part) for part in network.modules() if "BatchNorm" in type(part).__name__]
         assert set(kinds) == {SyncBatchNorm}
     task.close()
+
+
+def test_groups_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks on two nodes, not in the order of the nodes."""
+    monkeypatch.setattr(groups_module, "world_size", lambda: 4)
+    monkeypatch.setattr(groups_module, "gather_objects", lambda host: ["a", "b", "a", "b"])
+    assert rank_groups("all", "key") == [[0, 1, 2, 3]]
+    assert rank_groups("node", "key") == [[0, 2], [1, 3]]
+    assert rank_groups(2, "key") == [[0, 1], [2, 3]]
 
 
 def test_another_kind_of_batch_norm_is_refused() -> None:

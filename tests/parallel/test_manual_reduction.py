@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selftask.config.schema import ParallelConfig
 from selftask.errors import RunError
+from selftask.parallel.build import build_reduction
 from selftask.parallel.ddp import DDPReduction
 from selftask.parallel.manual import ManualReduction
 
@@ -73,9 +75,10 @@ def second_backward(rank: int) -> str:
 def compressed(rank: int) -> dict[str, Tensor]:
     """Sums in half the bytes; a gradient that is scaled for float16 stays in its range."""
     gradients = {}
-    for compression in ("none", "fp16", "bf16"):
+    kinds: tuple[Any, ...] = ("none", "fp16", "bf16")
+    for compression in kinds:
         weight = nn.Parameter(torch.ones(1000))
-        sharing = ManualReduction(compression=compression)
+        sharing = build_reduction(ParallelConfig(grad_compression=compression), None)
         sharing.register([("weight", weight)])
         draws = torch.Generator().manual_seed(rank)
         weight.grad = torch.randn(1000, generator=draws) * 1e4
@@ -100,7 +103,7 @@ def overlap(rank: int) -> list[int]:
     """How many buckets are on their way when the backward pass ends."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    sharing = ManualReduction(bucket_mb=1e-5)
+    sharing: Any = build_reduction(ParallelConfig(bucket_mb=1e-5), None)
     sharing.register(list(layers.named_parameters()))
     counts = []
     for step in range(3):

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_student import WAYS, Student, train
+from small_student import ON_CPU, WAYS, Student, train
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ranks import run_ranks
 from selftask.config.schema import ParallelConfig
@@ -113,8 +114,14 @@ def test_unused_parameters_have_names(told: list[dict[str, Any]]) -> None:
 
 def options_of_ddp(rank: int) -> dict[str, Any]:
     """What torch's DistributedDataParallel was given by a config."""
-    config = ParallelConfig(reduce="ddp", find_unused=True, bucket_mb=0.125, static_graph=False)
-    sharing = build_reduction(config, None)
+    return {
+        "unused": _options_of_ddp(find_unused=True, bucket_mb=0.125),
+        "static": _options_of_ddp(static_graph=True, bucket_mb=0.25),
+    }
+
+
+def _options_of_ddp(**options: Any) -> dict[str, Any]:
+    sharing = build_reduction(ParallelConfig(reduce="ddp", **options), None)
     layer = nn.Linear(3, 2)
     network: Any = sharing.wrap(layer)
     sharing.register([(f"network.{name}", p) for name, p in layer.named_parameters()])
@@ -124,6 +131,7 @@ def options_of_ddp(rank: int) -> dict[str, Any]:
     return {
         "type": type(ddp).__name__,
         "find_unused": ddp.find_unused_parameters,
+        "static_graph": ddp.static_graph,
         "bucket_bytes": ddp.bucket_bytes_cap,
         "broadcast_buffers": ddp.broadcast_buffers,
     }
@@ -131,12 +139,54 @@ def options_of_ddp(rank: int) -> dict[str, Any]:
 
 def test_options_reach_ddp(told: list[dict[str, Any]]) -> None:
     for options in (of_rank["options_of_ddp"] for of_rank in told):
-        assert options == {
-            "type": "DistributedDataParallel",
-            "find_unused": True,
-            "bucket_bytes": 2**17,
-            "broadcast_buffers": False,
+        common = {"type": "DistributedDataParallel", "broadcast_buffers": False}
+        unused = {"find_unused": True, "static_graph": False, "bucket_bytes": 2**17}
+        static = {"find_unused": False, "static_graph": True, "bucket_bytes": 2**18}
+        assert options == {"unused": common | unused, "static": common | static}
+
+
+def options_of_fsdp(rank: int) -> dict[str, Any]:
+    """What torch's FSDP was given by a config, for a network and its teacher."""
+    told: dict[str, Any] = {}
+    cases: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "copies": {"shard_over": 1, "cpu_offload": True, "prefetch": 1},
+    }
+    for name, options in cases.items():
+        sharing = build_reduction(ParallelConfig(reduce="fsdp", **options), torch.bfloat16)
+        networks = [Student(), Student()]
+        sharing.shard(networks, ON_CPU)
+        states = [part._get_fsdp_state() for part in networks[0].modules() if _is_sharded(part)]
+        groups = [state._fsdp_param_group for state in states]
+        told[name] = {
+            "parts": [
+                [n for n, part in net.named_modules() if _is_sharded(part)] for net in networks
+            ],
+            "mesh": tuple(networks[0].head.weight.device_mesh.shape),
+            "rows here": [len(net.head.weight.to_local()) for net in networks],
+            "offload": {type(group.offload_policy).__name__ for group in groups},
+            "forward": {group.mp_policy.param_dtype for group in groups},
+            "reduced": {group.mp_policy.reduce_dtype for group in groups},
+            "ahead": [len(state._states_to_forward_prefetch) for state in states],
         }
+    return told
+
+
+def _is_sharded(part: nn.Module) -> bool:
+    return isinstance(part, FSDPModule)
+
+
+def test_options_reach_fsdp(told: list[dict[str, Any]]) -> None:
+    for options in (of_rank["options_of_fsdp"] for of_rank in told):
+        common = {
+            "parts": [["", "blocks.0", "blocks.1"]] * 2,
+            "forward": {torch.bfloat16},
+            "reduced": {torch.float32},
+        }
+        halves = {"mesh": (2,), "rows here": [2, 2], "offload": {"OffloadPolicy"}}
+        copies = {"mesh": (2, 1), "rows here": [4, 4], "offload": {"CPUOffloadPolicy"}}
+        assert options["plain"] == common | halves | {"ahead": [0, 0, 0]}
+        assert options["copies"] == common | copies | {"ahead": [1, 1, 0]}
 
 
 def test_nothing_on_one_rank() -> None:
@@ -155,4 +205,4 @@ def test_nothing_on_one_rank() -> None:
     assert type(norm[0]) is nn.BatchNorm1d
 
 
-ON_RANKS = (every_case, unused, options_of_ddp)
+ON_RANKS = (every_case, unused, options_of_ddp, options_of_fsdp)

@@ -52,6 +52,10 @@ def test_dry_run_shows_plan_and_script(
         f"-m selftask.slurm.batch_epilogue $code {tmp_path / 'run' / 'slurm'}",
     ):
         assert fact in shown
+    flags = [line for line in shown.splitlines() if line.startswith("#SBATCH")]
+    assert flags == sorted(flags)
+    (srun,) = (line for line in shown.splitlines() if line.startswith("srun"))
+    assert f"--output {tmp_path / 'run' / 'slurm'}/%j_%t_log.out" in srun
     assert not (tmp_path / "run").exists()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from submit_words import CLUSTER, words
+from submit_words import CLUSTER, Fake, words
 
 from selftask.config.compose.sweep import expand_sweep
 from selftask.errors import ConfigError
@@ -40,7 +40,7 @@ def test_sweep_refuses_what_all_share(word: str) -> None:
         expand_sweep([word])
 
 
-def test_sweep_is_one_array(tmp_path: Path) -> None:
+def test_sweep_is_one_array(tmp_path: Path, fake: Fake) -> None:
     given = words(tmp_path, "sweep", *CLUSTER, "train.seed=1,2,3")
     planned = plan("simclr/digits", given)
     assert "#SBATCH --array=0-2%3" in planned.script()
@@ -49,6 +49,10 @@ def test_sweep_is_one_array(tmp_path: Path) -> None:
     ]
     assert [s.config["train"]["seed"] for s in planned.submissions] == [1, 2, 3]
     assert "3 runs" in planned.describe()
+    fake("sbatch", f"echo >> {tmp_path}/calls; echo Submitted batch job 77")
+    fake("squeue", "exit 0")
+    assert [job.job_id for job in planned.submit()] == ["77_0", "77_1", "77_2"]
+    assert (tmp_path / "calls").read_text() == "\n", "one call of sbatch"
     done = tmp_path / "sweep" / "seed_2"
     done.mkdir(parents=True)
     write_json(done / "status.json", {"state": "finished", "length": [3, None]})

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from submitit import DebugExecutor, LocalExecutor
 
@@ -40,16 +41,32 @@ def submit_locally(
     _check_one_node(launch, "local")
     given = {option(key): value for key, value in launch.slurm.items()}
     limit = minutes(given.get("time")) or DEFAULT_MINUTES
+    gpus = _gpus(configs[0], given.get("gpus_per_node"))
     made = LocalExecutor(folder.absolute(), max_num_timeout=launch.max_requeues)
     made.update_parameters(
         timeout_min=limit,
         tasks_per_node=launch.processes,
-        gpus_per_node=int(given.get("gpus_per_node", 0)),
+        gpus_per_node=len(gpus),
         signal_delay_s=given.get("signal_delay_s", signal_delay_s(limit)),
         setup=list(given.get("setup", [])),
     )
+    made.parameters["visible_gpus"] = gpus  # names, too, where update_parameters takes numbers only
     with _as_of_nohup():
         return [f"{LOCAL}{made.submit(submission).job_id}" for submission in submissions]
+
+
+def _gpus(config: Config, asked: Any) -> list[str]:
+    """Return the GPUs of the ranks: the first that this process sees, by default one a rank.
+
+    Args:
+        config: The run.
+        asked: Value of ``launch.slurm.gpus_per_node``, such as ``2`` or ``a100:2``; None: default.
+    """
+    if asked is None:
+        asked = 0 if config.train.device == "cpu" else config.launch.processes
+    count = sum(int(kind.rpartition(":")[2]) for kind in str(asked).split(","))
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (list(map(str, range(count))) if seen is None else seen.split(","))[:count]
 
 
 @contextmanager
