@@ -49,6 +49,18 @@ class Disabled(nn.Module):
         return x + 1
 
 
+class Pair(nn.Module):
+    """A block: two layers that are no Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3), nn.LayerNorm(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.norm(self.linear(x))
+        return result
+
+
 def report_of(network: nn.Module) -> None:
     report = CompileReport()
     compiled = compile_whole(network, CompileConfig(backend="eager"), torch.device("cpu"))
@@ -77,7 +89,7 @@ def test_graph_breaks_and_fallbacks_are_reported(caplog: pytest.LogCaptureFixtur
 
 
 def test_blocks_keep_their_names() -> None:
-    network = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.ReLU()) for _ in range(2)])
+    network = nn.Sequential(Pair(), Pair())
     names, x = list(network.state_dict()), torch.ones(2, 3)
     before = network(x)
     graphs: list[Any] = []

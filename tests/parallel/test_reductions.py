@@ -165,8 +165,8 @@ def options_of_fsdp(rank: int) -> dict[str, Any]:
             "mesh": tuple(networks[0].head.weight.device_mesh.shape),
             "rows here": [len(net.head.weight.to_local()) for net in networks],
             "offload": {type(group.offload_policy).__name__ for group in groups},
-            "forward": {group.mp_policy.param_dtype for group in groups},
-            "reduced": {group.mp_policy.reduce_dtype for group in groups},
+            "forward": {state._mp_policy.param_dtype for state in states},
+            "reduced": {state._mp_policy.reduce_dtype for state in states},
             "ahead": [len(state._states_to_forward_prefetch) for state in states],
         }
     return told
