@@ -46,6 +46,23 @@ def test_recipes_of_installed_packages(installed: Path) -> None:
         recipes.locate("mien", None)
 
 
+def test_a_package_installed_meanwhile_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    before = recipes.available().keys()
+    info = tmp_path / "late-1.0.dist-info"
+    (tmp_path / "late_package/configs/late").mkdir(parents=True)
+    (tmp_path / "late_package/__init__.py").touch()
+    (tmp_path / "late_package/configs/late/digits.yaml").write_text("# Mine.\n")
+    info.mkdir()
+    (info / "METADATA").write_text("Name: late\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[selftask]\nlate = late_package\n")
+    assert recipes.available().keys() - before == {"late/digits"}
+    shutil.rmtree(info)
+    assert recipes.available().keys() == before
+
+
 def test_a_recipe_of_a_taken_name_shows_both_files(installed: Path) -> None:
     (installed / "simclr").mkdir()
     (installed / "simclr/digits.yaml").touch()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -76,12 +78,29 @@ def _recipes_in(place: Path) -> dict[str, Recipe]:
 
 def _installed_folders() -> list[Path]:
     """Return the existing ``configs`` folders of packages with an entry point; imports nothing."""
-    points = importlib.metadata.entry_points(group=GROUP)
-    packages = sorted({point.module.partition(".")[0] for point in points})
+    packages = _packages_on(tuple((place, _time_of_change(place)) for place in sys.path))
     specs = [importlib.util.find_spec(package) for package in packages]
     folders = [spec.submodule_search_locations or [] for spec in specs if spec is not None]
     places = [Path(place) / "configs" for found in folders for place in found]
     return [place for place in places if place.is_dir()]
+
+
+@cache
+def _packages_on(search_path: tuple[tuple[str, int], ...]) -> list[str]:
+    """Return the packages with an entry point.
+
+    Args:
+        search_path: ``sys.path``, each folder with the time a package was last added or removed.
+    """
+    points = importlib.metadata.entry_points(group=GROUP)
+    return sorted({point.module.partition(".")[0] for point in points})
+
+
+def _time_of_change(place: str) -> int:
+    try:
+        return os.stat(place or ".").st_mtime_ns
+    except OSError:  # of a folder that is not there
+        return 0
 
 
 def locate(recipe: str, source: str | None) -> Path:
