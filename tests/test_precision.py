@@ -130,12 +130,14 @@ def skipped_step(rank: int, folder: Path, world: int, *more: str) -> dict[str, A
     task.step()
     task.step()
     before, where = moved(task), task.where
+    good_steps = task.grad_scaler.state_dict()["_growth_tracker"]
     rate = [group["lr"] for group in task.optimizer.param_groups]
     task.step()
     found = {
         "changes": tiny.differences(before, moved(task)),
         "where": task.where - where,
         "lr": [group["lr"] for group in task.optimizer.param_groups] == rate,
+        "good_steps": good_steps,
         "skipped": task.clock.skipped,
         "scale": task.grad_scaler.state_dict()["scale"],
         "logged": task.last_row["loss_scale"],
@@ -151,6 +153,7 @@ SKIPPED = {
     "changes": [],
     "where": 0.0,
     "lr": True,
+    "good_steps": 2,
     "skipped": 1,
     "scale": 512.0,
     "logged": 512.0,
