@@ -58,8 +58,8 @@ def test_a_run_that_misses_what_it_promises_has_failed(
     assert (status["state"], status["step"]) == ("failed", 2)
     assert (folder / "run/export/backbone.pt").exists()
 
-    assert train(folder, "expected={knn_top1: [1.5, 2]}") == 1, "no step is left, and still"
-    capsys.readouterr()
+    assert train(folder, "expected={knn_top1: [-2, -1]}") == 1, "no step is left, and still"
+    assert "expected -2 to -1 (command line" in capsys.readouterr().out.splitlines()[-1]
     assert train(folder, "expected={knn_top1: [0, 1], loss: [0, 100]}") == 0
     lines = capsys.readouterr().out.splitlines()
     assert any("expected: knn_top1 is 0." in line for line in lines)

@@ -246,13 +246,18 @@ def test_writers_are_opened_late_and_on_the_first_rank(
     monkeypatch.setattr(base, "is_primary", lambda: primary)
     task = tiny.task("simclr", tmp_path, "run", "hooks.csv={}", "train.max_steps=1")
     task.prepare()
+    opened: list[Task] = []
+    writer = task.named_hooks["csv"]
+    open_table = writer.open
+    writer.open = lambda task: (opened.append(task), open_table(task))
     table = tmp_path / "run" / "metrics.csv"
     assert not table.exists()
     task.on_start()
+    assert opened == ([task] if primary else [])
     task.on_phase_start()
     task.step()
     task.close()
-    assert table.exists() == primary
+    assert table.exists() == primary and len(opened) == primary
     assert (tmp_path / "run" / "metrics.jsonl").exists()
 
 
