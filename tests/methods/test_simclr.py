@@ -65,10 +65,15 @@ def test_more_views_are_compared_in_pairs() -> None:
 
 
 def test_loss_is_that_of_lightly() -> None:
+    """And its gradients, which flow through both sides of a similarity."""
     theirs = pytest.importorskip("lightly.loss").NTXentLoss(temperature=0.3)
-    first, second = _random(6, 5).float(), _random(6, 5).float()
-    ours = info_nce(first, second, temperature=0.3)
-    assert ours.item() == pytest.approx(theirs(first, second).item(), rel=1e-5)
+    views = [_random(6, 5).float().requires_grad_() for _ in range(2)]
+    ours, expected = info_nce(*views, temperature=0.3), theirs(*views)
+    assert ours.item() == pytest.approx(expected.item(), rel=1e-5)
+    for found, wanted in zip(
+        torch.autograd.grad(ours, views), torch.autograd.grad(expected, views), strict=True
+    ):
+        assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_an_image_is_never_its_own_negative() -> None:
