@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,14 @@ def test_auto_on_a_cpu_does_not_depend_on_the_workers(
     cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "cores", lambda: cores)
+    auto = config(tmp_path)
     for workers in (0, 1, cores, 8):
-        assert num_threads(config(tmp_path, f"data.num_workers={workers}")) == CORES[cores]
-    assert num_threads(config(tmp_path, "data.num_workers=4"), local_size=cores) == 1
-    assert num_threads(config(tmp_path, "train.threads=5"), local_size=2) == 5
+        chosen = replace(auto, data=replace(auto.data, num_workers=workers))
+        assert num_threads(chosen) == CORES[cores]
+    chosen = replace(auto, data=replace(auto.data, num_workers=4))
+    assert num_threads(chosen, local_size=cores) == 1
+    chosen = replace(auto, train=replace(auto.train, threads=5))
+    assert num_threads(chosen, local_size=2) == 5
 
 
 def test_auto_with_a_gpu_leaves_the_workers_their_cores(

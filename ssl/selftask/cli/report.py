@@ -59,6 +59,9 @@ def main(argv: list[str]) -> int:
     if sort:
         raise UserError(f"sort={sort}: is for several runs, and there is one: {folders[0]}")
     record = RunRecord.read(folders[0])
+    if path is not None:
+        with _written(str(path)):
+            path.absolute().parent.stat()  # before minutes of computing features
     more = _image_sections(record.folder, _number(asked), trust=trust)
     with _written(out or f"{record.folder}/{NAME}"):
         made = write_run_report(record, path, more=more)
