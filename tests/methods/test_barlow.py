@@ -55,11 +55,15 @@ def test_loss_is_that_of_the_paper() -> None:
 
 
 def test_loss_is_that_of_lightly() -> None:
+    """And its gradients, which flow through mean and variance."""
     BarlowTwinsLoss = pytest.importorskip("lightly.loss").BarlowTwinsLoss
-    output = _random(2, 16, 5).float()
+    output = _random(2, 16, 5).float().requires_grad_()
     theirs = BarlowTwinsLoss(lambda_param=0.02)(output[0], output[1])
     method = _method()
-    assert loss_of(method, output).item() == pytest.approx(theirs.item(), rel=1e-5)
+    ours = loss_of(method, output)
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
+    found, expected = (torch.autograd.grad(loss, output)[0] for loss in (ours, theirs))
+    assert torch.allclose(found, expected, rtol=1e-3, atol=1e-5)
     on_diagonal = BarlowTwinsLoss(lambda_param=0.0)(output[0], output[1])
     terms = method(output, None)
     assert terms["invariance"].item() == pytest.approx(on_diagonal.item(), rel=1e-5)
