@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.data.both_engines import by_cpu, by_device
+from both_engines import by_cpu, by_device
 
 from selftask.config.load import load_config
 from selftask.config.schema import Component, Config, ViewConfig, num_views
