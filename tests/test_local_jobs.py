@@ -70,8 +70,11 @@ def test_a_local_job_is_requeued_and_ends_as_if_never_stopped(
 
 
 @pytest.mark.slow
-def test_a_cancelled_local_job_saves_and_stops(tmp_path: Path) -> None:
-    given = words_of(tmp_path, "train.epochs=2000", "launch.slurm.time=30")
+@pytest.mark.parametrize("setup", ["", "'export A=b'"])
+def test_a_cancelled_local_job_saves_and_stops(setup: str, tmp_path: Path) -> None:
+    """With set-up lines the job is that of a shell, which starts the ranks."""
+    more = ("train.epochs=2000", "launch.slurm.time=30", f"launch.slurm.setup=[{setup}]")
+    given = words_of(tmp_path, *more)
     command = [sys.executable, "-m", "selftask", "submit", *given, "--cluster=local"]
     subprocess.run(command, env=tiny.environment(), cwd=tmp_path, check=True)
     out = tmp_path / "run"

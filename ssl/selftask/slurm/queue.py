@@ -146,8 +146,10 @@ def _state_of_local(job: str) -> str:
 
 def _cancel_local(job: str) -> None:
     """Send SIGTERM to the ranks of a local job: they save a checkpoint and stop."""
+    pid = job.removeprefix(LOCAL)
+    started = lines("pgrep", "-P", pid, "-f", "submitit.local._local")  # by a shell for set-up
     try:
-        os.kill(int(job.removeprefix(LOCAL)), signal.SIGTERM)
+        os.kill(int(started[0] if started else pid), signal.SIGTERM)
     except ProcessLookupError:
         raise UserError(f"{job}: is not running on this machine") from None
 
