@@ -51,7 +51,8 @@ def forget_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for registry in REGISTRIES.values():
         for name, address in list(registry._addresses.items()):
-            if PACKAGE not in address.path.resolve().parents:
+            given_as_object = address.module == "selftask.api.objects"
+            if given_as_object or PACKAGE not in address.path.resolve().parents:
                 del registry._addresses[name], registry._registered[name]
     for name in set(sys.modules) - modules:
         if "/pytest-" in str(getattr(sys.modules[name], "__file__", "")):

@@ -76,6 +76,7 @@ def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
     environment = tiny.environment()
     process, terminal = pty.fork()
     if process == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if nohup runs the tests
         os.execve(command[0], command, environment)
     until_step(out, 2)
     os.close(terminal)
@@ -95,6 +96,7 @@ def send(hook: StopOnSignal, number: int) -> None:
 def handlers() -> Iterator[None]:
     """The signals' handlers are put back after the test."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if nohup runs the tests
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
