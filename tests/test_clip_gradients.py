@@ -146,14 +146,15 @@ def test_modes_by_the_config(mode: str, tmp_path: Path) -> None:
     assert any(not torch.equal(p.grad, grad) for p, grad in zip(ours, before, strict=True))
 
 
-def test_clipped_after_unscaling(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [(), ("train.step=accumulate", "train.accumulate=2")])
+def test_clipped_after_unscaling(step: tuple[str, ...], tmp_path: Path) -> None:
     """In float16: the first update of SGD is lr times a gradient of the norm that is allowed."""
     words = [
         *("train.precision=float16", "train.grad_scaler.init_scale=1024", "train.max_steps=1"),
         "optimizer={name: sgd, lr: 0.5, schedule: constant, warmup: 0, weight_decay: 0}",
         "hooks.clip_gradients={max_norm: 0.01}",
     ]
-    task = tiny.task("simclr", tmp_path, "run", *words)
+    task = tiny.task("simclr", tmp_path, "run", *words, *step)
     seen: list[list[nn.Parameter]] = []
     task.add_hook(function_hook(on_backward=lambda task: seen.append(copies(task))))
     train_loop(task)
@@ -199,6 +200,11 @@ def test_norms_by_part_of_the_model(tmp_path: Path) -> None:
         change = row[f"update_ratio/{part}"] * row[f"weight_norm/{part}"]
         assert change == pytest.approx(0.5 * row[f"grad_norm/{part}"], rel=1e-4)
     assert not task.named_hooks["gradient_norms"].before
+
+    frozen = "optimizer.groups=[{match: network.backbone, freeze: 2}]"
+    tiny.train("simclr", tmp_path, "frozen", *words, frozen)
+    norm = tiny.rows(tmp_path / "frozen")[0]["grad_norm"]
+    assert norm == pytest.approx(row["grad_norm/network.head"], rel=1e-5)
 
 
 def test_noise_of_known_gradients() -> None:

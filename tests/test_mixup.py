@@ -30,11 +30,14 @@ def mixer(**args: Any) -> Mixup:
 
 def batch(rows: slice = slice(None)) -> Batch:
     draws = torch.Generator().manual_seed(0)
-    images = torch.rand(8, 3, 10, 6, generator=draws)
+    images, small = (torch.rand(8, 3, *size, generator=draws) for size in ((10, 6), (5, 3)))
     key = torch.tensor([[2, index] for index in (5, 1, 7, 0, 3, 2, 6, 4)])
     labels = torch.tensor([0, 1, 2, 3, 3, 2, 1, 1])
     return Batch(
-        views={"main": [images[rows]]}, labels=labels[rows], index=key[rows, 1], key=key[rows]
+        views={"main": [images[rows], small[rows]]},
+        labels=labels[rows],
+        index=key[rows, 1],
+        key=key[rows],
     )
 
 
@@ -47,8 +50,8 @@ def test_mixup_by_its_formula() -> None:
     one_hot = np.eye(4)[before.labels.numpy()]
     for i in range(8):
         j, share = i ^ 1, float(lam[i // 2])
-        image = share * before.views["main"][0][i] + (1 - share) * before.views["main"][0][j]
-        assert torch.allclose(mixed.views["main"][0][i], image, atol=1e-6)
+        for view, found in zip(before.all_views, mixed.all_views, strict=True):
+            assert torch.allclose(found[i], share * view[i] + (1 - share) * view[j], atol=1e-6)
         label = share * one_hot[i] + (1 - share) * one_hot[j]
         assert np.allclose(mixed.labels[i], label, atol=1e-6)
 
@@ -57,13 +60,15 @@ def test_cutmix_exchanges_a_box_and_counts_its_pixels() -> None:
     hook, before, mixed = mixer(mixup=0), batch(), batch()
     hook.mix(mixed)
     for i in range(8):
-        own, other = before.views["main"][0][i], before.views["main"][0][i ^ 1]
-        is_own = (mixed.views["main"][0][i] == own).all(dim=0)
-        is_other = (mixed.views["main"][0][i] == other).all(dim=0)
-        assert (is_own ^ is_other).all()
-        rows, columns = is_other.any(dim=1), is_other.any(dim=0)
-        assert torch.equal(is_other, rows[:, None] & columns), "it is a box"
-        share = float(is_own.float().mean())
+        shares = []
+        for view, found in zip(before.all_views, mixed.all_views, strict=True):
+            is_own = (found[i] == view[i]).all(dim=0)
+            is_other = (found[i] == view[i ^ 1]).all(dim=0)
+            assert (is_own ^ is_other).all()
+            rows, columns = is_other.any(dim=1), is_other.any(dim=0)
+            assert torch.equal(is_other, rows[:, None] & columns), "it is a box"
+            shares.append(float(is_own.float().mean()))
+        share = sum(shares) / 2
         expected = (
             share * np.eye(4)[before.labels[i]] + (1 - share) * np.eye(4)[before.labels[i ^ 1]]
         )

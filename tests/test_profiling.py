@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import tiny
+from ranks import run_ranks
 from selftask.errors import ConfigError, UserError
 from selftask.hooks.base import function_hook
 from selftask.hooks.watching.memory_snapshot import MemorySnapshot
@@ -46,6 +47,18 @@ def test_windows_and_what_they_hold(tmp_path: Path, caplog: pytest.LogCaptureFix
         assert counts["aten::convolution"] > 0
     lines = [message for message in caplog.messages if " ms a step (" in message]
     assert len(lines) >= 4
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_traces_of_all_ranks_or_of_the_first(every: bool, tmp_path: Path) -> None:
+    run_ranks(_two_steps, 2, tmp_path, every)
+    names = sorted(path.name for path in (tmp_path / "run" / "profile").iterdir())
+    assert names == [f"steps_1_to_1_rank{rank}.json.gz" for rank in range(1 + every)]
+
+
+def _two_steps(rank: int, folder: Path, every: bool) -> None:
+    options = f"{{wait: 0, warmup: 0, active: 1, all_ranks: {every}}}"
+    tiny.train("simclr", folder, "run", f"hooks.profiler={options}", "train.max_steps=2")
 
 
 def test_a_window_cut_short_is_written(tmp_path: Path) -> None:

@@ -214,6 +214,20 @@ def test_the_student_sees_masked_patches_as_the_token_and_the_teacher_all() -> N
     assert torch.allclose(batch["patch_targets"], targets, rtol=0, atol=1e-9)
 
 
+def test_the_temperature_of_the_targets_warms_up_by_the_step() -> None:
+    task, seen = _task(), []
+    targets = task.loss.targets
+
+    def note(scores: Tensor, center: Any, temperature: float) -> Tensor:
+        seen.append(temperature)
+        return targets(scores, center, temperature)
+
+    task.loss.targets = note
+    task.run(3)
+    # Twice a step: of the class token and of the patches.
+    assert seen == pytest.approx([0.04, 0.04, 0.055, 0.055, 0.07, 0.07])
+
+
 def test_heads_are_tied_or_not() -> None:
     tied, untied = _task(tied_heads=True).base_model, _task().base_model
     assert tied.head is tied.patch_head

@@ -92,6 +92,15 @@ def test_lars_with_the_lr_outside_and_inside_of_the_velocity(classic: bool) -> N
         assert one == pytest.approx(other, rel=1e-13)
 
 
+@pytest.mark.parametrize(("trust", "moved"), [(0.02, 3.9), (1.0, 3.0)])
+def test_the_rate_of_a_weight_is_at_most_the_lr(trust: float, moved: float) -> None:
+    """LARC's clip mode: |w| = 5 and |g| = 2, the rate is min(trust * 5 / 2, lr)."""
+    weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    weight.grad = torch.tensor([0.0, 2.0])
+    LARS([weight], lr=0.5, trust_coefficient=trust, clip_lr=True).step()
+    assert weight.tolist() == pytest.approx([3.0, moved])
+
+
 def test_a_gradient_of_zero_does_not_decay_under_larc() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.grad = torch.zeros(3)

@@ -203,17 +203,20 @@ def test_stopped_and_resumed_is_never_stopped(name: str) -> None:
 THEIRS: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, momentum=0.9, foreach=False, fused=False),
     "adam": lambda groups: torch.optim.Adam(groups),
-    "rmsprop": lambda groups: torch.optim.RMSprop(groups),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, momentum=0.9, centered=True),
     "torch:NAdam": lambda groups: torch.optim.NAdam(groups, momentum_decay=0.01),
     "torch:Adagrad": lambda groups: torch.optim.Adagrad(groups),
+}
+ARGS: dict[str, dict[str, Any]] = {
+    "rmsprop": {"sgd_momentum": 0.9, "centered": True},
+    "torch:NAdam": {"momentum_decay": 0.01},
 }
 
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_torchs_own_give_torchs_weights(name: str) -> None:
     ours, theirs = Net(), Net()
-    args = {"momentum_decay": 0.01} if name == "torch:NAdam" else {}
-    train(ours, build(ours, name, **args), range(STEPS))
+    train(ours, build(ours, name, **ARGS.get(name, {})), range(STEPS))
     compare(ours, theirs, [(THEIRS[name], lambda p: True)])
 
 

@@ -36,7 +36,8 @@ class Mixup(Hook):
 
     Images 2i and 2i + 1 of the batch, which is shuffled, share lambda and box. These are functions
     of seed, epoch and the first of the two images, so that ranks, workers and resume agree. A
-    method that uses no labels gets mixed images only.
+    method that uses no labels gets mixed images only. CutMix weighs labels by their share of the
+    pixels of a view, averaged over the views.
     """
 
     priority: ClassVar[int] = 40
@@ -84,15 +85,15 @@ class Mixup(Hook):
             torch.from_numpy(drawn).to(batch.labels.device, non_blocking=True)
             for drawn in self.draw(batch.key[::2].tolist())
         )
-        stays = lam
+        areas = []
         for group in batch.views.values():
             for number, view in enumerate(group):
                 keep, area = keep_mask(lam, box, is_cut, *view.shape[2:])
                 keep = keep.to(view.dtype)
                 group[number] = view * keep + _swapped(view) * (1 - keep)
-                stays = area
+                areas.append(area)
         if self.num_classes is not None:
-            share = stays.repeat_interleave(2)[:, None].float()  # (B, 1)
+            share = torch.stack(areas).mean(dim=0).repeat_interleave(2)[:, None].float()  # (B, 1)
             one_hot = F.one_hot(batch.labels, self.num_classes).float()  # (B, C)
             batch.labels = one_hot * share + _swapped(one_hot) * (1 - share)
 
