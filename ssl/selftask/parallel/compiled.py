@@ -17,16 +17,16 @@ def compile_function(function: Any, options: CompileConfig, device: torch.device
     """Return what torch.compile makes of a function or a module.
 
     On a CPU inductor leaves convolutions in the layout of their inputs: with its copies to
-    channels-last and back a step of ResNet-18 is slower than the eager one; linear layers are
-    written as `LinearOnCPU` says. ``mode: default`` is inductor as it is.
+    channels-last and back a step of ResNet-18 is slower than the eager one; linear layers and
+    attention are written as `CPUGraphPass` says. ``mode: default`` is inductor as it is.
     """
     arguments: dict[str, Any] = asdict(options)
     if device.type == "cpu" and options.backend == "inductor" and options.mode is None:
-        from selftask.parallel.linear_on_cpu import LinearOnCPU  # which imports inductor
+        from selftask.parallel.cpu_graph_pass import CPUGraphPass  # which imports inductor
 
         arguments["options"] = {  # torch takes no mode beside options
             "layout_optimization": False,
-            "post_grad_custom_post_pass": LinearOnCPU(),
+            "post_grad_custom_post_pass": CPUGraphPass(),
         }
     return torch.compile(function, **arguments)
 

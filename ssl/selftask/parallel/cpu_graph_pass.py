@@ -1,9 +1,11 @@
-"""Linear layers in the graphs that inductor compiles for a CPU.
+"""Linear layers and attention in the graphs that inductor compiles for a CPU.
 
 Imported only to compile: importing inductor takes a second.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,14 +17,16 @@ aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
-class LinearOnCPU(CustomGraphPass):
-    """Adds biases in the kernel that follows and sums their gradients by a matrix product.
+class CPUGraphPass(CustomGraphPass):
+    """Takes copies and slow sums out of a graph.
 
     Inductor calls the same library for matrix products as eager torch does, so that a compiled
     step can only gain around them. ``addmm`` first copies the bias into every row of its result;
     as a product and a sum, the sum is fused with what follows. The gradient of a bias, of
     LayerNorm's too, is a sum over rows, (N, C) -> (C,). Inductor reads it column by column, at a
     third of the speed of eager torch; as a product with a row of ones it runs at that of memory.
+    The gradients of queries, keys and values are stacked and then transposed; stacked in the order
+    that is needed they are copied once.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -32,6 +36,8 @@ class LinearOnCPU(CustomGraphPass):
         for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
             if not node.kwargs and _sums_rows(node):
                 _multiply_by_ones(graph, node)
+        for node in graph.find_nodes(op="call_function", target=aten.clone.default):
+            _stack_transposed(graph, node)
 
     def uuid(self) -> bytes:
         """Tell inductor's cache of graphs which version of this pass made them."""
@@ -90,6 +96,42 @@ def _multiply_by_ones(graph: fx.Graph, node: fx.Node) -> None:
         total = _view(graph, total, node.meta["val"])
     node.replace_all_uses_with(total)
     graph.erase_node(node)
+
+
+def _stack_transposed(graph: fx.Graph, node: fx.Node) -> None:
+    """Write the contiguous clone of a permuted stack as the stack of its permuted parts.
+
+    A stack along dimension 0 stands in the graph as ``cat`` and ``view``.
+    """
+    permute = _only_source(node, (aten.permute.default,))
+    view = permute and _only_source(permute, _VIEWS)
+    cat = view and _only_source(view, (aten.cat.default,))
+    if not permute or not view or not cat or len(cat.args) > 1:  # along another dimension
+        return
+    parts: Any = cat.args[0]
+    order: Any = permute.args[1]
+    whole = (len(parts), *parts[0].meta["val"].shape)
+    if view.meta["val"].shape != whole or not node.meta["val"].is_contiguous():
+        return
+    to, of_part = order.index(0), [dim - 1 for dim in order if dim]
+    with graph.inserting_before(node):
+        moved: list[fx.Node] = []
+        for part in parts:
+            value = part.meta["val"].permute(of_part)
+            part = _call(graph, aten.permute.default, (part, of_part), value)
+            moved.append(_call(graph, aten.unsqueeze.default, (part, to), value.unsqueeze(to)))
+        total = _call(graph, aten.cat.default, (moved, to), node.meta["val"])
+    node.replace_all_uses_with(total)
+    for old in (node, permute, view, cat):
+        graph.erase_node(old)
+
+
+def _only_source(node: fx.Node, targets: tuple[object, ...]) -> fx.Node | None:
+    """Return the first argument, if it is one of these operations and nobody else reads it."""
+    source = node.args[0]
+    if isinstance(source, fx.Node) and source.target in targets and len(source.users) == 1:
+        return source
+    return None
 
 
 def _view(graph: fx.Graph, node: fx.Node, value: torch.Tensor) -> fx.Node:

@@ -1,4 +1,4 @@
-"""Graphs of linear layers on a CPU: the same results, no copied bias, no sum by columns."""
+"""Graphs on a CPU: the same results; no copied bias, no sum by columns, one copy of a stack."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from selftask.parallel.linear_on_cpu import LinearOnCPU
+from selftask.parallel.cpu_graph_pass import CPUGraphPass
 
 aten = torch.ops.aten
 
@@ -21,7 +21,7 @@ def _rewritten(function: object, *inputs: Tensor) -> tuple[Counter[object], Coun
     """Rewrite the traced function; compare results; return operations before and after."""
     traced = make_fx(function, tracing_mode="fake")(*inputs)  # type: ignore[arg-type]
     before, expected = _targets(traced.graph), traced(*inputs)
-    LinearOnCPU()(traced.graph)
+    CPUGraphPass()(traced.graph)
     traced.graph.lint()
     traced.recompile()
     for ours, eager in zip(traced(*inputs), expected, strict=True):
@@ -57,3 +57,20 @@ def test_other_sums_and_products_are_left() -> None:
     draws = torch.Generator().manual_seed(0)
     before, after = _rewritten(sums, *(torch.randn(n, 4, generator=draws) for n in (300, 3)))
     assert before == after and before[aten.sum.dim_IntList] == 4
+
+
+def test_a_stack_is_copied_in_the_order_that_is_read() -> None:
+    """As in the backward pass of attention: three gradients (B, H, N, D) become (B, N, 3HD)."""
+
+    def stacks(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        stack = torch.cat([q, k, v]).view(3, 2, 3, 5, 4).permute(1, 3, 0, 2, 4)
+        read = torch.cat([q, k]).view(2, 2, 3, 5, 4)
+        kept = read.permute(1, 0, 2, 3, 4).clone(memory_format=torch.contiguous_format)
+        side = torch.cat([q, k], dim=1).view(2, 2, 3, 5, 4).permute(1, 0, 2, 3, 4).contiguous()
+        return [stack.reshape(2, 5, 36), read, kept, side]
+
+    draws = torch.Generator().manual_seed(0)
+    parts = [torch.randn(2, 3, 5, 4, generator=draws) for _ in range(3)]
+    before, after = _rewritten(stacks, *parts)
+    assert before[aten.clone.default] == 3, "one of them of a stack that others read"
+    assert after[aten.clone.default] == 2
