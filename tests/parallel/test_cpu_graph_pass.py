@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
+from typing import Any
 
+import pytest
 import torch
+from timm.models.vision_transformer import Block
 from torch import Tensor, nn
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from selftask.config.schema import CompileConfig
+from selftask.parallel.compiled import compile_function
 from selftask.parallel.cpu_graph_pass import CPUGraphPass
 
 aten = torch.ops.aten
@@ -19,7 +27,7 @@ def _targets(graph: torch.fx.Graph) -> Counter[object]:
 
 def _rewritten(function: object, *inputs: Tensor) -> tuple[Counter[object], Counter[object]]:
     """Rewrite the traced function; compare results; return operations before and after."""
-    traced = make_fx(function, tracing_mode="fake")(*inputs)  # type: ignore[arg-type]
+    traced = make_fx(function, select_decomp_table(), "fake")(*inputs)  # type: ignore[arg-type]
     before, expected = _targets(traced.graph), traced(*inputs)
     CPUGraphPass()(traced.graph)
     traced.graph.lint()
@@ -36,7 +44,7 @@ def test_a_layer_and_its_gradients() -> None:
 
     def step(images: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
         hidden = aten.addmm(bias, images.reshape(-1, 8), weight.t())
-        output = nn.functional.gelu(hidden.view(4, 75, 6))
+        output = nn.functional.relu(hidden.view(4, 75, 6))
         return [output, output.sum(dim=(0, 1)), hidden.sum(dim=0, keepdim=True), hidden]
 
     images = torch.randn(4, 75, 8, generator=torch.Generator().manual_seed(0))
@@ -74,3 +82,42 @@ def test_a_stack_is_copied_in_the_order_that_is_read() -> None:
     before, after = _rewritten(stacks, *parts)
     assert before[aten.clone.default] == 3, "one of them of a stack that others read"
     assert after[aten.clone.default] == 2
+
+
+def test_gelus_derivative_is_the_librarys() -> None:
+    """Not that of the formula with tanh, of other numbers, or in another precision."""
+
+    def backward(grad: Tensor, x: Tensor) -> list[Tensor]:
+        other = 0.5 * (1 + torch.erf(x * 0.7)) + x * torch.exp(x * x * -0.5) * 0.4
+        tanh = aten.gelu_backward(grad, x, approximate="tanh")
+        return [
+            aten.gelu_backward(grad, x),
+            tanh,
+            grad * other,
+            aten.gelu_backward(grad.double(), x.double()),
+        ]
+
+    draws = torch.Generator().manual_seed(0)
+    before, after = _rewritten(backward, *(torch.randn(7, 5, generator=draws) for _ in range(2)))
+    assert before[aten.erf.default] == 3 and after[aten.erf.default] == 2
+    assert before[aten.gelu_backward.default] == 0 and after[aten.gelu_backward.default] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+def test_a_compiled_block_of_a_vit_is_the_eager_one() -> None:
+    """By inductor as it is called for a CPU; its code holds what was written for it."""
+    block: Any = Block(dim=32, num_heads=2, qkv_bias=True)
+    tokens = torch.randn(4, 75, 32, generator=torch.Generator().manual_seed(0))
+    weights = [tokens.requires_grad_(), *block.parameters()]
+    expected = torch.autograd.grad(block(tokens).square().sum(), weights)
+    options = CompileConfig()
+    compiled = compile_function(lambda x: block(x).square().sum(), options, tokens.device)
+
+    def step() -> Any:
+        return torch.autograd.grad(compiled(tokens), weights)
+
+    found, code = run_and_get_code(step)
+    for ours, eager in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
+    assert "aten.gelu_backward" in code[-1] and "aten.addmm" not in "".join(code)
