@@ -142,7 +142,7 @@ def controller(state: str, reason: str = "None", restarts: int = 1, requeue: str
             140,
             "could not be requeued (Access denied)",
         ),
-        ("exit 1", "interrupted", 140, "the same command goes on"),
+        ("exit 1", "interrupted", 140, "the same command resumes it"),
     ],
 )
 def test_departure(

@@ -23,7 +23,7 @@ EXIT_CODES = {
     "0": "Success: finished, finished before, or back in SLURM's queue.",
     "1": "The run failed; for `check`, `repro` and `data check`: something differs or is broken.",
     "2": "Something the user must fix: a config, a path, data, weights.",
-    "75": "Interrupted without a signal, as by `train.stop_at`; the same command goes on.",
+    "75": "Interrupted without a signal, as by `train.stop_at`; the same command resumes the run.",
     "128 + N": "Interrupted by signal N after a checkpoint: 130 by Ctrl-C, 143 by SIGTERM.",
 }
 """Exit codes of all commands."""

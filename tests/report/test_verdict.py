@@ -165,7 +165,7 @@ def test_how_it_ended() -> None:
     assert any(f.text.startswith("learning: ") for f in found.findings)
     stopped = {"state": "interrupted", "step": 7, "by": "SIGTERM"}
     assert judge(rows(), [], stopped).headline == (
-        "interrupted at step 7 by SIGTERM; the same command goes on"
+        "interrupted at step 7 by SIGTERM; the same command resumes it"
     )
     requeued = {"state": "requeued", "step": 7, "by": "SIGUSR1"}
     assert judge(rows(), [], requeued).headline.endswith("waits in the queue")

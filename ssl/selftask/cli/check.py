@@ -23,7 +23,8 @@ once on one rank, then with the same global batch on several, then with their nu
 between checkpoints. Samples, inputs, loss and its terms, gradients and all state must be the same
 to 1e-9. Your own method is found as ever: import=[mine], or its recipe. Exit code 1: different.
 
-BatchNorm gives way to a norm of one sample; parallel.sync_batch_norm=all tries it, synchronised.
+BatchNorm is replaced by a norm of one sample; parallel.sync_batch_norm=all checks synchronised
+BatchNorm instead.
 Try also parallel.reduce=ddp or fsdp, train.accumulate=2 train.step=accumulate, optimizer=lars."""
 
 MIN_BATCH = 8

@@ -17,7 +17,9 @@ from selftask.config.values.auto_values import cores
 from selftask.data import kernel
 from selftask.errors import UserError
 
-USAGE = "usage: selftask env"
+USAGE = """usage: selftask env
+
+Prints versions, devices and supported features; include it in reports of faults."""
 
 REQUIRED = ["torch", "torchvision", "classy-vision", "fvcore", "iopath", "hydra-core", "omegaconf"]
 OPTIONAL = {

@@ -70,13 +70,14 @@ def name_rows(registry: Registry) -> Mapping[str, list[Row]]:
 
 
 def recipe_rows() -> Mapping[str, list[Row]]:
-    """Return each recipe with its accuracy: the second line of its header, after the title."""
+    """Return each recipe with its header, up to the end of a sentence."""
     from selftask.config.compose.recipes import available
 
     rows = []
     for name, recipe in available().items():
-        title, promise = [*recipe.header, "", ""][:2]
-        rows.append((name, f"{title} {promise}".strip(), _shorter(str(recipe.path))))
+        header = recipe.header
+        lines = next((n for n in range(2, len(header)) if header[n - 1].endswith(".")), 2)
+        rows.append((name, " ".join(header[:lines]), _shorter(str(recipe.path))))
     return {"": rows}
 
 

@@ -11,12 +11,12 @@ USAGE = """\
 usage: selftask plan RECIPE [key=value ...] [--measure] [--json]
 
 Prints steps, parameters, FLOPs, memory of a rank, communication, checkpoints, time and price of a
-run of this config. Nothing is allocated or trained: a step is run on tensors without memory.
-  launch.nodes=32 launch.processes=8   plan for so many ranks; none of them is started
+run of this config. Nothing is allocated or trained: one step runs on torch's fake tensors.
+  launch.nodes=32 launch.processes=8   plan for 256 ranks; none of them is started
   samples=1.28M                        images of the data, if they are not on this machine;
                                        also: side=224 classes=1000 channels=3
-  memory=80GB                          of a rank's device: does it fit? if not, what would
-  images_per_s=12k price_per_hour=2.5  throughput of all ranks, price of one: time and price
+  memory=80GB                          of a rank's device: whether the run fits, or what would
+  images_per_s=12k price_per_hour=2.5  throughput of all ranks, price per rank: time and price
   mtbf=30d write_speed=1GB             time between failures of a node, bytes written a second:
                                        how often to save checkpoints
 --measure  train a few steps of random images on this machine, for the throughput

@@ -24,16 +24,16 @@ usage: selftask report RUN [out=FILE] [images=1000]
 
 Writes one HTML page with what ran, a verdict, curves, events and config: report.html in the run
 folder, or FILE. It needs no network and also works while the run goes on.
-It shows images, too: the views of training, and of the newest weights nearest neighbours, a map
-of the embeddings, accuracy by class, patch tokens of vision transformers and reconstructions.
+It also shows the training views and, computed with the newest weights: nearest neighbours, a map
+of the embeddings, accuracy by class, patch tokens of vision transformers, reconstructions.
 They are kept in RUN/report, so that a second report of the same weights takes a second.
 images=N      the number of images that features are computed of; images=false leaves them out
 {TRUST}
 
-With several runs, or a folder such as that of a sweep, the page compares them: a table by which
-they are ranked (sort=knn_top1, or a click on a column), mean and 95 % interval over seeds, cost,
-the differences of their configs, and their curves over each other. It is report.html in the
-folder that the runs have in common. Runs without a report of their own get one, without images."""
+With several runs, or a folder of runs, the page compares them: a ranking (sort=knn_top1, or a click
+on a column), mean and 95 % interval over seeds, cost, differences between the configs, overlaid
+curves. It is report.html in their common parent folder. Runs without a report of their own get one,
+without images."""
 
 
 def main(argv: list[str]) -> int:

@@ -8,10 +8,14 @@ from selftask.errors import UserError
 USAGE = f"""\
 usage: selftask train RECIPE [key=value ...]
 
-Trains what the recipe says, with key=value on top; the same command again goes on after a stop.
-The run's folder is out=DIR; `selftask config RECIPE` shows every key and its value.
-A comma list (train.seed=1,2,3) is a sweep: each run has its own folder below out, and
-launch.parallel_runs=2 of them train at a time.
+Trains a recipe; key=value overrides its values. The same command again resumes the run.
+
+  selftask train simclr data=my_images out=runs/mine train.epochs=100 optimizer.lr=0.01
+
+out=DIR is the run folder; `selftask config RECIPE` shows every key and its value. Others often set:
+backbone, image_size, train.batch_size, data.num_workers, launch.processes.
+A list with commas (train.seed=1,2,3) is a sweep: each run has its own folder below out, and
+launch.parallel_runs=2 trains two at a time.
 {VERBOSITY}"""
 
 

@@ -10,7 +10,7 @@ from selftask.logs.verbosity import is_verbose
 TALKATIVE = ("train", "eval", "finetune", "export", "features", "submit")
 OPTIONS = {"--quiet": "quiet", "-q": "quiet", "--verbose": "verbose", "-v": "verbose"}
 USAGE = """\
--q, --quiet   print errors and the result only; log.txt of a run is complete all the same
+-q, --quiet   print errors and the result only; log.txt is still complete
 -v, --verbose also print versions, the origin of each value, and how long start-up takes"""
 
 _SHOWN = ("torch", "torchvision", "timm", "numpy", "hydra-core", "submitit")

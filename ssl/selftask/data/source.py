@@ -123,7 +123,7 @@ class Wrapped(Source):
 
     @property
     def max_pixels(self) -> int:  # type: ignore[override]
-        """Extras of the wrapped source."""
+        """Largest number of pixels of an image of the wrapped source."""
         return self.source.max_pixels
 
     @max_pixels.setter
@@ -132,7 +132,7 @@ class Wrapped(Source):
 
     @property
     def channels(self) -> int:  # type: ignore[override]
-        """Extras of the wrapped source."""
+        """Number of channels of the wrapped source."""
         return channels_of(self.source)
 
     @property

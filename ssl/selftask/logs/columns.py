@@ -41,7 +41,7 @@ COLUMNS = (
         "data_wait",
         "0 to 1",
         "Share of the time in which the step waited for data, on the rank that waited longest. "
-        "Above 0.1, more `data.num_workers` or `data.cache` help.",
+        "Above 0.2, more `data.num_workers` or `data.cache` may help.",
     ),
     Column("step_s", "s", "Mean time of a step, with evaluations and checkpoints in between."),
     Column("step_s_median", "s", "Median time of a step, without what happens between steps."),

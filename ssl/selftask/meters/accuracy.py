@@ -34,7 +34,7 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
     """Whether only classes that ``data.val`` has can be predicted, as for ImageNet-A and -R."""
 
     head: str | None = None
-    """One of ``method.heads``; none: the first."""
+    """One of ``method.heads``; null: the first."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.topk or min(self.topk) < 1 or len(set(self.topk)) < len(self.topk):

@@ -248,7 +248,7 @@ class OneCycle(ScheduleConfig):
     """
 
     first: float | None = None
-    """Value at the first step; none: start / 25."""
+    """Value at the first step; null: start / 25."""
     rise: int | str = setting("30%", duration=True, also=["pct_start"])
     """Length of the rise."""
 

@@ -130,7 +130,7 @@ def _ended(
         return Finding("bad", f"failed{where}: {reason}")
     if state in ("interrupted", "requeued"):
         by = f" by {status['by']}" if status.get("by") else ""
-        after = "waits in the queue" if state == "requeued" else "the same command goes on"
+        after = "waits in the queue" if state == "requeued" else "the same command resumes it"
         return Finding("warning", f"{state}{at}{by}; {after}")
     if lost:
         return Finding("bad", f"does not run any more: {lost}")

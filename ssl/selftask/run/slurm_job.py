@@ -93,7 +93,7 @@ def depart(by: str, launch: LaunchConfig, *, first: bool) -> ExitDecision:
         first: True on rank 0, which requeues the job unless it is already requeued or cancelled.
     """
     code = _exit_code(by)
-    alone = ExitDecision("interrupted", by, "the same command goes on", code)
+    alone = ExitDecision("interrupted", by, "the same command resumes it", code)
     if by == "SIGUSR2" and in_local_job():
         return ExitDecision("requeued", by, "the local job starts it again", 0)
     if by not in _ASKING or job_name() is None:
@@ -108,7 +108,7 @@ def depart(by: str, launch: LaunchConfig, *, first: bool) -> ExitDecision:
     if job.requeued:
         return ExitDecision("requeued", by, f"SLURM has put job {job.id} back into the queue", 0)
     if job.cancelled:
-        outlook = f"job {job.id} was cancelled: the same command goes on"
+        outlook = f"job {job.id} was cancelled: the same command resumes it"
         return ExitDecision("interrupted", "scancel", outlook, code)
     return _requeued(job, by, launch, alone)
 
@@ -116,11 +116,13 @@ def depart(by: str, launch: LaunchConfig, *, first: bool) -> ExitDecision:
 def _requeued(job: Job, by: str, launch: LaunchConfig, alone: ExitDecision) -> ExitDecision:
     left = launch.max_requeues - job.attempt
     if left <= 0:
-        outlook = f"launch.max_requeues={launch.max_requeues} is used up: the same command goes on"
+        outlook = (
+            f"launch.max_requeues={launch.max_requeues} is used up: the same command resumes it"
+        )
         return ExitDecision("interrupted", by, outlook, alone.code)
     problem = requeue(job)
     if problem:
-        outlook = f"job {job.id} could not be requeued ({problem}): the same command goes on"
+        outlook = f"job {job.id} could not be requeued ({problem}): the same command resumes it"
         return ExitDecision("interrupted", by, outlook, alone.code)
     outlook = (
         f"job {job.id} is back in the queue; {left - 1} of {launch.max_requeues} requeues left"

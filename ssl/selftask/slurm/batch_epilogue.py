@@ -59,7 +59,7 @@ def after(code: int, folder: Path, job: Job | None) -> int:
         _forget_results(paths)
         return 0
     if job is not None and job.cancelled:
-        text = f"RUN interrupted by scancel; job {name} was cancelled: the same command goes on"
+        text = f"RUN interrupted by scancel; job {name} was cancelled: the same command resumes it"
         record.write("interrupted", text, by="scancel")
         return code
     cause, lost = _cause(code, paths.stderr, record)

@@ -12,8 +12,8 @@ from selftask.slurm import queue
 USAGE = """\
 usage: selftask cancel OUT|JOBID [...]
 
-Cancels the jobs of the run or sweep in OUT, or a job by its id. A run that is under way saves a
-checkpoint where it is; `selftask submit` with the same words goes on from there."""
+Cancels the jobs of the run or sweep in OUT, or a job by its id. A running job saves a
+checkpoint first; the same `selftask submit` command resumes it."""
 
 
 def main(argv: list[str]) -> int:

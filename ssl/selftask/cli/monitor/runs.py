@@ -32,8 +32,8 @@ line of its log. Several folders make one table.
   --json            a list of objects, with all columns of each run
   --watch           the table again every 2 seconds, until Ctrl-C
 
-hung: the process gives no sign, or has written no row for much longer than usual.
-lost: the process or its job is gone, and did not say why."""
+hung: no sign of life from the process, or no row for much longer than usual.
+lost: the process or its job ended without reporting why."""
 
 REFRESH_S = 2.0
 _KEYS = ("sort", "state", "columns")

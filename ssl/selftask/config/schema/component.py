@@ -26,7 +26,7 @@ class HookComponent(Component):
     """A hook with its arguments, and its place among the others."""
 
     priority: int | None = None
-    """Place among the hooks, the lowest first; none: the hook's own."""
+    """Place among the hooks, the lowest first; null: the hook's own."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return ``{name: ..., **args}``, with the priority if it is set."""

@@ -16,7 +16,7 @@ class DataConfig:
     source: Component = setting(of="sources", flat=True)
     """Source of the images: in yaml ``data.name`` with the source's own keys."""
     val: Component | None = setting(None, of="sources", shared=["subset"])
-    """Labelled images for evaluations, as ``data``; none: no k-NN during training."""
+    """Labelled images for evaluations, as ``data``; null: no k-NN during training."""
     val_sets: dict[str, Component] = setting({}, of="sources", also=["val_datasets", "test_sets"])
     """Further labelled sets by name; rows get ``NAME/knn_top1`` and ``NAME/val_loss``."""
     sampler: Component = setting(Component(name="shuffled"), of="samplers")

@@ -29,9 +29,9 @@ class LaunchConfig:
     parallel_runs: int = setting(1, min=1)
     """Runs of a local sweep that train at the same time."""
     max_restarts: int = setting(0, min=0)
-    """New attempts after a rank failed or was killed."""
+    """New attempts after a rank failed; without SLURM also after one was killed."""
     max_requeues: int = setting(100, min=0)
-    """SLURM: times that the job may return to the queue after preemption or a time-out."""
+    """SLURM: requeues allowed after preemption, a time-out or the loss of a rank or node."""
 
     @property
     def world_size(self) -> int:
@@ -56,14 +56,14 @@ class ParallelConfig:
     grad_compression: Literal["none", "fp16", "bf16"] = "none"
     """Type of gradients on their way between ranks (manual)."""
     buffers: Literal["broadcast", "mean"] = "broadcast"
-    """BatchNorm's running statistics that all ranks get: those of the first rank, or the mean over
-    ranks.
+    """Running statistics of BatchNorm and other buffers that ranks share: those of the first rank,
+    or the mean over ranks.
     """
     sync_buffers: Literal["evaluation", "step", "never"] = setting(
         "evaluation", also=["broadcast_buffers", "broadcast_buffers_mode"]
     )
-    """When ranks get them: before evaluations, exports and saves; also after every step; or never,
-    so that each rank evaluates with its own, and those of the first are saved.
+    """When buffers are synchronised over ranks: before evaluations, exports and saves; also after
+    every step; or never: each rank evaluates with its own, and those of the first are saved.
     """
     static_graph: bool = False
     """Whether every step uses the same parameters, equally often (ddp)."""

@@ -79,7 +79,8 @@ class OptimizerConfig:
         of="schedules", min=0, also=["learning_rate", "base_lr", "blr"]
     )
     """Peak learning rate; ``{base, per, rule}`` scales it with the batch; ``{name: ...}`` is a
-    complete schedule, for which the next five keys have no effect.
+    complete schedule, which replaces ``schedule``, ``warmup``, ``warmup_shape``, ``start_lr`` and
+    ``end_lr``.
     """
     schedule: str | dict[str, Any] = setting(
         "cosine", of="schedules", also=["scheduler", "lr_schedule", "lr_scheduler"]

@@ -26,7 +26,7 @@ class InitConfig:
     """
     prefix: str | None = setting(None, also=["remove_prefix"])
     """Prefix of the tensors to take from a file with several networks, such as
-    ``state_dict.encoder_k.``; none: the network that matches best.
+    ``state_dict.encoder_k.``; null: the network that matches best.
     """
     skip: list[str] = setting([], also=["skip_layers"])
     """Patterns of the backbone's tensors that keep their random values, such as ``["conv1.*"]``."""

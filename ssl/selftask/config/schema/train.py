@@ -14,7 +14,7 @@ class KeepBest:
     """Which checkpoints stay because a metric of theirs is best."""
 
     metric: str | None = None
-    """Any column of metrics.jsonl, such as ``knn_top1``; none: keep no best checkpoints."""
+    """Any column of metrics.jsonl, such as ``knn_top1``; null: keep no best checkpoints."""
     mode: Literal["auto", "max", "min"] = "auto"
     """Whether large or small values are good; auto: small ones of names with loss or error."""
     count: int = setting(1, min=1)

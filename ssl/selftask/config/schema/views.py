@@ -19,9 +19,9 @@ class ViewConfig:
     it.
     """
     image: str | None = None
-    """Further image of the sample, by its name in the data; none: the image itself."""
+    """Further image of the sample, by its name in the data; null: the image itself."""
     of: str | None = None
-    """Group whose views are transformed; none: the image."""
+    """Group whose views are transformed; null: the image."""
     draws: bool = False
     """Whether ``batch.draws`` has the parameters of this group's transforms."""
     transforms: list[Component] = setting([], of="transforms")

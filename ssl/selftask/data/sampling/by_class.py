@@ -87,7 +87,7 @@ class PowerLaw(_ByClass):
         power: float = setting(0.5, min=-10, max=10)
         """Exponent of the number of a class's images: 1 is as they are, 0 is balanced."""
         samples: int | None = setting(None, min=1)
-        """Samples of an epoch; none: as many as there are images."""
+        """Samples of an epoch; null: as many as there are images."""
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool, power=config.power, num_samples=config.samples)
@@ -108,7 +108,7 @@ class Balanced(_ByClass):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         samples: int | None = setting(None, min=1)
-        """Samples of an epoch; none: as many as there are images."""
+        """Samples of an epoch; null: as many as there are images."""
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool, power=0.0, num_samples=config.samples)
@@ -135,7 +135,7 @@ class FewClasses(_ByClass):
         classes_per_batch: int = setting(2, min=1)
         """Classes of a batch of all ranks, which this number has to divide."""
         samples: int | None = setting(None, min=1)
-        """Samples of an epoch; none: as many as there are images."""
+        """Samples of an epoch; null: as many as there are images."""
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool, power=0.0, num_samples=config.samples)

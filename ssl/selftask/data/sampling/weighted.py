@@ -33,7 +33,7 @@ class Weighted(Sampler):
         weights: str
         """File with a weight for each image."""
         samples: int | None = setting(None, min=1)
-        """Samples of an epoch; none: as many as there are images."""
+        """Samples of an epoch; null: as many as there are images."""
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool)

@@ -36,7 +36,7 @@ class Frames(Source):
         frames without one are left out.
         """
         labels: Literal["clip", "folder"] | None = None
-        """Label of a frame: the clip's number, or its top folder's; none: no labels."""
+        """Label of a frame: the clip's number, or its top folder's; null: no labels."""
 
     def __init__(self, config: Config) -> None:
         self.folder = Folder(Folder.Config(path=config.path, labels=False))

@@ -34,11 +34,11 @@ class HuggingFace(Source):
         path: str
         """Folder written by ``save_to_disk``."""
         split: str | None = None
-        """Split of a folder with several; none: train, or the only one."""
+        """Split of a folder with several; null: train, or the only one."""
         images: str | None = None
-        """Column of the images; none: the only one of type Image, or ``image``."""
+        """Column of the images; null: the only one of type Image, or ``image``."""
         labels: str | None = None
-        """Column of the labels; none: ``label`` or ``labels``, if there is one."""
+        """Column of the labels; null: ``label`` or ``labels``, if there is one."""
         caption: str | None = None
         """Column of captions."""
 

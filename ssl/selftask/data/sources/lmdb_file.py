@@ -33,7 +33,7 @@ class Lmdb(Source):
         path: str
         """Folder with data.mdb, or the file itself."""
         shape: list[int] | None = setting(None, min=1)
-        """Shape [H, W, C] of plain uint8 pixels; none: encoded images."""
+        """Shape [H, W, C] of plain uint8 pixels; null: encoded images."""
         labels: bool = True
         """Whether ``KEY.cls`` has the label of ``KEY.jpg``."""
 

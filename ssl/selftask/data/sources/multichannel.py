@@ -33,11 +33,11 @@ class Bands(Source):
         path: str
         """Folder, at any depth, or a pattern."""
         bands: list[int] | None = setting(None, min=0)
-        """Channels to take, from 0, in this order; none: all."""
+        """Channels to take, from 0, in this order; null: all."""
         value_range: list[float] | None = None
-        """Values that become 0 and 255; none: values are 8-bit."""
+        """Values that become 0 and 255; null: values are 8-bit."""
         key: str | None = None
-        """Key of the array in a .npz; none: its first array."""
+        """Key of the array in a .npz; null: its first array."""
         labels: bool = True
         """Whether top folders are the labels, if there are several."""
 

@@ -28,7 +28,7 @@ class WebDataset(Source):
         path: str | list[str]
         """A tar, a folder of them, ``train-{000..146}.tar`` or ``s3://b/*.tar``."""
         images: str | None = None
-        """Extension of the image's member; none: the first image."""
+        """Extension of the image's member; null: the first image."""
         labels: str | None = "cls"
         """Extension of the label's member, or ``json.FIELD``; ``cls`` may be missing."""
 

@@ -57,13 +57,13 @@ class TableSource(FileSource):
         path: str
         """The table: .csv, .tsv, .parquet, .json or .jsonl."""
         column: str | None = None
-        """Column of the paths; none: ``path``, ``file``, ``image``, ..., or the only one."""
+        """Column of the paths; null: ``path``, ``file``, ``image``, ..., or the only one."""
         label_column: str | None = "label"
         """Column of the labels, used if it is there; texts are numbered in sorted order."""
         root: str | None = None
-        """Folder of relative paths; none: that of the table."""
+        """Folder of relative paths; null: that of the table."""
         delimiter: str | None = None
-        """Character between columns; none: a comma, in .tsv files a tab."""
+        """Character between columns; null: a comma, in .tsv files a tab."""
         caption: str | None = None
         """Column of captions."""
         images: dict[str, str] = field(default_factory=dict)

@@ -68,7 +68,7 @@ class RandomChoice:
     choices: list[list[Any]] = setting(of="transforms")
     """Lists of transforms, of which one is drawn."""
     weights: list[float] | None = None
-    """Relative probabilities of the lists; none: equal."""
+    """Relative probabilities of the lists; null: equal."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.choices:

@@ -156,7 +156,7 @@ class AugMix(Transform):
     num_chains: int = setting(3, min=1)
     """Chains that are mixed."""
     depth: int | None = setting(None, min=1)
-    """Operations of a chain; none: 1 to 3 at random."""
+    """Operations of a chain; null: 1 to 3 at random."""
     alpha: float = 1.0
     """Parameter of the Dirichlet and Beta distributions of the weights."""
     all_ops: bool = True

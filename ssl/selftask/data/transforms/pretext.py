@@ -110,7 +110,7 @@ class Jigsaw(Transform):
     grid: int = setting(3, min=2, max=15)
     """Tiles in a row and in a column."""
     tile: int | None = setting(None, min=1)
-    """Side of a tile, in pixels; none: as large as a cell."""
+    """Side of a tile, in pixels; null: as large as a cell."""
     num_permutations: int = setting(100, min=1)
     """Number of permutations, of which one is drawn."""
 
@@ -191,7 +191,7 @@ class Tile(Transform):
     grid: int = setting(3, min=2, max=15)
     """Cells in a row and in a column."""
     size: int | None = setting(None, min=1)
-    """Side of a tile, in pixels; none: as large as a cell."""
+    """Side of a tile, in pixels; null: as large as a cell."""
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Box:
         rows, columns = tile_size(height, width, self.grid, self.size)

@@ -45,7 +45,7 @@ class RetrievalOptions(DescriptorOptions):
     crop_queries: bool = True
     """Whether queries are cut out by their box, if they have one."""
     whiten_dim: int | None = setting(None, min=1)
-    """Number of dimensions that whitening keeps; none: all."""
+    """Number of dimensions that whitening keeps; null: all."""
 
 
 def evaluate_retrieval(

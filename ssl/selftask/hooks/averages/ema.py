@@ -27,7 +27,7 @@ class ExponentialAverage(WeightAverage):
     name: ClassVar[str] = "ema"
 
     decay: float | None = setting(None, min=0, below=1)
-    """Decay of a step; none: 0.9999."""
+    """Decay of a step; null: 0.9999."""
     half_life: int | None = setting(None, min=1)
     """Images after which old weights count half; instead of ``decay``, and independent of the batch
     size.

@@ -40,7 +40,7 @@ class EarlyStopping(Hook):
     min_delta: float = setting(0.0, min=0)
     """Smallest improvement that counts."""
     target: float | None = setting(None, also=["stopping_threshold"])
-    """Value of the metric that is good enough; none: none is."""
+    """Value of the metric that is good enough; null: no such value."""
 
     def on_start(self, task: Task) -> None:
         self.direction = direction("hooks.early_stopping.mode", self.mode, self.metric)

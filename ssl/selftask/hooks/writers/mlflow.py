@@ -26,9 +26,9 @@ class MLflow(TrackingWriter):
     experiment: str = "selftask"
     """Name of the experiment."""
     run_name: str | None = None
-    """Name of the run; none: that of the run folder."""
+    """Name of the run; null: that of the run folder."""
     uri: str | None = None
-    """Address of the server; none: MLFLOW_TRACKING_URI, else MLflow's default."""
+    """Address of the server; null: MLFLOW_TRACKING_URI, else MLflow's default."""
 
     def connect(self, task: Task, known: str | None) -> str:
         from mlflow.entities import Param

@@ -27,11 +27,11 @@ class Wandb(TrackingWriter):
     project: str = "selftask"
     """Name of the project."""
     entity: str | None = None
-    """User or team; none: the account's default."""
+    """User or team; null: the account's default."""
     run_name: str | None = None
-    """Name of the run; none: that of the run folder."""
+    """Name of the run; null: that of the run folder."""
     mode: Literal["online", "offline"] | None = None
-    """Whether rows are sent while training; none: as WANDB_MODE says, else online."""
+    """Whether rows are sent while training; null: as WANDB_MODE says, else online."""
 
     def connect(self, task: Task, known: str | None) -> str:
         import wandb
