@@ -112,14 +112,15 @@ def test_a_wrong_priority_is_told_with_its_place() -> None:
         load_config("simclr/digits", ["hooks.metrics.priority=first"])
 
 
-def test_evaluations_have_points(tmp_path: Path) -> None:
-    """Every three steps of seven, in two epochs of five: at the start, 3, 6 and at the end."""
+@pytest.mark.parametrize(("last", "expected"), [(6, (0, 3, 6)), (7, (0, 3, 6, 7))])
+def test_evaluations_have_points(last: int, expected: tuple[int, ...], tmp_path: Path) -> None:
+    """Every 0.6 epochs of five steps, at the start and, once, at the end."""
     seen: list[tuple[str, int, Any]] = []
     val = tiny.digits_file(tmp_path, "val.npz", 400, 430)
     words = [
-        "eval={evaluations: {knn: {k: [5]}}, every: 3}",
+        "eval={evaluations: {knn: {k: [5]}}, every: 0.6 epochs}",
         f"data.val={val}",
-        "train.max_steps=7",
+        f"train.max_steps={last}",
     ]
     task = tiny.task("simclr", tmp_path, "run", *words)
     for point in ("before_evaluation", "after_evaluation"):
@@ -131,7 +132,7 @@ def test_evaluations_have_points(tmp_path: Path) -> None:
         task.add_hook(function_hook(**see))
     Trainer().train(task)
     assert [(name, step) for name, step, _ in seen] == [
-        (f"{word}_evaluation", step) for step in (0, 3, 6, 7) for word in ("before", "after")
+        (f"{word}_evaluation", step) for step in expected for word in ("before", "after")
     ]
     shown = [row["knn_top1"] for row in tiny.rows(tmp_path / "run") if "knn_top1" in row]
     assert [value for name, _, value in seen if name == "after_evaluation"] == pytest.approx(shown)

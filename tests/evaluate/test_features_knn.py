@@ -19,7 +19,7 @@ from selftask.evaluate import chunks, knn
 from selftask.evaluate import features as features_module
 from selftask.evaluate.features import Features, extract_features
 from selftask.evaluate.knn import KNN
-from selftask.evaluate.online import run_evaluations
+from selftask.evaluate.online import flat_scores, run_evaluations
 from selftask.logs import DETAIL
 from selftask.registry import EVALUATIONS
 
@@ -193,6 +193,18 @@ def test_results_of_several_evaluations_are_merged() -> None:
     }
     with pytest.raises(UserError, match=r"eval\.evaluations\.far: knn_top1 is the result of"):
         run_evaluations({"knn": near, "far": far}, train, test)
+
+
+def test_results_of_an_evaluation_of_ones_own() -> None:
+    """Nested ones and those of NumPy and torch become floats; what is no number is refused."""
+    found = {"n": {"a": torch.tensor(1.0), "b": {"c": 2}}, "d": np.float32(0.5)}
+    flat = flat_scores(found, "eval.evaluations.mine")
+    assert flat == {"n/a": 1.0, "n/b/c": 2.0, "d": 0.5}
+    assert {type(value) for value in flat.values()} == {float}
+    with pytest.raises(UserError, match=r"mine: n/b is \[1, 2\]; a number is expected"):
+        flat_scores({"n": {"b": [1, 2]}}, "eval.evaluations.mine")
+    with pytest.raises(UserError, match=r"mine gives 0\.5; metrics by name"):
+        flat_scores(0.5, "eval.evaluations.mine")
 
 
 def test_a_long_pass_logs_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:

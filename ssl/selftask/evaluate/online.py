@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -117,7 +118,8 @@ def run_evaluations(
         Metrics by name.
 
     Raises:
-        UserError: If two evaluations give a metric of the same name.
+        UserError: If two evaluations give a metric of the same name, or one a result that is not a
+            number.
     """
     row: dict[str, float] = {}
     whole: tuple[Features, Features] | None = None
@@ -129,7 +131,7 @@ def run_evaluations(
                 first = _of_all_ranks(train)
                 whole = first, first if test is train else _of_all_ranks(test)
             features = whole
-        found = evaluation(*features)
+        found = flat_scores(evaluation(*features), f"eval.evaluations.{key}")
         if twice := sorted(found.keys() & row.keys()):
             raise UserError(
                 f"eval.evaluations.{key}: {', '.join(twice)} is the result of an evaluation before "
@@ -137,6 +139,33 @@ def run_evaluations(
             )
         row |= found
     return row
+
+
+def flat_scores(found: Any, key: str, prefix: str = "") -> dict[str, float]:
+    """Return the results of an evaluation as floats, ``{"a": {"b": 1}}`` as ``a/b``.
+
+    Args:
+        found: Numbers, NumPy's or tensors of one element by name, or mappings of them.
+        key: Config key of the evaluation, for the error.
+        prefix: Names of the mappings around ``found``, each with a slash.
+
+    Raises:
+        UserError: If something else is found.
+    """
+    if not isinstance(found, Mapping):
+        raise UserError(f"{key} gives {found!r:.60}; metrics by name are expected")
+    flat: dict[str, float] = {}
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            flat |= flat_scores(value, key, f"{prefix}{name}/")
+            continue
+        try:
+            flat[f"{prefix}{name}"] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise UserError(
+                f"{key}: {prefix}{name} is {value!r:.60}; a number is expected"
+            ) from None
+    return flat
 
 
 def _of_all_ranks(part: Features) -> Features:
