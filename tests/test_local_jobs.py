@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from submitit.core.utils import DelayedSubmission
 
 import tiny
 from selftask.cli.main import main
@@ -39,6 +38,14 @@ def words_of(folder: Path, *more: str) -> list[str]:
     return ["simclr/digits", *tiny.overrides("simclr", folder, "run", *more)]
 
 
+def ranks_of(job: str) -> list[int]:
+    """Process ids of its two ranks."""
+    command = ["pgrep", "-P", job.removeprefix("local-")]
+    found = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    assert len(found) == 2
+    return [int(pid) for pid in found]
+
+
 @pytest.mark.slow
 def test_a_local_job_is_requeued_and_ends_as_if_never_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -55,11 +62,7 @@ def test_a_local_job_is_requeued_and_ends_as_if_never_stopped(
     (job,) = queue.noted(out).values()
     assert job.startswith("local-") and queue.queue([job]) == {job: "RUNNING"}
     wait_for(out / "metrics.jsonl", '"step": 3')
-    controller = int(job.removeprefix("local-"))
-    found = subprocess.run(["pgrep", "-P", str(controller)], capture_output=True, text=True)
-    ranks = [int(pid) for pid in found.stdout.split()]
-    assert len(ranks) == 2
-    for pid in ranks:
+    for pid in ranks_of(job):
         os.kill(pid, signal.SIGUSR2)  # what submitit sends before the time limit
     log = wait_for(out / "log.txt", "RUN finished")
     assert "RUN interrupted by SIGUSR2" in log and "the local job starts it again" in log
@@ -67,6 +70,27 @@ def test_a_local_job_is_requeued_and_ends_as_if_never_stopped(
     assert steps == sorted(set(steps)) and steps[-1] == 400 * tiny.STEPS_PER_EPOCH
     main(["jobs", str(out)])
     assert "finished" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_local_job_is_requeued_so_often_and_no_more(tmp_path: Path) -> None:
+    more = ("launch.processes=2", "train.epochs=4000", "launch.slurm.time=30")
+    given = words_of(tmp_path, *more, "launch.max_requeues=2")
+    command = [sys.executable, "-m", "selftask", "submit", *given, "--cluster=local"]
+    subprocess.run(command, env=tiny.environment(), cwd=tmp_path, check=True)
+    out = tmp_path / "run"
+    (job,) = queue.noted(out).values()
+    for told in ("1 of 2 requeues left", "0 of 2 requeues left", "max_requeues=2 is used up"):
+        wait_for(out / "metrics.jsonl", '"step": ')
+        for pid in ranks_of(job):
+            os.kill(pid, signal.SIGUSR2)
+        wait_for(out / "log.txt", told)
+        (out / "metrics.jsonl").unlink()  # the next attempt writes another
+    assert read_json(out / "status.json")["state"] == "interrupted"
+    deadline = time.monotonic() + 60
+    while queue.queue([job]) == {job: "RUNNING"} and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert queue.queue([job]) != {job: "RUNNING"}, "nobody starts it again"
 
 
 @pytest.mark.slow
@@ -108,15 +132,13 @@ def test_what_a_local_job_is_given(
 
     monkeypatch.setattr("submitit.local.local.start_controller", start)
     options = ("launch.processes=2", "launch.slurm.time=1:30:00", "launch.slurm.signal_delay_s=50")
-    words = words_of(tmp_path, *options, "launch.max_requeues=7", *more)
+    words = words_of(tmp_path, *options, *more)
     assert main(["submit", *words, "--cluster=local"]) == 0
     (given,) = controllers
     assert (given["tasks_per_node"], given["cuda_devices"]) == (2, gpus)
     assert (given["timeout_min"], given["signal_delay_s"]) == (90, 50)
     out = tmp_path / "run"
     assert queue.noted(out) == {out: "local-78"}
-    delayed = DelayedSubmission.load(out / "slurm/78_submitted.pkl")
-    assert delayed._timeout_countdown == 7
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def test_settings_of_groups() -> None:
 def test_the_rows_of_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="selftask"):
         task = tiny.train("simclr", tmp_path, "run", "train.log_every=4")
+    lines = [line for line in caplog.messages if line.startswith("step ")]
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     each = tiny.rows(tmp_path / "run")
     tiny.train("simclr", tmp_path, "every", "train.log_every=1")
@@ -123,7 +124,6 @@ def test_the_rows_of_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         recent = row["step_s"] * (tiny.STEPS - row["step"])
         assert row["eta_recent_s"] == pytest.approx(recent, rel=1e-6)
     assert rows[-1]["lr"] == pytest.approx(task.optimizer.param_groups[0]["lr"], rel=1e-8)
-    lines = [line for line in caplog.messages if line.startswith("step ")]
     for line, row in zip(lines, rows, strict=True):
         first = rf"step {row['step']}  epoch {row['epoch']:.4g}  loss {row['loss']:.4g}"
         times = rf"{row['images_per_s']:,.0f} images/s  data_wait \d+%  eta \d+:\d\d:\d\d"

@@ -162,6 +162,20 @@ def test_departure_without_requeues_left(fake: Fake, in_job: None) -> None:
     assert "max_requeues=1 is used up" in leaving.outlook
 
 
+def test_departure_of_a_local_job(in_job: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBMITIT_LOCAL_JOB_ID", "12")
+    for most, done, state, outlook in (
+        (2, 0, "requeued", "1 of 2 requeues left"),
+        (2, 2, "interrupted", "launch.max_requeues=2 is used up"),
+        (100, 4, "requeued", "0 of 5 requeues left"),
+        (100, 5, "interrupted", "the limit of 5 requeues is used up"),
+    ):
+        monkeypatch.setenv(slurm_job.LOCAL_REQUEUES, str(done))
+        leaving = slurm_job.depart("SIGUSR2", LaunchConfig(max_requeues=most), first=False)
+        assert (leaving.state, leaving.code) == (state, 140 if state == "interrupted" else 0)
+        assert outlook in leaving.outlook
+
+
 def test_departure_of_others_and_of_runs_outside(
     fake: Fake, in_job: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,15 +164,16 @@ def test_averaged_weights(run: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("state", ["running", "requeued"])
 def test_new_checkpoints_are_followed(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    state: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Step 2 comes while the suite waits; the run ends afterwards."""
     monkeypatch.setattr(suite, "_POLL_S", 0.05)
     last = checkpoint(run, 2)
     hidden = run / "hidden.pt"
     last.rename(hidden)
-    status = {"state": "requeued", "step": 1, "updated": time.time()}
+    status = {"state": state, "step": 1, "updated": time.time()}
     write_json(run / "status.json", status)
 
     def go_on() -> None:

@@ -127,7 +127,8 @@ def test_draws_are_of_the_sample_and_leave_the_image_itself_out(tmp_path: Path) 
         assert own not in others
         assert {*others} <= {*range(num_images)}
         assert len({*others}) > 0.9 * num_images
-    order = batch.input[1]
+    views, order = batch.input
+    assert all(map(torch.equal, views, batch.views["image"] + batch.views["tiles"]))
     assert order.sort(dim=1).values.tolist() == [[*range(order.shape[1])]] * tiny.BATCH_SIZE
     assert len({tuple(row) for row in order.tolist()}) > 5
     again = started(tmp_path, "method.num_negatives=500", "train.batch_size=8", out="again")

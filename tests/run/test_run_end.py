@@ -32,6 +32,8 @@ def test_finished_and_again(folder: Path, capsys: pytest.CaptureFixture[str]) ->
         "RUN finished",
     ):
         assert re.search(rf"(?m)^\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d .*{fact}", log), fact
+    row = tiny.rows(folder / "run")[-1]
+    assert row["epoch"] > 0 and row["loss"] > 0 and "lr" in row
     before = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*")}
     assert {"config.yaml", "environment.json", "log.txt", "metrics.jsonl", "status.json"} <= {
         path.name for path in before

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from selftask.config.schema import LaunchConfig
 
 TRY_AGAIN = 75  # EX_TEMPFAIL
+LOCAL_REQUEUES = "SELFTASK_LOCAL_REQUEUES"  # requeues of a local job until now
+_MOST_LOCAL = 5  # requeues by submitit's local executor, which starts a job six times
 _ASKING = ("SIGTERM", "SIGUSR2", "a signal on another rank")  # possibly sent by the scheduler
 
 
@@ -95,7 +97,7 @@ def depart(by: str, launch: LaunchConfig, *, first: bool) -> ExitDecision:
     code = _exit_code(by)
     alone = ExitDecision("interrupted", by, "the same command resumes it", code)
     if by == "SIGUSR2" and in_local_job():
-        return ExitDecision("requeued", by, "the local job starts it again", 0)
+        return _local_requeue(by, launch, alone)
     if by not in _ASKING or job_name() is None:
         return alone
     for number in (signal.SIGTERM, signal.SIGUSR2):
@@ -111,6 +113,18 @@ def depart(by: str, launch: LaunchConfig, *, first: bool) -> ExitDecision:
         outlook = f"job {job.id} was cancelled: the same command resumes it"
         return ExitDecision("interrupted", "scancel", outlook, code)
     return _requeued(job, by, launch, alone)
+
+
+def _local_requeue(by: str, launch: LaunchConfig, alone: ExitDecision) -> ExitDecision:
+    """Decide alike on all ranks: submitit starts them again if one of them asks for it."""
+    most = min(launch.max_requeues, _MOST_LOCAL)
+    left = most - int(os.environ.get(LOCAL_REQUEUES, "0"))
+    if left > 0:
+        outlook = f"the local job starts it again; {left - 1} of {most} requeues left"
+        return ExitDecision("requeued", by, outlook, 0)
+    limit = f"launch.max_requeues={most}" if most < _MOST_LOCAL else f"the limit of {most} requeues"
+    outlook = f"{limit} is used up: the same command resumes it"
+    return ExitDecision("interrupted", by, outlook, alone.code)
 
 
 def _requeued(job: Job, by: str, launch: LaunchConfig, alone: ExitDecision) -> ExitDecision:

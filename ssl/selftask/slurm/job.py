@@ -13,11 +13,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import DelayedSubmission
 from submitit.helpers import clean_env
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
@@ -27,7 +28,7 @@ import selftask
 from selftask.config.checks.sbatch import DEFAULT_MINUTES, SUBMITIT, minutes, option
 from selftask.config.schema import Config, LaunchConfig
 from selftask.errors import RunError, UserError
-from selftask.run.slurm_job import in_local_job
+from selftask.run.slurm_job import LOCAL_REQUEUES, in_local_job
 from selftask.slurm.batch_epilogue import ENDED, MARK
 
 
@@ -44,11 +45,12 @@ def signal_delay_s(limit: int) -> int:
 
 @dataclass
 class Submission:
-    """One run as a picklable callable for submitit, equal in every task and attempt."""
+    """One run as a picklable callable for submitit, equal in every task."""
 
     config: dict[str, Any]  # resolved, as plain types; each attempt resumes by its `resume`
     folder: str  # working directory of the submission, base of relative paths in the config
     modules: list[str] = field(default_factory=list)  # added to sys.path for `import:`
+    requeues: int = 0  # of a local job, which does not count them itself
 
     @property
     def out(self) -> str:
@@ -67,6 +69,7 @@ class Submission:
                 starts again on the exit code 144.
         """
         os.chdir(self.folder)
+        os.environ[LOCAL_REQUEUES] = str(self.requeues)
         sys.path[:0] = [path for path in self.modules if path not in sys.path]
         from selftask.data.loading.open_data import check_data, open_data
         from selftask.run.early_errors import report_early_errors
@@ -79,11 +82,21 @@ class Submission:
             code = run(config, sources)
         state = json.loads(Path(self.out, "status.json").read_text(encoding="utf-8"))
         if code == 0 and state.get("state") == "requeued":
-            sys.exit(LOCAL_REQUEUE_RETURN_CODE if in_local_job() else 0)
+            if not in_local_job():
+                sys.exit(0)
+            self._count_requeue()
+            sys.exit(LOCAL_REQUEUE_RETURN_CODE)
         if code != 0:
             reason = state.get("error") or f"interrupted by {state.get('by')}"
             raise RunError(f"{ENDED}{code}: {reason}; see {self.out}/log.txt")
         return self.out
+
+    def _count_requeue(self) -> None:
+        """Write the submission that the ranks of the next attempt read."""
+        job = JobEnvironment()
+        if job.global_rank == 0:
+            again = replace(self, requeues=self.requeues + 1)
+            DelayedSubmission(again).dump(job.paths.submitted_pickle)
 
     def checkpoint(self) -> DelayedSubmission:
         """Return this submission to run after a requeue; its state is in the run folder."""

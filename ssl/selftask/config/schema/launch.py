@@ -31,7 +31,9 @@ class LaunchConfig:
     max_restarts: int = setting(0, min=0)
     """New attempts after a rank failed; without SLURM also after one was killed."""
     max_requeues: int = setting(100, min=0)
-    """SLURM: requeues allowed after preemption, a time-out or the loss of a rank or node."""
+    """Requeues allowed after preemption, a time-out or the loss of a rank or node; 5 at most of a
+    local job.
+    """
 
     @property
     def world_size(self) -> int:
