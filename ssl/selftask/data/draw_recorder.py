@@ -83,7 +83,7 @@ class DrawRecorder:
         """
         if self._draws is None or self._draws.seed != seed:
             self._draws = ViewDraws(seed)
-        images: list[tuple[int, int]] = []  # size of the image that each view stems from
+        images: list[tuple[int, int]] = []  # of the sample's image behind each view
         matrices: list[Matrix] = []
         sizes: list[tuple[int, int]] = []
         applied: list[list[tuple[Any, Any]]] = []

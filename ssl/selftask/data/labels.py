@@ -90,7 +90,7 @@ def name_top_folders(paths: Sequence[str] | PathTable, labels: np.ndarray | None
     """Return the top folder of each class, by number; an empty list without labels."""
     if labels is None:
         return []
-    first = np.zeros(int(labels.max()) + 2, dtype=np.int64)  # row; the last entry is for label -1
+    first = np.zeros(int(labels.max()) + 2, dtype=np.int64)  # first rows; the last is of label -1
     first[labels[::-1]] = np.arange(len(labels))[::-1]
     return [paths[row].partition("/")[0] for row in first[:-1].tolist()]
 

@@ -33,5 +33,5 @@ class Relabelled(Wrapped):
 
 
 def relabelled(source: Source, kind: str) -> Source:
-    """Return the source with the labels that ``data.relabel`` asks for."""
+    """Return the source with the labels that ``data.relabel`` selects."""
     return source if kind == "no" else Relabelled(source, kind)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from selftask.data.reading.image import MAX_PIXELS
 ExtraKind: TypeAlias = Literal["image", "text", "array"]
 
 NO_LABEL = -1
-_HASHED = 100_000  # about so many names of a large source are hashed: a fraction of a second
+_HASHED = 100_000  # approximate limit of hashed names: a fraction of a second
 _PIECE = 1 << 24  # bytes searched at once
 
 

@@ -18,7 +18,7 @@ class Part:
     """Settings of ``data.subset``. A float alone means a fraction, an integer a count."""
 
     fraction: float | None = None  # of the images (or of each class), in (0, 1]
-    count: int | None = None  # of images (or per class); without count and fraction: all
+    count: int | None = None  # number of images (or per class); without count and fraction: all
     per_class: bool = False  # select within each class; images without a label are left out
     seed: int = 0
     part: int | None = None  # number of one of `of` disjoint parts, from 0
@@ -75,7 +75,10 @@ class Subset(Wrapped):
         return {i: known[row] for i, row in enumerate(self.rows.tolist()) if row in known}
 
     def describe(self) -> str:
-        """``500 of 1108 images, 20 folders, 0 unreadable (subset: 25 of each class, seed 0)``."""
+        """Describe the source and the subset in one line.
+
+        Example: ``500 of 1108 images, 20 folders, 0 unreadable (subset: 25 of each class, seed 0)``
+        """
         return f"{len(self)} of {self.source.describe()} (subset: {self.part})"
 
 

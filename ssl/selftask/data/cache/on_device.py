@@ -46,7 +46,7 @@ class Plan:
     packed: Packed
     key: Tensor  # (B, 2) int64, the keys of the samples
     epoch: int
-    draws: dict[str, Tensor]  # rows of a DrawRecorder by its name, if draws are asked for
+    draws: dict[str, Tensor]  # rows of a DrawRecorder by its name, if draws are requested
 
     def pin_memory(self) -> Plan:
         """Return the plan in page-locked memory."""

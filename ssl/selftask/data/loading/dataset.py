@@ -235,7 +235,7 @@ class BadLimit:
         return number <= self.max_unreadable * self.num_images
 
     def __str__(self) -> str:
-        """``data.max_unreadable=0.01 (1.00%) allows``."""
+        """Return a phrase for errors, such as ``data.max_unreadable=0.01 (1.00%) allows``."""
         if self.max_unreadable is None:
             default = f"{DEFAULT_MAX_UNREADABLE:.1%}, at least {MIN_ALLOWED_UNREADABLE} images"
             return f"the default of data.max_unreadable ({default}) allows"
