@@ -27,7 +27,8 @@ typedef struct {
 
 /* Resampling weights along one axis. Each output position has `taps` weights, for the inputs from
  * position `first` on, in pairs of 32 bits. An odd number of taps is padded with a weight of 0,
- * whose position may be one past the last. Weights have `bits` fractional bits and sum to exactly one. */
+ * whose position may be one past the last. Weights have `bits` fractional bits and sum to exactly
+ * one. */
 typedef struct {
     const int32_t *first;
     const int32_t *weights; /* outputs x pairs */
