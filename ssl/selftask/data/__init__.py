@@ -1,1 +1,1 @@
-"""From files to batches: sources, views, order, loading."""
+"""Data pipeline: sources, sample order, views and loading."""

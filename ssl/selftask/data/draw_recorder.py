@@ -1,7 +1,7 @@
-"""The parameters drawn for each view, as numbers that travel in the batch if they are asked for.
+"""Augmentation parameters of each view, as numbers in the batch if they are requested.
 
-Draws are a pure function of the sample's key and the image's size, so they are drawn again here,
-whoever makes the views: nothing is recorded while images are changed.
+The parameters are a pure function of the seed, the sample's key and the image's size. So they are
+drawn again here, and the code that makes the views records nothing.
 """
 
 from __future__ import annotations
@@ -30,26 +30,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A view whose draws are asked for."""
+    """View whose draws are requested."""
 
     number: int
-    names: dict[str, Transform]  # transforms that have numbers, by the names they have in a batch
+    names: dict[str, Transform]  # transforms that report numbers, by their names in a batch
     lengths: dict[str, int]
 
 
 class DrawRecorder:
-    """The draws of some groups of views: a row of numbers a sample, and ``Draws`` of a batch.
+    """Recorder of the draws of some groups of views.
+
+    ``row`` returns one row of numbers per sample; ``unpack`` turns a batch of rows into ``Draws``.
 
     Args:
         views: All views of an image.
-        config: Their groups.
-        asked: The groups whose draws are wanted.
+        config: Config of each group of views, by name.
+        asked: Names of the groups whose draws are requested.
 
     Raises:
-        ConfigError: What a transform draws cannot be known.
+        ConfigError: If a transform follows a callable whose draws are unknown.
     """
 
-    name = "/draws"  # of the rows among the extras of a sample
+    name = "/draws"  # key of the rows in the extras of a sample
 
     def __init__(
         self,
@@ -75,13 +77,13 @@ class DrawRecorder:
 
         Args:
             given: Height and width of each image of the sample, in the order of ``Views.images``.
-            seed: Of the draws.
+            seed: Seed of the draws.
             epoch: First number of the sample's key.
             index: Second number of the sample's key.
         """
         if self._draws is None or self._draws.seed != seed:
             self._draws = ViewDraws(seed)
-        images: list[tuple[int, int]] = []  # sizes of those that views are made of in the end
+        images: list[tuple[int, int]] = []  # of the sample's image behind each view
         matrices: list[Matrix] = []
         sizes: list[tuple[int, int]] = []
         applied: list[list[tuple[Any, Any]]] = []
@@ -125,7 +127,7 @@ class DrawRecorder:
 
 
 class _DrawsOnly(Operation):
-    """A user's transform that draws and has no batched form; the size of images stays."""
+    """User's transform without a batched form; it only draws, and keeps the image size."""
 
     def pack(self, params: Any, sizes: np.ndarray) -> Any:
         raise NotImplementedError
@@ -135,7 +137,7 @@ class _DrawsOnly(Operation):
 
 
 def _operations(view: View, components: list[Component]) -> Iterator[Operation]:
-    """The transforms of a view as operations that draw; callables at its end are left out."""
+    """Yield the transforms of a view as operations that draw, without callables at its end."""
     opaque = ""
     for component, transform in zip(components, view.pipeline.transforms, strict=False):
         batched = not list(unbatched({view.group: ViewConfig(transforms=[component])}))
@@ -171,6 +173,6 @@ def _length(transform: Transform) -> int:
 
 
 def _of_unit_square(matrix: Matrix, height: int, width: int) -> Matrix:
-    """The map for coordinates from 0 to 1 instead of pixels of a view of that size."""
+    """Return the matrix for view coordinates in [0, 1] instead of pixels."""
     a, b, c, d, e, f = matrix
     return a * width, b * height, c, d * width, e * height, f

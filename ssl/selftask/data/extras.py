@@ -1,4 +1,4 @@
-"""What a source gives beside image and label, as arrays of one shape."""
+"""Extra fields of a sample, besides image and label, as arrays."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from selftask.data.reading.files import BadImage
 from selftask.data.source import NO_LABEL, ExtraKind, Source, Wrapped, channels_of
 from selftask.errors import UserError
 
-_NUMBERS = {"f": np.float32, "i": np.int64}  # types of Python's and of NumPy's 64-bit numbers
+_NUMBERS = {"f": np.float32, "i": np.int64}  # dtype of values that are not arrays, by NumPy kind
 
 
 class ExtrasReader:
-    """Reads the texts and arrays of a sample; further images belong to groups of views.
+    """Reader of the texts and arrays of a sample.
+
+    Further images are not read here: groups of views are made from them.
 
     Args:
-        kinds: What to read, by name.
-        tokenizer: Text -> (L,) token ids; needed if there are texts.
+        kinds: Kind of each field to read, by name.
+        tokenizer: Function from a text to (L,) token ids; required if there are texts.
     """
 
     def __init__(
@@ -29,7 +31,12 @@ class ExtrasReader:
         self.tokenizer = tokenizer
 
     def read(self, source: Source, index: int) -> dict[str, np.ndarray]:
-        """Return texts and arrays of a sample; raises BadImage, UserError for wrong types."""
+        """Return the texts, as token ids, and the arrays of a sample.
+
+        Raises:
+            BadImage: If a text is empty or the source cannot read a field.
+            UserError: If a value has the wrong type.
+        """
         return {name: self._read(source, index, name) for name in self.kinds}
 
     def _read(self, source: Source, index: int, name: str) -> np.ndarray:
@@ -47,7 +54,10 @@ class ExtrasReader:
 
 
 def as_array(value: Any, source: Source, index: int, name: str) -> np.ndarray:
-    """Return a number or array of a source as an array; Python's floats become float32."""
+    """Return a number or array of a source as an array; raises UserError for other values.
+
+    Python floats become float32.
+    """
     array = np.asarray(value)
     if array.dtype.kind not in "buif":
         raise UserError(
@@ -60,7 +70,12 @@ def as_array(value: Any, source: Source, index: int, name: str) -> np.ndarray:
 
 
 def read_extra_image(source: Source, index: int, name: str) -> np.ndarray:
-    """Return a further image of a sample, uint8 (H, W, C); raises BadImage and UserError."""
+    """Return a further image of a sample, uint8 (H, W, C).
+
+    Raises:
+        BadImage: If it cannot be read.
+        UserError: If it has the wrong dtype, shape or number of channels.
+    """
     image: np.ndarray = source.extra(index, name)
     channels = channels_of(source)
     if image.ndim != 3 or image.shape[2] != channels or image.dtype != np.uint8:
@@ -72,7 +87,7 @@ def read_extra_image(source: Source, index: int, name: str) -> np.ndarray:
 
 
 class ExtraImages(Wrapped):
-    """The further images of one name of a source, as a source of their own."""
+    """Source of the further images with one name in another source, without labels."""
 
     def __init__(self, source: Source, name: str) -> None:
         super().__init__(source)

@@ -1,4 +1,4 @@
-"""Compare images with those of before, or of other ranks: number, names, labels, classes."""
+"""Fingerprints of a source (number, names, labels, classes), to compare runs and ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from selftask.data.source import Source
 from selftask.distributed.collectives import gather_objects, world_size
 from selftask.errors import UserError, plural
 
-_SHOWN = 3  # classes that a message names
+_SHOWN = 3  # maximum number of classes named in a message
 
 
 def fingerprint(source: Source) -> dict[str, Any]:
-    """Return what identifies a source, as plain values.
+    """Return the fingerprint of a source as plain values.
 
     Returns:
         ``count``: number of images; ``names``: hash of their names, in order; ``labels``: hash of
@@ -65,9 +65,9 @@ def _classes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
 
 
 def check_same_on_all_ranks(source: Source | None, key: str) -> None:
-    """Raise UserError on every rank if ranks have opened different images; a collective call.
+    """Raise UserError on every rank if ranks have opened different images. Collective call.
 
-    They would make different numbers of steps, and hang at the end of an epoch.
+    Such ranks would do different numbers of steps and hang at the end of an epoch.
     """
     if world_size() == 1:
         return

@@ -1,4 +1,4 @@
-"""Class numbers from what data sets write as labels."""
+"""Class numbers for the labels of data sets."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from selftask.data.reading.files import BadImage
 from selftask.data.source import NO_LABEL, PathTable, Source
 from selftask.errors import UserError, nearest
 
-MAX_CLASSES = 10_000_000  # there are as many rows in every head as the largest label says
+MAX_CLASSES = 10_000_000  # the largest label sets the number of rows in every head
 
 
 def number_labels(labels: Sequence[str | int | None]) -> np.ndarray:
-    """(N,) int64: labels as they are if all are non-negative integers, else by sorted name.
+    """Return the class numbers of labels, int64 (N,).
 
-    None and "" are no label, -1.
+    If all labels are non-negative integers, they are kept. Otherwise the sorted names are numbered
+    from 0. None and "" mean no label, -1.
     """
     texts = ["" if label is None else str(label) for label in labels]
     names = name_classes(texts)
@@ -29,9 +30,9 @@ def number_labels(labels: Sequence[str | int | None]) -> np.ndarray:
 
 
 def name_classes(labels: Sequence[str | int | None]) -> list[str] | None:
-    """The name of each class by the number that ``number_labels`` gives it; None for numbers.
+    """Return the class names in the order of ``number_labels``, or None if labels are integers.
 
-    Digits that no 64 bits hold are names.
+    Numbers of 19 digits or more count as names, since not all of them fit 64 bits.
     """
     names = sorted({"" if label is None else str(label) for label in labels} - {""})
     return None if all(map(_is_number, names)) else names
@@ -42,7 +43,10 @@ def _is_number(name: str) -> bool:
 
 
 def check_labels(source: Source) -> None:
-    """Raise UserError for a label that is known and cannot be the number of a class."""
+    """Raise UserError if a label is neither a valid class number nor -1.
+
+    Labels that are only known after reading an image are not checked.
+    """
     labels = source.labels
     if labels is None or not len(labels):
         return
@@ -57,7 +61,7 @@ def check_labels(source: Source) -> None:
 def count_unlabelled(source: Source) -> int:
     """Return the number of images without a label.
 
-    A source that does not know its labels before reading is judged by its first readable image.
+    If labels are only known after reading, the first readable image decides for all images.
     """
     if source.labels is not None:
         return int((source.labels < 0).sum())
@@ -70,9 +74,10 @@ def count_unlabelled(source: Source) -> int:
 
 
 def label_top_folders(paths: Sequence[str]) -> np.ndarray | None:
-    """Number of each relative path's top folder, in sorted order; None unless there are two.
+    """Label each relative path by its top folder; the folders are numbered in sorted order.
 
-    A path without a folder has no label, -1.
+    Returns:
+        int64 (N,), -1 for a path without a folder; None if there are fewer than two top folders.
     """
     tops = [path.partition("/")[0] if "/" in path else None for path in paths]
     numbers = {top: number for number, top in enumerate(sorted({t for t in tops if t is not None}))}
@@ -82,22 +87,30 @@ def label_top_folders(paths: Sequence[str]) -> np.ndarray | None:
 
 
 def name_top_folders(paths: Sequence[str] | PathTable, labels: np.ndarray | None) -> list[str]:
-    """The top folder that each of these labels stands for, by number; none without labels."""
+    """Return the top folder of each class, by number; an empty list without labels."""
     if labels is None:
         return []
-    first = np.zeros(int(labels.max()) + 2, dtype=np.int64)  # of each class; the last: no label
+    first = np.zeros(int(labels.max()) + 2, dtype=np.int64)  # first rows; the last is of label -1
     first[labels[::-1]] = np.arange(len(labels))[::-1]
     return [paths[row].partition("/")[0] for row in first[:-1].tolist()]
 
 
 def align_classes(source: Source, model: Source, key: str) -> None:
-    """Give each class of ``source`` the number that the class of that name has in ``model``.
+    """Renumber the classes of ``source`` so that equal names have the same number as in ``model``.
 
-    Two sets number their classes apart, so that one class less in one of them would move all that
-    follow. Raises UserError, which names the config's ``key``, for a class that the model lacks.
+    Each source numbers its own classes. If one of them lacks a class, all later numbers would be
+    shifted.
+
+    Args:
+        source: Source to renumber.
+        model: Source whose class numbers are used.
+        key: Config key of ``source``, for the error message.
+
+    Raises:
+        UserError: If ``source`` has a class that ``model`` lacks.
     """
     if not isinstance(source, Source) or not isinstance(model, Source):
-        return  # a user's own, which has no names
+        return  # a user's class that does not derive from Source: it has no class names
     ours, theirs = source.class_names(), model.class_names()
     if not ours or not theirs or ours == theirs:
         return

@@ -1,4 +1,4 @@
-"""Labels that are not those of the data: the number of the image, 0, or none."""
+"""Labels that replace those of the data: the index of the image, 0, or none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from selftask.data.source import Source, Wrapped
 
 
 class Relabelled(Wrapped):
-    """The images of a source with other labels, for instance classes of one image each."""
+    """Source with its labels replaced, for instance by one class per image."""
 
     def __init__(self, source: Source, kind: Literal["index", "zero", "none"]) -> None:
         super().__init__(source)
@@ -33,5 +33,5 @@ class Relabelled(Wrapped):
 
 
 def relabelled(source: Source, kind: str) -> Source:
-    """Return the source with the labels that ``data.relabel`` asks for."""
+    """Return the source with the labels that ``data.relabel`` selects."""
     return source if kind == "no" else Relabelled(source, kind)  # type: ignore[arg-type]

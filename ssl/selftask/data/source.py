@@ -1,4 +1,4 @@
-"""What every source of images offers, and a compact table of paths."""
+"""Base class of image sources, and a compact table of paths."""
 
 from __future__ import annotations
 
@@ -15,54 +15,55 @@ from selftask.data.reading.image import MAX_PIXELS
 ExtraKind: TypeAlias = Literal["image", "text", "array"]
 
 NO_LABEL = -1
-_HASHED = 100_000  # names: a fraction of a second
-_PIECE = 1 << 24  # bytes looked through at once
+_HASHED = 100_000  # approximate limit of hashed names: a fraction of a second
+_PIECE = 1 << 24  # bytes searched at once
 
 
 class Source(ABC):
-    """A map-style set of images, torch-free and picklable, the same in every process.
+    """Map-style set of images: torch-free, picklable and the same in every process.
 
-    ``source[i]`` is ``(image, label)``: a uint8 array (H, W, C), not to be changed in place, and an
-    int, -1 where there is none. C is ``channels``; 3 of them are red, green and blue.
-    A sample may have more: ``extras`` names further images, texts (a caption) and arrays (a time, a
-    mask), which ``extra(i, name)`` returns.
+    ``source[i]`` is ``(image, label)``. The image is a uint8 array (H, W, C) that callers must not
+    modify in place. C is ``channels``; three channels are red, green and blue. The label is an
+    int, -1 if there is none. A sample may have extra fields: ``extras`` names further images,
+    texts (a caption) and arrays (a time, a mask), which ``extra(i, name)`` returns.
 
-    It raises BadImage for what cannot be read. Registered sources are dataclasses whose fields are
-    the keys of the ``data:`` section; opening (``__post_init__``) raises UserError.
+    Reading raises BadImage if an image or field cannot be read. Registered sources are dataclasses
+    whose fields are the keys of the ``data:`` section; ``__post_init__`` opens the source and
+    raises UserError.
     """
 
     max_pixels = MAX_PIXELS  # set from data.max_pixels when opened
     channels: int = 3  # of every image
-    labels: Any = None  # (N,) int64 known without reading an image, or None
-    extras: Mapping[str, ExtraKind] = {}  # of a sample beside image and label; never changed
+    labels: Any = None  # (N,) int64 if known without reading an image, else None
+    extras: Mapping[str, ExtraKind] = {}  # kind of each extra field, by name; never modified
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of images."""
+        """Return the number of images."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        """Image and label; raises BadImage."""
+        """Return image and label; raises BadImage."""
 
     def extra(self, index: int, name: str) -> Any:
         """Return one of the ``extras`` of a sample; raises BadImage.
 
         Returns:
-            image: uint8 (H, W, C), as ``source[index]`` gives one. text: a str; an empty one counts
-            as unreadable. array: a number or an array whose shape is that of every sample.
+            For an image, uint8 (H, W, C) as in ``source[index]``. For a text, a str; an empty one
+            counts as unreadable. For an array, a number or an array of one shape in all samples.
         """
         raise KeyError(name)
 
     def cut(self, index: int, image: np.ndarray) -> np.ndarray:
-        """Return what a sample shows of the image in its file: all of it, by default."""
+        """Return the part of its file's image that a sample shows; by default all of it."""
         return image
 
     @abstractmethod
     def path(self, index: int) -> str:
-        """A name of the image for logs and lists."""
+        """Return a name of the image for logs and lists."""
 
     def hash_names(self, add: Callable[[bytes], None]) -> None:
-        """Update a hash with the image names in order, or with evenly spaced ones of very many."""
+        """Update a hash with the image names in order; of very many, with evenly spaced ones."""
         for index in range(0, len(self), max(1, len(self) // _HASHED)):
             add(os.fsencode(self.path(index)) + b"\0")
 
@@ -72,7 +73,7 @@ class Source(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """One line for the log: what was found."""
+        """Describe what was found, in one line for the log."""
 
     def unreadable(self) -> dict[int, BadImage]:
         """Return the images that are known to be unreadable before any is decoded, by index."""
@@ -88,34 +89,37 @@ class Source(ABC):
         return 0 if self.labels is None else int(self.labels.max(initial=NO_LABEL)) + 1
 
     def class_names(self) -> list[str] | None:
-        """What the classes are called, by number; None where their labels are numbers, or none."""
+        """Return the class names by number, or None if labels are numbers or missing."""
         return None
 
     def renumber(self, numbers: np.ndarray) -> None:
-        """Call class c ``numbers[c]`` from now on; there must be labels, and be ``label_of``'s."""
-        self.labels = np.append(numbers, NO_LABEL)[self.labels]  # -1 takes the last one
+        """Renumber class c to ``numbers[c]``.
+
+        ``labels`` must not be None, and reading must return the label given by ``label_of``.
+        """
+        self.labels = np.append(numbers, NO_LABEL)[self.labels]  # label -1 selects the last entry
 
     def label_of(self, index: int) -> int:
-        """The label of an image by ``labels``, -1 without them."""
+        """Return an image's entry in ``labels``, or -1 without labels."""
         return NO_LABEL if self.labels is None else int(self.labels[index])
 
     def describe_labels(self) -> str:
-        """``10 classes`` or ``no labels``: what ``describe`` says of them."""
+        """Return ``10 classes`` or ``no labels``, for ``describe``."""
         return f"{self.num_classes} classes" if self.num_classes else "no labels"
 
 
 def channels_of(source: Source) -> int:
-    """Of every image; 3 of a source that is no ``Source`` and does not say."""
+    """Return the number of channels of every image; 3 if a user's class has no ``channels``."""
     return getattr(source, "channels", Source.channels)
 
 
 def extras_of(source: Source) -> Mapping[str, ExtraKind]:
-    """Extra fields; none of a source that is no ``Source`` and has none."""
+    """Return the extra fields of a source; none if a user's class has no ``extras``."""
     return getattr(source, "extras", Source.extras)
 
 
 class Wrapped(Source):
-    """A source that answers as another one does, but for what a subclass says itself."""
+    """Base class of sources that wrap another one and delegate all that they do not override."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -142,11 +146,11 @@ class Wrapped(Source):
 
     @property
     def num_classes(self) -> int:
-        """Of the whole source: a class that has no image here still has its number."""
+        """Number of classes of the wrapped source, including those without an image here."""
         return self.source.num_classes
 
     def class_names(self) -> list[str] | None:
-        """Return the class names of the whole source."""
+        """Return the class names of the wrapped source."""
         return self.source.class_names()
 
     def __len__(self) -> int:
@@ -183,9 +187,10 @@ class Wrapped(Source):
 class PathTable:
     """Paths in a few arrays, so that workers share them instead of copying them.
 
-    A list of strings is copied page by page into each worker as reference counts are touched;
-    a million paths cost it about 100 MB a worker, here nothing. Paths are kept as names within
-    folders, whose paths are kept once; a table made of plain strings has one folder without a name.
+    Reference counting copies a list of strings page by page into each forked worker: about 100 MB
+    per worker for a million paths. Arrays stay shared. Paths are stored as names within folders,
+    and the path of each folder is stored once. A table made from plain strings has one folder
+    without a name.
     """
 
     def __init__(self, paths: Iterable[str]) -> None:
@@ -193,11 +198,13 @@ class PathTable:
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> PathTable:
-        """A table of arrays that are there: of an index file, most likely.
+        """Return a table of existing arrays, such as those of an index file.
 
-        ``names``: N names as uint8, each followed by one byte that separates them; ``offsets``
-        (N + 1,): where each begins; ``firsts`` (F,): the number of each folder's first name;
-        ``folders`` and ``folder_offsets``: the paths of the F folders, likewise.
+        Args:
+            arrays: ``names``: N names as uint8, each followed by a one-byte separator;
+                ``offsets`` (N + 1,): start of each name, and the end of the last; ``firsts``
+                (F,): number of each folder's first name; ``folders`` and ``folder_offsets``: the
+                paths of the F folders in the same format.
         """
         table = cls.__new__(cls)
         table._take(arrays)
@@ -221,9 +228,9 @@ class PathTable:
         return os.fsdecode(folder + b"/" + name if folder else name)
 
     def hash_names(self, add: Callable[[bytes], None]) -> None:
-        """Give all paths to a hash: the same for equal tables, however they were made."""
+        """Update a hash with all paths; equal tables give the same hash."""
         names = np.array(self._names)
-        names[self._offsets[1:] - 1] = 0  # separators differ
+        names[self._offsets[1:] - 1] = 0  # equal tables may have different separators
         add(names.tobytes())
         ends = np.append(self._firsts[1:], len(self))
         for number in np.flatnonzero(ends > self._firsts).tolist():
@@ -232,14 +239,14 @@ class PathTable:
 
 
 def arrays_of_paths(paths: Sequence[bytes]) -> dict[str, np.ndarray]:
-    """Those of a ``PathTable`` for whole paths."""
+    """Return the arrays of a ``PathTable`` for whole paths."""
     lengths = np.fromiter((len(path) + 1 for path in paths), np.int64, len(paths))
     names = np.frombuffer(join_bytes(paths, b"\0"), dtype=np.uint8)
     return in_no_folder(names, np.append(0, np.cumsum(lengths)))
 
 
 def in_no_folder(names: np.ndarray, offsets: np.ndarray) -> dict[str, np.ndarray]:
-    """The arrays of a ``PathTable`` whose names are whole paths: one folder without a name."""
+    """Return the arrays of a ``PathTable`` whose names are whole paths, in one unnamed folder."""
     return {
         "names": names,
         "offsets": offsets,
@@ -250,12 +257,12 @@ def in_no_folder(names: np.ndarray, offsets: np.ndarray) -> dict[str, np.ndarray
 
 
 def join_bytes(words: Iterable[bytes], separator: bytes) -> bytes:
-    """The words, each followed by the separator."""
+    """Return the words joined, each followed by the separator."""
     return b"".join([word + separator for word in words])
 
 
 def split_bytes(joined: np.ndarray, separator: bytes) -> np.ndarray:
-    """Where each word of N begins, and where the last one ends: (N + 1,) int64."""
+    """Return the start of each of N words, and the end of the last one, int64 (N + 1,)."""
     starts = range(0, len(joined), _PIECE)
     ends = [np.flatnonzero(joined[at : at + _PIECE] == separator[0]) + at + 1 for at in starts]
     return np.concatenate([np.zeros(1, dtype=np.int64), *ends])

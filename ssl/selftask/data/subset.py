@@ -1,4 +1,4 @@
-"""A part of any source: so many images or a share, by class or not, in disjoint parts."""
+"""Subsets of a source: a number or fraction of its images or of each class, or disjoint parts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from selftask.random.splitmix import hash_words, mix
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What ``data.subset`` may say; a float alone is a fraction, a whole number a count."""
+    """Settings of ``data.subset``. A float alone means a fraction, an integer a count."""
 
-    fraction: float | None = None  # of the images (of each class), more than 0, at most 1
-    count: int | None = None  # images (of each class); neither: all of the part
-    per_class: bool = False  # the same for each class; images without a label are left out
+    fraction: float | None = None  # of the images (or of each class), in (0, 1]
+    count: int | None = None  # number of images (or per class); without count and fraction: all
+    per_class: bool = False  # select within each class; images without a label are left out
     seed: int = 0
-    part: int | None = None  # with `of`: the part'th of so many disjoint parts, from 0
-    of: int | None = None
+    part: int | None = None  # number of one of `of` disjoint parts, from 0
+    of: int | None = None  # number of disjoint parts
 
     def __str__(self) -> str:
         words = [f"part {self.part} of {self.of}"] if self.of else []
@@ -34,10 +34,11 @@ class Part:
 
 
 class Subset(Wrapped):
-    """Some images of a source, in its order; the classes keep their numbers.
+    """Subset of a source's images, in their order. Classes keep their numbers.
 
-    Which ones depends on the seed and the number of images (of a class) alone. With one seed a
-    smaller subset lies within a larger one, and the parts of a split have no image in common.
+    The selection depends only on the seed, the number of images and, with ``per_class``, their
+    labels. With the same seed, a larger subset contains a smaller one, and the parts of a split
+    are disjoint.
     """
 
     def __init__(self, source: Source, part: Part) -> None:
@@ -62,7 +63,7 @@ class Subset(Wrapped):
         return self.source.cut(int(self.rows[index]), image)
 
     def renumber(self, numbers: np.ndarray) -> None:
-        """Also in the whole source, which gives the images."""
+        """Renumber the classes here and in the whole source, which returns the labels."""
         super().renumber(numbers)
         self.source.renumber(numbers)
 
@@ -74,17 +75,20 @@ class Subset(Wrapped):
         return {i: known[row] for i, row in enumerate(self.rows.tolist()) if row in known}
 
     def describe(self) -> str:
-        """``500 of 1108 images, 20 folders, 0 unreadable (subset: 25 of each class, seed 0)``."""
+        """Describe the source and the subset in one line.
+
+        Example: ``500 of 1108 images, 20 folders, 0 unreadable (subset: 25 of each class, seed 0)``
+        """
         return f"{len(self)} of {self.source.describe()} (subset: {self.part})"
 
 
 def subset_of(source: Source, value: Any) -> Source:
-    """The part of a source that ``data.subset`` asks for; None asks for all of it."""
+    """Return the part of a source that ``data.subset`` selects; None selects all of it."""
     return source if value is None else Subset(source, _read(value))
 
 
 def _read(value: Any) -> Part:
-    """The subset that a config asks for; raises UserError."""
+    """Parse the value of ``data.subset``; raises UserError."""
     if isinstance(value, bool) or not isinstance(value, int | float | dict):
         raise UserError(f"data.subset={value!r}: a fraction, a count or a section is expected")
     if isinstance(value, int):
@@ -127,7 +131,10 @@ def _is_share(value: Any) -> bool:
 
 
 def choose(size: int, labels: np.ndarray | None, part: Part) -> np.ndarray:
-    """Rows of a subset of ``size`` images, sorted, int64. Raises UserError for too few images."""
+    """Return the sorted rows (int64) of a subset of ``size`` images.
+
+    Raises UserError if there are too few images, or no labels for ``per_class``.
+    """
     order = _shuffled(size, part.seed)
     if not part.per_class:
         rows = _take(order, part, "images")
@@ -157,6 +164,6 @@ def _take(order: np.ndarray, part: Part, what: str) -> np.ndarray:
 
 
 def _shuffled(size: int, seed: int) -> np.ndarray:
-    """0..size-1 in the order of their hashes: numpy's generators may change between versions."""
+    """Return 0..size-1 sorted by hash. NumPy's generators may change between versions."""
     first = np.uint64(hash_words(seed, 0x737562736574))
     return np.argsort(mix(np.arange(size, dtype=np.uint64) + first), kind="stable")

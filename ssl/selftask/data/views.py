@@ -1,4 +1,4 @@
-"""From one image to its views; the draws depend on (seed, epoch, sample, view) alone."""
+"""Views of an image; their draws depend only on (seed, epoch, sample, view)."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from selftask.registry import TRANSFORMS
 if TYPE_CHECKING:
     from selftask.config.schema import Component, ViewConfig
 
-UNIT = np.float32(1 / 255)  # without ``normalize``, values are in [0, 1]
-BLOCK = 1 << 17  # values that a thread of a CPU has in its cache at once: 512 KiB of floats
+UNIT = np.float32(1 / 255)  # scale without ``normalize``: values in [0, 1]
+BLOCK = 1 << 17  # values per thread that stay in a CPU's cache: 512 KiB of floats
 
 
 class Compose:
-    """Transforms in sequence on one 8-bit picture; what makes floats of a whole batch comes last.
+    """Transforms applied in sequence to one 8-bit image.
 
-    ``pipeline(image, rng)`` takes and gives uint8 (H, W, C); ``pipeline.to_float`` is for the
-    batch, once it is on its device. Transforms that the compiled kernel knows are done by it, all
-    those between two others in one call; it knows pictures of three channels. What the last call
-    makes is written into ``out``, if that has the picture's shape, and is ``out`` then.
+    ``pipeline(image, rng)`` takes and returns uint8 (H, W, C). ``pipeline.to_float`` converts a
+    batch to floats once it is on its device. For images of three channels, consecutive transforms
+    that the compiled kernel supports run in one call of the kernel. If such a call comes last and
+    ``out`` has the result's shape, the result is written to ``out``, which is returned.
     """
 
     compiled = kernel.available()
@@ -50,9 +50,10 @@ class Compose:
             )
 
     def for_view(self, number: int) -> Compose:
-        """The same for view ``number`` of its group, from 0; itself if no transform depends on it.
+        """Return the pipeline for view ``number`` of its group, from 0.
 
-        A transform whose class has ``view_number``, an int, gets it there.
+        The number is assigned to the attribute ``view_number`` (int) of copies of the transforms
+        that have it. If none has it, the pipeline itself is returned.
         """
         if not any(hasattr(transform, "view_number") for transform in self.transforms):
             return self
@@ -63,7 +64,7 @@ class Compose:
     def __call__(
         self, image: np.ndarray, rng: np.random.Generator, out: np.ndarray | None = None
     ) -> np.ndarray:
-        program: list[float] = []  # what the kernel is to do with the image, at once
+        program: list[float] = []  # pending operations of the kernel
         height, width, channels = image.shape
         compiled = self.compiled and channels == RGB and kernel.fits(height, width)
         for transform in self.transforms:
@@ -100,7 +101,7 @@ def _run(
     width: int,
     out: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The image after a program of the kernel, of that size; in ``out`` if it fits."""
+    """Run a kernel program whose result has this size; into ``out`` if its shape fits."""
     if not program:
         return image
     if out is None or out.shape != (height, width, RGB):
@@ -110,10 +111,10 @@ def _run(
 
 
 class Normalizer:
-    """uint8 (B, H, W, C) on any device -> float32 (B, C, H, W): x * scale + shift.
+    """Conversion of uint8 (B, H, W, C) to float32 (B, C, H, W), on any device: x * scale + shift.
 
-    The memory stays in the order of the pixels (``torch.channels_last``): nothing is transposed,
-    and convolutions on a CPU are faster that way.
+    The result keeps the memory order of the pixels (``torch.channels_last``). So nothing is
+    transposed, and convolutions on a CPU are faster.
     """
 
     def __init__(self, scale: np.ndarray, shift: np.ndarray) -> None:
@@ -122,8 +123,8 @@ class Normalizer:
 
     def __call__(self, pixels: Tensor) -> Tensor:
         count, height, width, channels = pixels.shape
-        together = max(1, count)  # images
-        if pixels.device.type == "cpu":  # three operations, between which values stay in the cache
+        together = max(1, count)  # images converted at once
+        if pixels.device.type == "cpu":  # values stay in the cache between the three operations
             together = max(1, torch.get_num_threads() * BLOCK // (height * width * channels))
             values = _aligned_floats(pixels.shape)
         else:
@@ -134,13 +135,13 @@ class Normalizer:
         return values.permute(0, 3, 1, 2)
 
     def of_planes(self, values: Tensor) -> Tensor:
-        """The same for float32 (B, C, H, W) in 0..255, which is left as it is; can be compiled."""
+        """Normalize float32 (B, C, H, W) in 0..255, out of place; can be compiled."""
         scale, shift = (c[:, None, None] for c in self._for_rows(1, values.device))
         pixels = torch.empty_like(values, memory_format=torch.channels_last)
         return torch.mul(values, scale, out=pixels).add_(shift)
 
     def _for_rows(self, width: int, device: torch.device) -> list[Tensor]:
-        """The constants for a whole row of pixels: along three channels nothing is vectorised."""
+        """Return the constants for a row of pixels: three channels are too few to vectorize."""
         key = width, device
         if key not in self._rows:
             self._rows[key] = [c.repeat(width).to(device) for c in self._constants]
@@ -148,11 +149,11 @@ class Normalizer:
 
 
 def _aligned_floats(shape: tuple[int, ...]) -> Tensor:
-    """float32 on the host, not filled, which begins at a multiple of 64 bytes as torch's own do.
+    """Return an uninitialized float32 tensor on the host, aligned to 64 bytes as torch's own are.
 
-    torch asks glibc for that alignment, and where small objects are made meanwhile it does not find
-    the room of an earlier batch again: a process grew by a batch each time. numpy asks for plain
-    memory, and huge pages.
+    torch requests this alignment from glibc. If small objects are allocated in between, glibc does
+    not reuse the memory of an earlier batch: a process grew by one batch each time. NumPy requests
+    memory without alignment, and huge pages.
     """
     size = math.prod(shape)
     room = np.empty(size + 16, dtype=np.float32)
@@ -162,13 +163,13 @@ def _aligned_floats(shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True)
 class View:
-    """One view of an image."""
+    """View of an image."""
 
     group: str
     pipeline: Compose
-    of: int | None  # number of the view that it is made from; None: the image
-    shown: bool  # False: only other views are made from it
-    image: int = 0  # of the sample: 0, or 1 + place in ``Views.images``
+    of: int | None  # number of the view that it is made from; None: from the image
+    shown: bool  # False: it is only used to make other views
+    image: int = 0  # which image of the sample: 0, or 1 + index in ``Views.images``
 
 
 class Views:
@@ -179,7 +180,7 @@ class Views:
 
     def __init__(self, views: Mapping[str, ViewConfig], channels: int = RGB) -> None:
         further = dict.fromkeys(group.image for group in views.values() if group.image is not None)
-        self.images = tuple(further)  # names of further images of a sample that views are made of
+        self.images = tuple(further)  # names of a sample's further images that views are made from
         self.made: list[View] = []
         for name, group in views.items():
             pipeline = build_pipeline(group.transforms, f"views.{name}.transforms", channels)
@@ -203,7 +204,7 @@ class Views:
 
     @property
     def to_float(self) -> list[Normalizer]:
-        """For each view, what makes a batch of its images the input of a network."""
+        """Normalizer of each view, which converts its batch to the input of a network."""
         return [self.made[number].pipeline.to_float for number in self.shown]
 
     def __call__(
@@ -215,9 +216,15 @@ class Views:
         out: Sequence[np.ndarray] = (),
         further: Sequence[np.ndarray] = (),
     ) -> list[np.ndarray]:
-        """V uint8 images (H, W, C) of one (H', W', C); those that can be lie in ``out``.
+        """Return the V shown views, uint8 (H, W, C), of an image (H', W', C).
 
-        ``further`` are the other images of the sample, in the order of ``images``.
+        Args:
+            image: Image of the sample.
+            seed: Seed of the draws.
+            epoch: First number of the sample's key.
+            index: Second number of the sample's key.
+            out: Arrays that the views are written to where possible, in order.
+            further: Other images of the sample, in the order of ``images``.
         """
         if self._draws is None or self._seed != seed:
             self._draws, self._seed = ViewDraws(seed), seed
@@ -237,10 +244,16 @@ class Views:
 def build_pipeline(
     transforms: Sequence[Component], key: str = "transforms", channels: int = RGB
 ) -> Compose:
-    """The pipeline of a config's list of transforms, for pictures of so many channels.
+    """Build the pipeline of a config's list of transforms.
 
-    Raises ConfigError for an impossible order, and for transforms of colours where there are none;
-    ``key`` is the list's place in the config, for the message.
+    Args:
+        transforms: Transforms in order.
+        key: Config key of the list, for error messages.
+        channels: Number of channels of the images.
+
+    Raises:
+        ConfigError: If a transform comes after ``normalize``, has invalid arguments, or does not
+            support this number of channels.
     """
     problems = list(list_problems(transforms, key, channels))
     if problems:

@@ -1,1 +1,1 @@
-"""Files and folders that users name: local paths, and addresses through iopath."""
+"""Files and folders given by users: local paths, and addresses through iopath."""

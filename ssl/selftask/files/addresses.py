@@ -7,10 +7,10 @@ PathManager, where a plug-in (``import: [mine]``) puts its own::
     PathManagerFactory.get().register_handler(MyHandler())
 
 Addresses without such a handler go to fsspec. A handler needs ``_open``, ``_exists``, ``_isfile``,
-``_isdir``, ``_ls``, ``_mkdirs``, ``_rm``, ``_copy_from_local`` and ``_get_local_path``. Nothing is
-asked of it that an object store lacks: no rename, append, lock or fsync.
+``_isdir``, ``_ls``, ``_mkdirs``, ``_rm``, ``_copy_from_local`` and ``_get_local_path``. Operations
+that an object store lacks are not used: no rename, append, lock or fsync.
 
-iopath is imported at the first address; local paths do not pay for it.
+iopath is imported at the first address, so local paths do not need it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def is_folder(address: str) -> bool:
 
 
 def list_names(address: str) -> list[str]:
-    """Return the sorted names in a folder; none if there is no folder."""
+    """Return the sorted names in a folder; an empty list if there is no such folder."""
     if not is_folder(address):
         return []
     return sorted({name.rstrip("/").rpartition("/")[2] for name in _ask(address, "ls")})
@@ -114,9 +114,9 @@ def read_range(address: str, offset: int, size: int) -> bytes:
 def find(address: str, *, pattern: bool = False) -> list[tuple[str, int, str]]:
     """Return address, size in bytes (-1: unknown) and stamp of a file, or of a pattern's matches.
 
-    The stamp changes with the content. iopath knows none: with a handler of a plug-in it is empty,
-    and a file replaced by another one of the same size goes unnoticed. Raises what the handler
-    raises.
+    The stamp changes with the content. iopath has no stamps: with a plug-in's handler the stamp is
+    empty, and a file that is replaced by another one of the same size is not noticed. Raises what
+    the handler raises.
     """
     handler = _fsspec_handler(address)
     if handler is not None:
@@ -126,7 +126,7 @@ def find(address: str, *, pattern: bool = False) -> list[tuple[str, int, str]]:
 
 
 def download(address: str, path: Path) -> None:
-    """Copy a file from the store to ``path``, whole or not at all."""
+    """Copy a file from the store to ``path``, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -139,7 +139,7 @@ def download(address: str, path: Path) -> None:
 
 
 def upload(path: Path, address: str) -> None:
-    """Copy a local file to the store, in place of what is there."""
+    """Copy a local file to the store; an existing file is replaced."""
     found = manager(address)
     found.mkdirs(address.rpartition("/")[0])
     found.copy_from_local(str(path), address, overwrite=True)
@@ -151,7 +151,7 @@ def remove(address: str) -> None:
 
 
 def fetch(path: str | Path) -> Path:
-    """Return a local path for a file that a user names: its own, or that of a downloaded copy.
+    """Return a local path for a file given by a user: itself, or that of a downloaded copy.
 
     How long a copy is kept is the handler's choice. Raises UserError for an address that cannot be
     read.
@@ -163,10 +163,10 @@ def fetch(path: str | Path) -> Path:
 
 @contextmanager
 def output_folder(out: str | Path) -> Iterator[Path]:
-    """Context manager that yields a local folder to write to; an address gets its files at exit.
+    """Context manager that yields a local folder to write to, and uploads it if ``out`` is remote.
 
-    They are uploaded in the order in which they were written, and not at all after an error.
-    Raises UserError if that fails.
+    The upload is done at exit, in the order in which the files were written, and not at all after
+    an error. Raises UserError if it fails.
     """
     if not is_remote(out):
         yield expand_user(out)
@@ -184,7 +184,7 @@ def output_folder(out: str | Path) -> Iterator[Path]:
 
 
 def work_folder(out: str) -> Path:
-    """Return the local folder in which a run works: ``out``, or one in the cache for an address."""
+    """Return the local folder of a run: ``out``, or a folder in the cache if it is an address."""
     if not is_remote(out):
         return Path(out)
     address = out.rstrip("/")

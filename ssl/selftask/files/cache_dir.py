@@ -1,4 +1,4 @@
-"""The cache folder: what one run computes or downloads and the next one uses again."""
+"""The cache folder, for results and downloads that later runs use again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import IO
 from selftask.distributed.heartbeat import activity
 from selftask.errors import UserError
 
-WAIT_S = 0.1  # between two attempts to take a lock
+WAIT_S = 0.1  # seconds between two attempts to take a lock
 
 
 def cache_path() -> Path:
@@ -40,7 +40,7 @@ def locked(path: Path) -> Iterator[None]:
     """Context manager that only one process of this machine enters at a time, per ``path``.
 
     The kernel releases the lock when the process ends, however it ends. On file systems without
-    locks (some network file systems) it excludes nobody.
+    locks (some network file systems) it has no effect.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:

@@ -15,11 +15,11 @@ from selftask.files.cache_dir import cache_folder, locked
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
 
 _COMMON = ("abfs", "az", "ftp", "gcs", "gs", "hdfs", "hf", "http", "https", "s3", "sftp", "webdav")
-"""Schemes to choose from in an error; fsspec knows more, most of them wrappers of others."""
+"""Schemes suggested in error messages; fsspec knows more, most of them wrappers of others."""
 
 
 class FsspecHandler(PathHandler):
-    """Handles the addresses of one scheme.
+    """iopath handler of the addresses of one scheme.
 
     Args:
         prefix: The scheme with ``://``.
@@ -59,7 +59,7 @@ class FsspecHandler(PathHandler):
         return [self._prefix]
 
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
-        """Download to the cache folder unless the same version (size and stamp) is there."""
+        """Download to the cache folder, unless it has this version (size and stamp)."""
         store, inside = store_of(path)
         version = f"{path} {_stat(store.info(inside))}"
         folder = cache_folder() / "files" / f"{zlib.crc32(version.encode()):08x}"
@@ -110,7 +110,7 @@ class FsspecHandler(PathHandler):
 
 
 def store_of(address: str) -> tuple[Any, str]:
-    """Return fsspec's file system of an address, of this process, and the path in it.
+    """Return this process's fsspec file system for an address, and the path in it.
 
     Raises AddressError if fsspec does not know the scheme, or needs a package for it.
     """

@@ -1,8 +1,8 @@
 """Path queries for paths given by users; system errors become UserError.
 
-``Path.exists`` and its like raise on a folder that may not be entered, on a name that is too long
-and on a null byte, or answer "no", depending on the version of Python. ``Path.expanduser`` raises
-for an unknown ``~name``.
+``Path.exists`` and similar methods raise for a folder that may not be entered, a name that is too
+long or a null byte, or return False, depending on the version of Python. ``Path.expanduser``
+raises for an unknown ``~name``.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _OF_THE_SYSTEM = frozenset(
 
 
 def expand_user(path: str | Path) -> Path:
-    """Return the path with ``~`` and ``~user`` replaced; an unknown user's stays as it is."""
+    """Return the path with ``~`` and ``~user`` replaced; an unknown ``~user`` is kept."""
     return Path(os.path.expanduser(path))
 
 
 def exists(path: str | Path) -> bool:
-    """Return whether something is there. Raises UserError if the system does not say."""
+    """Return True if something is there. Raises UserError if that cannot be found out."""
     return _mode(path) is not None
 
 
 def is_folder(path: str | Path) -> bool:
-    """Return whether a folder is there. Raises UserError if the system does not say."""
+    """Return True if a folder is there. Raises UserError if that cannot be found out."""
     mode = _mode(path)
     return mode is not None and stat.S_ISDIR(mode)
 
 
 def is_file(path: str | Path) -> bool:
-    """Return whether a regular file is there. Raises UserError if the system does not say."""
+    """Return True if a regular file is there. Raises UserError if that cannot be found out."""
     mode = _mode(path)
     return mode is not None and stat.S_ISREG(mode)
 
@@ -58,7 +58,7 @@ def names_in(folder: str | Path) -> list[str]:
 def explain(error: OSError) -> str | None:
     """Return a one-line message for an error of the system, or None for any other.
 
-    A missing file is not among them: whoever expects a file says which one, and why.
+    A missing file is not included: the caller that expects it reports which one, and why.
     """
     if error.errno not in _OF_THE_SYSTEM or not isinstance(error.filename, str | bytes | Path):
         return None

@@ -16,8 +16,8 @@ from torch import Tensor
 from selftask.random.splitmix import as_signed, shift_right, splitmix64
 
 _METHOD = 0x6D6574686F64  # "method": separates these draws from other uses of the same seed
-_LAYERS = 0x6C6179657273  # "layers": the same for those of dropout and stochastic depth
-_BITS = 24  # of a draw; a float32 below 1 holds so many exactly
+_LAYERS = 0x6C6179657273  # "layers": the same for draws of dropout and stochastic depth
+_BITS = 24  # bits of a draw; a float32 below 1 represents 24 bits exactly
 
 
 def uniform(seed: int, key: Tensor, n: int) -> Tensor:
@@ -109,11 +109,13 @@ LAYER_DRAWS = LayerDraws()
 
 
 def keep_mask(words: Tensor, count: int, keep: float) -> Tensor:
-    """Bool (N, ``count``), each true with probability ``keep``, to a multiple of 2**-16.
+    """Draw a bool mask (N, ``count``); each entry is True with probability ``keep``.
+
+    The probability is rounded to a multiple of 2**-16 and is at most 1 - 2**-16.
 
     Args:
         words: int64 (N,), the word of each row, from which the row is drawn.
-        count: numbers a row; four are read from a word.
+        count: entries per row; four are read from a word.
         keep: probability, from 0 to 1.
     """
     bits = words[:, None]

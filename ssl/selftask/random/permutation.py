@@ -56,7 +56,7 @@ class FeistelOrder:
         self._network = _Network(seed, epoch, max(MIN_BITS, (n - 1).bit_length()))
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the indices (int64) at ``positions``; cheapest in large arrays."""
+        """Return the indices (int64) at ``positions``; large arrays are cheapest per position."""
         return self._walk(positions, self._network.permute)
 
     def inverse(self, indices: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ def draw_rng(seed: int, epoch: int, index: int, view: int) -> np.random.Generato
 
 
 class ViewDraws:
-    """``draw_rng`` for many views in turn: one generator whose counter is moved."""
+    """``draw_rng`` for many views in turn: one generator whose counter is set for each view."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -42,9 +42,9 @@ class ViewDraws:
 
 
 def draw_at(rng: np.random.Generator, block: int) -> float:
-    """Return the draw at a block of the stream of ``rng``, in [0, 1), wherever ``rng`` is in it.
+    """Return the draw at a block of the stream of ``rng``, in [0, 1), at any position of ``rng``.
 
-    A generator that is not a view's stream has no places: the next draw is returned.
+    If ``rng`` is not a Philox generator, its next draw is returned.
     """
     state: Any = rng.bit_generator.state
     if state["bit_generator"] != "Philox":
@@ -104,7 +104,7 @@ class Streams:
         return draws
 
     def at(self, rows: np.ndarray) -> Streams:
-        """Return the streams in ``rows``; drawing from them moves these."""
+        """Return the streams in ``rows``; drawing from them advances these streams too."""
         return _SomeStreams(self, rows)
 
 
@@ -118,9 +118,9 @@ class _SomeStreams(Streams):
 
 
 def replayed(transform: Any, draws: np.ndarray, sizes: np.ndarray) -> list[Any]:
-    """Return the parameters that ``transform.draw`` makes of given uniforms, for each image.
+    """Return the parameters that ``transform.draw`` derives from given uniforms, for each image.
 
-    Slower than arithmetic on whole batches, faster than moving a generator for each image.
+    Slower than arithmetic on whole batches, faster than setting a generator for each image.
 
     Args:
         transform: a transform that draws uniforms only.
@@ -132,7 +132,7 @@ def replayed(transform: Any, draws: np.ndarray, sizes: np.ndarray) -> list[Any]:
 
 
 class _Replay:
-    """Given uniforms in place of a generator."""
+    """Stand-in for a generator that returns given uniforms."""
 
     def __init__(self, draws: np.ndarray) -> None:
         self._draws = draws

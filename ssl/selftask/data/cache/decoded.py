@@ -17,7 +17,7 @@ from selftask.data.source import Source, Wrapped
 from selftask.errors import UserError
 
 _VERSION = "2"  # of the file format; other versions are ignored
-_LOOKED_AT = 8  # images that are compared when a file is found
+_LOOKED_AT = 8  # images whose pixels enter the name of a store
 
 
 class DamagedStore(Exception):
@@ -28,13 +28,13 @@ class Decoded(Wrapped):
     """A source that reads decoded images from a ``Store``.
 
     Images that were unreadable when it was filled stay unreadable. If the file has been damaged
-    since, reading raises UserError, and the next start makes it again.
+    since, reading raises UserError, and the next start creates it again.
     """
 
     def __init__(self, source: Source, store: Store) -> None:
         super().__init__(source)
         self.store = store
-        self.images: dict[str, Decoded] = {}  # decoded further images of its samples
+        self.images: dict[str, Decoded] = {}  # decoded further images of the samples, by name
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         try:
@@ -57,7 +57,7 @@ class Store:
     """Images of any size in one file, which is written and then mapped."""
 
     def __init__(self, num_images: int, channels: int) -> None:
-        self.channels = channels  # of each
+        self.channels = channels  # of each image
         self.offsets = np.zeros(num_images, dtype=np.int64)
         self.sizes = np.zeros((num_images, 2), dtype=np.int64)  # height and width
         self.labels = np.full(num_images, -1, dtype=np.int64)
@@ -65,7 +65,7 @@ class Store:
         self.reasons: dict[int, str] = {}  # why an image could not be read
         self.length = 0  # bytes
         self._blob = np.zeros(0, dtype=np.uint8)
-        self._checked: np.ndarray | None = None  # by this process; None: no checks
+        self._checked: np.ndarray | None = None  # True: checked by this process; None: no checks
         self._files: tuple[Path, Path] | None = None  # pixels and table, unless only in memory
 
     def put(self, file: IO[bytes], index: int, image: np.ndarray, label: int) -> None:
@@ -88,7 +88,7 @@ class Store:
         """Return an image, uint8 (H, W, C), or None if it was unreadable.
 
         Raises:
-            DamagedStore: its checksum is wrong; checked once in each process.
+            DamagedStore: If its checksum is wrong; checked once in each process.
         """
         if index in self.reasons:
             return None
@@ -151,8 +151,9 @@ class Store:
 def store_name(source: Source, max_side: int | None) -> str:
     """Return the name of a source's store; other files or other pixels give another name.
 
-    It is a hash of all names, of size and time of those that are files, and of the pixels of a few
-    images, as names within other files have no time.
+    The name is a hash of the source's description and limits of size, of all image names, of size
+    and modification time of those that are files, and of the pixels of a few images. The pixels
+    are included because images inside other files have no modification time.
     """
     number = len(source)
     what: list[Any] = [_VERSION, type(source).__name__, source.describe(), number]

@@ -39,7 +39,7 @@ def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decode
     which the next run finds.
 
     Raises:
-        UserError: too many bad files, or too little space.
+        UserError: If there are too many bad files or too little space.
     """
     fill = _Filling(source, data, bad_files)
     if data.cache == "ram":
@@ -76,7 +76,7 @@ def _memory_file() -> IO[bytes]:
 
 
 class _Filling:
-    """Decodes all images of a source into a file."""
+    """Decoder of all images of a source into a file."""
 
     def __init__(self, source: Source, data: DataConfig, bad_files: BadFiles) -> None:
         self.source = source
@@ -84,7 +84,7 @@ class _Filling:
         self.bad_files = bad_files
 
     def into(self, file: IO[bytes], free: Callable[[], int]) -> Store:
-        """Fill an empty file and map it; ``free()`` returns the bytes left on its disk."""
+        """Fill an empty file and map it; ``free()`` returns the bytes free where the file is."""
         started = time.perf_counter()
         store = Store(len(self.source), channels_of(self.source))
         images = EvalBatches(

@@ -34,19 +34,19 @@ log = get_logger(__name__)
 
 _SHARE = 0.8  # of the free memory that images may take
 _READ_AT_ONCE = 256  # batch size for reading
-_Keys = list[tuple[int, int]]  # of a batch: epoch or repeat, and index
+_Keys = list[tuple[int, int]]  # keys of a batch: epoch (which encodes the repeat) and index
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the host decides about a batch."""
+    """Plan of a batch, made on the host: its images and the parameters of their views."""
 
-    shown: Tensor  # (B,) int64, of the images
+    shown: Tensor  # (B,) int64, indices of the images
     sizes: Tensor | None  # (B, 2) float32; None: all fill the canvas
     packed: Packed
     key: Tensor  # (B, 2) int64, the keys of the samples
     epoch: int
-    draws: dict[str, Tensor]  # rows of a DrawRecorder by its name, if draws are asked for
+    draws: dict[str, Tensor]  # rows of a DrawRecorder by its name, if draws are requested
 
     def pin_memory(self) -> Plan:
         """Return the plan in page-locked memory."""
@@ -58,7 +58,7 @@ class Plan:
 
 
 class CachedBatches(Batches):
-    """``Batches`` of images that are on the device; gives the same samples.
+    """``Batches`` from images that are on the device; yields the same samples.
 
     Worker processes read the images when training starts. Bad files are treated as in ``Batches``.
     Each rank keeps all images.
@@ -95,7 +95,7 @@ class Cache:
     """All images of a source in one tensor on a device: N samples of I images."""
 
     def __init__(self, shape: tuple[int, int], device: torch.device, channels: int) -> None:
-        """``shape``: I and N."""
+        """Create an empty cache; ``shape`` is (I, N)."""
         self.device = device
         self.pixels = torch.empty((*shape, 0, 0, channels), dtype=torch.uint8, device=device)
         self.targets = torch.full(shape[1:], -1, dtype=torch.int64, device=device)
@@ -106,7 +106,7 @@ class Cache:
     def read(
         dataset: DeviceDataset, num_workers: int, device: torch.device, bad_files: BadFiles
     ) -> Cache:
-        """Read all images; raises UserError for too many bad ones, and for too little memory."""
+        """Read all images; raises UserError for too many bad ones or too little memory."""
         started = time.perf_counter()
         source = dataset.source
         further = [ExtraImages(source, name) for name in dataset.views.images]
@@ -168,7 +168,7 @@ class Cache:
 
 
 class CacheDataset(EvalDataset):
-    """The images of a source as they are cached, without bad ones; for ``EvalBatches``."""
+    """Images of a source as they are cached, for ``EvalBatches``; bad ones are left out."""
 
     def __init__(
         self, source: Source, max_side: int | None, extras: ExtrasReader | None = None
@@ -205,7 +205,7 @@ class CacheBatch(Batch):
 
 
 class Planner:
-    """Makes the plan of a batch from its keys."""
+    """Planner of batches from their keys."""
 
     def __init__(self, cache: Cache, dataset: DeviceDataset) -> None:
         self._sizes = cache.sizes
@@ -249,7 +249,7 @@ class Planner:
 
 
 class PlannedAhead:
-    """Plans of batches, made by a thread a few batches ahead."""
+    """Iterator over plans of batches, which a thread makes a few batches ahead."""
 
     def __init__(self, planner: Planner, batches: Iterator[_Keys], *, pin: bool) -> None:
         self._planner = planner

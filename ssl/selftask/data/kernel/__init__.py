@@ -1,6 +1,6 @@
-"""A whole augmentation program on one image in one compiled call.
+"""Compiled augmentation: a program of several operations on one image, in one call.
 
-The package works without it: where there was no compiler at installation, ``available()`` is false.
+The package works without it: if there was no compiler at installation, ``available()`` is False.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ except ImportError:  # installed without a compiler
     _augment = None  # type: ignore[assignment]
 
 
-MAX_PIXELS, MAX_SIDE = 1 << 27, 65_535  # of a picture
+MAX_PIXELS, MAX_SIDE = 1 << 27, 65_535  # limits of an image
 MAX_SIGMA = 100.0  # of BLUR, in pixels
 
 
 class Op(IntEnum):
-    """Operations of a program; behind each come its arguments, as numbers."""
+    """Operations of a program; each is followed by its arguments, as numbers."""
 
     CROP_RESIZE = 1  # left, top, width, height, rows, columns, Filter
     HFLIP = 2
@@ -34,19 +34,19 @@ class Op(IntEnum):
 
 
 class Filter(IntEnum):
-    """How CROP_RESIZE resamples; both are antialiased."""
+    """Resampling filter of CROP_RESIZE; both filters are antialiased."""
 
     BILINEAR = 0
     BICUBIC = 1
 
 
 def available() -> bool:
-    """Whether the compiled part is there."""
+    """Return True if the compiled kernel is installed."""
     return _augment is not None
 
 
 def absence() -> str | None:
-    """Return what to do if the compiled part is absent, or None if it is there."""
+    """Return what to do if the compiled kernel is not installed, or None if it is."""
     if available():
         return None
     return (
@@ -56,25 +56,30 @@ def absence() -> str | None:
 
 
 def fits(height: int, width: int) -> bool:
-    """Whether the kernel takes pictures of that size (rows count as multiples of 32 pixels)."""
+    """Return True if the kernel takes images of this size (rows count in multiples of 32)."""
     return height * (width + 31) <= MAX_PIXELS and max(height, width) <= MAX_SIDE
 
 
 def variants() -> tuple[str, ...]:
-    """Instruction sets this processor can run the kernel with, the one in use first."""
+    """Return the instruction sets that this processor can use, the one in use first."""
     return _augment.variants() if _augment is not None else ()
 
 
 def run(image: np.ndarray, program: Sequence[float] | np.ndarray, out: np.ndarray) -> None:
     """Apply ``program`` to ``image`` and write the result to ``out``.
 
-    image: uint8 (H, W, 3), pixels contiguous, any distance between rows (a crop's view will do)
-    program: numbers, flat: an Op, its arguments, the next Op, ...; at most 64 operations
-    out: uint8 (rows, columns, 3), C-contiguous, of the size that the program gives
+    Values are integers from 0 to 255 after every operation, rounded to nearest and clipped. The
+    GIL is released meanwhile.
 
-    Values are whole numbers from 0 to 255 after every operation, rounded to nearest and clipped.
-    The GIL is released meanwhile. Raises ValueError for anything that does not fit together, and
-    then leaves ``out`` as it was.
+    Args:
+        image: uint8 (H, W, 3) with contiguous pixels and any stride of rows, such as a cropped
+            view of an array.
+        program: Flat numbers: an Op, its arguments, the next Op, ...; at most 64 operations.
+        out: uint8 (rows, columns, 3), C-contiguous, of the size that the program gives.
+
+    Raises:
+        ValueError: If an argument is invalid or they do not match; ``out`` is then unchanged.
+        RuntimeError: If the kernel is not installed.
     """
     if _augment is None:
         raise RuntimeError("selftask was installed without a C compiler: there is no kernel")

@@ -1,4 +1,4 @@
-/* The Python side: buffers in, errors out, memory between calls. See __init__.py for the use. */
+/* Python bindings: checks of buffers, errors, memory kept between calls. Usage: see __init__.py. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdlib.h>
@@ -12,12 +12,12 @@
 static const kernels *variants[MOST_VARIANTS];
 static int variant_count;
 
-/* Memory of finished calls, for the next ones. The list is touched only while the GIL is held, and
- * a block belongs to one call from taking to giving back, so calls in threads never share one; a
- * fork in between costs the child the blocks that were in use. */
+/* Memory of finished calls, for later calls. The list is accessed only while the GIL is held, and a
+ * block belongs to one call from take_block to give_block, so calls in threads share none. After
+ * a fork, the child loses the blocks that were in use. */
 typedef struct block {
     struct block *next;
-    size_t bytes; /* behind the header, which fills one cache line */
+    size_t bytes; /* size of the memory after the header, which fills one cache line */
 } block;
 static block *kept;
 static int kept_count;
@@ -55,7 +55,7 @@ static int wrong(const char *what, const char *expected) {
     return -1;
 }
 
-/* Shape and type of an (H, W, 3) uint8 buffer; anything else is a ValueError. */
+/* Get the buffer of a uint8 array (H, W, 3); anything else raises ValueError. */
 static int get_pixels(PyObject *object, Py_buffer *view, int writable) {
     const char *what = writable ? "out" : "image";
     const int flags = PyBUF_STRIDES | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
@@ -80,7 +80,7 @@ static int get_pixels(PyObject *object, Py_buffer *view, int writable) {
     return -1;
 }
 
-/* The numbers of a program into `to`; their count, or -1. */
+/* Copy the numbers of a program to `to`; return their count, or -1 with a ValueError set. */
 static Py_ssize_t get_numbers(PyObject *program, double *to) {
     Py_buffer view;
     Py_ssize_t count = -1;

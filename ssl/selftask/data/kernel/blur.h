@@ -1,4 +1,4 @@
-/* Gaussian blur: along rows into a ring of 16-bit rows (1/64 levels), then down the columns. */
+/* Gaussian blur: along rows into a ring buffer of 16-bit rows (1/64 levels), then along columns. */
 #ifndef SELFTASK_BLUR_H
 #define SELFTASK_BLUR_H
 
@@ -6,7 +6,7 @@
 #include "picture.h"
 #include "rows.h"
 
-/* Position i on an axis of n pixels that goes back and forth: ... 2 1 0 1 2 ... n-2 n-1 n-2 ... */
+/* Position i on an axis of n pixels reflected at both ends: ... 2 1 0 1 2 ... n-2 n-1 n-2 ... */
 static inline int reflect(int i, int n) {
     const int period = 2 * n - 2;
     if (period == 0) return 0;
@@ -14,8 +14,8 @@ static inline int reflect(int i, int n) {
     return i < n ? i : period - i;
 }
 
-/* One row of one channel with `radius` mirrored pixels on either side; up to 16 bytes before and
- * behind that may be overwritten, too. */
+/* Copy one row of one channel, with `radius` reflected pixels on either side. Up to 16 bytes before
+ * and after them may be overwritten too. */
 static inline void fill_margins(const uint8_t *from, int width, int radius, uint8_t *to) {
     uint8_t *right = to + radius + width;
     memcpy(to + radius, from, (size_t)width);
@@ -30,7 +30,7 @@ static inline void fill_margins(const uint8_t *from, int width, int radius, uint
     }
 }
 
-/* The same as int16 in 1/64 levels, so that what follows need not do it for each tap. */
+/* Convert a row to int16 in 1/64 levels, once instead of for each tap. */
 static inline void widen_row(const uint8_t *from, int count, int16_t *to) {
     for (int x = 0; x < count; x += 32) store16(to + x, shift_left(load8(from + x), 6));
 }
@@ -72,10 +72,11 @@ ALWAYS_INLINE void blur_by(const picture *from, picture *to, const int32_t *weig
     const int height = from->height, channels = from->gray ? 1 : 3;
     const int length = channels * from->pitch;
     const int ring = height < 2 * radius + 1 ? height : 2 * radius + 1;
-    const int16_t **rows = work; /* the centre, then above and below at each distance */
+    const int16_t **rows = work; /* centre row, then the rows above and below at each distance */
     int16_t *blurred = (int16_t *)(rows + (2 * radius + 8) / 8 * 8); /* whole cache lines */
-    /* the channels' rows with their margins, as bytes and as int16: all of one step is done before the next,
-     * for what has just been written in small pieces is slow to be read in large ones */
+    /* The channels' rows with their margins, as bytes and as int16. Each step is done for all
+     * channels before the next step: data just written in small units is slow to read in large
+     * ones. */
     const int span = (from->pitch + 2 * radius + 31) / 32 * 32;
     int16_t *margined = blurred + (size_t)ring * length;
     uint8_t *bytes = (uint8_t *)(margined + 3 * span) + 16;
@@ -104,7 +105,7 @@ ALWAYS_INLINE void blur_by(const picture *from, picture *to, const int32_t *weig
 
 static void blur_rows(const picture *from, picture *to, const int32_t *weights, int radius,
                       void *work) {
-    switch (radius) { /* a known number of turns makes the inner loops faster */
+    switch (radius) { /* a constant number of iterations makes the inner loops faster */
         case 1: blur_by(from, to, weights, 1, work); break;
         case 2: blur_by(from, to, weights, 2, work); break;
         case 3: blur_by(from, to, weights, 3, work); break;

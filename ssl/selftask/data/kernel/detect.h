@@ -1,4 +1,4 @@
-/* Which variants this compiler makes, and which of them this processor runs. */
+/* Whether this compiler builds the x86 variants. */
 #ifndef SELFTASK_DETECT_H
 #define SELFTASK_DETECT_H
 

@@ -66,7 +66,7 @@ static int check_crop(const double *a, int height, int width, int at, char *mess
              a[4], a[5], MOST_SIDE);
     if (a[6] != BILINEAR && a[6] != BICUBIC)
         FAIL("operation %d: filter %g; 0 (bilinear) or 1 (bicubic) is expected", at, a[6]);
-    if (check_size((int)a[3], (int)a[5], message)) return -1; /* between the two passes */
+    if (check_size((int)a[3], (int)a[5], message)) return -1; /* image between the two passes */
     return check_size((int)a[4], (int)a[5], message);
 }
 
@@ -81,7 +81,7 @@ static void reserve_crop(plan *made, const double *a, int height, int width) {
                                    resize_bytes(rows, columns, to_width));
 }
 
-/* One operation's arguments; a crop also changes the size, and each says what memory it needs. */
+/* Check one operation's arguments and reserve its memory; a crop also changes the size. */
 static int check_operation(plan *made, const operation *o, int *height, int *width, char *message) {
     const double *a = o->arguments;
     const int at = made->count;
@@ -143,12 +143,12 @@ size_t scratch_bytes(const plan *p) {
 typedef struct {
     const kernels *with;
     source from;   /* what the first operation reads */
-    picture now;   /* pixels 0 before the first operation that makes a picture */
-    uint8_t *here, *spare; /* now.pixels is `here`, once there is one */
+    picture now;   /* pixels: NULL before the first operation that makes a picture */
+    uint8_t *here, *spare; /* now.pixels is `here` once it is set */
     uint8_t *copy;
     char *work;
     point waiting[MOST_OPERATIONS];
-    int count; /* of waiting steps */
+    int count; /* number of waiting steps */
 } state;
 
 static void set_size(state *s, int height, int width) {
@@ -167,7 +167,7 @@ static void do_points(state *s, int64_t *sums) {
 static void crop_resize(state *s, const double *a) {
     const int columns = (int)a[2], rows = (int)a[3], height = (int)a[4], width = (int)a[5];
     int left = (int)a[0];
-    if (s->now.pixels) { /* a crop of what there is: through an interleaved copy */
+    if (s->now.pixels) { /* crop of the current picture: through an interleaved copy */
         if (s->now.flipped) left = s->now.width - left - columns;
         const int flipped = s->now.flipped;
         do_points(s, NULL);
@@ -222,7 +222,7 @@ static void do_operation(state *s, const operation *o) {
         case HUE: s->waiting[s->count++] = make_hue(a[0]); break;
         case GRAY:
             s->waiting[s->count++] = make_gray();
-            s->now.gray = 1; /* and so it stays under a contrast, hue, blur or solarization */
+            s->now.gray = 1; /* contrast, hue, blur and solarize keep it gray */
             break;
         case BLUR:
             do_points(s, NULL);

@@ -1,8 +1,8 @@
-/* Thirty-two 16-bit numbers at a time: the only place where instruction sets are told apart.
+/* Vectors of thirty-two 16-bit numbers, for each instruction set.
  *
  * A variant_*.c file defines LANES_AVX512 or LANES_AVX2 (or neither: plain C), then includes this.
- * Everything else is written once in terms of `lanes`. Pixels are 0..255 in each lane; all sums
- * are kept within int16 by their callers. */
+ * All other code but the shuffles in rows.h is written once, in terms of `lanes`. Pixels are 0..255
+ * in each lane; callers keep all sums within int16. */
 #ifndef SELFTASK_LANES_H
 #define SELFTASK_LANES_H
 
@@ -26,7 +26,7 @@
 typedef __m512i lanes;
 typedef __m512i sums32; /* partial sums, sixteen int32 */
 typedef struct {
-    __m512i lo, hi; /* a sum of 32 bits for each lane */
+    __m512i lo, hi; /* a 32-bit sum for each lane */
 } wide;
 
 static inline lanes load8(const uint8_t *p) {
@@ -46,7 +46,7 @@ static inline void store8_two(uint8_t *p, uint8_t *q, lanes a, lanes b) {
 static inline lanes load16(const int16_t *p) { return _mm512_loadu_si512(p); }
 static inline void store16(int16_t *p, lanes a) { _mm512_storeu_si512(p, a); }
 static inline lanes splat(int16_t a) { return _mm512_set1_epi16(a); }
-/* two constants in 32 bits, for the even and the odd lanes; it broadcasts from memory for nothing */
+/* two constants in 32 bits, for the even and the odd lanes; the broadcast from memory is free */
 static inline lanes splat_pair(const int32_t *p) { return _mm512_set1_epi32(*p); }
 static inline lanes add(lanes a, lanes b) { return _mm512_add_epi16(a, b); }
 static inline lanes sub(lanes a, lanes b) { return _mm512_sub_epi16(a, b); }
@@ -263,7 +263,7 @@ static inline int64_t sums_total(sums32 s) { return s; }
 
 #endif
 
-/* Pixels are never negative and never above 255 when they are stored. */
+/* Clip to 0..255, the range of stored pixels. */
 static inline lanes clip8(lanes a) { return smaller(larger(a, splat(0)), splat(255)); }
 
 #endif

@@ -1,5 +1,5 @@
-/* Steps on single pixels. All of them are done on 32 pixels in registers before the next 32; after
- * each step the values are whole numbers 0..255 again, as if it had been done alone. */
+/* Pointwise steps. All steps are done on 32 pixels in registers before the next 32. After each step
+ * the values are integers 0..255, as if the step had been done alone. */
 #ifndef SELFTASK_POINTS_H
 #define SELFTASK_POINTS_H
 
@@ -12,7 +12,7 @@ typedef struct {
 
 #define CONSTANT(i) splat_pair(step->constants + (i))
 
-/* A sum in units of 2^-u levels -> whole levels; `unit` is 2^(15-u), so the product rounds. */
+/* Round a sum in units of 2^-u levels to whole levels; `unit` is 2^(15-u), for mul_round. */
 static inline lanes finish(lanes sum, lanes unit) { return clip8(mul_round(sum, unit)); }
 
 static inline pixels diagonal_step(pixels p, const point *step) {
@@ -52,15 +52,15 @@ static inline pixels solarize_step(pixels p, const point *step) {
     return p;
 }
 
-/* How much of the chroma a channel shows at this distance from its own hue (all in 1/8 levels):
- * all of it up to one sixth of the circle, nothing from two sixths on. */
+/* Value of a channel at this distance from its own hue (arguments in 1/8 levels). It has all of the
+ * chroma up to one sixth of the circle, and none from two sixths on. */
 static inline lanes show(lanes low, lanes chroma, lanes twice, lanes distance) {
     lanes part = larger(smaller(sub(twice, distance), chroma), splat(0));
     return add(low, shift_right(add(part, splat(4)), 3));
 }
 
-/* Rotation in HSV without a division: the hue times the chroma is a whole number, so the place on
- * the circle is measured in chromas: six of them are once round, red stands at 0. */
+/* Hue rotation in HSV without a division. Hue times chroma is an integer, so the place on the
+ * circle is measured in chromas: the full circle is six chromas, red is at 0. */
 static inline pixels hue_step(pixels p, const point *step) {
     const lanes high = larger(larger(p.r, p.g), p.b), low = smaller(smaller(p.r, p.g), p.b);
     const lanes chroma = shift_left(sub(high, low), 3), twice = add(chroma, chroma);
@@ -80,7 +80,7 @@ static inline pixels hue_step(pixels p, const point *step) {
     return p;
 }
 
-/* Coefficients of any size; rare, so in plain C. */
+/* Matrix with coefficients of any size; rare, so in plain C. */
 static pixels wide_step(pixels p, const point *step) {
     int16_t v[3][LANES], out[3][LANES];
     const float *m = step->wide;
@@ -110,15 +110,15 @@ static inline pixels one_step(pixels p, const point *step) {
     }
 }
 
-/* Ones for the pixels of a row's last 32 that belong to the picture. */
+/* Ones for those of a row's last 32 pixels that belong to the image, zeros for padding. */
 static inline lanes ones_up_to(int count) {
     int16_t ones[LANES];
     for (int i = 0; i < LANES; i++) ones[i] = i < count;
     return load16(ones);
 }
 
-/* So many of the widest rows are 2^24 pixels; each of at least 8 partial sums of 32 bits then stays
- * below 2^21 * 255, a quarter of its range. */
+/* This many of the widest rows are 2^24 pixels. So each of the at least 8 partial sums of 32 bits
+ * stays below 2^21 * 255, a quarter of its range. */
 #define ROWS_PER_SUM 256
 
 static void change_points(picture *on, const point *steps, int count, int64_t *sums) {

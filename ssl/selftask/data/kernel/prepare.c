@@ -47,22 +47,22 @@ size_t filter_bytes(int inputs, int outputs, int kind) {
     return whole_lines(n * 4) + whole_lines(n * ((taps + 1) / 2) * 4) + whole_lines((taps + 1) * 8);
 }
 
-/* First and last position with a weight, for the output position whose centre this is. */
+/* Set `first`, the first position with a weight for the output at `centre`; return their number. */
 static int window(double centre, double support, int inputs, int *first) {
     const int start = (int)(centre - support + 0.5), end = (int)(centre + support + 0.5);
     *first = centre - support + 0.5 < 0.0 ? 0 : start;
     return (end > inputs ? inputs : end) - *first;
 }
 
-/* So many fractional bits that the largest weight still fits 16: a tent's is at most 1, a cubic's
- * at most 2, and 1.25 times one over the scale where that is less. */
+/* Number of fractional bits with which the largest weight fits 16 bits. That weight is at most 1
+ * for a tent, at most 2 for a cubic, and at most 1.25 / scale if that is less. */
 static int weight_bits(double scale, int kind) {
     int bits = kind == BICUBIC ? 14 : 15;
     for (scale /= 1.25; scale >= 2.0 && bits < 20; scale /= 2.0) bits++;
     return bits;
 }
 
-/* Rounding the running sum keeps the sum of the weights exact, however many there are. */
+/* Rounding the running sum keeps the sum of the weights exact, for any number of weights. */
 static void round_weights(const double *exact, int pairs, double unit, int32_t *to) {
     double sum = 0.0;
     int before = 0;
@@ -88,7 +88,7 @@ filter make_filter(int inputs, int outputs, int kind, char **memory) {
     }
     const int pairs = (taps + 1) / 2, bits = weight_bits(scale, kind);
     double *exact = (double *)((char *)weights + whole_lines((size_t)outputs * pairs * 4));
-    exact[2 * pairs - 1] = 0.0; /* where there is an odd one */
+    exact[2 * pairs - 1] = 0.0; /* the padding, if the number of taps is odd */
     for (int i = 0; i < outputs; i++) {
         double total = 0.0;
         if (first[i] > inputs - taps) first[i] = inputs - taps;
@@ -103,7 +103,7 @@ filter make_filter(int inputs, int outputs, int kind, char **memory) {
     return made;
 }
 
-/* Level units of the 16-bit sums, 2^-6 or 2^-5, or 0 where the values need more room. */
+/* Fractional bits of the 16-bit sums: 6 or 5, or 0 if the values do not fit. */
 static int unit_bits(const double rows[12]) {
     int bits = 6;
     for (int c = 0; c < 3; c++, rows += 4) {
@@ -146,7 +146,7 @@ point make_contrast(double factor, const int64_t sums[3], double count) {
 point make_hue(double turn) {
     point made = {POINT_HUE, {0}, {0}};
     turn -= floor(turn);
-    made.constants[0] = held_twice(rounded(turn * 12288.0)); /* 48 eighths of 1/32768 of 128 */
+    made.constants[0] = held_twice(rounded(turn * 12288.0)); /* 6 * 32768 / 16, see hue_step */
     return made;
 }
 
@@ -176,7 +176,7 @@ void make_gaussian(double sigma, int radius, int32_t *weights) {
     double total = 1.0, outside = 0.0;
     int before = 0;
     for (int k = 1; k <= radius; k++) total += 2.0 * exp(rate * k * k);
-    for (int k = radius; k >= 1; k--) { /* from the outside in, the rounded running sum */
+    for (int k = radius; k >= 1; k--) { /* round the running sum from the outside in */
         outside += exp(rate * k * k);
         const int upto = rounded(outside / total * 32768.0);
         weights[k] = held_twice(upto - before);

@@ -1,4 +1,4 @@
-/* From the numbers of a program to the fixed-point constants that the kernels take. */
+/* Conversion of a program's numbers to the fixed-point constants of the kernels. */
 #ifndef SELFTASK_PREPARE_H
 #define SELFTASK_PREPARE_H
 
@@ -7,10 +7,10 @@
 #define BILINEAR 0
 #define BICUBIC 1
 
-/* Bytes that make_filter uses, at most. */
+/* Maximum number of bytes that make_filter uses. */
 size_t filter_bytes(int inputs, int outputs, int kind);
 
-/* Weights that take `inputs` positions to `outputs`; `memory` moves on behind them. */
+/* Weights that resample `inputs` positions to `outputs`; `memory` is advanced past them. */
 filter make_filter(int inputs, int outputs, int kind, char **memory);
 
 point make_matrix(const double rows[12]);
@@ -21,7 +21,7 @@ point make_solarize(double threshold);
 
 int blur_radius(double sigma);
 
-/* radius + 1 weights from the centre outwards, each held twice; sum with both sides is one. */
+/* radius + 1 weights from the centre outwards, each stored twice; with both sides they sum to 1. */
 void make_gaussian(double sigma, int radius, int32_t *weights);
 
 #endif

@@ -1,5 +1,5 @@
-/* Antialiased resizing in two passes with 8-bit values between them, as Pillow and torch do. The
- * pass along rows works on 32 rows at once, turned so that one register holds one column. */
+/* Antialiased resizing in two passes with 8-bit values between them, as in Pillow and torch. The
+ * pass along rows works on 32 rows at once, transposed so that one register holds one column. */
 #ifndef SELFTASK_RESIZE_H
 #define SELFTASK_RESIZE_H
 
@@ -7,7 +7,8 @@
 #include "picture.h"
 #include "rows.h"
 
-/* `rows` rows (up to 32; the last is repeated) of `bytes` bytes -> columns of 32 int16 */
+/* Transpose `rows` rows of `bytes` bytes to columns of 32 int16; if there are fewer than 32 rows,
+ * the last one is repeated. */
 static inline void turn_tile(source from, int rows, size_t bytes, int16_t *columns) {
     const uint8_t *at[TILE];
     for (int i = 0; i < TILE; i++)
@@ -49,7 +50,7 @@ ALWAYS_INLINE lanes filtered_at(const int16_t *at, size_t length, const int32_t 
     wide sum = wide_start(1 << (bits - 1));
     for (int k = 0; k + 1 < taps; k += 2, at += 2 * length)
         sum = wide_add(sum, load16(at), load16(at + length), splat_pair(pair++));
-    /* an odd last tap has a partner of weight 0: any row will do */
+    /* an odd last tap is paired with a weight of 0, so any row can be read for it */
     if (taps % 2) sum = wide_add(sum, load16(at), load16(at), splat_pair(pair));
     return wide_finish(sum, bits);
 }
@@ -78,7 +79,7 @@ static void resize_rows(source from, int rows, int columns, filter across, filte
         const int count = rows - y < TILE ? rows - y : TILE;
         const source tile = {from.pixels + y * from.stride, from.stride};
         turn_tile(tile, count, (size_t)columns * 3, turned);
-        switch (across.pairs) { /* a known number of turns makes a loop faster */
+        switch (across.pairs) { /* a constant number of iterations is faster */
             case 1: filter_columns(turned, across, 1, to->width, to->pitch, filtered); break;
             case 2: filter_columns(turned, across, 2, to->width, to->pitch, filtered); break;
             default: filter_columns(turned, across, across.pairs, to->width, to->pitch, filtered);

@@ -1,4 +1,4 @@
-/* Moving pixels: interleaved to planes, planes to interleaved, rows to columns and back. */
+/* Layout of pixels: interleaved to planes and back, rows to columns and back. */
 #ifndef SELFTASK_ROWS_H
 #define SELFTASK_ROWS_H
 
@@ -7,8 +7,9 @@
 
 #if defined(LANES_AVX512) || defined(LANES_AVX2)
 
-/* Sixteen pixels of one channel land in three registers of sixteen bytes, where byte j of register
- * i holds channel (i + j) mod 3: one shuffle puts each to its j, blends pick the register. */
+/* Sixteen pixels of one channel go to three registers of sixteen bytes, in which byte j of register
+ * i holds channel (i + j) mod 3. One shuffle moves each pixel to its byte j, blends select the
+ * register. */
 #if defined(LANES_AVX512)
 typedef __mmask32 places;
 #define choose(which, a, b) _mm256_mask_blend_epi8(which, a, b)
@@ -53,7 +54,7 @@ static inline __m256i pick(const interleaving *by, int first, __m256i a, __m256i
     return choose(by->of[(first + 2) % 3], choose(by->of[(first + 1) % 3], a, b), c);
 }
 
-/* 32 pixels; when flipped, `from` is where the last of them stands */
+/* Interleave 32 pixels; if flipped, `from` points to the one that is written last. */
 static inline void weave(const interleaving *by, const uint8_t *from, int pitch, int flipped,
                          uint8_t *to) {
     __m256i p[3];
@@ -73,7 +74,7 @@ static inline void unweave(const interleaving *by, const uint8_t *from, uint8_t 
     __m256i v[3];
     for (int i = 0; i < 3; i++) v[i] = two_halves(from + 16 * i, from + 48 + 16 * i);
     for (int c = 0; c < 3; c++) {
-        /* byte j comes from register (c - j) mod 3: from v[0] where j = c mod 3, and so on down */
+        /* byte j comes from register (c - j) mod 3: from v[0] if j = c mod 3, and so on down */
         __m256i p = choose(by->of[(c + 2) % 3], v[0], v[1]);
         p = choose(by->of[(c + 1) % 3], p, v[2]);
         p = _mm256_shuffle_epi8(p, by->shuffle[c]);
@@ -81,7 +82,7 @@ static inline void unweave(const interleaving *by, const uint8_t *from, uint8_t 
     }
 }
 
-/* sixteen bytes in opposite order */
+/* Reverse sixteen bytes. */
 static inline void reverse16(const uint8_t *from, uint8_t *to) {
     const __m128i order = _mm_set_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m128i bytes = _mm_loadu_si128((const __m128i *)from);
@@ -94,7 +95,7 @@ static inline void reverse16(const uint8_t *from, uint8_t *to) {
         to[2 * i + 1] = _mm256_unpackhi_epi8(from[i], from[i + 8]);   \
     }
 
-/* Two 16x16 transposes, one in each half of the registers: each round of unpacking turns the
+/* Two 16x16 transposes, one in each half of the registers. Each round of unpacking rotates the
  * eight bits of (row, column) by one place. */
 static inline void transpose(__m256i r[16]) {
     __m256i s[16];
@@ -194,7 +195,7 @@ static void store_rows(const picture *from, uint8_t *to) {
         int x = 0;
         for (; x + 32 <= w; x += 32)
             weave(&by, row + (flipped ? w - 32 - x : x), from->pitch, flipped, at + 3 * (size_t)x);
-        if (x < w) { /* flipped, this reads up to 31 bytes before the row, and drops them */
+        if (x < w) { /* if flipped, this reads up to 31 bytes before the row and drops them */
             uint8_t rest[96];
             weave(&by, row + (flipped ? w - 32 - x : x), from->pitch, flipped, rest);
             memcpy(at + 3 * (size_t)x, rest, 3 * (size_t)(w - x));

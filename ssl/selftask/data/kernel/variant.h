@@ -1,4 +1,4 @@
-/* The table of one variant; a variant_*.c file sets the instruction set, then includes this. */
+/* Function table of a variant; a variant_*.c file sets the instruction set and includes this. */
 #include "blur.h"
 #include "points.h"
 #include "resize.h"

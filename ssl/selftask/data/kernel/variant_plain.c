@@ -1,4 +1,4 @@
-/* For every processor, and the reference the other variants are compared with. */
+/* For every processor; also the reference that the other variants are compared with. */
 #define VARIANT plain_kernels
 #define VARIANT_NAME "plain"
 #include "variant.h"

@@ -1,8 +1,8 @@
-/* For processors with 512-bit registers and the multiply-add of VNNI; empty where the compiler cannot make it. */
+/* For processors with 512-bit registers and VNNI's multiply-add; empty if it cannot be built. */
 #include "detect.h"
 
 #if HAVE_X86_VARIANTS
-#include <immintrin.h> /* before the target: its functions have their own */
+#include <immintrin.h> /* before the target is set: its functions set their own */
 #include <stdint.h>
 #include <string.h>
 #if defined(__clang__)

@@ -1,4 +1,4 @@
-"""A batch on its way from a worker, and how samples become one."""
+"""Batches as workers return them, and the collation of samples."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
 
 
 class Allocator(Protocol):
-    """``numpy.empty``, or what makes arrays where it costs least to hand them over."""
+    """``numpy.empty``, or an allocator of arrays in memory shared with the main process."""
 
     def __call__(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B samples, without those that had to be left out."""
+    """Batch of B samples, without those that were left out."""
 
     views: list[torch.Tensor]  # V uint8 (B, H, W, C)
     target: torch.Tensor  # (B,) int64
-    index: torch.Tensor  # (B,) int64, of the images that are shown
-    key: torch.Tensor  # (B, 2) int64, what the draws are those of
+    index: torch.Tensor  # (B,) int64, of the images shown
+    key: torch.Tensor  # (B, 2) int64, keys that the draws depend on
     epoch: int
     bad: list[BadImage]
     num_left_out: int
-    problem: str = ""  # what the user has to put right, instead of views
+    problem: str = ""  # error that the user must fix; such a batch has no views
     extras: dict[str, torch.Tensor] = field(default_factory=dict)  # (B, ...) by name
 
     def pin_memory(self) -> Self:
-        """The same in page-locked memory; called by the DataLoader's pinning thread."""
+        """Return the batch in page-locked memory; called by DataLoader's pinning thread."""
         return replace(
             self,
             views=[view.pin_memory() for view in self.views],
@@ -49,7 +49,7 @@ class Batch:
         )
 
     def to_sample(self, device: torch.device, to_float: Sequence[Normalizer]) -> dict[str, Any]:
-        """Views, target and index, on the device; there each view becomes what a network takes.
+        """Return the sample on the device, each view converted by its ``to_float``.
 
         The key stays on the host, where draws are looked up.
         """
@@ -71,14 +71,14 @@ class Batch:
 
 
 def broken(problem: str) -> Batch:
-    """Instead of a batch: what the user has to put right."""
+    """Return an empty batch with an error that the user must fix."""
     none = torch.empty(0, dtype=torch.int64)
     return Batch([], none, none, none.view(0, 2), 0, [], 0, problem)
 
 
 @dataclass
 class BatchFields:
-    """All of a batch but its pictures, sample by sample."""
+    """Fields of a batch except its views, collected sample by sample."""
 
     target: list[int] = field(default_factory=list)
     index: list[int] = field(default_factory=list)
@@ -86,10 +86,10 @@ class BatchFields:
     epoch: int = 0
     bad: list[BadImage] = field(default_factory=list)
     num_left_out: int = 0
-    given: list[dict[str, np.ndarray]] = field(default_factory=list)  # of each sample, if any
+    given: list[dict[str, np.ndarray]] = field(default_factory=list)  # extras per sample
 
     def add(self, sample: Sample) -> bool:
-        """Add a sample; whether it has pictures."""
+        """Add a sample; return True if it has views."""
         self.epoch = sample.epoch
         self.bad += sample.bad
         if not sample.views:
@@ -103,10 +103,13 @@ class BatchFields:
         return True
 
     def of_batch(self, new: Allocator) -> dict[str, Any]:
-        """Return the fields of a Batch but its views; raises UserError if arrays differ in shape.
+        """Return the fields of a Batch except its views.
 
         Args:
-            new: Makes the arrays of what the source gives beside image and label.
+            new: Allocator of the extras' arrays.
+
+        Raises:
+            UserError: If an extra field differs in shape or dtype between samples.
         """
         return {
             "epoch": self.epoch,
@@ -131,7 +134,7 @@ class BatchFields:
 
 
 def collate(samples: Iterable[Sample], places: BatchBuffer) -> Batch:
-    """Stack samples, each when it comes: its pictures are not kept."""
+    """Stack samples, each as soon as it is read, so that its views are not kept."""
     listed = BatchFields()
     for sample in samples:
         if listed.add(sample):
@@ -143,19 +146,19 @@ def collate(samples: Iterable[Sample], places: BatchBuffer) -> Batch:
 
 
 class BatchBuffer:
-    """Where the pictures of a batch lie, and whether they make one."""
+    """Arrays for the views of a batch, and a check that the views can be stacked."""
 
     def __init__(self, size: int, new: Allocator = np.empty) -> None:
-        self.views: list[np.ndarray] = []  # V uint8 (size, ...) like the first pictures
-        self.next: list[np.ndarray] = []  # V uint8, for the next ones; none before the first
+        self.views: list[np.ndarray] = []  # V uint8 (size, ...), shaped like the first views
+        self.next: list[np.ndarray] = []  # V uint8, for the next views; empty before the first
         self.count = 0
         self.new = new
         self._size = size
-        self._odd: dict[int, np.ndarray] = {}  # view -> the first picture that is no 8-bit one
-        self._others: dict[int, set[tuple[int, ...]]] = {}  # view -> shapes unlike the first
+        self._odd: dict[int, np.ndarray] = {}  # view -> the first image that is not 8-bit
+        self._others: dict[int, set[tuple[int, ...]]] = {}  # view -> its shapes, if they differ
 
     def add(self, pictures: list[np.ndarray]) -> None:
-        """Put the views of an image into the next place, but for those made there."""
+        """Copy the views of a sample into ``next``, except those that were written there."""
         if not self.views:
             self.views = [self.new((self._size, *p.shape), np.uint8) for p in pictures]
             self.next = [view[0] for view in self.views]
@@ -170,7 +173,7 @@ class BatchBuffer:
         self.next = [view[self.count] for view in self.views] if self.count < self._size else []
 
     def problem(self) -> str:
-        """What to say if the pictures of a view make no batch; else nothing."""
+        """Return an error message if the images of a view cannot be stacked, or an empty string."""
         for number, odd in self._odd.items():
             return (
                 f"view {number}: its transforms gave {odd.dtype} of shape {odd.shape}; "

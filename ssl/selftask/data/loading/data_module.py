@@ -1,4 +1,4 @@
-"""All that a run reads: the training samples from any batch on, and the labelled ones for tests."""
+"""Data of a run: training batches from any number on, and labelled samples for tests."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ log = get_logger(__name__)
 
 
 class DataModule:
-    """The data of a run on one rank.
+    """Data of a run on one rank.
 
-    Raises UserError and ConfigError for what is wrong with the ``data:``, ``views:`` and
-    ``eval.transforms`` sections, before any worker is started.
+    Mistakes in the ``data:``, ``views:`` and ``eval.transforms`` sections raise UserError or
+    ConfigError here, before any worker is started.
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class DataModule:
 
     @property
     def num_samples(self) -> int:
-        """Samples of one epoch, over all ranks: what the sampler makes of the images."""
+        """Number of samples in an epoch over all ranks, as defined by the sampler."""
         return self.batches.sampler.sampler.num_samples
 
     @property
     def num_images(self) -> int:
-        """Training images: every index is below."""
+        """Number of training images; every index is below it."""
         return len(self.train_source)
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the training images."""
+        """Fingerprint of the training images, with the tokenizer if there are texts."""
         known = fingerprint(self.train_source)
         if "text" in extras_of(self.train_source).values():
             known["tokenizer"] = self.tokenizer.describe()
@@ -93,14 +93,14 @@ class DataModule:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Turns texts of the data into token ids."""
+        """Tokenizer that converts texts of the data to token ids."""
         component = self.config.data.tokenizer
         tokenizer = TOKENIZERS[component.name]
         built: Tokenizer = tokenizer(tokenizer.Config(**component.args))
         return built
 
     def _extras_of(self, source: Source) -> ExtrasReader | None:
-        """Return the reader of what a source gives beside image and label, if it gives that."""
+        """Return a reader of a source's texts and arrays, or None if it has none."""
         kinds = {name: kind for name, kind in extras_of(source).items() if kind != "image"}
         if not kinds:
             return None
@@ -109,17 +109,17 @@ class DataModule:
 
     @property
     def channels(self) -> int:
-        """Of every image."""
+        """Number of channels of every image."""
         return channels_of(self.train_source)
 
     @property
     def num_classes(self) -> int:
-        """Classes among the labels; 0 without labels."""
+        """Number of classes; 0 without labels."""
         return self.train_source.num_classes
 
     @property
     def num_test_batches(self) -> int:
-        """Batches of one test phase, the same number on every rank."""
+        """Number of batches in a test phase, the same on every rank."""
         return len(self._test_parts())
 
     @property
@@ -157,7 +157,7 @@ class DataModule:
         return {name: number for name, number in numbers.items() if number}
 
     def iterate_all(self) -> Iterator[Batch]:
-        """Yield this rank's part of all training images once, in order, in the views of epoch 0.
+        """Yield batches of this rank's training images, once and in order, with epoch 0's views.
 
         For methods that need the whole data set before the first step; no image is dropped.
         """
@@ -166,7 +166,7 @@ class DataModule:
             yield self._make_batch(sample)
 
     def _decode_once(self) -> None:
-        """Read views from decoded pictures, if ``data.cache`` wants them kept."""
+        """Decode all images and read from that cache, if ``data.cache`` is ``ram`` or ``disk``."""
         data, dataset = self.config.data, self.batches.dataset
         if data.cache in ("ram", "disk") and dataset.source is self.train_source:
             decoded = decode_once(self.train_source, data, self.batches.bad_files)
@@ -176,24 +176,24 @@ class DataModule:
             dataset.source = decoded
 
     def labelled_samples(self) -> Iterator[dict[str, Any]]:
-        """One pass over this rank's part of the training images, by the evaluation's transforms."""
+        """Yield this rank's part of the training images once, with the evaluation transforms."""
         yield from self._eval_batches(self.train_source, self.batches.bad_files)
 
     def test_samples(self, name: str = "") -> Iterator[dict[str, Any]]:
-        """One pass over this rank's part of a validation set, by the evaluation's transforms."""
+        """Yield this rank's part of a validation set once, with the evaluation transforms."""
         yield from self._eval_batches(self.val_sources[name], self._val_bad_files(name))
 
     def chosen_samples(self, indices: np.ndarray, batch_size: int) -> Iterator[dict[str, Any]]:
-        """Yield these training images in batches, by the evaluation's transforms."""
+        """Yield the given training images in batches, with the evaluation transforms."""
         batches = self._eval_batches(self.train_source, self.batches.bad_files)
         batches.batches = in_batches(indices.tolist(), batch_size)
         yield from batches
 
     def val_batches(self, name: str = "") -> Iterator[Batch]:
-        """Yield batches of a validation set in the views of training, those of epoch 0.
+        """Yield batches of a validation set with the training views of epoch 0.
 
-        Batches have the same size on every rank, as losses over all ranks need; images beyond the
-        last full batch are left out. W ranks together have the batches of one.
+        Batches have the same size on every rank, as losses over all ranks require. Images beyond
+        the last full batch are left out. The global batches are the same as on a single rank.
         """
         source = self.val_sources[name]
         ranks = self.world.size
@@ -213,9 +213,10 @@ class DataModule:
         return self.config.out_folder / f"bad_files_val{name and f'_{name}'}.txt"
 
     def test_batches(self) -> Iterator[Batch]:
-        """Yield ``data.val`` as ``test_samples``, with extras, in batches of one view, ``eval``.
+        """Yield batches of ``data.val`` with extras and one view, ``eval``.
 
-        Every rank has the same number of batches, as losses over all ranks need.
+        The view is that of ``test_samples``. Every rank has the same number of batches, as losses
+        over all ranks require.
         """
         source = self.val_source
         assert source is not None
@@ -224,7 +225,7 @@ class DataModule:
         return (make_batch(sample, {"eval": 1}) for sample in samples)
 
     def _test_parts(self) -> list[Sequence[int]]:
-        """Return the numbers of the images in this rank's test batches."""
+        """Return the indices of the images in each of this rank's test batches."""
         world, count = self.world, len(self.val_source or ())
         return in_equal_numbers(count, self._eval_batch_size, world.rank, world.size)
 
@@ -250,7 +251,7 @@ class DataModule:
         return max(1, self.config.train.batch_size // self.world.size)
 
     def remove_lists(self) -> None:
-        """Remove the lists of bad files that another run in this folder has left."""
+        """Remove the lists of bad files that an earlier run left in this folder."""
         lists = self.config.out_folder.glob("bad_files_val*.txt")
         for path in (self.batches.bad_files.path, *lists):
             if path is not None:
@@ -267,7 +268,7 @@ def val_key(name: str) -> str:
 
 
 def make_batch(sample: dict[str, Any], views_per_group: Mapping[str, int]) -> Batch:
-    """Return what the loader has read as the batch of a train step, its views by group."""
+    """Convert a sample dict of the loader to the batch of a train step, with views by group."""
     views = iter(sample["views"])
     return Batch(
         views={name: list(islice(views, count)) for name, count in views_per_group.items()},

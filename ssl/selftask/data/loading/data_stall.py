@@ -1,4 +1,4 @@
-"""When training waits for data: noticed from the rows of the log, with advice what to change."""
+"""Detect from log rows that training waits for data, and advise what to change."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from typing import NamedTuple
 from selftask.config.values.auto_values import MAX_WORKERS
 from selftask.errors import plural
 
-TOO_MUCH = 0.2  # share of the time
+TOO_MUCH = 0.2  # share of time spent waiting
 LONG_ENOUGH = 50  # steps in a row
 
 
 class Cores(NamedTuple):
-    """Of this machine, and how many processes of the run share them."""
+    """Cores of this machine, and the number of the run's processes that share them."""
 
     number: int
     processes: int
 
     @property
     def share(self) -> int:
-        """Cores of one process."""
+        """Number of cores per process."""
         return max(1, self.number // self.processes)
 
 
 @dataclass
 class WaitWatch:
-    """Says once that training waits for data, when it has done so for LONG_ENOUGH steps.
+    """Detector that reports once if training waits for data for LONG_ENOUGH steps in a row.
 
-    The first row after a start is passed over: the workers start in it.
+    The first row after a start is ignored, since it includes the start of the workers.
     """
 
     started: bool = False
-    steps: int = 0  # in a row, of rows with too much waiting
-    waited: float = 0.0  # steps, weighted by the share that was waiting
+    steps: int = 0  # in consecutive rows with too much waiting
+    waited: float = 0.0  # these steps, weighted by the share of waiting
     told: bool = False
 
     def saw(self, steps: int, data_wait: float) -> float | None:
-        """A row of ``steps`` steps; the share of waiting if this is the moment to tell."""
+        """Record a row of ``steps`` steps; return the share of waiting once, else None."""
         if not self.started:
             self.started = True
             return None
@@ -53,7 +53,7 @@ class WaitWatch:
 
 
 def workers_advice(num_workers: int, cores: Cores) -> str | None:
-    """What is wrong with ``data.num_workers`` on these cores, or None."""
+    """Return a problem of ``data.num_workers`` on these cores with advice, or None."""
     here = f"{cores.number} {plural('core', cores.number)}"
     if cores.processes > 1:
         here += f" for {cores.processes} processes"
@@ -68,7 +68,7 @@ def workers_advice(num_workers: int, cores: Cores) -> str | None:
 
 
 def wait_advice(data_wait: float, num_workers: int, cores: Cores, recipe: str) -> str:
-    """The line for the log."""
+    """Return the line for the log, with advice."""
     change = workers_advice(num_workers, cores)
     if change is None:
         change = "the cores are all at work: cheaper or fewer views, or smaller images, would help"

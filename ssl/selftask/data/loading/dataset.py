@@ -1,6 +1,6 @@
-"""Samples for the loader: views of an image, and what happens when it cannot be read.
+"""Datasets of views for the loader, and the treatment of unreadable images.
 
-Nothing here imports torch, so that a wrong ``data:`` section is reported at once.
+Nothing here imports torch, so that mistakes in the ``data:`` section are reported at once.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
     from selftask.data.views import Compose, Normalizer, Views
 
 MAX_REPLACEMENTS = 100  # tried for one sample before giving up
-MAX_FAILED_READS = 5  # in a row; with their retries, 0.5 s each on a disk that answers with EIO
+MAX_FAILED_READS = 5  # in a row; with retries, each takes 0.5 s if the disk returns EIO
 DEFAULT_MAX_UNREADABLE, MIN_ALLOWED_UNREADABLE = (
     0.001,
     3,
-)  # a share and a number of images, unless max_unreadable is set
-_REPLACEMENT = 0x7265706C  # "repl": keeps the chain of replacements apart from other hashes
+)  # share and number of images that may be unreadable if max_unreadable is null
+_REPLACEMENT = 0x7265706C  # "repl": separates these hashes from other uses of the same seed
 
 
 class Dataset(ABC):
-    """What the loader makes batches of: samples by key, and how they become a batch."""
+    """Base class of the loader's datasets: samples by key, and their collation."""
 
-    makes_views_on_device = False  # one batch ahead is then worth its room
+    makes_views_on_device = False  # True: the loader may make the next batch's views ahead
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of images."""
+        """Return the number of images."""
 
     @abstractmethod
     def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
-        """Of an epoch and an index; raises UserError, never BadImage.
+        """Return the sample of a key (epoch, index); raises UserError, never BadImage.
 
-        Views may be written into ``out`` (one place for each), or lie elsewhere.
+        Views may be written to ``out`` (one array per view) or be arrays of their own.
         """
 
     def __getitem__(self, key: tuple[int, int]) -> Sample:
@@ -59,25 +59,27 @@ class Dataset(ABC):
     @property
     @abstractmethod
     def to_float(self) -> Any:
-        """One Normalizer a view, for ``Batch.to_sample``."""
+        """One Normalizer per view, for ``Batch.to_sample``."""
 
     def collate(self, samples: Iterable[Sample], places: BatchBuffer) -> Batch:
-        """Put samples together; called in a worker."""
+        """Collate samples into a batch; called in a worker."""
         from selftask.data.loading.collate import collate
 
         return collate(samples, places)
 
 
 def replacement(seed: int, epoch: int, index: int, attempt: int, num_images: int) -> int:
-    """The image to try in place of one that cannot be read, at that attempt."""
+    """Return the index of the image to try at this attempt, in place of an unreadable one."""
     return hash_words(seed, _REPLACEMENT, epoch, index, attempt) % num_images
 
 
 def read(source: Source, index: int) -> tuple[np.ndarray, int]:
-    """An image and its label.
+    """Return an image and its label.
 
-    Raises BadImage, and UserError for a source that violates the Source contract or for storage
-    that has failed MAX_FAILED_READS times in a row: replacing images would not end.
+    Raises:
+        BadImage: If the image cannot be read.
+        UserError: If the image's shape violates the Source contract, or if the storage has failed
+            MAX_FAILED_READS times in a row, since replacing images would not end then.
     """
     try:
         image, target = source[index]
@@ -94,7 +96,7 @@ def read(source: Source, index: int) -> tuple[np.ndarray, int]:
     return image, target
 
 
-_FAILED: list[BadImage] = []  # reads of this process in a row, because of their storage
+_FAILED: list[BadImage] = []  # consecutive reads of this process that failed in storage
 
 
 def _check_storage(error: BadImage) -> None:
@@ -113,16 +115,17 @@ def _check_storage(error: BadImage) -> None:
 class ViewDataset(Dataset):
     """Training samples: ``dataset[epoch, index]`` is a Sample with all views of one image.
 
-    The image in place of one that cannot be read is a pure function of (seed, epoch, index), and
-    the draws stay those of (epoch, index): whatever the worker, rank or resume, the same sample.
-    ``Sample.index`` is that of the image shown, since methods with a memory keep a slot per image.
+    An unreadable image is replaced by another one, a pure function of (seed, epoch, index). The
+    draws stay those of (epoch, index). So a sample does not depend on worker, rank or resume.
+    ``Sample.index`` is that of the image shown, since methods with a memory bank keep a slot per
+    image.
 
     Args:
-        source: Gives the images.
-        views: Makes their views.
-        seed: Of the draws.
-        extras: Reads what the source gives beside image and label, if anything is wanted.
-        recorder: Adds the draws of views to the extras, if they are asked for.
+        source: Source of the images.
+        views: Views to make of each image.
+        seed: Seed of the draws.
+        extras: Reader of the source's texts and arrays, if they are used.
+        recorder: Recorder that adds the draws of views to the extras, if they are requested.
     """
 
     def __init__(
@@ -141,7 +144,7 @@ class ViewDataset(Dataset):
 
     @property
     def to_float(self) -> list[Normalizer]:
-        """For each view, what makes a batch of its pictures the input of a network."""
+        """Normalizer of each view, which converts its batch to the input of a network."""
         return self.views.to_float
 
     def __len__(self) -> int:
@@ -175,16 +178,16 @@ class ViewDataset(Dataset):
     def make(
         self, images: list[np.ndarray], epoch: int, index: int, out: Sequence[np.ndarray] = ()
     ) -> tuple[list[np.ndarray], Any]:
-        """The pictures to hand over, and the draws of those that are made on the device."""
+        """Return the images to hand over, and the parameters of views made on the device."""
         image, *further = images
         return self.views(image, self.seed, epoch, index, out, further), None
 
 
 class EvalDataset(Dataset):
-    """Samples for evaluation: one view by the evaluation's transforms, the same every time.
+    """Samples for evaluation: one view by the evaluation transforms, the same every time.
 
-    An image that cannot be read is left out (no views) instead of replaced: it must not be
-    counted under another's name.
+    An unreadable image is left out (no views) and not replaced, since the other image would be
+    counted in its place.
     """
 
     def __init__(
@@ -201,7 +204,7 @@ class EvalDataset(Dataset):
 
     @property
     def to_float(self) -> list[Normalizer]:
-        """For its one view, what makes a batch of pictures the input of a network."""
+        """Normalizer of the one view, which converts its batch to the input of a network."""
         return [self.pipeline.to_float]
 
     def __len__(self) -> int:
@@ -220,7 +223,7 @@ class EvalDataset(Dataset):
 
 @dataclass(frozen=True)
 class BadLimit:
-    """How many unreadable images ``data.max_unreadable`` allows among ``num_images``."""
+    """Limit of unreadable images among ``num_images``, set by ``data.max_unreadable``."""
 
     num_images: int
     max_unreadable: float | None  # share of the images; None: 0.1 %, but at least 3 images
@@ -232,7 +235,7 @@ class BadLimit:
         return number <= self.max_unreadable * self.num_images
 
     def __str__(self) -> str:
-        """``data.max_unreadable=0.01 (1.00%) allows``."""
+        """Return a phrase for errors, such as ``data.max_unreadable=0.01 (1.00%) allows``."""
         if self.max_unreadable is None:
             default = f"{DEFAULT_MAX_UNREADABLE:.1%}, at least {MIN_ALLOWED_UNREADABLE} images"
             return f"the default of data.max_unreadable ({default}) allows"
@@ -240,10 +243,10 @@ class BadLimit:
 
 
 class BadFiles:
-    """The images that could not be read, listed in a file; decides when they are too many.
+    """Record of unreadable images in a file; raises UserError if there are too many.
 
-    Lives in the main process. The list is read back when a run resumes, and before each new line,
-    since other ranks write to it too; it holds each path once.
+    It is kept by the main process. The file is read when a run resumes, and before new lines are
+    written, since other ranks write to it too. It lists each path once.
     """
 
     def __init__(
@@ -263,7 +266,7 @@ class BadFiles:
 
     @classmethod
     def of(cls, source: Source, data: DataConfig, path: Path | None) -> BadFiles:
-        """Those of a source, as ``data.on_error`` and ``data.max_unreadable`` judge them."""
+        """Return the record of a source, with ``data.on_error`` and ``data.max_unreadable``."""
         return cls(path, len(source), on_error=data.on_error, max_unreadable=data.max_unreadable)
 
     def __len__(self) -> int:
@@ -272,8 +275,8 @@ class BadFiles:
     def refuse(self, known: Iterable[BadImage]) -> None:
         """Raise UserError before the first step if too many images are known to be unreadable.
 
-        Else they are recorded when they are asked for, as all others. So are those whose storage
-        failed: the next try may succeed.
+        Otherwise they are recorded when they are read, like all others. The same holds for images
+        whose storage failed, since the next read may succeed.
         """
         known = [bad for bad in known if not bad.storage_failed]
         if known and (self.on_error == "fail" or not self.limit.allows(len(known))):
@@ -281,7 +284,11 @@ class BadFiles:
             self._judge(found, found)  # the list may hold images that were fixed since
 
     def add(self, bad: Iterable[BadImage]) -> None:
-        """Record unreadable images; raise UserError by ``data.on_error`` and ``max_unreadable``."""
+        """Record unreadable images.
+
+        Raises UserError if there is a new one and ``data.on_error`` is ``fail``, or if they exceed
+        ``data.max_unreadable``.
+        """
         known = len(self)
         found = self._record(bad)
         if len(self) > known:

@@ -19,15 +19,18 @@ from selftask.errors import UserError
 
 
 class Batches:
-    """The training samples of this rank, one batch a step, without an end.
+    """Endless iterator over this rank's training samples, one batch per step.
 
-    ``start(step)`` goes to any global step in O(1) time; the samples do not depend on the number
-    of workers or of ranks, nor on where the run was stopped. Workers are started once: the order
-    of epochs is one endless sequence for them.
+    ``start(step)`` goes to any global step in O(1) time. The samples do not depend on the number
+    of workers or ranks, nor on where the run was stopped. Workers are started once, for all epochs.
 
-    A sample is a dict: ``views``, V float32 tensors (B, C, H, W); ``target`` and ``index``, (B,)
-    int64, of the images shown; ``key``, (B, 2) int64 on the host, by which their draws are looked
-    up: (key[0], key[1]) stand for epoch and index there; ``epoch`` and ``step``, ints.
+    Each sample is a dict:
+
+    * ``views``: V float32 tensors (B, C, H, W)
+    * ``target`` and ``index``: (B,) int64, of the images shown
+    * ``key``: (B, 2) int64 on the host; draws are looked up by its columns, as epoch and index
+    * ``extras``: tensors (B, ...) by name
+    * ``epoch`` and ``step``: ints
     """
 
     def __init__(
@@ -43,9 +46,21 @@ class Batches:
         bad_files: BadFiles | None = None,
         sampler: Sampler | None = None,
     ) -> None:
-        """``batch_size`` is the global one. Raises ConfigError if it does not fit the data.
+        """Set up the sampler; workers are started later.
 
-        Without a ``sampler``, each epoch shows every sample once, shuffled.
+        Args:
+            dataset: Training samples by key.
+            batch_size: Global batch size; used only without ``sampler``.
+            seed: Seed of the order; used only without ``sampler``.
+            num_workers: Number of worker processes; 0: read in this process.
+            rank: This rank.
+            world_size: Number of ranks.
+            device: Device of the batches; None: the CPU.
+            bad_files: Record of unreadable images; None: kept in memory only.
+            sampler: Sampler of each epoch; None: every sample once, shuffled.
+
+        Raises:
+            ConfigError: If the batch size does not fit the data or the number of ranks.
         """
         self.dataset = dataset
         self.num_workers = num_workers
@@ -56,14 +71,14 @@ class Batches:
         self.step = 0  # of the next batch
         self.data_wait_s = 0.0  # time that callers of next() have waited so far
         self._reader: Any = None
-        self._ahead: Ahead | None = None  # makes the views on the device while it does a step
+        self._ahead: Ahead | None = None  # makes the next views on the device during a step
 
     @property
     def steps_per_epoch(self) -> int:
         return self.sampler.steps_per_epoch
 
     def start(self, step: int) -> None:
-        """Make ``step`` the next one; running workers are kept if it already is."""
+        """Make ``step`` the next step; running workers are kept if it already is."""
         if self._reader is not None and step == self.step:
             return
         self.close()
@@ -73,14 +88,19 @@ class Batches:
             self._ahead = Ahead(self._make, self.device)
 
     def _open_reader(self) -> Any:
-        """What gives the batches from ``sampler.start`` on, and can be closed."""
+        """Return an iterator over the batches from ``sampler.start`` on, with ``close()``."""
         return BatchReader(self.dataset, self.sampler, self.num_workers, self.device)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        """The sample of the next step; raises UserError for bad files and dead workers."""
+        """Return the sample of the next step.
+
+        Raises:
+            UserError: If too many files are bad, or one has no readable replacement.
+            RunError: If a worker died.
+        """
         started = time.perf_counter()
         self.start(self.step)
         sample = self._make() if self._ahead is None else self._ahead.next()
@@ -90,7 +110,7 @@ class Batches:
         return sample
 
     def _make(self) -> dict[str, Any]:
-        """The next batch of the workers, on the device."""
+        """Return the next batch of the workers, on the device."""
         assert self._reader is not None
         batch = next(self._reader)
         self.bad_files.add(batch.bad)
@@ -109,10 +129,10 @@ class Batches:
 
 
 class EvalBatches:
-    """All samples of a dataset in order, this rank's contiguous part of them.
+    """Batches of this rank's contiguous part of a dataset, in order.
 
-    A sample has ``views`` (one tensor), ``input`` (the same), ``target`` and ``index``; images that
-    cannot be read are left out, so count by ``index``.
+    A sample has ``views``, ``input`` (the first view), ``target`` and ``index``. Samples without
+    views (unreadable images of an EvalDataset) are left out, so use ``index`` to count.
     """
 
     def __init__(
@@ -126,14 +146,14 @@ class EvalBatches:
         device: torch.device | None = None,
         bad_files: BadFiles | None = None,
     ) -> None:
-        """``batch_size`` is that of one rank; the last batch may be smaller."""
+        """Divide the samples. ``batch_size`` is per rank; the last batch may be smaller."""
         self.dataset = dataset
         self.num_workers = num_workers
         self.device = device or torch.device("cpu")
         self.bad_files = BadFiles(None, len(dataset)) if bad_files is None else bad_files
         share = -(-len(dataset) // world_size)
         part = range(len(dataset))[rank * share : (rank + 1) * share]
-        self.batches: Sequence[Sequence[int]] = in_batches(part, batch_size)  # numbers of images
+        self.batches: Sequence[Sequence[int]] = in_batches(part, batch_size)  # image indices
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -153,12 +173,12 @@ def in_batches(indices: Sequence[int], size: int) -> list[Sequence[int]]:
 
 
 def in_equal_numbers(count: int, size: int, rank: int, world_size: int) -> list[Sequence[int]]:
-    """Return this rank's batches of ``count`` images, as many as every other rank has.
+    """Return this rank's batches of ``count`` images; all ranks have the same number of batches.
 
-    The ranks' parts follow one another. On one rank these are the batches of ``in_batches``.
+    The ranks have consecutive parts. With one rank the batches are those of ``in_batches``.
 
     Args:
-        count: Number of images; some ranks have no batch if there are fewer than ranks.
+        count: Number of images. If it is less than the number of ranks, some have no batch.
         size: Largest number of images in a batch; 1 may become 2.
         rank: This rank.
         world_size: Number of ranks.

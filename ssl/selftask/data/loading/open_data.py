@@ -32,9 +32,9 @@ class Sources(NamedTuple):
 
 
 def open_source(component: Component, max_pixels: int | None = None) -> Source:
-    """Open a named source; raises UserError or ConfigError for what the user can put right.
+    """Open a registered source; raises UserError or ConfigError for mistakes of the user.
 
-    Its arguments may ask for a ``subset`` of it.
+    The argument ``subset``, if given, selects a part of it.
     """
     registered = SOURCES[component.name]
     config = getattr(registered, "Config", None)
@@ -47,9 +47,10 @@ def open_source(component: Component, max_pixels: int | None = None) -> Source:
 
 
 def open_data(data: DataConfig) -> Sources:
-    """Open the training images and, if there are any, the labelled ones for evaluation.
+    """Open the training images and the validation sets, if there are any.
 
-    From then on this process, and those it forks, are as patient with files as ``data`` says.
+    Also sets the process-wide settings of reads: timeout, retries and limits of size. Forked
+    processes inherit them.
     """
     set_policy(Policy(data.read_timeout_s, data.read_retries, data.max_bytes, data.max_scans))
     train = subset_of(_open_named(data.source, data, "data"), data.subset)
@@ -63,7 +64,7 @@ def open_data(data: DataConfig) -> Sources:
 
 
 def _open_named(component: Component, data: DataConfig, key: str) -> Source:
-    """Open the source at ``key``, which is added to errors of its address."""
+    """Open the source of config key ``key``, which is prepended to errors of its address."""
     try:
         return open_source(component, data.max_pixels)
     except AddressError as error:
@@ -71,7 +72,7 @@ def _open_named(component: Component, data: DataConfig, key: str) -> Source:
 
 
 def _open_val(component: Component, data: DataConfig, train: Source, key: str) -> Source:
-    """Open a validation set whose classes are numbered as those of the training images."""
+    """Open a validation set and number its classes like those of the training images."""
     source = _open_named(component, data, key)
     if channels_of(source) != channels_of(train):
         raise UserError(
@@ -83,9 +84,9 @@ def _open_val(component: Component, data: DataConfig, train: Source, key: str) -
 
 
 def copy_data(sources: Sources, stage_to: str | None) -> Sources:
-    """The sources, reading from copies that are made now if ``data.stage_to`` asks for them.
+    """Copy the data if ``stage_to`` is set, and return sources that read from the copies.
 
-    Apart from opening, which is also done where nothing is read: a submission counts images.
+    This is separate from opening, since a job submission opens the sources only to count images.
     """
     if stage_to is None:
         return sources
@@ -98,13 +99,12 @@ def copy_data(sources: Sources, stage_to: str | None) -> Sources:
 
 
 def check_data(config: Config, source: Source) -> Sampler:
-    """Return the sampler of a run.
+    """Check the training images against the config, and return the sampler of the run.
 
     Raises:
-        ConfigError: If images with so many channels cannot have the config's views and
-            evaluations, if the method needs labels or captions that are missing, if views
-            are made of images that the data does not have, or if the sampler's epoch
-            has no step or less than one step.
+        ConfigError: If the transforms do not support the images' number of channels, if the
+            method needs labels or captions that are missing, if views are made from images that
+            the data does not have, or if an epoch has fewer batches than one optimizer step.
     """
     channels = channels_of(source)
     found: list[Iterable[str]] = [
@@ -129,7 +129,7 @@ def check_data(config: Config, source: Source) -> Sampler:
 
 
 def check_val(config: Config, source: Source, key: str) -> None:
-    """Raise ConfigError if only some images of a set have the labels the method needs."""
+    """Raise ConfigError if a set has labels, the method needs them and some images have none."""
     if source.labels is not None:
         found = of_labels(config, count_unlabelled(source), len(source), key)
         if problems := list(found):

@@ -17,14 +17,14 @@ class Sample:
     """One item of a dataset, on its way from a worker to the batch."""
 
     views: list[np.ndarray]  # V uint8 (H, W, C); empty if the image was left out
-    target: int  # -1 where there is none
-    index: int  # of the image that is shown
-    key: tuple[int, int]  # what was asked for, and what the draws are those of
-    bad: list[BadImage]  # what could not be read on the way
-    extras: dict[str, np.ndarray] | None = None  # what the source gives beside image and label
-    drawn: Any = None  # with data.augment_on=device, which makes the views: what was drawn for them
+    target: int  # -1 without a label
+    index: int  # of the image shown
+    key: tuple[int, int]  # the requested key, which the draws depend on
+    bad: list[BadImage]  # images that could not be read before this one
+    extras: dict[str, np.ndarray] | None = None  # fields besides image and label
+    drawn: Any = None  # parameters of the views, if the device makes them (data.augment_on=device)
 
     @property
     def epoch(self) -> int:
-        """Epoch of the key, whose first number also counts repeats of an image in an epoch."""
+        """Epoch of the key. Its first number also encodes the repeat of an image in an epoch."""
         return epoch_of(self.key[0])

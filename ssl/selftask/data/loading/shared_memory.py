@@ -1,14 +1,14 @@
-"""Batches from workers to the main process, in memory that both keep and use again.
+"""Batches from workers to the main process, in shared memory that is reused.
 
-torch's own way makes a file in shared memory for every tensor, which both processes have to map
-page by page: about a third of a millisecond for 300 KB on a virtual machine. Here a worker writes a
-batch into a *slot*, a stretch of one file without a name that both map once, and only says where.
+torch creates a file in shared memory for every tensor, which both processes must map page by page:
+about a third of a millisecond for 300 KB on a virtual machine. Here a worker writes a batch into a
+*slot*, a range of one unnamed file that both processes map once, and sends only its position.
 
-The first byte of a slot is its mark. The worker sets it when it hands the batch over; it is
-cleared in the main process when the last tensor over the slot is gone, whoever kept it and however
-long, and then the worker writes there again. A worker never waits for a slot: if all are marked it
-takes one more. So there are as many as batches were alive at once, each as large as its largest
-batch; they lie in no file system (not in /dev/shm) and go with the last process that has them.
+The first byte of a slot marks it as in use. The worker sets the mark when it hands the batch over.
+The main process clears it when the last tensor that uses the slot is freed, and then the worker
+may write there again. A worker never waits for a slot: if all are in use, it takes a new one. So
+there are as many slots as batches were alive at once, each as large as its largest batch. The file
+is in no file system (not in /dev/shm) and is freed with the last process that has it open.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import torch
 from selftask.data.loading.collate import Batch
 from selftask.errors import UserError
 
-_STRIDE = 1 << 36  # bytes from slot to slot in the file, which has no memory where nothing is
-_START = 64  # bytes before the first array: the mark, and what puts arrays on cache lines
-_MARK = 0
+_STRIDE = 1 << 36  # bytes between the starts of slots; unused ranges of the file take no memory
+_START = 64  # offset of the first array behind the mark; aligns arrays to cache lines
+_MARK = 0  # offset of the mark
 
 
 class SlotPool:
-    """The slots of all workers of a loader; made before they are forked."""
+    """Slots of all workers of a loader; created before the workers are forked."""
 
     def __init__(self) -> None:
         self.name = next(_NAMES)
@@ -46,7 +46,7 @@ class SlotPool:
         _MEMORIES[self.name] = self
 
     def map(self, slot: int, size: int) -> mmap.mmap:
-        """The first ``size`` bytes, or more, of a slot in this process; raises UserError."""
+        """Map at least ``size`` bytes of a slot into this process; raises UserError if it fails."""
         found = self._mapped.get(slot)
         if found is None or len(found) < size:
             try:
@@ -60,25 +60,25 @@ class SlotPool:
 
     def _map(self, slot: int, size: int) -> mmap.mmap:
         start, size = slot * _STRIDE, max(size, mmap.PAGESIZE)
-        if os.fstat(self._file).st_size < start + size:  # ftruncate could undo what others added
+        if os.fstat(self._file).st_size < start + size:  # ftruncate could cut off others' slots
             os.pwrite(self._file, b"\0", start + size - 1)
         return mmap.mmap(self._file, size, offset=start)
 
     def lent(self, slot: int, size: int) -> torch.Tensor:
-        """The bytes of a slot, which is free again when no tensor that shares them is left."""
+        """Return the bytes of a slot; it is free again when no tensor shares them any more."""
         mapping = self.map(slot, size)
         array: np.ndarray = np.ndarray((size,), np.uint8, buffer=mapping)
         weakref.finalize(array, _clear, mapping, os.getpid()).atexit = False
         return torch.from_numpy(array)
 
 
-# By name, since the thread that pins batches knows nothing but the batch.
+# Pools by name: DataLoader's pinning thread has only the batch, so a SlotRef holds the name.
 _MEMORIES: weakref.WeakValueDictionary[int, SlotPool] = weakref.WeakValueDictionary()
 _NAMES = itertools.count()
 
 
 def _clear(mapping: mmap.mmap, owner: int) -> None:
-    if os.getpid() == owner:  # a process forked meanwhile has the tensor, too, and may drop it
+    if os.getpid() == owner:  # a process forked in between must not clear it with its own copy
         mapping[_MARK] = 0
 
 
@@ -90,17 +90,17 @@ def _file_without_name() -> int:
 
 
 class SlotWriter:
-    """A worker's side: the slots first, first + step, ... of a memory, one batch at a time."""
+    """Writer of one worker: fills slots first, first + step, ... of a pool, a batch at a time."""
 
     def __init__(self, memory: SlotPool, first: int, step: int) -> None:
         self._memory = memory
         self._first, self._step = first, step
-        self._slot: int | None = None  # of the batch, once it has an array
+        self._slot: int | None = None  # slot of the current batch, once it has an array
         self._used = _START
         self._starts: dict[int, int] = {}  # address of an array -> where it begins in the slot
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """An array in the slot, not filled: its batch is its owner."""
+        """Return an uninitialized array in the current batch's slot, which the batch then owns."""
         if self._slot is None:
             self._slot = self._free()
         kind, start = np.dtype(dtype), self._used
@@ -112,7 +112,7 @@ class SlotWriter:
         return array
 
     def send(self, batch: Batch) -> Batch | SlotRef:
-        """What goes through the queue; the next array is the next batch's."""
+        """Return what to send through the queue; the next array belongs to the next batch."""
         if self._slot is None:
             return batch
         written = io.BytesIO()
@@ -123,33 +123,33 @@ class SlotWriter:
         return parcel
 
     def _free(self) -> int:
-        """The first slot that no batch is in."""
+        """Return the first slot that is not in use."""
         slots = itertools.count(self._first, self._step)
         return next(slot for slot in slots if not self._memory.map(slot, _START)[_MARK])
 
 
 @dataclass(frozen=True)
 class SlotRef:
-    """A batch whose arrays lie in a slot."""
+    """Reference to a batch whose arrays are in a slot."""
 
     memory: int
     slot: int
-    size: int  # bytes that are in use
-    pickled: bytes  # the batch without them
+    size: int  # bytes in use
+    pickled: bytes  # the batch without the arrays in the slot
 
     def open(self) -> Batch:
-        """The batch, in the main process."""
+        """Return the batch; called in the main process."""
         lent = _MEMORIES[self.memory].lent(self.slot, self.size)
         batch: Batch = _Unpickler(io.BytesIO(self.pickled), lent).load()
         return batch
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked memory; called by the DataLoader's pinning thread."""
+        """Return the batch in page-locked memory; called by DataLoader's pinning thread."""
         return self.open().pin_memory()
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors that begin where an array of the slot does stay there; all others travel along."""
+    """Pickler that stores tensors over arrays of the slot by reference, and others by value."""
 
     def __init__(self, file: io.BytesIO, starts: dict[int, int]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)

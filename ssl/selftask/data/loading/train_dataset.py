@@ -1,4 +1,4 @@
-"""The training samples as the ``data:`` section wants them made: by workers or on the device."""
+"""The training dataset, whose views are made by workers or on the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def train_dataset(
     config: Config, source: Source, extras: ExtrasReader | None = None
 ) -> ViewDataset:
-    """For ``data.augment_on``; raises ConfigError for views that it cannot make."""
+    """Build the dataset for ``data.augment_on``; raises ConfigError for unsupported views."""
     views, seed = Views(config.views, channels_of(source)), config.train.seed
     recorder = _recorder(config, views)
     if config.data.augment_on == "cpu":
@@ -31,7 +31,7 @@ def train_dataset(
 
 
 def _recorder(config: Config, views: Views) -> DrawRecorder | None:
-    """For the groups whose draws the recipe or the method asks for; None without any."""
+    """Return a recorder of the groups whose draws the recipe or method requests, or None."""
     boxes = "boxes" in required(config.method.name)
     asked = [name for name, group in config.views.items() if group.draws or boxes]
     return DrawRecorder(views, config.views, asked) if asked else None

@@ -1,4 +1,4 @@
-"""Batches from worker processes, with errors a user can read and nothing left behind."""
+"""Batches from worker processes, with readable errors and no processes left behind."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from selftask.logs import get_logger
 
 log = get_logger(__name__)
 
-PREFETCH = 3  # batches that each worker makes ahead
-PARENT_CHECK_S = 2.0  # how often a worker looks whether the main process is still there
+PREFETCH = 3  # batches prefetched by each worker
+PARENT_CHECK_S = 2.0  # seconds between a worker's checks that the main process is alive
 
 
 class _Maker:
-    """Whole batches of a dataset, as a DataLoader's fetcher asks for them.
+    """Dataset for DataLoader whose items are whole batches.
 
-    An error that the user can put right travels in the batch: raised in a worker it would arrive
-    wrapped in torch's words and a traceback.
+    A UserError is sent in the batch. If it were raised in a worker, torch would wrap it in a
+    message of its own with a traceback.
     """
 
     def __init__(self, dataset: Dataset, memory: SlotPool) -> None:
         self.dataset = dataset
         self.memory = memory
-        self._outbox: SlotWriter | None = None  # of a worker
+        self._outbox: SlotWriter | None = None  # only in a worker
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Batch | SlotRef:
         worker = get_worker_info()
@@ -74,7 +74,7 @@ def _as_it_is(batch: Any) -> Any:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Context without torch's warning of many workers, which it prints for every loader, twice."""
+    """Suppress torch's warning of many workers, which is printed twice for every loader."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
         yield
@@ -82,13 +82,13 @@ def _without_advice() -> Iterator[None]:
 
 @cache
 def _warn_of_many(num_workers: int) -> None:
-    """Once, not for every loader."""
+    """Warn once, not for every loader, of more workers than cores."""
     if num_workers > cores():
         log.warning("data.num_workers=%d: more than the %d cores there are", num_workers, cores())
 
 
 class BatchReader:
-    """One DataLoader over a sequence of batches of keys, with errors a user can read."""
+    """Iterator of one DataLoader over a sequence of batches of keys, with readable errors."""
 
     def __init__(
         self,
@@ -105,12 +105,12 @@ class BatchReader:
                 num_workers=num_workers,
                 multiprocessing_context="fork"
                 if num_workers
-                else None,  # all they need is there then
+                else None,  # forked workers inherit all they need
                 collate_fn=_as_it_is,
                 pin_memory=pins_memory(device),
                 prefetch_factor=PREFETCH if num_workers else None,
                 worker_init_fn=partial(_start_worker, os.getpid()),
-                generator=torch.Generator(),  # starting must not draw from the global one
+                generator=torch.Generator(),  # starting must not draw from the global generator
             )
         self._kills = OutOfMemoryKills()
         others = set(multiprocessing.active_children())
@@ -122,7 +122,7 @@ class BatchReader:
         ]
         _OPEN.append((weakref.ref(self), self._workers))
         atexit.unregister(_close_all)
-        atexit.register(_close_all)  # so that it runs before torch's own, which waits for workers
+        atexit.register(_close_all)  # now, to run before torch's handler, which waits for workers
 
     def __iter__(self) -> BatchReader:
         return self
@@ -131,7 +131,7 @@ class BatchReader:
         try:
             with activity("waiting for images"):
                 received: Batch | SlotRef = next(self._iterator)
-        except (RuntimeError, OSError, EOFError) as error:  # OSError: a batch of a dead worker's
+        except (RuntimeError, OSError, EOFError) as error:  # OSError: batch of a dead worker
             death = _describe_death(self._workers, self._kills)
             if death is None:
                 raise
@@ -142,7 +142,7 @@ class BatchReader:
         return batch
 
     def close(self) -> None:
-        """Stop the workers, even if a traceback still holds on to the iterator."""
+        """Stop the workers, even if a traceback still references the iterator."""
         shut_down = getattr(self._iterator, "_shutdown_workers", None)  # none without workers
         if shut_down is not None:
             shut_down()
@@ -150,14 +150,14 @@ class BatchReader:
         _OPEN[:] = [entry for entry in _OPEN if any(worker.is_alive() for worker in entry[1])]
 
 
-# Every reader that was not closed, if it still exists, and its workers, which exist anyway.
+# Readers that were not closed, with their workers, which outlive a reader that is deleted.
 _OPEN: list[tuple[weakref.ref[BatchReader], list[BaseProcess]]] = []
 
 
 def _close_all() -> None:
     """Stop all workers at the exit of the main process.
 
-    They ignore its SIGTERM, so that python, which waits for its children, would wait for ever.
+    They ignore SIGTERM, so Python would wait for these children forever.
     """
     for reader, workers in list(_OPEN):
         opened = reader()
@@ -167,7 +167,7 @@ def _close_all() -> None:
 
 
 def _kill(workers: list[BaseProcess]) -> None:
-    """What did not end when it was asked to: stuck in a read, or nobody was left to ask."""
+    """Kill workers that did not end: they are stuck in a read, or were never asked to end."""
     for worker in workers:
         if worker.is_alive():
             worker.kill()
@@ -175,11 +175,12 @@ def _kill(workers: list[BaseProcess]) -> None:
 
 @contextmanager
 def _signals_of_the_main_process() -> Iterator[None]:
-    """Start workers so that signals stay the main process's affair.
+    """Context for starting workers that leaves signals to the main process.
 
-    They begin with our signals blocked, lest one kills them before ``_start_worker`` runs. And
-    the SIGCHLD handler that a DataLoader installs is taken back: it raises out of any line of the
-    main thread, such as one that writes a checkpoint. The next read finds a dead worker anyway.
+    Workers start with STOP_SIGNALS blocked, so that none kills them before ``_start_worker`` runs.
+    The SIGCHLD handler installed by DataLoader is replaced by the earlier one: it raises in any
+    line of the main thread, such as one that writes a checkpoint. The next read detects a dead
+    worker anyway.
     """
     handler = signal.getsignal(signal.SIGCHLD)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -192,10 +193,12 @@ def _signals_of_the_main_process() -> Iterator[None]:
 
 
 def _start_worker(main: int, worker: int) -> None:
-    """Leave signals to the main process, which saves a checkpoint and then lets workers go.
+    """Ignore stop signals, watch the main process and use one thread.
 
-    torch's own look whether their parent is gone takes the parent they had when they began to work:
-    a worker whose parent died before that would wait for ever. So ours looks for itself.
+    The main process handles the signals: it saves a checkpoint and then stops the workers. torch's
+    parent check starts too late: it takes the parent that a worker has when it begins to work. If
+    the main process died before that, the worker would wait forever. So run our own check against
+    the process id ``main``.
     """
     threading.Thread(target=_leave_with, args=(main,), daemon=True).start()
     for number in STOP_SIGNALS:
@@ -210,13 +213,14 @@ def _leave_with(main: int) -> None:
 
 
 def _describe_death(workers: list[BaseProcess], kills: OutOfMemoryKills) -> str | None:
-    """How a worker ended that should still be alive, or None."""
-    wait([worker.sentinel for worker in workers], timeout=1.0 if workers else 0)  # it may just end
+    """Describe how a worker died that should be alive, or return None."""
+    # a worker may be about to end
+    wait([worker.sentinel for worker in workers], timeout=1.0 if workers else 0)
     dead = next((worker for worker in workers if not worker.is_alive()), None)
     if dead is None:
         return None
     code = dead.exitcode or 0
-    no_memory = code in (-signal.SIGKILL, -signal.SIGBUS)  # the latter: none behind a batch
+    no_memory = code in (-signal.SIGKILL, -signal.SIGBUS)  # SIGBUS: no memory for a slot
     memory = (kills.explain() or "out of memory, perhaps") if no_memory else ""
     hint = f"; {memory}; use fewer data.num_workers" if memory else ""
     name = last_file(dead.pid or 0)

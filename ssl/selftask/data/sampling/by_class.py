@@ -1,8 +1,8 @@
-"""Samplers by class: the same proportions of classes in every batch, or other proportions.
+"""Samplers by class: the same class proportions in every batch, or other class frequencies.
 
-An epoch is a row of slots, class by class, with the number of slots that each class should have.
-They are filled with the images of the class in shuffled order, repeatedly if there are too few. So
-the number of samples of each class is exact, and images of a class come equally often, within one.
+An epoch is a list of slots sorted by class; each class has a fixed number of slots. They are filled
+with the images of the class in shuffled order, several times if there are too few images. So the
+number of samples per class is exact, and the images of a class differ in frequency by at most one.
 The samplers keep 8 bytes per image.
 """
 
@@ -20,11 +20,11 @@ from selftask.random.permutation import EpochOrder, SetOrders, epoch_order
 from selftask.random.splitmix import hash_words
 from selftask.registry import register_sampler
 
-_BATCHES, _PLACES, _IMAGES = 1, 2, 3  # streams of one seed
+_BATCHES, _PLACES, _IMAGES = 1, 2, 3  # random streams of one seed
 
 
 class _ByClass(Sampler):
-    """Slots for classes by their frequency to a power; subclasses define the order."""
+    """Slots per class in proportion to a power of its frequency; subclasses define the order."""
 
     def __init__(self, config: Any, pool: Pool, *, power: float, num_samples: int | None) -> None:
         super().__init__(config, pool)
@@ -33,7 +33,7 @@ class _ByClass(Sampler):
         _, classes = np.unique(labels, return_inverse=True)
         self._by_class = np.argsort(classes, kind="stable")  # images, class by class
         self._sizes = np.bincount(classes)  # (C,) images of each class
-        self._firsts = np.cumsum(self._sizes) - self._sizes  # (C,) of each class in _by_class
+        self._firsts = np.cumsum(self._sizes) - self._sizes  # (C,) starts in _by_class
         shares = self._sizes.astype(np.float64) ** power
         self._quotas = _whole_numbers(shares, self.num_samples)  # (C,) slots of each class
         self._bounds = np.cumsum(self._quotas)
@@ -44,7 +44,13 @@ class _ByClass(Sampler):
         return self.images_of(epoch, classes, slots - (self._bounds - self._quotas)[classes])
 
     def images_of(self, epoch: int, classes: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Return images (int64) of classes (P,), numbered from 0 (P,) as they come in an epoch."""
+        """Return the images (int64) of samples given by class and number within the class.
+
+        Args:
+            epoch: Epoch of the samples.
+            classes: Class of each sample, (P,).
+            numbers: Number of each sample among those of its class in the epoch, from 0, (P,).
+        """
         sizes = self._sizes[classes]
         rounds, places = np.divmod(numbers, sizes)
         orders = SetOrders(hash_words(self.pool.seed, _IMAGES), epoch)
@@ -61,7 +67,7 @@ class _ByClass(Sampler):
 
 @register_sampler("stratified")
 class Stratified(_ByClass):
-    """Every image once an epoch, with the proportions of classes kept in every batch.
+    """Every image once per epoch, with the class proportions of the data in every batch.
 
     The number of samples of a class in a batch is its share, rounded up or down.
     """
@@ -78,16 +84,16 @@ class Stratified(_ByClass):
 
 @register_sampler("power_law")
 class PowerLaw(_ByClass):
-    """Classes by a power of their frequency: 1 unchanged, 0.5 square root, 0 all equal."""
+    """Class frequencies raised to a power: 1 is unchanged, 0.5 the square root, 0 all equal."""
 
     repeats = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         power: float = setting(0.5, min=-10, max=10)
-        """Exponent of the number of a class's images: 1 is as they are, 0 is balanced."""
+        """Exponent of each class's number of images: 1 keeps the proportions, 0 is balanced."""
         samples: int | None = setting(None, min=1)
-        """Samples of an epoch; null: as many as there are images."""
+        """Number of samples per epoch; null: the number of images."""
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool, power=config.power, num_samples=config.samples)
@@ -108,7 +114,7 @@ class Balanced(_ByClass):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         samples: int | None = setting(None, min=1)
-        """Samples of an epoch; null: as many as there are images."""
+        """Number of samples per epoch; null: the number of images."""
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool, power=0.0, num_samples=config.samples)
@@ -122,10 +128,10 @@ class Balanced(_ByClass):
 
 @register_sampler("few_classes")
 class FewClasses(_ByClass):
-    """Batches of a few classes with equally many images of each, for losses of pairs.
+    """Batches of a few classes with equally many images of each, for pair-based losses.
 
-    The classes take turns in shuffled order. A batch is sorted by class, so that ranks have
-    classes of their own if they divide ``classes_per_batch``.
+    The classes take turns in shuffled order. A batch is sorted by class. So no class is shared
+    between ranks if the number of ranks divides ``classes_per_batch``.
     """
 
     repeats = True
@@ -133,9 +139,9 @@ class FewClasses(_ByClass):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         classes_per_batch: int = setting(2, min=1)
-        """Classes of a batch of all ranks, which this number has to divide."""
+        """Number of classes in a global batch; must divide ``train.batch_size``."""
         samples: int | None = setting(None, min=1)
-        """Samples of an epoch; null: as many as there are images."""
+        """Number of samples per epoch; null: the number of images."""
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool, power=0.0, num_samples=config.samples)
@@ -161,9 +167,9 @@ class FewClasses(_ByClass):
 
 
 class _FewClasses:
-    """Batches in rounds through the classes, in an order of each round's own.
+    """Batches in rounds through all classes; each round has its own shuffled order.
 
-    The classes that fill no batch at the end of a round are left out, others in each round.
+    Classes that do not fill a batch at the end of a round are left out; they differ by round.
     """
 
     def __init__(self, sampler: FewClasses, epoch: int) -> None:
@@ -197,10 +203,11 @@ class _Shuffle:
 
 
 class _Strata:
-    """Batch k has every S-th slot from the k-th on, with S steps an epoch.
+    """Batch k has every S-th slot from the k-th on, in an epoch of S steps.
 
-    Batches are shuffled, and so are the slots within one. The slots that fill no batch are left out
-    evenly along the row, so of all classes; the row is rotated, so that they differ by epoch.
+    The batches are shuffled, and so are the slots within a batch. The slots that do not fill a
+    batch are left out evenly over the list, and so from all classes. The list is rotated, so that
+    other slots are left out in each epoch.
     """
 
     def __init__(self, sampler: _ByClass, epoch: int) -> None:

@@ -16,7 +16,7 @@ from selftask.registry import register_sampler
 
 @register_sampler("sequential")
 class Sequential(Sampler):
-    """Every image once an epoch, unshuffled; for debugging, not for training."""
+    """Every image once per epoch, unshuffled; for debugging, not for training."""
 
     def order(self, epoch: int) -> EpochOrder:
         return _Unshuffled()
@@ -27,7 +27,7 @@ class Sequential(Sampler):
 
 @register_sampler("first")
 class First(Sampler):
-    """The first images only, shuffled; shows whether a run can overfit one batch."""
+    """Only the first images, shuffled; shows if a run can overfit one batch."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

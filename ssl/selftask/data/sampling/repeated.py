@@ -16,11 +16,11 @@ from selftask.registry import register_sampler
 
 @register_sampler("repeated")
 class Repeated(Sampler):
-    """Each image of a batch several times, each time with other parameters.
+    """Each image several times in its batch, each time with other augmentation parameters.
 
-    The length of an epoch does not change, so it holds a part of the images: ``times`` epochs
-    together go through one shuffled order. The repeats of an image are as far apart in the batch
-    as possible, and so on different ranks if there are several.
+    The length of an epoch does not change, so an epoch has only a part of the images: ``times``
+    epochs together go through one shuffled order. The repeats of an image are as far apart in the
+    batch as possible, and so on different ranks if there are several.
     """
 
     repeats = True
@@ -28,7 +28,7 @@ class Repeated(Sampler):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         times: int = setting(3, min=1)
-        """Repeats of an image in its batch; has to divide ``train.batch_size``."""
+        """Number of times an image is in its batch; must divide ``train.batch_size``."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             batch_size = config["train"]["batch_size"]
@@ -52,11 +52,11 @@ class Repeated(Sampler):
 
 
 class _Part:
-    """One epoch of an order that takes ``times`` epochs."""
+    """One epoch of a shuffled order that takes ``times`` epochs."""
 
     def __init__(self, pool: Pool, times: int, epoch: int) -> None:
         self._batch_size = pool.batch_size
-        self._images = pool.batch_size // times  # of a batch
+        self._images = pool.batch_size // times  # different images per batch
         self._first = epoch % times * (pool.num_images // pool.batch_size)
         self._order = epoch_order(pool.seed, epoch // times, pool.num_images)
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from selftask.config.schema import Config
     from selftask.data.source import Source
 
-_EPOCHS = 1 << 32  # smaller numbers are epochs,
-_REPEATS = 1 << 31  # multiples of it are repeats; together 63 bits
+_EPOCHS = 1 << 32  # a key's first number is epoch + repeat * _EPOCHS,
+_REPEATS = 1 << 31  # with fewer repeats than this; together 63 bits
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Pool:
 
 
 class Sampler(ABC):
-    """The images of an epoch and their order, the same on every rank; does not import torch.
+    """Images of an epoch and their order, the same on every rank; does not import torch.
 
     Registered classes take their ``Config`` (None if they have none) and the pool, and raise
     UserError for mistakes of the user. ``num_samples`` is the length of an epoch. ``repeats`` is
@@ -131,7 +131,7 @@ class BatchSampler:
 
 
 def _repeat(epoch: int, position: int) -> int:
-    """Combine the epoch with a number for the repeat, so that its draws are its own."""
+    """Combine the epoch with a number for the repeat, so that each repeat has its own draws."""
     return epoch + (position + 1) % _REPEATS * _EPOCHS
 
 

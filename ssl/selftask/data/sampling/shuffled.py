@@ -1,4 +1,4 @@
-"""The default sampler: every image once an epoch."""
+"""The default sampler: every image once per epoch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from selftask.registry import register_sampler
 
 @register_sampler("shuffled")
 class Shuffled(Sampler):
-    """Every image once an epoch, in a new order each time (default)."""
+    """Every image once per epoch, in a new order each time (default)."""
 
     def order(self, epoch: int) -> EpochOrder:
         return epoch_order(self.pool.seed, epoch, self.num_samples)

@@ -20,7 +20,7 @@ _STREAM = 0x77656967  # "weig": separates these draws from other uses of the sam
 
 @register_sampler("weighted")
 class Weighted(Sampler):
-    """Independent draws with replacement, by weights from a file (.npy, or one number a line).
+    """Independent draws with replacement, by weights from a file (.npy, or one number per line).
 
     The weights are in the order of the images and need not add up to one. The sampler keeps 8 bytes
     per image.
@@ -31,9 +31,9 @@ class Weighted(Sampler):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         weights: str
-        """File with a weight for each image."""
+        """File with one weight per image."""
         samples: int | None = setting(None, min=1)
-        """Samples of an epoch; null: as many as there are images."""
+        """Number of samples per epoch; null: the number of images."""
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool)
@@ -64,7 +64,7 @@ class _Draws:
         bits = mix(mix(positions.astype(np.uint64) + self._key))
         points = (bits >> np.uint64(11)) * 2.0**-53 * self._sums[-1]
         indices: np.ndarray = np.searchsorted(self._sums, points, side="right")
-        return np.minimum(indices, self._last)  # rounding may give one more
+        return np.minimum(indices, self._last)  # rounding may give an index above the last
 
 
 def _read(path: str, num_images: int) -> np.ndarray:
