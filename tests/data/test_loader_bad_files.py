@@ -90,8 +90,13 @@ def test_the_message_of_too_many_is_one_line_that_ends_with_the_list(tmp_path: P
     assert line.endswith("/bad_files.txt")
 
 
-def test_fail_names_the_file_in_the_first_line() -> None:
-    bad_files = BadFiles(None, 60, on_error="fail", max_unreadable=1.0)
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_fail_names_the_file_in_the_first_line(attempts: int, tmp_path: Path) -> None:
+    """In the next attempt, too, which reads the list."""
+    listed = tmp_path / "bad_files.txt"
+    if attempts == 2:
+        BadFiles(listed, 60, max_unreadable=1.0).add([BadImage("images/3", "broken")])
+    bad_files = BadFiles(listed, 60, on_error="fail", max_unreadable=1.0)
     batches = Batches(dataset(Numbers(60, bad=(3,))), batch_size=20, seed=0, bad_files=bad_files)
     with pytest.raises(UserError) as caught:
         read(batches, 3)

@@ -286,12 +286,12 @@ class BadFiles:
     def add(self, bad: Iterable[BadImage]) -> None:
         """Record unreadable images.
 
-        Raises UserError if there is a new one and ``data.on_error`` is ``fail``, or if they exceed
-        ``data.max_unreadable``.
+        Raises UserError if there is one and ``data.on_error`` is ``fail``, listed by an earlier
+        attempt or not, or if they exceed ``data.max_unreadable``.
         """
         known = len(self)
         found = self._record(bad)
-        if len(self) > known:
+        if len(self) > known or (found and self.on_error == "fail"):
             self._judge(found, self.reasons)
 
     def _record(self, bad: Iterable[BadImage]) -> dict[str, str]:
