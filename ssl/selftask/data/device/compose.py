@@ -80,7 +80,7 @@ class Chain:
     def lay_out(
         self, pack: Callable[[int, Operation, np.ndarray], Tree], sizes: np.ndarray
     ) -> tuple[Steps, np.ndarray]:
-        """Call ``pack(number, operation, sizes)`` for each operation; returns as in ``pack``."""
+        """Do ``pack`` with the arrays of ``pack(number, operation, sizes)`` for each operation."""
         before, steps = canvas_of(sizes), []
         for at, operation in enumerate(self.operations):
             ragged = differ(sizes)
