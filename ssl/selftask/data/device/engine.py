@@ -109,7 +109,7 @@ class Engine:
             draws = ViewDraws(seed)  # not shared: other calls may draw at the same time
             given: Any = (
                 sizes.reshape(self.num_images, -1, 2).swapaxes(0, 1).tolist()
-            )  # of each sample
+            )  # [sample][image]: height and width
             keys = zip(given, epochs.tolist(), indices.tolist(), strict=True)
             return self.pack([self._draw(draws, g, e, i) for g, e, i in keys], sizes)
         streams = [Streams(seed, epochs, indices, view) for view in range(len(self.chains))]

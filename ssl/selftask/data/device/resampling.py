@@ -93,6 +93,6 @@ def resample(
     if kind is None:
         kind = torch.float16 if is_accelerator(values.device) else values.dtype
     batch, channels, height, _ = values.shape
-    rows = values.to(kind).flatten(1, 2) @ across.to(kind).mT  # (B, 3 H, W')
+    rows = values.to(kind).flatten(1, 2) @ across.to(kind).mT  # (B, C * H, W')
     planes = rows.view(batch, channels, height, -1)
     return torch.matmul(down.to(kind)[:, None], planes).float()

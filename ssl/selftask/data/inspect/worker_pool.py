@@ -36,7 +36,7 @@ _fork = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Lost:
-    """In place of a result: the reason why the process of the image was lost."""
+    """Result of an image whose process died or was killed, and the reason."""
 
     reason: str
 

@@ -46,7 +46,7 @@ _KINDS = {
 
 
 class BadImage(Exception):
-    """An image cannot be read. The message is its path (or name) and the reason, on one line.
+    """Raised if an image cannot be read, with its path (or name) and the reason on one line.
 
     ``storage_failed`` is True if the file system failed, so that the image itself may be intact.
     """
@@ -111,7 +111,7 @@ def with_retries(
         read: Function to call.
         path: Its argument.
         name: Name of the image for BadImage.
-        may_pass: Returns whether an error may be temporary; other errors are not retried.
+        may_pass: Returns True if an error may be temporary; other errors are not retried.
         timeout_s: As in ``read_bytes``.
         retries: As in ``read_bytes``.
 

@@ -26,7 +26,7 @@ class Member(NamedTuple):
 
 
 class Damaged(Exception):
-    """A damaged header; the members before it are valid."""
+    """Raised at a damaged header; the members before it are valid."""
 
     def __init__(self, offset: int) -> None:
         self.offset = offset

@@ -250,9 +250,10 @@ def adjust_brightness(image: np.ndarray, factor: float) -> np.ndarray:
 
 
 def adjust_contrast(image: np.ndarray, factor: float) -> np.ndarray:
-    """Scale the difference of all values from the mean luma, which is rounded like Pillow's.
+    """Scale the difference of all values from the mean luma by ``factor``.
 
-    If there are not three channels, the mean of all values is used.
+    The mean is rounded as by Pillow. If there are not three channels, the mean of all values is
+    used instead.
     """
     if image.shape[2] != RGB:
         return _by_table(image, factor, (1 - factor) * int(image.mean() + 0.5))
@@ -262,7 +263,7 @@ def adjust_contrast(image: np.ndarray, factor: float) -> np.ndarray:
 
 
 def adjust_saturation(image: np.ndarray, factor: float) -> np.ndarray:
-    """Scale the difference of each pixel from its luma."""
+    """Scale the difference of each pixel from its luma by ``factor``."""
     return _transformed(image, _matrix(factor, 1 - factor))
 
 

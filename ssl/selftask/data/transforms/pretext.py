@@ -1,7 +1,7 @@
 """Transforms for pretext tasks: rotations, jigsaw puzzles, tiles, channel drop.
 
-The drawn rotation or permutation is the label of a view, but a batch holds only the images. So it
-is drawn at a fixed position of the view's random stream, whatever else the pipeline draws.
+The drawn rotation or permutation is the label of a view, which the image does not contain. So it is
+drawn at a fixed position of the view's random stream, whatever else the pipeline draws.
 ``drawn_rotation`` and ``drawn_permutation`` compute it again from the seed, the ``key`` of the
 sample and the view. A method that uses every rotation of every image needs no draw: it has one
 group of views for each rotation, such as ``{name: rotate_90, k: [1]}``, and the group is the label.

@@ -50,7 +50,7 @@ class Transform(ABC):
 
     resizes: ClassVar[str | None] = None
     """How the image size changes. ``"square"``: to ``size`` x ``size`` pixels; None: the size is
-    kept; any other word: in another way."""
+    kept; other texts: some other change."""
     channels: ClassVar[int] = 3  # of the images; set by the pipeline
     affine: ClassVar[bool] = True  # whether ``source_matrix`` describes where pixels come from
 

@@ -89,12 +89,15 @@ class BatchedContrastNoise(UniformOperation):
 
 
 def solarize(values: Tensor, threshold: float | Tensor) -> Tensor:
-    """Invert the values from ``threshold`` on, which is a number or (B, 1, 1, 1)."""
+    """Invert the values from ``threshold`` on: a number, or (B, 1, 1, 1) for each image."""
     return torch.where(values >= threshold, 255 - values, values)
 
 
 def posterize(values: Tensor, step: float | Tensor) -> Tensor:
-    """Round down to multiples of ``step`` in place: a power of two, a number or (B, 1, 1, 1)."""
+    """Round down to multiples of ``step``, in place.
+
+    ``step`` is a power of two: a number, or (B, 1, 1, 1) for each image.
+    """
     return values.div_(step).floor_().mul_(step)
 
 

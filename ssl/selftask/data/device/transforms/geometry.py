@@ -53,7 +53,7 @@ class BatchedFlip(RandomlyApplied):
         return values.flip(self._axis)
 
     def _flip_part(self, values: Tensor, ends: Tensor) -> Tensor:
-        """Flip only the first ``ends`` (B,) rows or columns, where the image ends."""
+        """Flip only the first ``ends`` (B,) rows or columns, which hold the image."""
         last = (ends - 1)[:, None]
         places = (last - torch.arange(values.shape[self._axis], device=values.device)).clamp(min=0)
         at = places.long()

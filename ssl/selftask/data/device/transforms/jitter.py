@@ -1,4 +1,4 @@
-"""Batched color jitter: each image has its factors and order; clipped after each operation.
+"""Batched color jitter, with factors and order of each image; clips after each operation.
 
 Brightness, contrast and saturation share one formula: x * gain + luma(x) * a + mean(luma) * b. The
 jitter of an image is up to three such steps, the hue shift, and up to three further steps. An image
