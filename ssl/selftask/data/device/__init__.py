@@ -1,1 +1,1 @@
-"""Augmentation of whole batches on the device, with the draws and the results of the cpu engine."""
+"""Augmentation of whole batches on the device, with the draws and results of the CPU engine."""

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceBatch(Batch):
-    """A batch whose views are not made yet: ``views`` is one canvas with all images.
+    """Batch whose views are not made yet: ``views`` is one canvas with all images.
 
-    With I images a sample it has I * B rows, the first images of all samples first.
+    With I images per sample the canvas has I * B rows, the first images of all samples first.
     """
 
-    sizes: Tensor | None = None  # (I*B, 2) float32 height and width; None: all fill the canvas
-    packed: Packed | None = None  # the parameters; None if there is no image
+    sizes: Tensor | None = None  # (I*B, 2) float32 height and width; None: images fill the canvas
+    packed: Packed | None = None  # parameters of the views; None if there is no image
 
     def pin_memory(self) -> Self:
         """Return the batch in page-locked memory."""
@@ -58,7 +58,7 @@ class DeviceBatch(Batch):
 
 
 class DeviceDataset(ViewDataset):
-    """Training samples whose views are made on the device: images and their parameters."""
+    """Training samples as images and parameters; the views are made on the device."""
 
     makes_views_on_device = True
 
@@ -72,14 +72,14 @@ class DeviceDataset(ViewDataset):
         extras: ExtrasReader | None = None,
         recorder: DrawRecorder | None = None,
     ) -> None:
-        """``max_side``: largest longer side of an image in pixels; larger ones are shrunk."""
+        """Images whose longer side is above ``max_side`` pixels are shrunk; None: no limit."""
         super().__init__(source, views, seed, extras, recorder)
         self.engine = engine
         self.max_side = max_side
 
     @property
     def to_float(self) -> Any:
-        """The engine, which turns a batch into the input of a network."""
+        """Engine that turns a batch into the input of a network."""
         return self.engine
 
     def make(
@@ -132,5 +132,5 @@ def to_canvas(images: list[np.ndarray], new: Allocator) -> tuple[Tensor, np.ndar
 
 
 def sizes_in_canvas(sizes: np.ndarray) -> Tensor | None:
-    """Return the sizes as float32 (B, 2), or None if all are equal."""
+    """Return the sizes as float32 (B, 2), or None if all are equal and fill the canvas."""
     return None if (sizes == sizes[0]).all() else torch.from_numpy(sizes.astype(np.float32))

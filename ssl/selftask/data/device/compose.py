@@ -1,4 +1,4 @@
-"""Sequences of operations: those of a view, or of a list within a transform."""
+"""Sequences of operations: of a view, or of a list within a transform."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class Chain:
-    """Operations in sequence; the given images are not changed."""
+    """Sequence of operations; the given images are not changed."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self.operations = list(operations)
 
     @property
     def vectorised(self) -> bool:
-        """Whether ``draw`` draws for a whole batch at once."""
+        """True if ``draw`` is available, which draws for a whole batch at once."""
         return all(operation.vectorised for operation in self.operations)
 
     def draw_for(self, rng: np.random.Generator, height: int, width: int) -> list[Any]:
@@ -37,21 +37,21 @@ class Chain:
         return params
 
     def size_after(self, height: int, width: int, params: Sequence[Any]) -> tuple[int, int]:
-        """Return height and width after all operations."""
+        """Return height and width of an image after all operations."""
         size = height, width
         for operation, one in zip(self.operations, params, strict=True):
             size = operation.size_after(*size, one)
         return size
 
     def transforms(self) -> Iterator[Any]:
-        """Yield all transforms that draw, nested ones included."""
+        """Yield all transforms that draw, including nested ones."""
         for operation in self.operations:
             yield from operation.transforms()
 
     def applied(
         self, params: Sequence[Any], height: int, width: int
     ) -> Iterator[tuple[Any, Any, int, int]]:
-        """Yield each transform that changes the image, its params, and the size before it."""
+        """Yield each transform that changes the image, its params, and the image size before it."""
         for operation, one in zip(self.operations, params, strict=True):
             yield from operation.applied(one, height, width)
             height, width = operation.size_after(height, width, one)
@@ -60,27 +60,27 @@ class Chain:
         """Turn parameters into arrays.
 
         Args:
-            params: of each image and operation, from ``draw_for``.
-            sizes: height and width of the images, int64 (B, 2).
+            params: Parameters of each image and operation, from ``draw_for``.
+            sizes: Height and width of the images, int64 (B, 2).
 
         Returns:
             The arrays, and the sizes of the images afterwards.
 
         Raises:
-            UserError: an operation needs images of one size, and sizes differ.
+            UserError: An operation needs images of equal size, and sizes differ.
         """
         return self.lay_out(
             lambda at, operation, now: operation.pack([one[at] for one in params], now), sizes
         )
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> tuple[Steps, np.ndarray]:
-        """Do ``draw_for`` and ``pack`` for all images at once, if this is ``vectorised``."""
+        """Do ``draw_for`` and ``pack`` for all images at once; only if ``vectorised``."""
         return self.lay_out(lambda _, operation, now: operation.draw(streams, now), sizes)
 
     def lay_out(
         self, pack: Callable[[int, Operation, np.ndarray], Tree], sizes: np.ndarray
     ) -> tuple[Steps, np.ndarray]:
-        """Call ``pack(number, operation, sizes)`` for each operation."""
+        """Do ``pack`` with the arrays of ``pack(number, operation, sizes)`` for each operation."""
         before, steps = canvas_of(sizes), []
         for at, operation in enumerate(self.operations):
             ragged = differ(sizes)
@@ -96,7 +96,7 @@ class Chain:
         return Steps(before, tuple(steps)), sizes
 
     def apply(self, images: Images, steps: Steps) -> Images:
-        """Return the changed images; ``steps`` are those of ``pack``, on the device."""
+        """Apply all operations; ``steps`` come from ``pack`` and are on the device."""
         images = _narrowed(images, *steps.canvas)
         given = images.values
         for operation, step in zip(self.operations, steps.steps, strict=True):
@@ -109,7 +109,7 @@ class Chain:
 
 
 def canvas_of(sizes: np.ndarray) -> tuple[int, int]:
-    """Return the height and width that hold images of these sizes, (B, 2)."""
+    """Return the largest height and the largest width of sizes (B, 2)."""
     height, width = sizes.max(0).tolist()
     return height, width
 
@@ -120,15 +120,15 @@ def differ(sizes: np.ndarray) -> bool:
 
 
 def listed(sizes: np.ndarray) -> str:
-    """Return some of the sizes, for a message."""
+    """Return up to three of the sizes as text, for a message."""
     return ", ".join(sorted({f"{width}x{height}" for height, width in sizes.tolist()})[:3])
 
 
 def _narrowed(images: Images, height: int, width: int) -> Images:
-    """Cut the canvas to this size, which is not larger."""
+    """Cut the canvas to this size, which must not be larger."""
     values, sizes = images.values, images.sizes
     if values.shape[2:] == (height, width):
         return images
-    if sizes is not None:  # also of images in other branches
+    if sizes is not None:  # images of other branches may be larger
         sizes = torch.stack([sizes[:, 0].clamp(max=height), sizes[:, 1].clamp(max=width)], 1)
     return images.with_values(values[:, :, :height, :width], sizes)

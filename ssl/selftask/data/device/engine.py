@@ -1,4 +1,4 @@
-"""The device engine: makes all views of a batch on the device, with given parameters."""
+"""Device engine: makes all views of a batch on the device, from given parameters."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from selftask.random.views import Streams, ViewDraws
 if TYPE_CHECKING:
     from selftask.config.schema import ViewConfig
 
-_CHUNK_BYTES = 1 << 24  # of images changed together on a CPU, so that they stay in its cache
+_CHUNK_BYTES = 1 << 24  # of images processed together on a CPU, so that they stay in its cache
 
 Draws = list[list[Any]]  # of one sample: for each view, the parameters of each transform
 Sizes = Sequence[tuple[int, int]]  # height and width of each image of a sample
 
 
 class Engine:
-    """Makes all views of a batch with the batched forms of their transforms.
+    """Makes all views of a batch with the batched versions of their transforms.
 
-    Workers call ``draw`` and ``pack``; the engine itself is called on the device.
+    Workers call ``draw`` and ``pack``; ``__call__`` runs on the device.
 
     Raises:
-        ConfigError: a transform has no batched form.
+        ConfigError: A transform has no batched version.
     """
 
     def __init__(
         self, views: Views, config: Mapping[str, ViewConfig], dense: bool | None = None
     ) -> None:
-        """``dense``: see ``Images.dense``; None: dense, except on a CPU."""
+        """``dense`` is described at ``Images.dense``; None: dense, except on a CPU."""
         self.made = views.made
-        self.num_images = 1 + len(views.images)  # I, of a sample
+        self.num_images = 1 + len(views.images)  # I, per sample
         self.chains = _chains(views, config)
         self.to_float = views.to_float
         self.dense = dense
@@ -53,12 +53,12 @@ class Engine:
         """Draw parameters for one sample, the same as the CPU engine draws.
 
         Args:
-            height: of the first image in pixels.
-            width: likewise.
-            seed: seed of the run.
-            epoch: first number of the sample's key.
-            index: of the sample.
-            further: height and width of its further images.
+            height: Height of the first image, in pixels.
+            width: Width of the first image, in pixels.
+            seed: Seed of the run.
+            epoch: First number of the sample's key.
+            index: Index of the sample.
+            further: Height and width of the sample's further images.
         """
         if self._draws is None or self._draws.seed != seed:
             self._draws = ViewDraws(seed)
@@ -76,19 +76,19 @@ class Engine:
 
     @cached_property
     def _parents(self) -> set[int | None]:
-        """Numbers of the views that other views are made from."""
+        """Numbers of the views from which other views are made."""
         return {view.of for view in self.made} - {None}
 
     def pack(self, params: Sequence[Draws], sizes: np.ndarray) -> Packed:
         """Turn the parameters of a batch into arrays.
 
         Args:
-            params: of each sample, from ``draw``.
-            sizes: height and width of the images, int64 (I*B, 2); with I images a sample, the
-                first ones of all samples come first.
+            params: Parameters of each sample, from ``draw``.
+            sizes: Height and width of the images, int64 (I*B, 2). If samples have I > 1 images, the
+                first images of all samples come first.
 
         Raises:
-            UserError: an operation needs images of one size, and sizes differ.
+            UserError: An operation needs images of equal size, and sizes differ.
         """
         return self._pack(
             lambda view, chain, sizes: chain.pack([one[view] for one in params], sizes), sizes
@@ -97,19 +97,19 @@ class Engine:
     def draw_batch(
         self, seed: int, epochs: np.ndarray, indices: np.ndarray, sizes: np.ndarray
     ) -> Packed:
-        """Do ``draw`` and ``pack`` for a batch, at once if every transform can.
+        """Do ``draw`` and ``pack`` for a batch, vectorized if all transforms support it.
 
         Args:
-            seed: seed of the run.
-            epochs: first numbers of the keys, int64 (B,).
-            indices: of the samples, int64 (B,).
-            sizes: as for ``pack``.
+            seed: Seed of the run.
+            epochs: First numbers of the keys, int64 (B,).
+            indices: Indices of the samples, int64 (B,).
+            sizes: As for ``pack``.
         """
         if not all(chain.vectorised for chain in self.chains):
-            draws = ViewDraws(seed)  # of this call: others may draw at the same time
+            draws = ViewDraws(seed)  # not shared: other calls may draw at the same time
             given: Any = (
                 sizes.reshape(self.num_images, -1, 2).swapaxes(0, 1).tolist()
-            )  # of each sample
+            )  # [sample][image]: height and width
             keys = zip(given, epochs.tolist(), indices.tolist(), strict=True)
             return self.pack([self._draw(draws, g, e, i) for g, e, i in keys], sizes)
         streams = [Streams(seed, epochs, indices, view) for view in range(len(self.chains))]
@@ -141,13 +141,13 @@ class Engine:
         return pack(views)
 
     def __call__(self, pixels: Tensor, sizes: Tensor | None, packed: Packed) -> list[Tensor]:
-        """Make all views; never waits for the device.
+        """Make all views without waiting for the device.
 
         Args:
             pixels: uint8 (I*B, H, W, C).
-            sizes: height and width of the images in their canvas, float32 (I*B, 2); None: all
-                fill it.
-            packed: the parameters, on the same device.
+            sizes: Height and width of the images in their canvas, float32 (I*B, 2); None: all
+                images fill it.
+            packed: The parameters, on the same device.
 
         Returns:
             V views, normalized float32 (B, C, S, S).
@@ -187,7 +187,7 @@ class Engine:
 
 
 def _chains(views: Views, config: Mapping[str, ViewConfig]) -> list[Chain]:
-    """Return the batched forms of each view's transforms; raises ConfigError if one has none."""
+    """Return the batched transforms of each view; raises ConfigError if a transform has none."""
     problems = [text for _, text in unbatched(config)]
     if problems:
         raise ConfigError(problems)
@@ -202,7 +202,7 @@ def _chains(views: Views, config: Mapping[str, ViewConfig]) -> list[Chain]:
 
 
 def _rows_at_once(pixels: Tensor, packed: Packed) -> int:
-    """Return how many images are changed together, by ``_CHUNK_BYTES``."""
+    """Return how many samples fit into ``_CHUNK_BYTES``, at least 1."""
     canvases = [(pixels.shape[1], pixels.shape[2])]
     for view in packed.views:
         canvases += [step.canvas for step in view.steps]

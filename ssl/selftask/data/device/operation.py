@@ -1,8 +1,8 @@
-"""The batched form of a transform: the contract, and helpers for those that implement it.
+"""Base classes of batched transforms, and functions for their implementation.
 
-Parameters are those of ``Transform.draw``. ``pack`` runs in a worker and turns the parameters of a
-batch into arrays. ``apply`` runs on the device and never waits for it, so that it can run ahead of
-the step.
+The parameters come from ``Transform.draw``. ``pack`` runs in a worker and turns the parameters of a
+batch into arrays. ``apply`` runs on the device. It must not wait for the device, so that it can run
+ahead of the step.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class Images:
     """A batch of images between two operations."""
 
     values: Tensor  # (B, C, H, W) float32, whole levels 0..255
-    sizes: Tensor | None = None  # (B, 2) height and width in the canvas; None: all fill it
-    dense: bool = True  # change all images and select afterwards: no shape depends on a parameter
+    sizes: Tensor | None = None  # (B, 2) height and width in the canvas; None: images fill it
+    dense: bool = True  # change all images, then select: no shape depends on a parameter
 
     def with_values(self, values: Tensor, sizes: Tensor | None = None) -> Images:
-        """Return other images, which fill their canvas if ``sizes`` is None."""
+        """Return a batch with other values and sizes; ``sizes`` None: images fill the canvas."""
         return replace(self, values=values, sizes=sizes)
 
 
 class Operation(ABC):
-    """The batched form of one transform."""
+    """Base class of batched transforms."""
 
-    ragged = False  # True if it takes images of different sizes
+    ragged = False  # True if it accepts images of different sizes
     in_place = True  # True if it may write into the given values
-    vectorised = True  # True if ``draw`` draws for a whole batch at once
+    vectorised = True  # True if ``draw`` is implemented, which draws for a whole batch at once
 
     def __init__(self, transform: Any) -> None:
         self.transform = transform
@@ -56,11 +56,11 @@ class Operation(ABC):
         return self.transform.draw(rng, height, width)
 
     def transforms(self) -> Iterator[Any]:
-        """Yield the transform, or those nested in it."""
+        """Yield the transform, or the transforms nested in it."""
         yield self.transform
 
     def applied(self, params: Any, height: int, width: int) -> Iterator[tuple[Any, Any, int, int]]:
-        """Yield each transform that changes the image, its params, and the size before it."""
+        """Yield each transform that changes the image, its params, and the image size before it."""
         if params is not None:
             yield self.transform, params, height, width
 
@@ -69,7 +69,7 @@ class Operation(ABC):
         return height, width
 
     def sizes_after(self, sizes: np.ndarray, packed: Any) -> np.ndarray:
-        """Apply ``size_after`` to sizes (B, 2); ``packed`` is the result of ``pack``."""
+        """Return the sizes (B, 2) after the operation; ``packed`` is the result of ``pack``."""
         if (sizes == sizes[0]).all():
             return np.tile(self.size_after(*sizes[0].tolist()), (len(sizes), 1))
         different, which = np.unique(sizes, axis=0, return_inverse=True)
@@ -81,14 +81,14 @@ class Operation(ABC):
         """Turn parameters into arrays for ``apply``.
 
         Args:
-            params: of each image, from ``draw_for``.
-            sizes: height and width of the images, int64 (B, 2).
+            params: Parameters of each image, from ``draw_for``.
+            sizes: Height and width of the images, int64 (B, 2).
         """
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        """Do ``draw_for`` and ``pack`` for all images at once, if this is ``vectorised``.
+        """Do ``draw_for`` and ``pack`` for all images at once; only if ``vectorised``.
 
-        Takes the same draws from each image's stream as ``Transform.draw``.
+        It takes the same draws from each image's stream as ``Transform.draw``.
         """
         raise NotImplementedError(f"{type(self).__name__} draws for one image at a time")
 
@@ -97,14 +97,14 @@ class Operation(ABC):
         """Return the changed images.
 
         Args:
-            images: the batch.
-            packed: the arrays of ``pack``, on the device of the images.
-            canvas: height and width of the largest image afterwards.
+            images: The batch.
+            packed: The arrays of ``pack``, on the device of the images.
+            canvas: Largest height and width of the images afterwards.
         """
 
 
 class UniformOperation(Operation):
-    """The batched form of a ``UniformTransform``."""
+    """Base class of the batched versions of ``UniformTransform``s."""
 
     def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
         half = [0.5] * self.transform.num_uniforms
@@ -120,17 +120,18 @@ class UniformOperation(Operation):
 
     @abstractmethod
     def arrays(self, chosen: Any, params: Any, sizes: np.ndarray) -> Arrays:
-        """Return what ``apply`` needs of a batch.
+        """Return the arrays that ``apply`` needs.
 
         Args:
-            chosen: which images are changed, bool (B,), or True for all.
-            params: those of ``UniformTransform.params_of``, (B,) each; also for other images.
-            sizes: height and width of the images, int64 (B, 2).
+            chosen: Which images are changed, bool (B,), or True for all.
+            params: Parameters from ``UniformTransform.params_of``, (B,) each. Unchanged images have
+                valid parameters too.
+            sizes: Height and width of the images, int64 (B, 2).
         """
 
 
 class RandomlyApplied(UniformOperation):
-    """The batched form of a transform that is applied with probability ``p``."""
+    """Base class of batched transforms that are applied with probability ``p``."""
 
     def arrays(self, chosen: Any, params: Any, sizes: np.ndarray) -> Arrays:
         return {"chosen": chosen}
@@ -144,11 +145,11 @@ class RandomlyApplied(UniformOperation):
 
 
 class OwnOperation(Operation):
-    """A user's transform with a method ``on_batch``, which keeps the size of the images.
+    """User's transform with a method ``on_batch``, which keeps the size of the images.
 
-    ``on_batch(images, params)`` gets float32 (B, C, H, W) in 0..255 and a list of what its ``draw``
-    returned for each image (None: unchanged), and returns the changed images. They are rounded to
-    whole levels afterwards. It must not wait for the device (no ``.item()``).
+    ``on_batch(images, params)`` gets float32 images (B, C, H, W) in 0..255, and a list with the
+    result of ``draw`` for each image (None: unchanged). It returns the changed images, which are
+    then rounded to whole levels. It must not wait for the device (no ``.item()``).
     """
 
     in_place = False
@@ -169,10 +170,10 @@ class OwnOperation(Operation):
 
 
 def find_batched_transform(name: str, transform: Any) -> Operation:
-    """Return the batched form of the transform registered as ``name``.
+    """Return the batched version of a transform that is registered as ``name``.
 
-    A user's ``on_batch`` comes first. Otherwise only the name counts, as a subclass of a built-in
-    transform may draw or do something else.
+    A method ``on_batch`` of the transform has priority. Otherwise the version is found by name, not
+    by class: a subclass of a built-in transform may draw or do something else.
     """
     if hasattr(transform, "on_batch"):
         return OwnOperation(transform)
@@ -190,8 +191,8 @@ def on_chosen(
 ) -> Images:
     """Apply ``change(values, *parameters)`` to the images whose ``chosen`` (B,) is not zero.
 
-    If images are dense, all are changed and the right ones selected. Otherwise only those are
-    changed, in place.
+    If ``images.dense``, all images are changed and the result is selected for the chosen ones.
+    Otherwise only the chosen images are changed, in place.
     """
     values = images.values
     if images.dense:
@@ -206,7 +207,7 @@ def on_chosen(
 
 
 def fitted(values: Tensor, canvas: tuple[int, int]) -> Tensor:
-    """Pad or cut the canvas of ``values``."""
+    """Pad with zeros or cut ``values`` (B, C, H, W) to this height and width."""
     height, width = values.shape[2:]
     if (height, width) == canvas:
         return values

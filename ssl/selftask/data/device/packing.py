@@ -1,4 +1,4 @@
-"""Pack the parameters of a batch, which are trees of arrays, into one tensor."""
+"""Packing of a batch's parameters, which are trees of arrays, into one tensor."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Arrays or tensors with one entry per image, lists of the same length (parameters of a user's
+# Arrays or tensors with one entry per image, lists with one entry per image (parameters of a user's
 # transform), and dicts and Steps of these.
 Tree = Any
 
 
 @dataclass(frozen=True)
 class Step:
-    """The arrays of one operation."""
+    """Arrays of one operation."""
 
     packed: Tree
-    canvas: tuple[int, int]  # height and width of the largest image afterwards
-    ragged: bool  # whether sizes differ before it
+    canvas: tuple[int, int]  # largest height and width of the images afterwards
+    ragged: bool  # whether sizes differ before the operation
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The arrays of a sequence of operations."""
+    """Arrays of a sequence of operations."""
 
-    canvas: tuple[int, int]  # height and width of the largest image before them
+    canvas: tuple[int, int]  # largest height and width of the images before them
     steps: tuple[Step, ...]
 
 
 class Place(NamedTuple):
-    """The place of an array in ``Packed.numbers``."""
+    """Position of an array in ``Packed.numbers``."""
 
     first: int
     shape: tuple[int, ...]
@@ -43,13 +43,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """The parameters of a batch in one tensor, which is copied to the device at once."""
+    """Parameters of a batch in one tensor, so that one copy takes them to the device."""
 
     numbers: Tensor  # (n,) float32; other types are reinterpreted
     views: list[Steps]  # with a Place for each array
 
     def to(self, device: torch.device) -> Packed:
-        """Copy the numbers to the device without waiting."""
+        """Copy the numbers to the device asynchronously."""
         return replace(self, numbers=self.numbers.to(device, non_blocking=True))
 
     def pin_memory(self) -> Packed:
@@ -57,7 +57,7 @@ class Packed:
         return replace(self, numbers=self.numbers.pin_memory())
 
     def steps(self, view: int, rows: slice = slice(None)) -> Steps:
-        """Return the steps of a view, for some of the images."""
+        """Return the steps of a view, for the images in ``rows``."""
 
         def find(leaf: Any) -> Any:
             if isinstance(leaf, list):
@@ -71,7 +71,7 @@ class Packed:
 
 
 def pack(views: list[Steps]) -> Packed:
-    """Concatenate all arrays; uint8 and int16 keep their type, others become float32."""
+    """Concatenate all arrays; uint8 and int16 keep their type, other types become float32."""
     words: list[np.ndarray] = []
     length = 0
 
@@ -93,7 +93,7 @@ def pack(views: list[Steps]) -> Packed:
 
 
 def mapped(tree: Tree, change: Callable[[Any], Any]) -> Tree:
-    """Return the tree with ``change`` applied to each array, list or place."""
+    """Apply ``change`` to each array, list or ``Place`` of a tree, and return the new tree."""
     if isinstance(tree, dict):
         return {name: mapped(one, change) for name, one in tree.items()}
     if isinstance(tree, Steps):
@@ -104,7 +104,7 @@ def mapped(tree: Tree, change: Callable[[Any], Any]) -> Tree:
 
 
 def take(tree: Tree, rows: Tensor) -> Tree:
-    """Return the tree of the images in ``rows``, on the host."""
+    """Return the tree for the images in ``rows``, which are on the host."""
 
     def of(leaf: Any) -> Any:
         return [leaf[row] for row in rows.tolist()] if isinstance(leaf, list) else leaf[rows]
@@ -115,8 +115,8 @@ def take(tree: Tree, rows: Tensor) -> Tree:
 def spread(tree: Tree, rows: np.ndarray, count: int) -> Tree:
     """Extend a tree for the images in ``rows`` to ``count`` images.
 
-    The other images get the entry of the first one, which is valid and not used; in a list they
-    get None.
+    The other images get the entry of the first image in ``rows``. It is valid and never used. In
+    lists they get None.
     """
     source = np.zeros(count, dtype=np.int64)
     source[rows] = np.arange(len(rows))

@@ -1,4 +1,4 @@
-"""Make samples one step ahead, on a side stream."""
+"""Prefetching: samples are made one step ahead, on a side stream."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Sample = dict[str, Any]
 
 
 class Ahead:
-    """Returns the samples of ``make()`` in order, each made one call earlier.
+    """Returns the samples of ``make()`` in order; each is made one call earlier.
 
-    On an accelerator with streams, ``make`` launches its copies and kernels on a side stream, so
-    that they run during the step before. A UserError of ``make`` is raised when its own sample is
-    asked for, after the steps before it.
+    On an accelerator with streams, the copies and kernels of ``make`` run on a side stream, during
+    the previous step. A UserError of ``make`` is raised when its own sample is requested, after the
+    previous steps.
     """
 
     def __init__(self, make: Callable[[], Sample], device: torch.device) -> None:
@@ -29,16 +29,16 @@ class Ahead:
         self._made: tuple[Sample | UserError, Any] | None = None
 
     def next(self) -> Sample:
-        """Return the next sample, ready for the current stream; raises its UserError."""
+        """Return the next sample, ready for use on the current stream; may raise its UserError."""
         made = self._one() if self._made is None else self._made
         sample, done = made
         if isinstance(sample, UserError):
-            self._made = made  # asking again raises it again
+            self._made = made  # the next call raises it again
             raise sample
         if done is not None:
             now = accelerator.current_stream(self._device)
             now.wait_event(done)
-            for tensor in _tensors(sample):  # their memory must not be reused before `now` is done
+            for tensor in _tensors(sample):  # keep their memory until the current stream is done
                 tensor.record_stream(now)
         self._made = self._one()
         return sample

@@ -1,4 +1,4 @@
-"""Resampling by two matrices for each image: one for its columns, one for its rows."""
+"""Resampling by two matrices for each image, one for its columns and one for its rows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ def filter_matrix(
 ) -> Tensor:
     """Return weights that resample ``length`` inputs to ``num_out`` outputs.
 
-    The filter is Pillow's: it widens if the image shrinks, and weights beyond the crop are dropped
-    and the others scaled up.
+    The filter is Pillow's: it becomes wider if the image shrinks. Weights outside the crop are set
+    to zero, and the others are scaled up to sum to 1.
 
     Args:
-        start: first input of each crop, (B,).
-        length: number of inputs of each crop, (B,).
-        num_out: number of outputs, one for all or (B,).
-        shape: (O, I), at least as large as any ``num_out`` and input.
+        start: Index of the first input of each crop, (B,).
+        length: Number of inputs of each crop, (B,).
+        num_out: Number of outputs, one for all images or (B,).
+        shape: Shape (O, I) of each matrix: at least the largest ``num_out``, and the number of
+            inputs.
         interpolation: ``bilinear``, ``bicubic`` or ``nearest``.
 
     Returns:
@@ -53,7 +54,8 @@ def filter_matrix(
 def _nearest(length: Tensor, num_out: Tensor | int, size: int) -> Tensor:
     """Return the nearest of ``length`` inputs for each of ``size`` outputs, (B, size).
 
-    Of two equally near ones, it is the later one; OpenCV's fixed point takes either.
+    Of two equally near inputs, it is the later one. OpenCV, which uses fixed-point numbers, takes
+    either.
     """
     outs = torch.arange(size, device=length.device)
     wanted = num_out if isinstance(num_out, int) else num_out[:, None].long()
@@ -80,9 +82,10 @@ def resample(
         values: (B, C, H, W).
         down: (B, H', H).
         across: (B, W', W).
-        kind: type of the products. The default on an accelerator is float16, as tensor cores make
-            that the cheapest operation instead of the most expensive; its 11 bits hold whole
-            levels exactly, and the result is within half a level.
+        kind: Type of the products. The default on an accelerator is float16: with tensor cores this
+            becomes the cheapest operation instead of the most expensive one. The 11 bits of float16
+            hold whole levels exactly, and the result is within half a level. Elsewhere, the default
+            is the type of ``values``.
 
     Returns:
         float32 (B, C, H', W').
@@ -90,6 +93,6 @@ def resample(
     if kind is None:
         kind = torch.float16 if is_accelerator(values.device) else values.dtype
     batch, channels, height, _ = values.shape
-    rows = values.to(kind).flatten(1, 2) @ across.to(kind).mT  # (B, 3 H, W')
+    rows = values.to(kind).flatten(1, 2) @ across.to(kind).mT  # (B, C * H, W')
     planes = rows.view(batch, channels, height, -1)
     return torch.matmul(down.to(kind)[:, None], planes).float()

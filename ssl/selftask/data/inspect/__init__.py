@@ -1,1 +1,1 @@
-"""Inspection of a data set for `selftask data` and `selftask bench`."""
+"""Inspection of data sets, for ``selftask data`` and ``selftask bench``."""

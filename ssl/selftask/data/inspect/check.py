@@ -1,4 +1,4 @@
-"""Read every image of a source once; find unreadable images, duplicates and sizes."""
+"""Check of a source: read every image once to find unreadable ones, duplicates and sizes."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from selftask.data.reading.skipped_files import describe
 from selftask.data.source import Source
 from selftask.data.sources.files import FileSource
 
-_DIGEST = 16  # bytes of a content hash; a chance collision among 10^9 images has probability 10^-20
+_DIGEST = 16  # bytes of a content hash; probability of a collision among 10^9 images: 10^-20
 _MAX_EXAMPLES = 3
 
 
 class Facts(NamedTuple):
-    """The result for one image."""
+    """Result for one image."""
 
-    width: int = 0  # upright
+    width: int = 0  # pixels, of the upright image; 0: unreadable
     height: int = 0
-    num_bytes: int = 0  # of the file, or of the pixels if there is none
-    format: str = ""  # JPEG, PNG, ...; "" if it has no file of its own
+    num_bytes: int = 0  # of the file, or of the pixels if the image has no file
+    format: str = ""  # JPEG, PNG, ...; "" if the image has no file of its own
     mode: str = ""  # as stored: RGB, L, CMYK, ...
     digest: bytes = b""
-    problem: str = ""  # why it cannot be read
+    problem: str = ""  # why the image cannot be read
 
 
 class Bad(NamedTuple):
-    """An unreadable image."""
+    """Unreadable image."""
 
     path: str
     reason: str
@@ -47,7 +47,7 @@ class Bad(NamedTuple):
 
 @dataclass
 class Report:
-    """The result of ``check``; sizes are upright and of readable images."""
+    """Result of ``check``; sizes are those of readable images, upright."""
 
     num_images: int
     num_workers: int
@@ -64,7 +64,7 @@ class Report:
 
     @property
     def num_copies(self) -> int:
-        """Number of images beyond the first of each group of duplicates."""
+        """Number of duplicate images, without the first one of each group."""
         return sum(len(group) - 1 for group in self.duplicates)
 
     @property
@@ -97,10 +97,16 @@ def check(
     silence_s: float | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Report:
-    """Read every image of ``source`` in ``num_workers`` processes, like training.
+    """Read every image of a source in several processes, as in training.
 
-    Neither a crash nor a read that hangs ends it: the image is reported like every other that
-    cannot be read. An image takes about 50 bytes of memory here.
+    Crashes and reads that hang do not end the check: the image is reported as unreadable. About 50
+    bytes of memory are needed for each image.
+
+    Args:
+        source: The images.
+        num_workers: Number of processes.
+        silence_s: Time limit for one image, in seconds; None: ``patience_s()``.
+        progress: Called with the number of images read so far.
     """
     started = time.perf_counter()
     report = Report(len(source), num_workers, passed_over=source.passed_over())
@@ -131,7 +137,7 @@ def check(
 
 
 def examine(source: Source, index: int) -> Facts:
-    """Inspect one image; never raises."""
+    """Inspect one image; errors are returned as ``Facts.problem``."""
     path = source.path(index)
     now_reading(path)
     num_bytes, kind, mode, digest = 0, "", "", b""
@@ -162,7 +168,7 @@ def examine(source: Source, index: int) -> Facts:
 
 
 def has_own_files(source: Source) -> bool:
-    """Return whether ``source.path(i)`` is the file of image i, also in a subset or copies."""
+    """Return whether ``source.path(i)`` is the file of image i, also of a subset or of copies."""
     while isinstance(inner := getattr(source, "source", None), Source):
         source = inner
     return isinstance(source, FileSource)
@@ -173,7 +179,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def _header(content: bytes, path: str) -> tuple[str, str]:
-    """Return format and mode as stored, or the extension if Pillow does not know the file."""
+    """Return format and mode as stored; if Pillow cannot open the file, its extension."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -184,7 +190,7 @@ def _header(content: bytes, path: str) -> tuple[str, str]:
 
 
 class _Table:
-    """Per-image statistics in arrays: 40 bytes per image instead of 500."""
+    """Per-image results in arrays, which take 40 bytes per image instead of 500."""
 
     def __init__(self, num_images: int) -> None:
         self.num_bytes = np.zeros(num_images, dtype=np.int64)
@@ -215,7 +221,7 @@ class _Table:
         return source.path(index), width, height
 
     def duplicates(self, source: Source) -> list[list[str]]:
-        """Return groups of paths with the same content, in the order of the source."""
+        """Return groups of paths with equal content, in the order of the source."""
         known = np.flatnonzero(self.has_digest)
         pairs = self.digests[known].view(np.uint64).reshape(-1, 2)
         order = np.lexsort((known, pairs[:, 1], pairs[:, 0]))
@@ -235,7 +241,7 @@ def _named_size(image: tuple[str, int, int]) -> dict[str, Any]:
 
 
 def lines_of(report: Report) -> list[str]:
-    """Return the report as text, one result a line."""
+    """Return the report as lines of text, one result per line."""
     seconds = f"{report.seconds:.1f} s, {report.images_per_s:,.0f} images/s"
     processes = f"{report.num_workers} process" + ("es" if report.num_workers > 1 else "")
     rows = [("read", f"{report.num_images:,} images in {seconds} ({processes})")]
@@ -265,7 +271,7 @@ def lines_of(report: Report) -> list[str]:
 
 
 def verdict(report: Report, max_unreadable: float | None) -> str:
-    """Return the last line: whether all are readable, and whether a run would continue."""
+    """Return the last line: whether all images are readable, and whether a run would continue."""
     bad, all_ = len(report.unreadable), report.num_images
     if not bad:
         return f"CHECK ok: all {all_:,} images can be read"

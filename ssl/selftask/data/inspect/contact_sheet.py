@@ -1,4 +1,4 @@
-"""Contact sheet: a row for each image with its views, as the network gets them."""
+"""Contact sheet: each row shows an image and its views, as the network gets them."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     from selftask.config.schema import Component, Config, ViewConfig
     from selftask.data.loading.open_data import Sources
 
-MIN_SIDE = 96  # pixels; smaller views are enlarged by a whole number
+MIN_SIDE = 96  # pixels; smaller views are enlarged by an integer factor
 _LARGEST_ORIGINAL = 256
-_GAP, _LINE, _TEXT = 8, 16, 13  # pixels: gap between images, height of a line and of its letters
-_PAPER, _INK = (228, 228, 228), (30, 30, 30)  # unlike most images
+_GAP, _LINE, _TEXT = 8, 16, 13  # pixels: gap between images, height of a text line, font size
+_PAPER, _INK = (228, 228, 228), (30, 30, 30)  # background (unlike most images), text
 
 
 @dataclass(frozen=True)
 class Row:
-    """One image and its views."""
+    """Image and its views."""
 
     name: str  # path, or name in the source
     original: np.ndarray  # uint8 (H, W, C)
     views: list[np.ndarray]  # V uint8 (h, w, C), before normalization
-    index: int = -1  # in the source
+    index: int = -1  # index in the source
 
 
 def rows_of(config: Config, sources: Sources, num_images: int) -> list[Row]:
     """Return the first images of epoch 0 and their views, with the parameters of training.
 
-    They go the whole way into a batch of floats and are un-normalised from there. Images that
-    cannot be read are replaced as in training, but stop nothing.
+    The views are taken from a batch as in training, and its normalization is undone. Unreadable
+    images are replaced as in training, but any number of them is allowed.
     """
     batch = first_batch(config, sources, num_images)
     views = [
@@ -62,9 +62,9 @@ def rows_of(config: Config, sources: Sources, num_images: int) -> list[Row]:
 
 
 def first_batch(config: Config, sources: Sources, num_images: int) -> Batch:
-    """Return the first images of epoch 0 in one batch, on the CPU, as training would read them."""
+    """Return the first images of epoch 0 in one batch on the CPU, as read by training."""
     num_images = min(num_images, len(sources.train))
-    with tempfile.TemporaryDirectory() as out:  # keeps a run's list of bad files unchanged
+    with tempfile.TemporaryDirectory() as out:  # so that no list of bad files of a run is changed
         feed = DataModule(
             _for_one_batch(config, num_images, out), sources, World(), torch.device("cpu")
         )
@@ -75,7 +75,7 @@ def first_batch(config: Config, sources: Sources, num_images: int) -> Batch:
 
 
 def view_names(views: Mapping[str, ViewConfig]) -> list[str]:
-    """Return ``global 1``, ``global 2``, ``local 1``, ... in the order of the views."""
+    """Return names such as ``global 1``, ``global 2``, ``local 1``, in the order of the views."""
     return [
         f"{name} {number}" if count > 1 else name
         for name, count in num_views(views).items()
@@ -93,11 +93,14 @@ def _for_one_batch(config: Config, num_images: int, out: str) -> Config:
 
 
 def to_pixels(views: Tensor, transforms: Sequence[Component]) -> np.ndarray:
-    """Undo the normalization of float32 (B, C, H, W) to uint8 (B, H, W, C).
+    """Undo the normalization of views and convert them to pixels.
 
     Args:
-        views: Images as the network gets them.
-        transforms: Those that made them; the last one may be ``normalize``.
+        views: Images as the network gets them, float32 (B, C, H, W).
+        transforms: Transforms that made the views; the last one may be ``normalize``.
+
+    Returns:
+        uint8 (B, H, W, C).
     """
     last = transforms[-1] if transforms else None
     scale, shift = (
@@ -110,7 +113,7 @@ def to_pixels(views: Tensor, transforms: Sequence[Component]) -> np.ndarray:
 
 
 def draw(rows: list[Row], names: list[str]) -> Image.Image:
-    """Draw the sheet: a heading for each column, a row for each image, its name below."""
+    """Draw the sheet: a heading for each column, a row for each image, and its name below."""
     cells = [[_fit(row.original), *map(_enlarge, row.views)] for row in rows]
     widths = [max(cell.width for cell in column) for column in zip(*cells, strict=True)]
     heights = [max(cell.height for cell in row) for row in cells]
@@ -136,7 +139,7 @@ def draw(rows: list[Row], names: list[str]) -> Image.Image:
 
 
 def as_seen(image: np.ndarray) -> np.ndarray:
-    """Return the first three channels of (H, W, C), or the first one if there are fewer."""
+    """Return the channels to display of (H, W, C): the first three, or one if there are fewer."""
     return image[..., :3] if image.shape[2] >= 3 else image[..., 0]
 
 
@@ -148,13 +151,13 @@ def _starts(widths: list[int]) -> Iterator[int]:
 
 
 def _enlarge(view: np.ndarray) -> Image.Image:
-    """Draw a view; small ones are enlarged by a whole number."""
+    """Draw a view; small views are enlarged by an integer factor."""
     times = -(-MIN_SIDE // max(1, min(view.shape[:2])))
     return Image.fromarray(as_seen(view).repeat(times, axis=0).repeat(times, axis=1))
 
 
 def _fit(original: np.ndarray) -> Image.Image:
-    """Draw an image, shrunk to fit; small ones are enlarged like views."""
+    """Draw an image, shrunk to the largest size; small images are enlarged like views."""
     if max(original.shape[:2]) <= MIN_SIDE:
         return _enlarge(original)
     image = Image.fromarray(np.ascontiguousarray(as_seen(original)))
@@ -167,7 +170,7 @@ def printable(name: str) -> str:
 
 
 def _shortened(name: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
-    """Shorten a name to its end if it is too long for a line."""
+    """Shorten a name that is too long for a line; its end is kept."""
     shown = name
     while font.getlength(shown) > width and len(shown) > 1:
         name = name[1:]

@@ -1,7 +1,7 @@
 """Mean and standard deviation of pixels, and image sizes.
 
-All sums are sums of integers, so they are exact, and the same in any order and with any number of
-processes; rounding begins with the last division.
+All sums are sums of integers. So they are exact and do not depend on the order of the images or on
+the number of processes. Only the final divisions round.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.source import Source
 from selftask.errors import UserError
 
-_FULL = 255  # of 8 bits; mean and std are on the scale [0, 1], as `normalize` takes
+_FULL = 255  # largest 8-bit value; mean and std are on the scale [0, 1], as for `normalize`
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
@@ -41,13 +41,13 @@ class Moments(NamedTuple):
 
 @dataclass
 class Statistics:
-    """The result of ``measure``."""
+    """Result of ``measure``."""
 
     num_images: int  # images read
     num_unreadable: int
-    by_image: Moments  # images have equal weight, like their crops in training
-    by_pixel: Moments  # pixels have equal weight
-    sides: np.ndarray  # (num_images, 2) int32: width and height, unordered
+    by_image: Moments  # all images have equal weight, like their crops in training
+    by_pixel: Moments  # all pixels have equal weight
+    sides: np.ndarray  # (num_images, 2) int32: width and height; images in any order
     seconds: float
     num_workers: int
 
@@ -82,7 +82,7 @@ class Statistics:
 
 
 def choose(num_images: int, most: int | None, seed: int) -> np.ndarray:
-    """Return ascending indices: all, or ``most`` of them, drawn without replacement."""
+    """Return sorted indices: all, or at most ``most`` drawn without replacement."""
     if most is None or most >= num_images:
         return np.arange(num_images)
     drawn = np.random.default_rng(seed).choice(num_images, most, replace=False, shuffle=False)
@@ -97,9 +97,17 @@ def measure(
     seed: int = 0,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Statistics:
-    """Read ``most`` random images (all, if None) of ``source`` in ``num_workers`` processes.
+    """Read images in several processes and compute statistics of pixels and sizes.
 
-    Raises UserError if none of them can be read, or if they do not have equally many channels.
+    Args:
+        source: The images.
+        num_workers: Number of processes.
+        most: Number of images, drawn at random; None: all.
+        seed: Seed of this draw.
+        progress: Called with the number of images processed so far.
+
+    Raises:
+        UserError: No image can be read, or images have different numbers of channels.
     """
     started = time.perf_counter()
     indices = choose(len(source), most, seed)
@@ -131,7 +139,7 @@ def measure(
 
 
 def sums_of(source: Source, index: int) -> Sums | None:
-    """Return size and exact sums of one image, or None if it is unreadable."""
+    """Return size and exact sums of one image, or None if the image is unreadable."""
     now_reading(source.path(index))
     try:
         pixels = np.asarray(source[index][0])
@@ -141,7 +149,7 @@ def sums_of(source: Source, index: int) -> Sums | None:
 
 
 def sums_of_pixels(pixels: np.ndarray) -> Sums:
-    """Return the sums of uint8 (H, W, C); float64 is exact, as they are below 2**53."""
+    """Return the sums of uint8 (H, W, C). They are below 2**53 and thus exact in float64."""
     if pixels.dtype != np.uint8 or pixels.ndim != 3:
         raise UserError(f"an image is {pixels.dtype} {pixels.shape}; uint8 (H, W, C) is expected")
     values = pixels.reshape(-1, pixels.shape[2]).astype(np.float64)
@@ -152,7 +160,7 @@ def sums_of_pixels(pixels: np.ndarray) -> Sums:
 
 
 class _Totals:
-    """Sums by number of pixels, so that images can have equal weight."""
+    """Sums over images, grouped by number of pixels, so that images can have equal weight."""
 
     def __init__(self) -> None:
         self.num_images = 0
@@ -184,13 +192,13 @@ class _Totals:
         return _moments(self._mean_of_means(self.sums), self._mean_of_means(self.squares))
 
     def _mean_of_means(self, table: dict[int, list[int]]) -> list[float]:
-        """Return the mean of each channel, images weighed equally; fsum ignores their order."""
+        """Return the mean of each channel, images weighted equally; fsum ignores their order."""
         means = [[total / pixels for total in totals] for pixels, totals in table.items()]
         return [fsum(channel) / self.num_images for channel in zip(*means, strict=True)]
 
 
 def _moments(firsts: list[float], seconds: list[float]) -> Moments:
-    """Return mean and standard deviation from the means of values and of squares."""
+    """Return mean and standard deviation from the means of values and of their squares."""
     variances = [second - first * first for first, second in zip(firsts, seconds, strict=True)]
     return Moments(
         [first / _FULL for first in firsts],

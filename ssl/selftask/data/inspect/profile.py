@@ -1,4 +1,4 @@
-"""Measure the time of each stage of making a batch; ``profile_report`` prints it."""
+"""Measurement of the time of each stage of data loading; ``profile_report`` prints it."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ if TYPE_CHECKING:
     from selftask.config.schema import Config
 
 MAX_PER_BATCH = 64  # images; larger batches take the same time per image
-MAX_IMAGES = 256  # images measured in each stage
+MAX_IMAGES = 256  # most images measured in each stage
 MAX_BYTES = 256 << 20  # of decoded images kept for the next stage
 T = TypeVar("T")
 
 
 @dataclass
 class StageTimes:
-    """The result of ``measure``; seconds are per image in one process."""
+    """Result of ``measure``; seconds are per image in one process."""
 
-    read_s: float | None  # None: images have no files of their own; reading is part of decode_s
+    read_s: float | None  # None: images have no own files; reading is part of decode_s
     decode_s: float
     augment_s: float  # with data.augment_on=device: shrinking, and drawing parameters
     collate_s: float
     to_device_s: float  # with data.augment_on=device: also making the views
-    loader_images_per_s: float  # with the workers of the config
+    loader_images_per_s: float  # with the configured workers
     decodes_per_sample: float
     num_images: int  # images measured
     batch_size: int
     num_workers: int
-    processes: int  # of a node, which share its cores
+    processes: int  # processes of a node, which share its cores
     device: str
     num_cores: int
     augment_on: str = "cpu"  # data.augment_on
@@ -62,7 +62,7 @@ class StageTimes:
 
     @property
     def stages(self) -> dict[str, float]:
-        """Seconds by stage, for stages measured separately."""
+        """Seconds per image of each stage that is measured separately."""
         named = {
             "read": self.read_s,
             "decode" if self.read_s is not None else "read+decode": self.decode_s,
@@ -74,17 +74,24 @@ class StageTimes:
 
     @property
     def worker_s(self) -> float:
-        """Seconds for one image in a worker: all stages but the copy to the device."""
+        """Seconds per image in a worker: all stages but the last, the copy to the device."""
         return sum(self.stages.values()) - self.to_device_s
 
 
 def measure(
     config: Config, sources: Sources, device: torch.device, seconds: float, threads: int = 1
 ) -> StageTimes:
-    """Measure each stage for about ``seconds`` in this process, then the configured loader.
+    """Measure each stage in this process, then the configured loader; a run's folder is not used.
 
-    ``threads`` are those of torch in training; workers have one. A run's folder is not touched.
-    Raises UserError if hardly an image can be read.
+    Args:
+        config: Config of the run.
+        sources: Opened data sources.
+        device: Device to which batches are copied.
+        seconds: Approximate time of each measurement.
+        threads: torch threads of the main process; workers have one.
+
+    Raises:
+        UserError: No image can be read, or no batch can be made.
     """
     config = _small_batches(config, len(sources.train))
     before = torch.get_num_threads()
@@ -117,7 +124,7 @@ def _one_process(
         read_s, _ = _each(lambda index: len(read_bytes(source.path(index))), indices, seconds)
     dataset = train_dataset(config, source)
     decode_s, samples_read = _each(dataset.read, indices, seconds, most)
-    if read_s is not None:  # files were read before, so these reads came from memory
+    if read_s is not None:  # these reads came from the page cache: subtract their time
         in_memory_s, _ = _each(lambda index: len(read_bytes(source.path(index))), indices, 0.2)
         decode_s = max(decode_s - in_memory_s, 0.0)
 
@@ -163,9 +170,10 @@ def _one_process(
 
 
 def transform_shares(config: Config, images: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return the share of each transform in the time of all, by name.
+    """Return each transform's fraction of the time of all transforms, largest first.
 
-    A pipeline may do several of them at once, and so faster; which one costs most stays the same.
+    Transforms are measured one by one. A pipeline may run several of them at once and faster, but
+    the most expensive one stays the same.
     """
     spent: dict[str, float] = {}
     numbers = num_views(config.views).values()
@@ -173,28 +181,28 @@ def transform_shares(config: Config, images: Sequence[np.ndarray]) -> dict[str, 
         steps = [
             (component.name, TRANSFORMS[component.name](**component.args))
             for component in group.transforms
-            if component.name != "normalize"  # runs on the device
+            if component.name != "normalize"  # not measured: runs on the device
         ]
         for place, original in enumerate([images[0], *images]):
             rng, image = draw_rng(config.train.seed, 0, place, 0), original
             for name, transform in steps:
                 started = time.perf_counter()
                 image = transform(image, rng)
-                seconds = time.perf_counter() - started if place else 0.0  # the first warms up
+                seconds = time.perf_counter() - started if place else 0.0  # the first is a warm-up
                 spent[name] = spent.get(name, 0.0) + max(1, number) * seconds
     total = max(sum(spent.values()), 1e-12)
     return {name: spent[name] / total for name in sorted(spent, key=lambda name: -spent[name])}
 
 
 def _spread(num_images: int) -> Sequence[int]:
-    """Yield all indices in an order that spreads over the whole set."""
+    """Return indices in random order, spread over the whole set; at most 10,000."""
     order: list[int] = np.random.default_rng(0).permutation(min(num_images, 10_000)).tolist()
     step = max(1, num_images // 10_000)
     return [step * place for place in order]
 
 
 def _readable(source: Source, indices: Sequence[int]) -> Iterator[np.ndarray]:
-    """Return readable images; raises UserError if there is none."""
+    """Yield readable images; raises UserError if there are no more."""
     for index in indices:
         with suppress(BadImage):
             yield source[index][0]
@@ -204,7 +212,7 @@ def _readable(source: Source, indices: Sequence[int]) -> Iterator[np.ndarray]:
 def _each(
     work: Callable[[int], T], indices: Sequence[int], seconds: float, most: int = MAX_IMAGES
 ) -> tuple[float, list[T]]:
-    """Return mean seconds and results of ``work``, for at most ``most`` indices or ``seconds``."""
+    """Return mean seconds and results of ``work`` for up to ``most`` indices, about ``seconds``."""
     done: list[T] = []
     spent = 0.0
     for index in indices:
@@ -218,7 +226,7 @@ def _each(
 
 
 def _repeat(work: Callable[[], T], seconds: float) -> tuple[float, T]:
-    """Return mean seconds of at least three calls of ``work`` after a first, and its result."""
+    """Return mean seconds of at least three calls of ``work`` after a warm-up, and its result."""
     result = work()
     started, times = time.perf_counter(), 0
     while times < 3 or time.perf_counter() - started < seconds:
@@ -230,7 +238,8 @@ def _repeat(work: Callable[[], T], seconds: float) -> tuple[float, T]:
 def loader_rate(config: Config, sources: Sources, device: torch.device, seconds: float) -> float:
     """Return the images per second of the loader when nothing else runs.
 
-    From the first batch on: starting the workers does not count, nor what they had made ahead.
+    The first ``1 + num_workers`` batches are not counted, because of the start of the workers and
+    the batches that they make ahead.
     """
     data_module = DataModule(config, sources, World(), device)
     try:
@@ -248,7 +257,7 @@ def loader_rate(config: Config, sources: Sources, device: torch.device, seconds:
 
 
 class _Counted(Wrapped):
-    """A source that counts how often images are read."""
+    """Source that counts how often images are read."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source)
@@ -260,7 +269,7 @@ class _Counted(Wrapped):
 
 
 def decodes_per_sample(config: Config, source: Source) -> float:
-    """Return how often an image is decoded for its views; above 1 also if some are unreadable."""
+    """Return decoded images per sample; also above 1 if some images are unreadable."""
     counted = _Counted(source)
     here = replace(config, data=replace(config.data, num_workers=0, cache="none"))
     data_module = DataModule(here, Sources(counted, None), World(), torch.device("cpu"))

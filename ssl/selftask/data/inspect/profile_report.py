@@ -1,4 +1,4 @@
-"""The report of ``selftask bench data``: a table of times, and advice."""
+"""Report of ``selftask bench data``: a table of times, and advice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from selftask.data.loading.data_stall import Cores, workers_advice
 from selftask.errors import plural
 
 FILLS_CACHE = ("read", "decode", "read+decode")  # stages that run once with data.cache=ram or disk
-DOMINANT = 0.5  # share of a stage for which advice is given
+DOMINANT = 0.5  # fraction of a worker's time from which a stage gets advice
 
 
 def as_json(found: StageTimes) -> dict[str, Any]:
@@ -35,13 +35,13 @@ def as_json(found: StageTimes) -> dict[str, Any]:
 
 
 def advice(found: StageTimes) -> list[str]:
-    """Yield at most two sentences of advice."""
+    """Return at most two pieces of advice."""
     return list(_advice(found))[:2]
 
 
 def _advice(found: StageTimes) -> Iterator[str]:
     if found.cache == "device":
-        return  # no workers after the start
+        return  # there are no workers after the start
     if found.augment_on == "device" and found.to_device_s > found.worker_s / max(
         found.num_workers, 1
     ):
@@ -59,7 +59,7 @@ def _advice(found: StageTimes) -> Iterator[str]:
 
 
 def _on_longest_stage(found: StageTimes) -> Iterator[str]:
-    """Return advice for a stage that takes most of a worker's time."""
+    """Yield advice on the stage that takes most of a worker's time, if one dominates."""
     *in_worker, _ = found.stages
     again = [name for name in in_worker if found.cache == "none" or name not in FILLS_CACHE]
     seconds = sum(found.stages[name] for name in again)
@@ -93,7 +93,7 @@ def _on_longest_stage(found: StageTimes) -> Iterator[str]:
 
 
 def table(found: StageTimes) -> Iterator[str]:
-    """Return the report as text, without advice."""
+    """Yield the lines of the report, without advice."""
     views = ", ".join(f"{w}x{h}" for w, h in dict.fromkeys(found.views))
     yield (
         f"{len(found.views)} views of {views}, from images of {found.image_pixels / 1e3:,.0f} "

@@ -1,8 +1,8 @@
-"""Apply a function to every image in processes that may crash or hang on one.
+"""Pool of processes that apply a function to every image and may crash or hang on one.
 
-A damaged file can crash a decoder or keep it busy for ever. Here that costs one process, which is
-replaced, and the image is named; multiprocessing's own pools would wait, or give up altogether.
-Processes are forked, so that they share the opened source; nothing here imports torch.
+A damaged file can crash a decoder or keep it busy forever. Then one process is replaced, and the
+image is reported. The pools of multiprocessing would wait or fail as a whole. Processes are forked,
+so that they share the opened source; nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from selftask.errors import RunError, describe_exit
 
 MAX_PER_CHUNK = 32  # images sent to a process at once
 NEWS_EVERY_S = 0.5  # interval of reports from a process
-DECODING_S = 60.0  # time limit of one image, beyond that of reading it
-MAX_IDLE_DEATHS = 3  # processes that may die before they report anything
+DECODING_S = 60.0  # seconds, time limit of decoding one image
+MAX_IDLE_DEATHS = 3  # processes in a row that may die before they read anything
 
 T = TypeVar("T")
 _Look = Callable[[int], T]
@@ -36,13 +36,13 @@ _fork = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Lost:
-    """In place of a result: why the process of the image was lost."""
+    """Result of an image whose process died or was killed, and the reason."""
 
     reason: str
 
 
 def patience_s() -> float:
-    """Return the time limit of one image, after which its process is stuck."""
+    """Return the time limit of one image in seconds, after which its process is killed."""
     if POLICY.timeout_s <= 0:
         return float("inf")
     return POLICY.timeout_s * (POLICY.retries + 1) + DECODING_S
@@ -54,10 +54,20 @@ def map_images(
     num_workers: int,
     silence_s: float | None = None,
 ) -> Iterator[tuple[int, T | Lost]]:
-    """Yield ``(index, look(index))`` for each index, unordered, from ``num_workers`` processes.
+    """Yield ``(index, look(index))`` for each index in any order, computed in several processes.
 
-    ``look`` runs in a forked process and its result must be picklable; what it raises ends the
-    survey. An image on which a process dies, or is silent for ``silence_s``, gives Lost.
+    Args:
+        look: Runs in a forked process; its result must be picklable. Its errors end the iteration.
+        indices: Indices of the images.
+        num_workers: Number of processes.
+        silence_s: Seconds without a report after which a process is killed; None:
+            ``patience_s()``.
+
+    Yields:
+        An index and its result, or ``Lost`` if the process died or was killed.
+
+    Raises:
+        RunError: ``look`` raised an error, or processes die before they read anything.
     """
     crew = _Crew(look, indices, num_workers, patience_s() if silence_s is None else silence_s)
     try:
@@ -68,11 +78,11 @@ def map_images(
 
 @dataclass(eq=False)
 class _Worker(Generic[T]):
-    number: int  # index in the shared table
+    number: int  # index of the process in ``current``
     process: Any
     connection: Connection
-    chunk: list[int] = field(default_factory=list)  # sent and not yet reported
-    heard: float = 0.0  # time of its last report
+    chunk: list[int] = field(default_factory=list)  # images sent and not yet reported
+    heard: float = 0.0  # time of the last report
 
 
 class _Crew(Generic[T]):
@@ -90,7 +100,7 @@ class _Crew(Generic[T]):
         self.starts = iter(range(0, len(indices), size))  # starts of unassigned chunks
         self.indices, self.size = indices, size
         self.again: deque[list[int]] = deque()  # remaining images of lost processes
-        self.current = _fork.RawArray("q", [-1] * num_workers)  # current index of each process
+        self.current = _fork.RawArray("q", [-1] * num_workers)  # image that each process works on
         self.idle_deaths = 0
         self.workers = [self._start(number) for number in range(num_workers)]
 
@@ -120,7 +130,7 @@ class _Crew(Generic[T]):
             target=_work, args=(self.look, theirs, self.current, number, os.getpid()), daemon=True
         )
         process.start()
-        theirs.close()  # so that we read an end of file when the process dies
+        theirs.close()  # so that we get an end of file when the process dies
         return _Worker(number, process, ours)
 
     def _give(self, worker: _Worker[T]) -> None:
@@ -132,7 +142,7 @@ class _Crew(Generic[T]):
             return
         worker.heard = time.monotonic()
         self.current[worker.number] = -1
-        with suppress(OSError):  # already dead; the end of file is read next
+        with suppress(OSError):  # the process is dead; the end of file is read next
             worker.connection.send(worker.chunk)
 
     def _news_of(self, worker: _Worker[T]) -> Iterator[tuple[int, T | Lost]]:
@@ -154,7 +164,7 @@ class _Crew(Generic[T]):
             self._give(worker)
 
     def _replace(self, worker: _Worker[T], reason: str) -> Iterator[tuple[int, T | Lost]]:
-        """Replace a lost process; its image is not tried again."""
+        """Replace a lost process; its current image is not tried again."""
         index = self.current[worker.number]
         rest = [other for other in worker.chunk if other != index]
         if index in worker.chunk:
@@ -172,9 +182,9 @@ class _Crew(Generic[T]):
 
 
 def _work(look: _Look[T], connection: Connection, current: Any, number: int, parent: int) -> None:
-    """Main function of a process: chunk after chunk, until the pipe is closed."""
+    """Main function of a process: work on chunks until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it
-    warnings.simplefilter("ignore")  # decoders warn about files that they can read
+    warnings.simplefilter("ignore")  # decoders warn about files that are readable
     while True:
         while not connection.poll(1.0):
             if os.getppid() != parent:

@@ -1,1 +1,1 @@
-"""Reading image files, archives and lists of paths, damaged ones included."""
+"""Reading of image files, archives and lists of paths, including damaged ones."""

@@ -1,4 +1,4 @@
-"""Decode images from bytes or arrays of any container."""
+"""Decoding of images from bytes or arrays of any container."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NPY = b"\x93NUMPY"
 
 
 def decode(data: bytes, name: str, max_pixels: int) -> np.ndarray:
-    """Decode an image or .npy file to uint8 (H, W, 3); raises BadImage, naming ``name``."""
+    """Decode an image or .npy file to uint8 (H, W, 3); raises BadImage about ``name``."""
     if not data.startswith(_NPY):
         return decode_image(data, name, max_pixels)
     try:
@@ -23,7 +23,7 @@ def decode(data: bytes, name: str, max_pixels: int) -> np.ndarray:
 
 
 def image_of(array: np.ndarray, name: str, channels: int = 3) -> np.ndarray:
-    """Convert an array to an image, uint8 (H, W, C); raises BadImage, naming ``name``."""
+    """Convert an array to an image, uint8 (H, W, C); raises BadImage about ``name``."""
     try:
         return from_array(array, channels)
     except ValueError as error:

@@ -1,12 +1,12 @@
-"""Reading a file whole, when the file may be no file and its file system may not answer.
+"""Reading of whole files with time limits and retries.
 
-A read that is stuck in the kernel cannot be called back: not by a signal, and on a hard NFS mount
-not at all. So a thread of its own reads while the caller waits, and a thread that does not come
-back is left behind. One thread for each caller is kept for the next file: handing a file over costs
-about 15 microseconds.
+A path may not be a regular file, and its file system may not answer. A read that hangs in the
+kernel cannot be canceled: not by a signal, and on a hard NFS mount not at all. So a separate thread
+reads while the caller waits, and a thread that hangs is abandoned. One thread per caller is kept
+for the next file: passing a file to a thread takes about 15 microseconds.
 
-What a process reads at the moment also stands in memory that it shares with the process that forked
-it, so that the file which killed a worker can be named (``last_file``).
+Each process also writes the path that it reads to memory shared with its parent process. So the
+file that killed a worker can be reported (``last_file``).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from selftask.files.addresses import is_remote
 
 T = TypeVar("T")
 
-MAX_STUCK = 16  # stuck threads in one process before reading gives up
-FIRST_PAUSE_S = 0.1  # before the first retry; four times as long before each further one
+MAX_STUCK = 16  # hanging threads of a process, after which further reads fail
+FIRST_PAUSE_S = 0.1  # pause before the first retry; each further pause is four times as long
 
 TRANSIENT = frozenset(
     {errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO}
     | {errno.ENOTCONN, errno.ECONNRESET, errno.ESHUTDOWN, errno.EHOSTDOWN}
-)  # errors of network file systems that may pass
+)  # errors of network file systems that may be temporary
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -46,9 +46,9 @@ _KINDS = {
 
 
 class BadImage(Exception):
-    """An image that cannot be read: its path (or name) and the reason, on one line.
+    """Raised if an image cannot be read, with its path (or name) and the reason on one line.
 
-    ``storage_failed``: its file system did not answer, so that nothing is known about the image.
+    ``storage_failed`` is True if the file system failed, so that the image itself may be intact.
     """
 
     def __init__(self, path: str, reason: str, *, storage_failed: bool = False) -> None:
@@ -63,11 +63,11 @@ class BadImage(Exception):
 
 @dataclass
 class Policy:
-    """Read settings of this process and its forked workers: ``data.read_timeout_s``, ..."""
+    """Read settings of this process and its forked workers, from the config section ``data``."""
 
     timeout_s: float = 60.0  # 0: no limit
     retries: int = 2
-    max_bytes: int = 1 << 30  # of one image, encoded
+    max_bytes: int = 1 << 30  # of one encoded image
     max_scans: int = 100  # of one JPEG
 
 
@@ -80,15 +80,16 @@ def set_policy(policy: Policy) -> None:
 
 
 def read_bytes(path: str, timeout_s: float | None = None, retries: int | None = None) -> bytes:
-    """Read a regular file (or one that a link points to), or a file at an address.
+    """Read a regular file, also through a symbolic link, or a remote file.
 
     Args:
-        timeout_s: Seconds to wait for the file system; 0: no limit. Default: of the Policy.
-        retries: How often to retry after time-outs and transient errors, with growing pauses.
-            Default: of the Policy.
+        path: Path or address of the file.
+        timeout_s: Seconds to wait for the file system; 0: no limit; None: as set by the Policy.
+        retries: Number of retries after timeouts and transient errors, with growing pauses; None:
+            as set by the Policy.
 
     Raises:
-        BadImage: It is no regular file, cannot be read, or was not read in time.
+        BadImage: It is not a regular file, cannot be read, or was not read in time.
     """
     now_reading(path)
     if is_remote(path):
@@ -104,9 +105,18 @@ def with_retries(
     timeout_s: float | None = None,
     retries: int | None = None,
 ) -> T:
-    """Call ``read(path)`` with a time limit; retry errors that ``may_pass``, after growing pauses.
+    """Call ``read(path)`` with a time limit, and retry it with growing pauses.
 
-    Raises BadImage, about ``name``; UserError and MemoryError go through.
+    Args:
+        read: Function to call.
+        path: Its argument.
+        name: Name of the image for BadImage.
+        may_pass: Returns True if an error may be temporary; other errors are not retried.
+        timeout_s: As in ``read_bytes``.
+        retries: As in ``read_bytes``.
+
+    Raises:
+        BadImage: All attempts failed. UserError and MemoryError are not converted.
     """
     timeout_s = POLICY.timeout_s if timeout_s is None else timeout_s
     retries = POLICY.retries if retries is None else retries
@@ -128,24 +138,24 @@ def with_retries(
 
 
 def is_transient(error: Exception) -> bool:
-    """Return whether the next try may succeed. A TimeoutError is the kernel's or ours."""
+    """Return whether the next attempt may succeed; TimeoutError is the kernel's or our own."""
     return isinstance(error, OSError) and (
         isinstance(error, TimeoutError) or error.errno in TRANSIENT
     )
 
 
 def may_pass_remote(error: Exception) -> bool:
-    """Return True unless a store says that there is no such file, or no access."""
+    """Return False if a store reports that a file does not exist or may not be read, else True."""
     return not isinstance(error, FileNotFoundError | PermissionError)
 
 
 def open_regular(path: str) -> BinaryIO:
-    """Open a regular file to read parts of it; raises OSError for anything else."""
+    """Open a regular file for reading; raises OSError for anything else."""
     return os.fdopen(_open(path)[0], "rb")
 
 
 def _open(path: str) -> tuple[int, int]:
-    """Open a regular file; returns handle and size. A pipe, which would block, is not opened."""
+    """Open a regular file and return handle and size. A pipe is rejected, as it would block."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
@@ -155,7 +165,7 @@ def _open(path: str) -> tuple[int, int]:
 
 
 def check_size(num_bytes: int) -> None:
-    """Raise OSError if an image has more than ``data.max_bytes`` bytes."""
+    """Raise OSError if an encoded image has more than ``data.max_bytes`` bytes."""
     if num_bytes > POLICY.max_bytes:
         raise OSError(
             errno.EFBIG, f"{num_bytes} bytes, more than data.max_bytes={POLICY.max_bytes}"
@@ -175,7 +185,7 @@ def _read(path: str) -> bytes:
         content = os.read(handle, size + 1)
         if len(content) == size:
             return content
-        parts = [content]  # it has changed size, or was read in pieces
+        parts = [content]  # the file has changed its size, or the kernel returns it in pieces
         while parts[-1]:
             parts.append(os.read(handle, 1 << 20))
             check_size(sum(map(len, parts)))
@@ -194,7 +204,7 @@ class _ReadingThread:
         self.thread.start()
 
     def give_up(self) -> None:
-        """Let the thread end when its read returns, if it ever does."""
+        """Abandon the thread; it ends when its read returns, if it ever does."""
         self.jobs.put(None)
         _STUCK.append(self.thread)
 
@@ -251,7 +261,7 @@ def _end_idle_threads() -> None:
 
 
 def _forget_threads() -> None:
-    """Forget the threads of the parent, which a forked process does not have."""
+    """Forget the threads of the parent, which do not exist in a forked process."""
     _IDLE.clear()
     _STUCK.clear()
 
@@ -262,12 +272,12 @@ os.register_at_fork(before=_end_idle_threads, after_in_child=_forget_threads)
 _NUM_SLOTS, _SLOT = (
     1024,
     4096,
-)  # slots of bytes: process id, length, path; unused ones take no memory
+)  # slots of 4096 bytes: process id, length, path; unused slots take no memory
 _SLOTS = mmap.mmap(-1, _NUM_SLOTS * _SLOT)  # anonymous and shared with forked processes
 
 
 def now_reading(path: str) -> None:
-    """Record what this process reads or decodes: a path, or a name in an archive."""
+    """Record the file that this process reads or decodes: a path, or a name in an archive."""
     name = os.fsencode(path)[-(_SLOT - 12) :]
     pid = os.getpid()
     start = pid % _NUM_SLOTS * _SLOT
@@ -276,7 +286,7 @@ def now_reading(path: str) -> None:
 
 
 def last_file(pid: int) -> str | None:
-    """Return what a forked process has read last, also after its death; None if unknown."""
+    """Return the last file that a forked process read, also after its death; None if unknown."""
     start = pid % _NUM_SLOTS * _SLOT
     if int.from_bytes(_SLOTS[start : start + 8], "little") != pid:
         return None

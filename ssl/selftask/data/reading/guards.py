@@ -1,4 +1,4 @@
-"""Guards for opening damaged or hostile files: no traceback, no exhausted memory."""
+"""Guards for damaged or malicious files, against tracebacks and exhausted memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from selftask.errors import UserError
 
 @contextmanager
 def no_traceback(message: str) -> Iterator[None]:
-    """Context that turns errors of a library into a UserError, ``message: why``.
+    """Context manager that turns errors of a library into a UserError ``message: why``.
 
-    Parsers may raise any error on damaged headers, also MemoryError for sizes that are not there.
+    Parsers may raise any error on damaged headers, also MemoryError if a header has a wrong size.
     """
     try:
         yield
@@ -26,7 +26,7 @@ def no_traceback(message: str) -> Iterator[None]:
 
 
 def check_memory(num_bytes: int, what: str, advice: str) -> None:
-    """Raise UserError if ``what``, with ``num_bytes`` bytes, does not fit into free memory."""
+    """Raise UserError if ``what``, which needs ``num_bytes``, does not fit into free memory."""
     free = available_bytes()
     if free is not None and num_bytes > free:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Open files that processes must not share."""
+"""Open files that must not be shared between processes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-_OTHERS: list[Any] = []  # opened by the parent process; never closed here
+_OTHERS: list[Any] = []  # opened by a parent process; never closed here
 
 
 class PerProcess(Generic[T]):
-    """An object that ``opener`` opens once in each process; pickled without the open object.
+    """Object that ``opener`` opens once in each process; pickled without the open object.
 
-    ``opener`` must be picklable: a function of a module, or a ``partial`` of one.
+    ``opener`` must be picklable: a module-level function, or a ``partial`` of one.
     """
 
     def __init__(self, opener: Callable[[], T]) -> None:

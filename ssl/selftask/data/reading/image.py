@@ -1,4 +1,4 @@
-"""Read one image of any format as upright 8-bit RGB, or raise ``BadImage``."""
+"""Reading of images of any format as upright 8-bit RGB; raises ``BadImage`` on failure."""
 
 from __future__ import annotations
 
@@ -31,23 +31,25 @@ _SCAN = b"\xff\xda"  # begins each scan of a JPEG
 _PIECE = 1 << 24  # bytes searched at once
 _END = b"\xff\xd9"
 _MARKER = re.compile(rb"\xff[\x02-\xcf\xd8-\xfe]")  # of a segment, or the end of the image
-_JPEG_SPACES = ("YCbCr", "RGB", "Gray")  # Pillow reads others
-_MAY_BE_TURNED = (b"Exif\0\0", b"tiff:Orientation")  # marks of blocks with an orientation
-_HEAD = 65_536  # bytes searched for these marks; such a block is shorter
+_JPEG_SPACES = ("YCbCr", "RGB", "Gray")  # other color spaces are left to Pillow
+_MAY_BE_TURNED = (b"Exif\0\0", b"tiff:Orientation")  # markers of blocks that hold an orientation
+_HEAD = 65_536  # bytes searched for these markers; such a block is shorter
 
 
 def read_image(path: str, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Read the upright RGB image of a file, uint8 (H, W, 3); of an animation the first frame.
+    """Read an image file as upright RGB, uint8 (H, W, 3); of an animation the first frame.
 
-    The content decides about the format, not the name. Raises BadImage for what cannot be
-    decoded to its end, for what claims more than ``max_pixels`` (before decoding it), and for what
-    is no file or cannot be read in time.
+    The format is detected from the content, not from the name.
+
+    Raises:
+        BadImage: The path is not a file, the file was not read in time, its header has more than
+            ``max_pixels`` pixels (checked before decoding), or it cannot be decoded completely.
     """
     return decode_image(read_bytes(path), path, max_pixels)
 
 
 def decode_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Do ``read_image`` with the bytes of a file; BadImage names ``name``."""
+    """Do ``read_image`` for the bytes of a file; ``name`` is for BadImage."""
     try:
         check_size(len(data))
         pixels = None
@@ -62,9 +64,9 @@ def decode_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> np.nda
 
 
 def _decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
-    """Decode common JPEGs by libjpeg-turbo, in half of Pillow's time and with the same pixels.
+    """Decode common JPEGs with libjpeg-turbo, in half of Pillow's time and with the same pixels.
 
-    None for the others, and for what is damaged: what Pillow makes of them counts.
+    Returns None for other and for damaged files, which are left to Pillow.
     """
     try:
         height, width, space, _ = simplejpeg.decode_jpeg_header(data)
@@ -91,7 +93,7 @@ def _decode_with_pillow(data: bytes, max_pixels: int) -> np.ndarray:
 
 
 def check_header(path: str, max_pixels: int = MAX_PIXELS) -> BadImage | None:
-    """Return what is wrong with the header of a file, or None. Nothing is decoded."""
+    """Return the error if the header of a file cannot be read, else None; decodes nothing."""
 
     def open_header(path: str) -> None:
         with open_regular(path) as file, _pixel_limit(max_pixels), Image.open(file) as image:
@@ -107,7 +109,7 @@ def check_header(path: str, max_pixels: int = MAX_PIXELS) -> BadImage | None:
 
 
 def orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation of an opened image, 1 to 8; 1 if the EXIF block is damaged."""
+    """Return the EXIF orientation of an opened image, 1 to 8; 1 if EXIF is missing or damaged."""
     try:
         number = image.getexif().get(_ORIENTATION_TAG)
     except (SyntaxError, ValueError, TypeError, KeyError, OSError, EOFError):
@@ -116,7 +118,7 @@ def orientation(image: Image.Image) -> int:
 
 
 def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Apply the EXIF orientation to stored pixels (H, W, C); 5 to 8 swap the sides."""
+    """Apply the EXIF orientation to stored pixels (H, W, C); 5 to 8 swap height and width."""
     if orientation in (5, 6, 7, 8):
         pixels = pixels.transpose(1, 0, 2)
     if orientation in (3, 4, 7, 8):
@@ -129,8 +131,8 @@ def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 def to_rgb(image: Image.Image) -> np.ndarray:
     """Convert a Pillow image of any mode to uint8 (H, W, 3); alpha is dropped.
 
-    Dropping alpha and the CMYK formula are Pillow's ``convert("RGB")``, which torchvision's
-    image folders use too, so that figures stay comparable.
+    Alpha and CMYK are handled by Pillow's ``convert("RGB")``. torchvision's image folders use it
+    too, so results stay comparable.
     """
     if image.mode.startswith("I") or image.mode == "F":
         return _gray_to_rgb(_to_8_bit(np.asarray(image), deep=True))
@@ -140,11 +142,19 @@ def to_rgb(image: Image.Image) -> np.ndarray:
 
 
 def from_array(array: np.ndarray, channels: int = 3) -> np.ndarray:
-    """Convert an array (H, W), (H, W, 1|3|4) or (1|3|4, H, W) of numbers to uint8 (H, W, 3).
+    """Convert an array of numbers to an image, uint8 (H, W, C).
 
-    Floats are taken to span [0, 1], or [0, 255] where they go beyond 1, integers [0, 65535], or
-    [0, 255] where they do not go beyond that and have other than 16 bits; a fourth channel is
-    dropped. For other ``channels`` (H, W, channels), of an array with as many. Raises ValueError.
+    Floats are assumed to be in [0, 1], or in [0, 255] if one is above 1. Integers of 16 bits are
+    assumed to be in [0, 65535]; other integers in [0, 255], or in [0, 65535] if one is above 255.
+    Arrays with values outside these ranges are scaled by their own range.
+
+    Args:
+        array: For three channels: (H, W), (H, W, 1|3|4) or (1|3|4, H, W); a fourth channel is
+            dropped. For other numbers: (H, W, channels) or (channels, H, W); (H, W) for one.
+        channels: Number of channels of the result.
+
+    Raises:
+        ValueError: The array has another shape.
     """
     if channels != 3:
         return _of_channels(array, channels)
@@ -162,7 +172,8 @@ def from_array(array: np.ndarray, channels: int = 3) -> np.ndarray:
 def as_picture(image: Any, channels: int = 3) -> np.ndarray:
     """Convert a Pillow image, an array or a torch tensor to uint8 (H, W, C).
 
-    Raises ValueError for one with another number of channels.
+    Raises:
+        ValueError: It is not an image, or has another number of channels.
     """
     if isinstance(image, Image.Image):
         pixels = to_rgb(image) if channels == 3 else from_array(np.asarray(image), channels)
@@ -189,10 +200,11 @@ def _gray_to_rgb(gray: np.ndarray) -> np.ndarray:
 
 
 def _to_8_bit(array: np.ndarray, *, deep: bool = False) -> np.ndarray:
-    """Scale floats by 1 or 255, integers by their 16 bits; anything wider by its own range.
+    """Scale numbers to uint8; ``from_array`` describes the assumed ranges.
 
-    Integers of other types may well hold bytes, and are bytes where they all could be one; not
-    those of files that are ``deep``, which Pillow gives as 32 bits.
+    Integers that do not have 16 bits often hold 8-bit values, so they are taken as such if all
+    values fit. With ``deep``, they are never taken as such: Pillow returns the pixels of deep files
+    as 32 bits.
     """
     if array.dtype == np.bool_:
         return array.astype(np.uint8) * 255
@@ -213,7 +225,7 @@ def _refuse_bomb(size: tuple[int, int], max_pixels: int) -> None:
 
 
 def _refuse_scans(data: bytes) -> None:
-    """Raise if a JPEG has too many scans; the decoder passes over the image for each."""
+    """Raise ValueError if a JPEG has too many scans, as each one is a pass over the image."""
     if _count_marks(data) <= POLICY.max_scans:
         return
     scans = _count_scans(data)
@@ -222,7 +234,7 @@ def _refuse_scans(data: bytes) -> None:
 
 
 def _count_marks(data: bytes) -> int:
-    """Return how often _SCAN occurs, also behind the image; ``data.count`` is slower."""
+    """Count _SCAN, also after the end of the image; faster than ``data.count``."""
     values = np.frombuffer(data, np.uint8)
     pieces = (values[first : first + _PIECE + 1] for first in range(0, len(values), _PIECE))
     first, second = _SCAN
@@ -230,7 +242,7 @@ def _count_marks(data: bytes) -> int:
 
 
 def _count_scans(data: bytes) -> int:
-    """Return the number of scans of a JPEG up to its end marker: phones append whole videos."""
+    """Count the scans of a JPEG up to its end marker, after which phones may append videos."""
     scans, found = 0, _MARKER.search(data, 2)
     while found is not None and found[0] != _END:
         scans += found[0] == _SCAN
@@ -241,9 +253,9 @@ def _count_scans(data: bytes) -> int:
 
 @contextmanager
 def _pixel_limit(max_pixels: int) -> Iterator[None]:
-    """Set Pillow's limit for decompression bombs, and silence its warnings in workers.
+    """Context manager that sets Pillow's limit for decompression bombs and silences warnings.
 
-    Pillow raises above twice ``MAX_IMAGE_PIXELS`` and warns above it.
+    Pillow warns above ``MAX_IMAGE_PIXELS`` and raises above twice as many.
     """
     before = Image.MAX_IMAGE_PIXELS
     Image.MAX_IMAGE_PIXELS = (max_pixels + 1) // 2

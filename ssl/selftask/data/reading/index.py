@@ -1,10 +1,10 @@
-"""Lists of paths on disk: written once, then mapped by every run, rank and worker.
+"""Index files with lists of paths: written once, then memory-mapped by all runs and workers.
 
-A file of a list of N paths holds a few arrays behind a short header. Opening it reads the header
-and nothing else, so that a million paths are open in less than a millisecond and cost a process no
-memory of its own: the pages are those of the file, shared by all who look at them.
+An index file has a short header, followed by a few arrays. Only the header is read when it is
+opened: this takes less than a millisecond for a million paths. The arrays take no private memory,
+because all processes share the pages of the file.
 
-Where it cannot be written, the same arrays stay in memory.
+If the file cannot be written, the same arrays stay in memory.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from selftask.errors import UserError
 from selftask.files.cache_dir import cache_path, take_lock
 from selftask.logs import get_logger
 
-MIN_INDEXED = 20_000  # paths; shorter lists are not saved
-UNSURE = -1  # a modification time that equals no other, for what has just changed
+MIN_INDEXED = 20_000  # shortest list, in paths, that is saved
+UNSURE = -1  # in place of a modification time that is too recent; equals no other time
 MAGIC = b"selftask paths 3"
 _ALIGN = 64  # bytes
-_GRANULE_S = 3.0  # the coarsest clock of a file system, with a margin
+_GRANULE_S = 3.0  # resolution of the coarsest file system clock, with a margin
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Index:
-    """A list of paths with labels and other arrays.
+    """List of paths with labels and other arrays.
 
-    ``paths`` and ``labels`` are all that training needs; ``arrays`` and ``header`` also say when
-    things were looked at, for the next run to see what has changed since.
+    Training needs only ``paths`` and ``labels``. ``arrays`` and ``header`` also hold modification
+    times, by which the next run finds changes.
     """
 
-    header: dict[str, Any]  # "num_folders" and keys of the kind of list
-    arrays: dict[str, np.ndarray]  # those of PathTable, "labels" if known, and others
-    file: Path | None = None  # that they are mapped from
+    header: dict[str, Any]  # "num_folders", and keys that depend on the kind of list
+    arrays: dict[str, np.ndarray]  # arrays of PathTable, "labels" if known, and others
+    file: Path | None = None  # file that the arrays are mapped from
 
     def __len__(self) -> int:
         return len(self.arrays["offsets"]) - 1
@@ -62,7 +62,7 @@ class Index:
 
     @property
     def labels(self) -> np.ndarray | None:
-        """Labels, int64 (N,), -1: none; None if no path has a label."""
+        """Labels, int64 (N,), -1 for a path without one; None if no path has a label."""
         return self.arrays.get("labels")
 
     @property
@@ -75,12 +75,12 @@ class Index:
 
     @property
     def num_folders(self) -> int:
-        """Number of folders with at least one of the files."""
+        """Number of folders that hold at least one of the files."""
         return int(self.header["num_folders"])
 
 
 class StoredPaths(PathTable):
-    """Paths in an index file; pickled as the name of the file, which the receiver maps."""
+    """Paths in an index file; pickled as the file name, and mapped again when unpickled."""
 
     def __init__(self, index: Index) -> None:
         self.__dict__.update(PathTable.of_arrays(index.arrays).__dict__)
@@ -109,7 +109,7 @@ def index_file(kind: str, path: str, *more: str) -> Path:
 
 
 def load(file: Path) -> Index | None:
-    """Map the index in a file; None if it is missing or unreadable."""
+    """Memory-map the index in a file; returns None if it is missing or unreadable."""
     try:
         with open(file, "rb") as stream:
             start = stream.read(len(MAGIC) + 8)
@@ -123,14 +123,14 @@ def load(file: Path) -> Index | None:
                 for name, (kind, count, offset) in header.pop("arrays").items()
             }
     except (OSError, ValueError, KeyError):
-        return None  # of another version, or damaged: it is made again
+        return None  # missing, of another version, or damaged: the caller makes it again
     return Index(header, arrays, file)
 
 
 def save(index: Index, file: Path) -> Index:
-    """Write the index and map it; if it cannot be written, warn once and keep it in memory.
+    """Write the index and memory-map it; if it cannot be written, warn and keep it in memory.
 
-    Whoever reads at the same time sees the old file or the new one, whole.
+    The file is replaced atomically: other processes see either the old or the new file.
     """
     stamped = replace(index, header={**index.header, "stamp": secrets.token_hex(8)})
     try:
@@ -159,7 +159,7 @@ def save(index: Index, file: Path) -> Index:
 
 
 def _write(stream: Any, index: Index) -> None:
-    """Write magic, header length, header, and arrays aligned to _ALIGN bytes."""
+    """Write magic number, length of the header, header, and arrays aligned to _ALIGN bytes."""
     table: dict[str, tuple[str, int, int]] = {}
     end = 0
     arrays = {name: np.ascontiguousarray(array) for name, array in index.arrays.items()}
@@ -179,10 +179,13 @@ def _write(stream: Any, index: Index) -> None:
 
 @contextlib.contextmanager
 def only_one(file: Path) -> Iterator[bool]:
-    """Context for making ``file``: True if nobody else does, False after the other ended.
+    """Context manager for making ``file`` in only one process at a time.
 
-    The lock is the kernel's and ends with its process. Where there are no locks (some network file
-    systems), or no writing, everybody is alone.
+    The lock belongs to the kernel and ends with its process. If the file system has no locks (some
+    network file systems) or is read-only, all processes get True.
+
+    Yields:
+        True if no other process makes the file; False, after waiting, if one did.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -190,18 +193,18 @@ def only_one(file: Path) -> Iterator[bool]:
             lock = stack.enter_context(open(file.with_suffix(".lock"), "w"))
             alone = take_lock(lock)
         except OSError:
-            alone = True  # as said above
+            alone = True  # no locks or no writing, see above
         if not alone:
             say("waiting for another process, which lists the same images")
             while not take_lock(lock):
-                with activity("waiting for the list of images"):  # which may take longer than
-                    time.sleep(0.1)  # a process without signs of life is given
+                with activity("waiting for the list of images"):  # a sign of life, as the wait
+                    time.sleep(0.1)  # may be longer than the hang timeout
         yield alone
 
 
 def settled(mtime_ns: int, looked_ns: int) -> int:
     """Return the modification time to save; UNSURE if it is too recent to be reliable.
 
-    Clocks of file systems are coarse: a second change within the same tick would not show.
+    Clocks of file systems are coarse: a second change within the same tick has the same time.
     """
     return mtime_ns if looked_ns - mtime_ns > _GRANULE_S * 1e9 else UNSURE

@@ -1,7 +1,7 @@
-"""Text files with one path a line, optionally a label after a tab; read once, then mapped.
+"""Text files with one path per line and optional labels; read once, then memory-mapped.
 
-The file is read piece by piece. A piece without labels, blank lines or spaces at the end of a line,
-as most are, is taken as it stands: no line of it becomes an object of python's.
+A label follows the path after a tab. The file is read in pieces. Most pieces have no labels, blank
+lines or spaces at the end of a line. These are used unchanged, without a Python object per line.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ _NOT_PLAIN = re.compile(rb"\t|[ \r\x0b\x0c]\n|\n\n|^\n")
 def read_list(path: str) -> Index:
     """Return the paths and labels of a text file, from its index if the file has not changed.
 
-    ``header["first_line"]`` is the number of the line of the first path, from 1. Raises UserError
-    where only some lines have a label, and for a file that cannot be read.
+    ``header["first_line"]`` is the line number of the first path, counted from 1.
+
+    Raises:
+        UserError: Only some lines have a label, or the file cannot be read.
     """
     try:
         return _read_list(path)
@@ -68,9 +70,9 @@ class _Reading:
     def __init__(self, path: str) -> None:
         self._path = path
         self._line = 0  # lines read so far
-        self._first_line = 0  # with a path; 0: none yet
-        self._has_labels = False  # whether the first path has one
-        self._numbers: dict[bytes, int] = {}  # of labels, by first occurrence
+        self._first_line = 0  # first line with a path; 0: none yet
+        self._has_labels = False  # whether the first path has a label
+        self._numbers: dict[bytes, int] = {}  # number of each label, by first occurrence
         self._labels: list[np.ndarray] = []
         self._folders: set[bytes] = set()
 
@@ -79,7 +81,7 @@ class _Reading:
         joined = bytearray()
         with stage("scan") as line, open(self._path, "rb") as file:
             progress = ScanProgress(self._path, line)
-            if file.read(len(BOM_UTF8)) != BOM_UTF8:  # which some editors write
+            if file.read(len(BOM_UTF8)) != BOM_UTF8:  # byte order mark, which some editors write
                 file.seek(0)
             for piece in _pieces(file):
                 paths = self._take_lines(piece) if _NOT_PLAIN.search(piece) else self._take(piece)
@@ -104,7 +106,7 @@ class _Reading:
         return piece
 
     def _take_lines(self, piece: bytes) -> bytes:
-        """Parse a piece line by line; returns its paths, each with a newline."""
+        """Parse a piece line by line, and return its paths, each followed by a newline."""
         paths, labels = [], []
         for line in piece.split(b"\n")[:-1]:
             self._line += 1
@@ -128,7 +130,7 @@ class _Reading:
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the file in pieces of whole lines; the last one ends with a newline too."""
+    """Yield the file in pieces of whole lines; the last piece also ends with a newline."""
     rest = b""
     while piece := file.read(PIECE):
         whole, newline, piece = piece.rpartition(b"\n")
@@ -148,7 +150,8 @@ def _are_numbers(labels: Iterable[bytes]) -> bool:
 def _label_values(numbers: dict[bytes, int]) -> np.ndarray:
     """Return the class number of each label, in order of first occurrence.
 
-    It is the label itself if all are non-negative integers, else its place in sorted order.
+    If all labels are non-negative integers, they are the class numbers. Otherwise the class number
+    of a label is its index in sorted order.
     """
     labels = sorted(numbers)
     values = np.zeros(len(labels), dtype=np.int64)

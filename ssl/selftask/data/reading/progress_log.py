@@ -9,13 +9,13 @@ from selftask.logs import LOGGER, get_logger
 from selftask.logs.stages import Stage
 from selftask.logs.verbosity import is_quiet
 
-_EVERY_S = 5.0  # between two messages of one scan
+_EVERY_S = 5.0  # seconds between two messages of one scan
 
 log = get_logger(__name__)
 
 
 def say(text: str) -> None:
-    """Log a line; it goes to the terminal if no run has opened a log."""
+    """Log a line, or print it to stderr if no run has opened a log."""
     if LOGGER.handlers:
         log.info("data: %s", text)
     elif not is_quiet():
@@ -26,8 +26,8 @@ class ScanProgress:
     """Shows how many paths have been found; used by several threads.
 
     Args:
-        where: The scanned folder or file.
-        line: Its live line. If it is not drawn, a line is logged from time to time.
+        where: The folder or file that is scanned.
+        line: Live line in the terminal. If it is not drawn, a line is logged every few seconds.
     """
 
     def __init__(self, where: str, line: Stage) -> None:
@@ -37,7 +37,7 @@ class ScanProgress:
         self._started = self._said = time.monotonic()
 
     def add(self, images: int, folders: int = 0) -> None:
-        """Add to the counts, without a lock: races may lose some, in a message only."""
+        """Add to the counts. There is no lock: races may lose counts, but only in messages."""
         self._images += images
         self._folders += folders
         self._line.update(self._images, f"images in {self._where}")

@@ -1,8 +1,8 @@
-"""List all images below a folder, with many threads and in a fixed order.
+"""Listing of all images below a folder, with many threads and in a fixed order.
 
-The order is that of folders by their path, and of files by their name in each: bytes, whatever the
-language of the machine. When the folder was scanned before, only those folders are read again whose
-time of change is another; the others are asked for that time, and no more.
+Folders are sorted by path, and files by name within a folder. Bytes are compared, so the order does
+not depend on the locale. If the folder was scanned before, only folders whose modification time has
+changed are read again; of the others, only the modification time is read.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from selftask.errors import UserError
 from selftask.logs.stages import stage
 
 THREADS = 16  # for network file systems, which answer in parallel
-_REAL, _LINK, _ALIAS = 0, 1, 2  # how a folder is reached; an alias is counted by its other path
+_REAL, _LINK, _ALIAS = 0, 1, 2  # how a folder is reached; an alias is listed by its other path
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """The content of one folder, without hidden names."""
+    """Content of one folder, without hidden names."""
 
     path: bytes  # relative to the root, which is b""
     mtime_ns: int
@@ -41,7 +41,7 @@ class Folder:
     names: bytes = b""  # of the images, sorted, each followed by b"/"
     count: int = 0
     folders: tuple[bytes, ...] = ()  # paths of its subfolders
-    links: tuple[bytes, ...] = ()  # of links to folders
+    links: tuple[bytes, ...] = ()  # paths of links to folders
     passed_over: tuple[tuple[str, int], ...] = ()  # extension, number of files
     ident: tuple[int, int] = field(default=(0, 0))  # device and inode
 
@@ -49,8 +49,10 @@ class Folder:
 def scan_folder(root: str, extensions: Sequence[str]) -> Index:
     """Return the images below ``root``, from its index if that is up to date.
 
-    Links to folders are followed, each folder once. Raises UserError for a folder that may not be
-    read: what is in it would be missing without anybody noticing.
+    Links to folders are followed, but each folder is listed once.
+
+    Raises:
+        UserError: A folder cannot be read. Otherwise its images would be missing unnoticed.
     """
     file = store.index_file("folder", root, *extensions)
     known = store.load(file)
@@ -75,10 +77,15 @@ def scan_folder(root: str, extensions: Sequence[str]) -> Index:
 def walk(
     root: str, endings: tuple[bytes, ...], known: Mapping[bytes, Folder] | None = None
 ) -> Iterator[list[Folder]]:
-    """Return all folders, level by level, then those behind links.
+    """Yield all folders level by level, then those behind links.
 
-    A folder that is reached in several ways counts under the first: real folders before links, then
-    by path. ``known`` ones are taken as they are if they have not changed.
+    A folder that is reached by several paths counts for the first one. Real folders come before
+    links, then the order is by path.
+
+    Args:
+        root: Top folder.
+        endings: Endings of image files, in lower case.
+        known: Folders of an earlier scan by path; those that have not changed are not read again.
     """
     seen: set[tuple[int, int]] = set()
     frontier: list[tuple[bytes, int]] = [(b"", _REAL)]
@@ -121,7 +128,7 @@ class _Looker:
         self._known = known
 
     def map_images(self, places: list[tuple[bytes, int]]) -> list[Folder]:
-        """List these folders; removed ones are left out."""
+        """List these folders; folders that were removed meanwhile are left out."""
         looked = (self._look_at(path, kind) for path, kind in places)
         return [folder for folder in looked if folder is not None]
 
@@ -137,13 +144,13 @@ class _Looker:
             mtime_ns = settled(status.st_mtime_ns, started)
             return self._read(where, Folder(path, mtime_ns, kind, ident=ident))
         except (FileNotFoundError, NotADirectoryError):
-            return None  # removed since its name was read
+            return None  # removed after its name was read
         except OSError as error:
             shown = os.fsdecode(where)
             raise UserError(f"data: cannot look into {shown}: {error.strerror}") from error
 
     def _read(self, where: bytes, folder: Folder) -> Folder:
-        """List a folder by names and kinds only; no file is opened."""
+        """List a folder without opening its files."""
         start = folder.path + b"/" if folder.path else b""
         names: list[bytes] = []
         folders: list[bytes] = []
@@ -180,7 +187,7 @@ def _is_folder(entry: os.DirEntry[bytes]) -> bool:
 
 
 def _assemble(found: list[Folder]) -> Index:
-    """Build the index of these folders, given in any order."""
+    """Build the index of these folders, which may be in any order."""
     found = sorted(found, key=lambda folder: folder.path)
     counts = np.array([folder.count for folder in found], dtype=np.int64)
     names = np.frombuffer(b"".join(folder.names for folder in found), dtype=np.uint8)
@@ -203,7 +210,10 @@ def _assemble(found: list[Folder]) -> Index:
 
 
 def _top_folder_labels(found: list[Folder]) -> np.ndarray | None:
-    """Return a label for each folder: the rank of its top folder by name; None if all share one."""
+    """Return the label of each folder, which is the rank of its top folder by name.
+
+    None if fewer than two top folders have images.
+    """
     tops = [folder.path.partition(b"/")[0] for folder in found]
     used = {top for top, folder in zip(tops, found, strict=True) if folder.count and top}
     if len(used) < 2:
@@ -213,7 +223,7 @@ def _top_folder_labels(found: list[Folder]) -> np.ndarray | None:
 
 
 def _is_current(root: str, index: Index) -> bool:
-    """Return whether no folder of the index has changed since."""
+    """Return whether no folder of the index has changed since the scan."""
     places = [os.path.join(os.fsencode(root), path) for path in _folder_paths(index)]
     parts = [
         (places[first::THREADS], index.arrays["mtimes"][first::THREADS]) for first in range(THREADS)
@@ -237,7 +247,7 @@ def _folder_paths(index: Index) -> list[bytes]:
 
 
 def _rows(index: Index | None) -> dict[bytes, Folder]:
-    """Return the folders of an index by path, as found by ``walk``."""
+    """Return the folders of an index by path, as ``walk`` returned them."""
     if index is None:
         return {}
     paths = _folder_paths(index)

@@ -17,7 +17,7 @@ ARCHIVES = frozenset(
 
 
 def kind_of(name: str) -> str | None:
-    """Return the extension of a file that is passed over, such as ``.heic``, or None."""
+    """Return the extension of a file that is skipped, such as ``.heic``; None for other files."""
     start, extension = os.path.splitext(name.lower())
     if start.endswith(".tar"):
         extension = f".tar{extension}"
@@ -25,7 +25,7 @@ def kind_of(name: str) -> str | None:
 
 
 def describe(counts: Mapping[str, int]) -> str:
-    """Return ``12 .heic, 3 .zip passed over (convert images to JPEG or PNG, unpack archives)``."""
+    """Return a text such as ``12 .heic, 3 .zip passed over (...)``, with advice in brackets."""
     most_first = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     listed = ", ".join(f"{number} {extension}" for extension, number in most_first)
     advice = []

@@ -1,4 +1,4 @@
-"""Parts of files that are local or at an address (``s3://``, ``hf://``, ``https://``)."""
+"""Find files and read parts of them, local or remote (``s3://``, ``hf://``, ``https://``)."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ from selftask.files import addresses
 from selftask.files.addresses import is_remote
 from selftask.files.paths import exists
 
-MAX_OPEN = 64  # local files that a process keeps open: opening is slow on network file systems
-_OPEN: OrderedDict[str, io.FileIO] = OrderedDict()  # of this process, least recently used first
+MAX_OPEN = 64  # local files a process keeps open, as opening is slow on network file systems
+_OPEN: OrderedDict[str, io.FileIO] = OrderedDict()  # of this process; least recently used first
 
 
 class FileStat(NamedTuple):
-    """A file, its size and a stamp that changes with its content."""
+    """Path and size of a file, and a stamp that changes with its content."""
 
     path: str
-    size: int  # bytes; -1 if the store does not say
-    stamp: str  # time of the last change, or an ETag
+    size: int  # bytes; -1 if the store does not report it
+    stamp: str  # modification time, or an ETag
 
 
 def find_files(patterns: list[str], key: str) -> list[FileStat]:
     """Return the files of all patterns, in the order of the patterns and sorted within each.
 
     Args:
-        key: The config key that error messages name.
+        patterns: Paths, addresses or patterns of them.
+        key: Config key for error messages.
 
     Raises:
-        UserError: A pattern matches nothing, or a file does not exist.
+        UserError: A pattern matches nothing, a file does not exist, or a file is found twice.
     """
     found: list[FileStat] = []
     for pattern in patterns:
@@ -53,12 +54,12 @@ def find_files(patterns: list[str], key: str) -> list[FileStat]:
 
 
 def open_file(path: str) -> BinaryIO:
-    """Open a file for reading and seeking; the caller closes it."""
+    """Open a local or remote file for reading and seeking; the caller must close it."""
     return addresses.open_read(path) if is_remote(path) else open(path, "rb")
 
 
 def read_part(path: str, offset: int, size: int, name: str) -> bytes:
-    """Read ``size`` bytes of a file from ``offset`` on. Raises BadImage, naming ``name``."""
+    """Read ``size`` bytes of a file from ``offset`` on; raises BadImage about ``name``."""
     now_reading(name)
 
     try:
@@ -81,7 +82,7 @@ def read_part(path: str, offset: int, size: int, name: str) -> bytes:
 
 
 def _opened(path: str) -> io.FileIO:
-    """Return the file, kept open. One that is evicted closes when its last reader is done."""
+    """Return the file, which stays open. An evicted file is closed after its last reader ends."""
     file = _OPEN.pop(path, None) or io.FileIO(path)
     _OPEN[path] = file
     if len(_OPEN) > MAX_OPEN:
@@ -101,7 +102,7 @@ def _find_local(pattern: str, key: str) -> list[FileStat]:
 
 
 def stat_file(path: str, key: str) -> FileStat:
-    """Return the FileStat of a local file. Raises UserError, naming ``key``, if there is none."""
+    """Return the FileStat of a local file; raises UserError about ``key`` if there is none."""
     try:
         status = os.stat(path)
     except OSError as error:
@@ -118,7 +119,7 @@ def _find_remote(pattern: str, key: str) -> list[FileStat]:
             files = addresses.find(address, pattern=is_pattern(address))
         except UserError as error:
             raise UserError(f"{key}: {error}") from error
-        except Exception as error:  # each handler has errors of its own
+        except Exception as error:  # each file system raises its own errors
             reason = addresses.reason_of(error)
             raise UserError(f"{key}: {address} cannot be read: {reason}") from error
         if not files:

@@ -1,4 +1,4 @@
-"""Index of the images in tar files: made once, saved in the cache folder, then mapped."""
+"""Index of the images in tar files: made once, saved in the cache folder, memory-mapped."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from selftask.errors import UserError, nearest
 from selftask.files.cache_dir import cache_folder, locked
 from selftask.logs.stages import staged
 
-THREADS = 8  # read headers at the same time
+THREADS = 8  # that read headers at the same time
 VERSION = 2  # of the file format; other versions are ignored
-MAX_LABEL = 1 << 20  # bytes of a member that holds a label
+MAX_LABEL = 1 << 20  # bytes of a member with a label; larger members are ignored
 IMAGE_NAMES = (*(name.removeprefix(".") for name in EXTENSIONS), "npy")
 _ARRAYS = ("shards", "offsets", "sizes", "labels", "name_ends", "names")
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The members of a sample to read: extensions of its image and its label."""
+    """Which members of a sample to read: the extensions of its image and its label."""
 
-    image: str | None  # none: the first image
-    label: str | None  # `cls`, or `json.FIELD`
+    image: str | None  # None: the first image
+    label: str | None  # an extension such as `cls`, or `json.FIELD`; None: no labels
 
 
 @dataclass
 class TarIndex:
-    """One row per image, in the order of the shards; all arrays are mapped from a file."""
+    """Index with one row per image, in the order of the shards; arrays are memory-mapped."""
 
     shards: np.ndarray  # (N,) int32
     offsets: np.ndarray  # (N,) int64, bytes
     sizes: np.ndarray  # (N,) int64, bytes
     labels: np.ndarray  # (N,) int64, -1: none
-    name_ends: np.ndarray  # (N,) int64, into names
-    names: np.ndarray  # uint8
-    damaged: list[tuple[int, int]]  # shard, and byte from which it is unreadable
+    name_ends: np.ndarray  # (N,) int64, end of each name in ``names``
+    names: np.ndarray  # uint8, all names of members, concatenated
+    damaged: list[tuple[int, int]]  # number of a shard, and byte from which it is unreadable
     passed_over: dict[str, int]  # image-like members that are not read, by extension
 
     def __len__(self) -> int:
@@ -69,16 +69,18 @@ class _Shard:
 
     members: list[Member] = field(default_factory=list)
     labels: list[str | None] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)  # extensions and fields of json
+    seen: set[str] = field(default_factory=set)  # extensions of members, and fields of json members
     damaged: int | None = None
     passed_over: Counter[str] = field(default_factory=Counter)
 
 
 def open_index(shards: list[FileStat], wanted: Wanted) -> Path:
-    """Return the folder of the index of these shards; it is made if missing.
+    """Return the folder of the index of these shards; make the index if it is missing.
 
-    It belongs to their paths, sizes and times: when one changes, there is a new index. Raises
-    UserError for shards without images, or without the label that is wanted.
+    The index depends on their paths, sizes and stamps: if one changes, a new index is made.
+
+    Raises:
+        UserError: The shards have no images, or none of the requested labels.
     """
     described = [VERSION, wanted.image, wanted.label, [tuple(shard) for shard in shards]]
     digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:24]
@@ -91,7 +93,7 @@ def open_index(shards: list[FileStat], wanted: Wanted) -> Path:
 
 
 def map_index(folder: Path) -> TarIndex:
-    """Map the index in a folder; processes share its memory."""
+    """Memory-map the index in a folder; processes share the memory."""
     mapped = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
     arrays = {name: array.view(np.ndarray) for name, array in mapped.items()}  # faster to index
     more = json.loads((folder / "index.json").read_text())
@@ -135,7 +137,7 @@ def _read_shard(shard: FileStat, wanted: Wanted) -> _Shard:
             for member in walk(file, shard.path):
                 key, extension = split_name(member.name)
                 if key.endswith("/") or not key:
-                    continue  # a hidden file, such as those of macOS
+                    continue  # a hidden file, as macOS adds
                 if key != sample:
                     finish()
                     sample, image, label = key, None, None
@@ -155,7 +157,7 @@ def _read_shard(shard: FileStat, wanted: Wanted) -> _Shard:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split a member into key and extension like WebDataset: ``a/b.left.PNG`` -> a/b, left.png."""
+    """Split a name into key and extension like WebDataset: ``a/b.left.PNG`` -> a/b, left.png."""
     folder, slash, file = name.rpartition("/")
     key, _, extension = file.partition(".")
     return f"{folder}{slash}{key}", extension.lower()
@@ -166,7 +168,7 @@ def _is_image(extension: str, wanted: Wanted) -> bool:
 
 
 def _read_label(file: BinaryIO, member: Member, wanted: str, seen: set[str]) -> str | None:
-    """Return the label in a member: its text, or a field of its json; None if there is none."""
+    """Return the label in a member, its text or a field of its json; None if it has none."""
     if member.size > MAX_LABEL:
         return None
     file.seek(member.offset)
@@ -196,7 +198,7 @@ def _check_found(shards: list[FileStat], parts: list[_Shard], wanted: Wanted) ->
             f"data: no images in {len(shards)} tar files, the first {shards[0].path}: looked for "
             f"{looked_for}; there are {there or 'no members'}"
         )
-    if wanted.label in (None, "cls"):  # cls: the default, optional
+    if wanted.label in (None, "cls"):  # cls is the default and may be missing
         return
     if not any(label is not None for part in parts for label in part.labels):
         known = [name for name in seen if name not in IMAGE_NAMES]
@@ -206,7 +208,7 @@ def _check_found(shards: list[FileStat], parts: list[_Shard], wanted: Wanted) ->
 
 
 def _write(folder: Path, index: TarIndex) -> None:
-    """Write all files atomically, as other processes may look for them."""
+    """Write all files atomically, as other processes may read them at the same time."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
     try:

@@ -1,4 +1,4 @@
-"""List the members of a tar file from its headers, without reading their content."""
+"""Listing of the members of a tar file from its headers, without reading their content."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Member(NamedTuple):
     """A regular file in a tar."""
 
     name: str
-    offset: int  # of its content, in bytes
+    offset: int  # start of its content, in bytes
     size: int
 
 
 class Damaged(Exception):
-    """A damaged header; the members before it are valid."""
+    """Raised at a damaged header; the members before it are valid."""
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
@@ -36,8 +36,11 @@ class Damaged(Exception):
 def walk(file: BinaryIO, path: str) -> Iterator[Member]:
     """Yield the regular files of a tar in order: ustar, GNU's long names and pax.
 
-    Ends quietly where the file ends, also within the content of a member. Raises UserError for a
-    compressed file, in which nothing can be found without reading all, and Damaged.
+    Iteration ends without error at the end of the file, also within the content of a member.
+
+    Raises:
+        UserError: The file is compressed, so that members cannot be found without reading it all.
+        Damaged: A header is damaged.
     """
     offset = 0
     long_name: str | None = None
@@ -54,7 +57,7 @@ def walk(file: BinaryIO, path: str) -> Iterator[Member]:
             raise Damaged(offset)
         kind, size = header[156], _size(header, offset)
         content = offset + BLOCK
-        if kind in b"xL":  # about the next member
+        if kind in b"xL":  # about the next member: pax records or a long name
             if size > MAX_TEXT:
                 raise Damaged(offset)
             text = _read(file, content, size)
@@ -62,7 +65,7 @@ def walk(file: BinaryIO, path: str) -> Iterator[Member]:
                 long_name = _text(text)
             else:
                 pax = _pax_records(text)
-        elif kind not in b"gK":  # about all members, or the target of a link: ignored
+        elif kind not in b"gK":  # about all members, or the long target of a link: ignored
             size = _number(pax["size"], 10, offset) if "size" in pax else size
             if kind in _FILES:
                 yield Member(pax.get("path") or long_name or _name(header), content, size)
@@ -85,7 +88,7 @@ def _is_header(header: bytes) -> bool:
 
 
 def _size(header: bytes, offset: int) -> int:
-    if header[124] & 0x80:  # 8 GiB and more, in base 256; 0xff begins a negative number
+    if header[124] & 0x80:  # base 256, for 8 GiB and more; 0xff starts a negative number
         size = int.from_bytes(header[124:136], "big") - (0x80 << 88)
         if size > MAX_SIZE:
             raise Damaged(offset)

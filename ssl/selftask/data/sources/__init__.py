@@ -1,1 +1,1 @@
-"""Where images come from, registered by name; nothing here imports torch."""
+"""Sources of images, registered by name; nothing here imports torch."""

@@ -18,25 +18,25 @@ from selftask.files.addresses import fetch
 from selftask.files.paths import is_file
 from selftask.registry import register_source
 
-_LABELS = "labels"  # the default key, optional
+_LABELS = "labels"  # default key, which may be missing
 
 
 @register_source("array")
 class ArrayFile(Source):
-    """Images of one .npz or .npy file: (N, H, W), (N, H, W, C) or (N, C, H, W), any number type."""
+    """Images of a .npz or .npy file: (N, H, W), (N, H, W, C) or (N, C, H, W) of any number type."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
-        """The .npz or .npy file."""
+        """Path of the .npz or .npy file."""
         images: str = "images"
-        """Key of the images in a .npz."""
+        """Key of the images in a .npz file."""
         labels: str | None = "labels"
-        """Key of the labels in a .npz, if it is there."""
+        """Key of the labels in a .npz file; ``labels`` may be missing. Null: no labels."""
         channels: int = setting(3, min=1)
-        """Channels of each image."""
+        """Number of channels of each image."""
         extras: list[str] = field(default_factory=list)
-        """Keys in a .npz with an entry for each image: texts, further images or numbers."""
+        """Keys of a .npz file with further data of each image: texts, images or numbers."""
 
     def __init__(self, config: Config) -> None:
         self.file = str(fetch(config.path))
@@ -80,7 +80,7 @@ class ArrayFile(Source):
         return str(entry) if self.extras[name] == "text" else entry
 
     def class_names(self) -> list[str] | None:
-        """Return the labels if they are texts."""
+        """Return the class names if the labels are texts."""
         return self._classes
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class ArrayFile(Source):
         return f"{self.file}[{index}]"
 
     def describe(self) -> str:
-        """``50000 images of 32x32x3, 10 classes``."""
+        """Return a line such as ``50000 images of 32x32x3, 10 classes``."""
         shape = "x".join(map(str, self.images.shape[1:]))
         return f"{len(self)} images of {shape}, {self.describe_labels()}"
 
@@ -102,7 +102,7 @@ class ArrayFile(Source):
         return [self.file] if isinstance(self.images, np.memmap) else []
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read the staged copy from now on."""
+        """Read from the staged copy from now on."""
         if isinstance(self.images, np.memmap):
             self.images = np.load(copy_of(self.file), mmap_mode="r")
 
@@ -110,7 +110,7 @@ class ArrayFile(Source):
 def _load(
     path: str, config: ArrayFile.Config
 ) -> tuple[np.ndarray, np.ndarray | None, dict[str, np.ndarray]]:
-    """Load images, labels and extras; a .npy is mapped."""
+    """Load images, labels and extras; a .npy file is memory-mapped."""
     if not is_file(path):
         raise UserError(f"data: no such file: {path}")
     with no_traceback(f"data: {path} is not a numpy file of numbers"):
@@ -140,7 +140,7 @@ def _load(
 
 
 def _unpack(file: Any, key: str, path: str) -> np.ndarray:
-    """Load an array of a .npz; raises UserError if it does not fit into memory."""
+    """Load an array of a .npz file; raises UserError if it does not fit into memory."""
     member = key if key in file.zip.namelist() else f"{key}.npy"
     advice = "a .npy file is mapped instead of loaded"
     check_memory(file.zip.getinfo(member).file_size, f"data: {key!r} of {path}", advice)
@@ -149,7 +149,7 @@ def _unpack(file: Any, key: str, path: str) -> np.ndarray:
 
 
 def _numbers(labels: np.ndarray, file: str) -> np.ndarray:
-    """Convert labels to int64 (N,): integers are kept, texts numbered by sorted name."""
+    """Convert labels to int64 (N,): integers are kept, texts are numbered in sorted order."""
     if labels.dtype.kind in "US":
         return number_labels(labels.astype(str).tolist())
     whole = labels.astype(np.int64) if labels.dtype.kind in "biuf" else None

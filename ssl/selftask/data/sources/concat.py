@@ -1,4 +1,4 @@
-"""Several sources as one."""
+"""Concatenation of several sources."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from selftask.registry import register_source
 
 @register_source("concat")
 class Concat(Source):
-    """Sources one after another in one index space; an epoch shows some of them several times.
+    """Concatenates sources; an epoch can show the images of a source several times.
 
-    With weights [1, 3] an epoch holds each image of the first source once and each of the second
-    three times, under three indices, with draws of their own. Classes of the same name are one.
+    With weights [1, 3], an epoch has each image of the first source once and each image of the
+    second source three times. These three have different indices and independent random draws.
+    Classes of the same name are merged.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         sources: list[Any] = setting(of="sources")
-        """Sources to join, each as ``data``."""
+        """Sources to concatenate, each written like the source in ``data``."""
         weights: list[int] = setting([], min=1)
-        """Times that an epoch shows each image of a source; empty: once."""
+        """How many times an epoch shows each image of each source; empty: once."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if not self.sources:
@@ -60,7 +61,7 @@ class Concat(Source):
         self.labels = self._labels(times, names)
 
     def _labels(self, times: list[int], names: list[list[str] | None]) -> np.ndarray | None:
-        """Return the labels of all indices; None unless all sources know theirs, or have none."""
+        """Return the labels of all indices, -1 for sources without labels; None if all are -1."""
         parts = []
         for source, n, own in zip(self.sources, times, names, strict=True):
             labels = source.labels
@@ -74,7 +75,7 @@ class Concat(Source):
         return joined if (joined >= 0).any() else None
 
     def _at(self, index: int) -> tuple[Source, int]:
-        """Return the source of an index, and its index there."""
+        """Return the source of an image, and the index of the image in it."""
         if not 0 <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
         number = int(self.ends.searchsorted(index, "right"))
@@ -110,7 +111,7 @@ class Concat(Source):
         return self._classes
 
     def describe(self) -> str:
-        """``3000 images of 2 sources, 10 classes: ...``."""
+        """Return a line such as ``3000 images of 2 sources, 10 classes: ...``."""
         parts = "; ".join(source.describe() for source in self.sources)
         number = f"{len(self)} images of {len(self.sources)} sources"
         return f"{number}, {self.describe_labels()}: {parts}"
@@ -130,6 +131,6 @@ def _component(section: dict[str, Any]) -> Component:
 
 
 def _union(names: list[list[str] | None]) -> list[str] | None:
-    """Return all class names in order of appearance, None if there are none."""
+    """Return all class names in order of appearance, or None if there are none."""
     known = [own for own in names if own]
     return list(dict.fromkeys(name for own in known for name in own)) or None

@@ -1,4 +1,4 @@
-"""Map-style data sets of torchvision or of the user."""
+"""Map-style data sets from torchvision or from the user's code."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from selftask.registry import register_source
 class DatasetSource(Source):
     """Wraps a map-style data set whose items are an image or begin with (image, label).
 
-    A data set with an attribute ``extras``, as that of ``Source``, has items (image, label, extras)
-    with a dict of these.
+    If the data set has an attribute ``extras``, like that of ``Source``, its items are (image,
+    label, extras), where ``extras`` is a dict.
     """
 
     def __init__(self, dataset: Any, name: str, channels: int = 3) -> None:
@@ -54,7 +54,7 @@ class DatasetSource(Source):
         return self._picture(image, index), _as_label(label)
 
     def extra(self, index: int, name: str) -> Any:
-        """Return an entry of the dict at the end of the item."""
+        """Return an entry of the item's dict of extras; raises BadImage."""
         item = self._item(index)
         if not (isinstance(item, tuple | list) and len(item) > 2 and name in item[2]):
             raise UserError(
@@ -65,7 +65,7 @@ class DatasetSource(Source):
         return self._picture(value, index) if self.extras[name] == "image" else value
 
     def _item(self, index: int) -> Any:
-        """Return an item of the data set; the last one is cached. Raises BadImage."""
+        """Return an item of the data set; raises BadImage. With extras, the last one is cached."""
         if self.extras and self._last[0] == index:
             return self._last[1]
         now_reading(self.path(index))
@@ -91,25 +91,25 @@ class DatasetSource(Source):
         return f"{self.name}[{index}]"
 
     def describe(self) -> str:
-        """``50000 images, 10 classes (torchvision:CIFAR10)``."""
+        """Return a line such as ``50000 images, 10 classes (torchvision:CIFAR10)``."""
         classes = f"{self.num_classes} classes" if self.num_classes else "labels not known"
         return f"{len(self)} images, {classes} ({self.name})"
 
 
 @register_source("torchvision")
 class Torchvision(DatasetSource):
-    """A torchvision data set on disk; nothing is downloaded."""
+    """torchvision data set on disk; nothing is downloaded."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         dataset: str
-        """Name of the class, such as CIFAR10."""
+        """Name of torchvision's class, such as CIFAR10."""
         root: str = "data"
-        """Folder made by its download."""
+        """Folder that holds the downloaded data set."""
         split: str = "train"
-        """Split to read: train, or val or test if the class has them."""
+        """Split to read: train; val or test if the class has them."""
         args: dict[str, Any] = field(default_factory=dict)
-        """Further arguments of the class."""
+        """Further keyword arguments of the class."""
 
     def __init__(self, config: Config) -> None:
         root = os.path.expanduser(config.root)
@@ -125,11 +125,11 @@ class Custom(DatasetSource):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         dataset: str
-        """Name of the class, such as CIFAR10."""
+        """Class or function that returns the data set, as ``package.module:Dataset``."""
         args: dict[str, Any] = field(default_factory=dict)
-        """Further arguments of the class."""
+        """Keyword arguments of the class or function."""
         channels: int = setting(3, min=1)
-        """Channels of each image."""
+        """Number of channels of each image."""
 
     def __init__(self, config: Config) -> None:
         factory = import_object(config.dataset, "data.dataset")
@@ -190,7 +190,7 @@ def _known_labels(dataset: Any) -> np.ndarray | None:
 
 
 def _as_label(label: Any) -> int:
-    """Convert a number of any type to int; -1 for boxes, captions and others."""
+    """Convert an integer of any type to int; other labels, such as boxes or captions, to -1."""
     array = np.asarray(label) if not isinstance(label, str | dict | list | tuple) else None
     if array is None or array.size != 1 or not np.issubdtype(array.dtype, np.integer):
         return NO_LABEL

@@ -1,4 +1,4 @@
-"""The handwritten digits of scikit-learn, which need no download."""
+"""Handwritten digits of scikit-learn, which need no download."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from selftask.data.source import Source
 from selftask.errors import UserError
 from selftask.registry import register_source
 
-NUM_VAL = 450  # the last ones, by other writers
+NUM_VAL = 450  # the last digits of the file, by other writers
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 WORDINGS = ("a handwritten {}", "the digit {}", "{}, written by hand", "a photo of the number {}")
 INK_LEVELS = 16  # the file holds 8x8 counts of 0..16
@@ -27,15 +27,15 @@ INK_LEVELS = 16  # the file holds 8x8 counts of 0..16
 class Digits(Source):
     """scikit-learn's 1797 handwritten digits as RGB images, bright strokes on black.
 
-    Read from the package's own file; scikit-learn itself is not imported (it takes a second).
+    They are read from a file of the package. scikit-learn is not imported, as that takes a second.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         split: Literal["train", "val"] = "train"
-        """First 1347 digits, or the last 450, by other writers."""
+        """train: the first 1347 digits; val: the last 450, by other writers."""
         size: int = setting(32, min=1, max=4096)
-        """Height and width, in pixels; scaled from 8 by bicubic interpolation."""
+        """Height and width, in pixels; the 8x8 images are enlarged by bicubic interpolation."""
         captions: bool = False
         """Whether samples have captions such as "a handwritten three"."""
 
@@ -57,7 +57,7 @@ class Digits(Source):
         return from_array(self.images[index]), int(self.labels[index])
 
     def extra(self, index: int, name: str) -> str:
-        """Return the caption, in one of a few wordings."""
+        """Return the caption; the wording depends on the index."""
         word = WORDS[self.labels[index]]
         return WORDINGS[(self.first + index) % len(WORDINGS)].format(word)
 
@@ -65,7 +65,7 @@ class Digits(Source):
         return f"digits.csv.gz:{self.first + index + 1}"
 
     def describe(self) -> str:
-        """``1347 images of 32x32, 10 classes (handwritten digits, train)``."""
+        """Return ``1347 images of 32x32, 10 classes (handwritten digits, train)``, for example."""
         shape = f"{self.size}x{self.size}"
         return f"{len(self)} images of {shape}, 10 classes (handwritten digits, {self.split})"
 

@@ -28,12 +28,12 @@ EXTENSIONS = (
     *(".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".jp2", ".avif"),
 )
-MAX_HEADERS = 5_000  # larger sets are not checked at the start, as it takes seconds
+MAX_HEADERS = 5_000  # larger sets are not checked at the start, as that takes seconds
 HIDDEN = re.compile(r"(^|/)\.")  # a file or folder whose name begins with a dot
 
 
 class FileSource(Source):
-    """Images in files below ``root``; base of folders and lists."""
+    """Base class of sources whose images are files below ``root``."""
 
     root: str
     paths: PathTable  # relative to root, or absolute
@@ -45,7 +45,7 @@ class FileSource(Source):
         return len(self.paths)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without labels of an index file, which the receiver maps."""
+        """Leave out labels of an index file; the receiving process maps the file again."""
         state = dict(self.__dict__)
         if self.labels is not None and self.labels is getattr(self.paths, "labels", None):
             del state["labels"]
@@ -68,10 +68,10 @@ class FileSource(Source):
         self.paths.hash_names(add)
 
     def describe(self) -> str:
-        """``1108 images, 20 folders, 0 unreadable``.
+        """Return a line such as ``1108 images, 20 folders, 0 unreadable``.
 
-        Unreadable are files whose header cannot be read; damage further on shows when the file is
-        decoded, and is listed then. Above MAX_HEADERS files the line says that nobody looked.
+        Files are unreadable if their header cannot be read. Other damage is found and reported when
+        a file is decoded. If headers are not checked (see ``unreadable``), the line says so.
         """
         images, folders = plural("image", len(self)), plural("folder", self.num_folders)
         found = f"{len(self)} {images}, {self.num_folders} {folders}"
@@ -85,9 +85,9 @@ class FileSource(Source):
         return len(self) <= MAX_HEADERS and not is_remote(self.path(0))
 
     def unreadable(self) -> dict[int, BadImage]:
-        """Return the files whose header cannot be read; checked once.
+        """Return the files whose header cannot be read; the result is cached.
 
-        Not checked are sets of more than MAX_HEADERS files, and files at addresses.
+        Sets of more than MAX_HEADERS files and remote files are not checked.
         """
         if self._unreadable is None:
             rows = range(len(self) if self._checks_headers else 0)
@@ -102,14 +102,14 @@ class FileSource(Source):
 
 @register_source("folder")
 class Folder(FileSource):
-    """Any folder tree of images; top folders are labels if there are several."""
+    """Folder tree of images; top folders are used as labels if there are several."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
-        """Folder of images, at any depth, or a list of files."""
+        """Folder of images, which is searched at any depth; may be remote."""
         labels: bool = True
-        """Whether folders are labels."""
+        """Whether top folders are used as labels, if there are several."""
 
     def __init__(self, config: Config) -> None:
         self.root = os.path.expanduser(config.path)
@@ -140,18 +140,18 @@ class Folder(FileSource):
         self.labels = label_top_folders(found) if labels else None
 
     def class_names(self) -> list[str] | None:
-        """Return the names of the top folders."""
+        """Return the names of the top folders, which are the classes."""
         return name_top_folders(self.paths, self.labels)
 
 
 @register_source("list")
 class ListFile(FileSource):
-    """A text file with one image path a line, relative to the file; a label after a tab."""
+    """Text file with one image path per line, relative to the file; a label may follow a tab."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
-        """Folder of images, at any depth, or a list of files."""
+        """Path of the text file; may be remote."""
 
     def __init__(self, config: Config) -> None:
         file = fetch(config.path)
@@ -170,22 +170,22 @@ class ListFile(FileSource):
             raise UserError(f"data: {file}:{line}: no such image: {self.path(0)}")
 
     def class_names(self) -> list[str] | None:
-        """Return the labels if they are texts."""
+        """Return the class names if the labels are texts."""
         return self._classes
 
 
 def folder_of(path: str) -> str:
-    """Return the folder, or address of it, that a file given by the user is in."""
+    """Return the folder of a file given by the user, as a path or an address."""
     return path.rpartition("/")[0] if is_remote(path) else str(expand_user(path).parent)
 
 
 def is_there(path: str) -> bool:
-    """Return whether an image is there, locally or at an address."""
+    """Return whether a local or remote image exists."""
     return addresses.exists(path) if is_remote(path) else exists(path)
 
 
 def _missing(path: str, what: str) -> str:
-    """``no such folder: a/trian; did you mean 'a/train'?``."""
+    """Return a message such as ``no such folder: a/trian; did you mean 'a/train'?``."""
     if kind_of(path) in ARCHIVES and exists(path):
         return f"{path} is an archive: unpack it and name the folder (a plain .tar can be read)"
     if exists(path):

@@ -23,20 +23,20 @@ _NUMBER = re.compile(r"(\d+)")
 
 @register_source("frames")
 class Frames(Source):
-    """Frames of videos: each folder that holds images is a clip, its frames in order of number."""
+    """Frames of videos: each folder of images is a clip, with frames sorted by number."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
-        """Folder of the clips' folders, at any depth."""
+        """Folder that holds the folders of the clips, at any depth."""
         every: int = setting(1, min=1)
-        """Take the first frame of each clip and every n-th after it."""
+        """Use the first frame of each clip and every n-th frame after it."""
         next: int | None = setting(None, min=1)
-        """Give each sample an image ``next``, the frame so many later of those that are taken;
-        frames without one are left out.
+        """Add an image ``next`` to each sample: the frame that comes this many used frames later.
+        Frames without such a frame are left out. Null: no image ``next``.
         """
         labels: Literal["clip", "folder"] | None = None
-        """Label of a frame: the clip's number, or its top folder's; null: no labels."""
+        """Label of a frame: the number of its clip or of its top folder; null: no labels."""
 
     def __init__(self, config: Config) -> None:
         self.folder = Folder(Folder.Config(path=config.path, labels=False))
@@ -46,8 +46,8 @@ class Frames(Source):
         has_next = np.flatnonzero(clip_of[: len(rows) - later] == clip_of[later:])
         if not len(has_next):
             raise UserError(f"data.next={later}: no clip of {config.path} has so many frames")
-        self.rows = rows[has_next]  # (N,) int64: of the folder's images, those that are taken
-        self.next_rows = rows[has_next + later]  # (N,) int64: of the image `next` of each
+        self.rows = rows[has_next]  # (N,) int64: indices of the samples among the folder's images
+        self.next_rows = rows[has_next + later]  # (N,) int64: the same for their images ``next``
         self.clip_of = clip_of[has_next]
         self.num_clips = len(np.unique(self.clip_of))
         self.extras = {} if config.next is None else {"next": "image"}
@@ -63,7 +63,7 @@ class Frames(Source):
         return read_image(self.path(index), self.max_pixels), self.label_of(index)
 
     def extra(self, index: int, name: str) -> np.ndarray:
-        """The frame that is `next`."""
+        """Return the image ``next``."""
         return read_image(self.extra_path(index, name), self.max_pixels)
 
     def path(self, index: int) -> str:
@@ -76,7 +76,7 @@ class Frames(Source):
         return self.folder.passed_over()
 
     def describe(self) -> str:
-        """``12000 frames of 40 clips, 1 in 5 of 60000, no labels``."""
+        """Return a line such as ``12000 frames of 40 clips, 1 in 5 of 60000, no labels``."""
         taken = "" if self.every == 1 else f", 1 in {self.every} of {len(self.folder)}"
         others = self.passed_over()
         more = f"; {describe(others)}" if others else ""
@@ -86,9 +86,10 @@ class Frames(Source):
 
 
 def _order(folder: Folder, every: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the frames that are taken, and the number of the clip of each, both (N,) int64.
+    """Return the indices of the used frames and the number of the clip of each, both (N,) int64.
 
-    Clips are in the order of their paths; ``frame2`` comes before ``frame10``.
+    Clips are sorted by path and frames by name. Numbers in names are sorted by value: ``frame2``
+    comes before ``frame10``.
     """
     clips: dict[str, list[tuple[list[str | int], int]]] = {}
     for row in range(len(folder)):
@@ -103,5 +104,5 @@ def _order(folder: Folder, every: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _natural(name: str) -> list[str | int]:
-    """A key that sorts numbers within names by their value: texts and numbers take turns."""
+    """Return a sort key that compares numbers in names by value: texts and numbers in turn."""
     return [int(part) if part.isdecimal() else part for part in _NUMBER.split(name)]

@@ -18,7 +18,7 @@ from selftask.errors import UserError, nearest
 from selftask.files.paths import is_folder, names_in
 from selftask.registry import register_source
 
-MAX_EXPANDED = 10_000_000  # names from one pattern with braces
+MAX_EXPANDED = 10_000_000  # most names of one range in braces
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MAGIC = re.compile(r"[*?\[]")
@@ -26,14 +26,14 @@ _MAGIC = re.compile(r"[*?\[]")
 
 @register_source("glob")
 class Glob(FileSource):
-    """Image files that match a pattern; folders at its first wildcard are labels."""
+    """Image files that match a pattern; folders at its first wildcard are used as labels."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         pattern: str
-        """Pattern such as ``/data/**/*.jpg``; ``**`` is any depth of folders."""
+        """Pattern such as ``/data/**/*.jpg``; ``**`` matches folders at any depth."""
         labels: bool = True
-        """Whether folders are labels."""
+        """Whether folders at the first wildcard are used as labels."""
 
     def __init__(self, config: Config) -> None:
         pattern = os.path.expanduser(config.pattern)
@@ -52,7 +52,7 @@ class Glob(FileSource):
         self.labels = label_top_folders(found) if config.labels else None
 
     def class_names(self) -> list[str] | None:
-        """Return the names of the top folders."""
+        """Return the names of the folders that are used as labels."""
         return name_top_folders(self.paths, self.labels)
 
 
@@ -79,7 +79,7 @@ def match_files(pattern: str) -> list[str]:
 
 
 def no_match(pattern: str) -> str:
-    """Return the message for a pattern without a match, with the nearest existing path."""
+    """Return an error message for a pattern without a match, with similar existing paths."""
     folder = Path(fixed_folder(pattern))
     while not is_folder(folder):
         folder = folder.parent
@@ -90,8 +90,10 @@ def no_match(pattern: str) -> str:
 def expand_braces(text: str) -> Iterator[str]:
     """Expand ``{a,b}`` and ``{000..010}`` in order; other braces are kept.
 
-    The numbers of a range are as wide as its first one, as in WebDataset's names of shards.
-    Raises UserError for a range of more than MAX_EXPANDED numbers.
+    The numbers of a range are zero-padded to the width of the first one, as for WebDataset shards.
+
+    Raises:
+        UserError: A range decreases, or has more than MAX_EXPANDED numbers.
     """
     for match in _BRACES.finditer(text):
         if _is_choice(match[1]):

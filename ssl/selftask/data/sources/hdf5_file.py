@@ -23,26 +23,27 @@ from selftask.errors import UserError, nearest
 from selftask.files.addresses import fetch
 from selftask.registry import register_source
 
-_LABELS = "labels"  # the default key, optional
+_LABELS = "labels"  # default key, which may be missing
 _LEAVE_OUT = "data.labels=null leaves them out"
 
 
 @register_source("hdf5")
 class Hdf5(Source):
-    """Images of one HDF5 file: an array (N, H, W[, C]), or N encoded images as bytes."""
+    """Images of one HDF5 file: an array (N, H, W[, C]) or (N, C, H, W), or N encoded images."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
-        """The HDF5 file."""
+        """Path of the HDF5 file."""
         images: str = "images"
-        """Key of the data set of images, such as ``group/name``."""
+        """Key of the data set that holds the images, such as ``group/name``."""
         labels: str | None = "labels"
-        """Key of the labels, if it is there; texts are numbered in sorted order."""
+        """Key of the labels; ``labels`` may be missing. Texts are numbered in sorted order.
+        Null: no labels."""
         labels_path: str | None = None
-        """Another file with the labels."""
+        """Other file that holds the labels; null: the file of the images."""
         channels: int = setting(3, min=1)
-        """Channels of each image."""
+        """Number of channels of each image."""
 
     def __init__(self, config: Config) -> None:
         require("h5py", "data", "HDF5 files")
@@ -107,18 +108,18 @@ class Hdf5(Source):
             item = self._opened()[index]
         except MemoryError:
             raise
-        except Exception as error:  # a chunk that does not unpack, a truncated file, ...
+        except Exception as error:  # such as a damaged chunk or a truncated file
             raise BadImage(name, str(error)) from error
         if self.encoded:
             return decode(_as_bytes(item), name, self.max_pixels), self.label_of(index)
         return image_of(item, name, self.channels), self.label_of(index)
 
     def path(self, index: int) -> str:
-        """``pcam.h5:images[17]``."""
+        """Return a name such as ``pcam.h5:images[17]``."""
         return f"{self.file}:{self.key}[{index}]"
 
     def describe(self) -> str:
-        """``50000 images of 32x32x3, 10 classes``."""
+        """Return a line such as ``50000 images of 32x32x3, 10 classes``."""
         shape = "" if self.encoded else " of " + "x".join(map(str, self.shape[1:]))
         return f"{len(self)} images{shape}, {self.describe_labels()}"
 
@@ -127,7 +128,7 @@ class Hdf5(Source):
         return [self.file]
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read from the copies."""
+        """Read from the staged copies from now on."""
         self._opened = PerProcess(partial(_open_images, copy_of(self.file), self.key))
 
 
@@ -142,7 +143,7 @@ def _open(path: str) -> Any:
 
 
 def _open_images(path: str, key: str) -> Any:
-    """Open a data set, which keeps its file open; opening it again costs more than reading."""
+    """Open a data set and keep its file open; opening takes longer than reading an image."""
     return _open(path)[key]
 
 

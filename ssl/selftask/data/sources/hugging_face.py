@@ -1,4 +1,4 @@
-"""Hugging Face data sets saved to disk."""
+"""Hugging Face data sets that are saved to disk."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _LABELS = ("label", "labels")  # default columns of labels
 
 @register_source("huggingface")
 class HuggingFace(Source):
-    """A data set written by Hugging Face's ``save_to_disk``; nothing is downloaded."""
+    """Data set written by Hugging Face's ``save_to_disk``; nothing is downloaded."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
         """Folder written by ``save_to_disk``."""
         split: str | None = None
-        """Split of a folder with several; null: train, or the only one."""
+        """Split to read from a folder with several; null: train, or the only split."""
         images: str | None = None
-        """Column of the images; null: the only one of type Image, or ``image``."""
+        """Column of the images; null: the only column of type Image, or ``image``."""
         labels: str | None = None
-        """Column of the labels; null: ``label`` or ``labels``, if there is one."""
+        """Column of the labels; null: ``label`` or ``labels`` if it exists."""
         caption: str | None = None
-        """Column of captions."""
+        """Column of the captions; null: no captions."""
 
     def __init__(self, config: Config) -> None:
         require("datasets", "datasets", "Hugging Face's data sets")
@@ -69,7 +69,7 @@ class HuggingFace(Source):
         return self._image(self._opened()[index][self.column], name), self.label_of(index)
 
     def extra(self, index: int, name: str) -> str:
-        """Return the caption, or an empty one."""
+        """Return the caption, or an empty string if the row has none."""
         return self._opened_texts()[index][self.caption] or ""
 
     def _image(self, item: Any, name: str) -> np.ndarray:
@@ -87,11 +87,11 @@ class HuggingFace(Source):
             raise BadImage(name, f"{item['path']}: {error.reason}") from error
 
     def path(self, index: int) -> str:
-        """``beans/train[17]``."""
+        """Return a name such as ``beans/train[17]``."""
         return f"{self.folder}[{index}]"
 
     def describe(self) -> str:
-        """``1034 images, 3 classes``."""
+        """Return a line such as ``1034 images, 3 classes``."""
         return f"{self.size} images, {self.describe_labels()}"
 
     def files(self) -> list[str]:
@@ -99,13 +99,13 @@ class HuggingFace(Source):
         return [str(path) for path in sorted(Path(self.folder).iterdir()) if path.is_file()]
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read from the copies."""
+        """Read from the staged copies from now on."""
         self._opened_texts = PerProcess(partial(_open_texts, copy_of(self.folder), self.caption))
         self._opened = PerProcess(partial(_open, copy_of(self.folder), self.column))
 
 
 def _split_folder(folder: str, split: str | None) -> str:
-    """Return the folder of one split; raises UserError if there is none, or a choice."""
+    """Return the folder of a split; raises UserError if it is missing or the choice is unclear."""
     if is_file(os.path.join(folder, "state.json")):
         if split is not None:
             raise UserError(f"data.split={split}: {folder} holds one data set, without splits")
@@ -125,7 +125,7 @@ def _split_folder(folder: str, split: str | None) -> str:
 
 
 def _open(folder: str, image_column: str | None) -> Any:
-    """Map the data set; with the name of a column only that one, not decoded."""
+    """Memory-map a data set; if ``image_column`` is given, only this column, not decoded."""
     import datasets
 
     try:
@@ -143,12 +143,12 @@ def _open(folder: str, image_column: str | None) -> Any:
 
 
 def _open_texts(folder: str, column: str | None) -> Any:
-    """Map only a column of texts."""
+    """Memory-map only one column of texts."""
     return _open(folder, None).select_columns([column])
 
 
 def _check_texts(dataset: Any, column: str, folder: str) -> None:
-    """Raise UserError if the column is missing or has no texts."""
+    """Raise UserError if the column is missing or does not contain texts."""
     names = list(dataset.features)
     if column not in names:
         hint = nearest(column, names)
@@ -159,7 +159,7 @@ def _check_texts(dataset: Any, column: str, folder: str) -> None:
 
 
 def _number_type(feature: Any) -> str:
-    """What the numbers of an array or of nested lists are; left alone they would become int64."""
+    """Return the number type of an array or of nested lists; by default they become int64."""
     while not hasattr(feature, "dtype") or feature.dtype == "list":
         feature = feature.feature
     return str(feature.dtype)
@@ -190,7 +190,7 @@ def _labels(dataset: Any, wanted: str | None, folder: str) -> np.ndarray | None:
     kind = getattr(dataset.features[column], "dtype", "")
     if "int" not in kind and "string" not in kind and "bool" not in kind:
         if wanted is None:
-            return None  # boxes or masks, not classes
+            return None  # for example boxes or masks, not classes
         raise UserError(f"data.labels: column {column!r} of {folder} holds {kind or 'no numbers'}")
     values = dataset.select_columns([column]).with_format("arrow")[:].column(column)
     return number_labels([int(v) if isinstance(v, bool) else v for v in values.to_pylist()])

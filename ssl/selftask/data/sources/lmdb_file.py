@@ -1,4 +1,4 @@
-"""Images in an LMDB."""
+"""Images in an LMDB database."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from selftask.files.paths import is_file, is_folder
 from selftask.registry import register_source
 
 _LABEL = ".cls"  # suffix of the key of a label, as in WebDataset's shards
-_OPEN: dict[str, Any] = {}  # path -> environment; a process must not open a file twice
+_OPEN: dict[str, Any] = {}  # path -> LMDB environment; a process must not open a file twice
 
 
 @register_source("lmdb")
 class Lmdb(Source):
-    """Images of an LMDB, by sorted key: encoded, .npy, or plain pixels of a stated shape."""
+    """Images of an LMDB, sorted by key: encoded, .npy, or raw pixels of a given shape."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
-        """Folder with data.mdb, or the file itself."""
+        """Folder that holds data.mdb, or the file itself."""
         shape: list[int] | None = setting(None, min=1)
-        """Shape [H, W, C] of plain uint8 pixels; null: encoded images."""
+        """Shape [H, W, C] of raw uint8 pixels; null: images are encoded."""
         labels: bool = True
-        """Whether ``KEY.cls`` has the label of ``KEY.jpg``."""
+        """Whether to use the entry ``KEY.cls`` as the label of ``KEY.jpg``."""
 
     def __init__(self, config: Config) -> None:
         require("lmdb", "data", "LMDB files")
@@ -69,11 +69,11 @@ class Lmdb(Source):
         return image_of(np.frombuffer(data, np.uint8).reshape(self.shape), name), label
 
     def path(self, index: int) -> str:
-        """``train_lmdb:KEY``."""
+        """Return a name such as ``train_lmdb:KEY``."""
         return f"{self.file}:{self.keys[index]}"
 
     def describe(self) -> str:
-        """``126227 images, no labels``."""
+        """Return a line such as ``126227 images, no labels``."""
         return f"{len(self)} images, {self.describe_labels()}"
 
     def files(self) -> list[str]:
@@ -81,12 +81,12 @@ class Lmdb(Source):
         return [f"{self._real}/data.mdb" if os.path.isdir(self._real) else self._real]
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read from the copies."""
+        """Read from the staged copies from now on."""
         self._real = os.path.realpath(copy_of(self._real))
 
 
 def _open(path: str) -> Any:
-    """Return the environment of a resolved path, shared by all its sources in this process."""
+    """Return the LMDB environment of a resolved path, shared by all sources in this process."""
     if path not in _OPEN:
         _OPEN[path] = _open_new(path)
     return _OPEN[path]
@@ -121,7 +121,7 @@ def _open_new(path: str) -> Any:
 
 
 def _check_length(opened: Any, path: str) -> None:
-    """Raise UserError for a truncated file; reading beyond its end would kill the process."""
+    """Raise UserError if the file is truncated; reading past its end would kill the process."""
     file = f"{path}/data.mdb" if os.path.isdir(path) else path
     there = os.path.getsize(file)
     needed = (opened.info()["last_pgno"] + 1) * opened.stat()["psize"]
@@ -131,9 +131,9 @@ def _check_length(opened: Any, path: str) -> None:
 
 
 def _image_keys(opened: Any, path: str, labels: dict[bytes, bytes]) -> Iterator[bytes]:
-    """Return the keys of images, sorted by bytes; keys of labels go into ``labels``.
+    """Yield the keys of images, sorted by bytes; add keys and values of labels to ``labels``.
 
-    Keys such as ``__len__`` are notes about the data set, often pickled: they are not read.
+    Keys such as ``__len__`` hold metadata, often pickled. They are not read.
     """
     suffix = _LABEL.encode()
     with (

@@ -1,4 +1,4 @@
-"""Images with any number of channels, 16 bits or floats."""
+"""Images with any number of channels, in 8 or 16 bits or floats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from selftask.files.paths import is_folder
 from selftask.registry import register_source
 
 EXTENSIONS = (".npy", ".npz", ".tif", ".tiff")
-MAX_TRIED = 20  # first files, to find a readable one
+MAX_TRIED = 20  # number of first files among which a readable one must be
 
 
 @register_source("bands")
@@ -31,15 +31,15 @@ class Bands(Source):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
-        """Folder, at any depth, or a pattern."""
+        """Folder, which is searched at any depth, or a pattern of paths."""
         bands: list[int] | None = setting(None, min=0)
-        """Channels to take, from 0, in this order; null: all."""
+        """Indices of the channels to read, from 0, in this order; null: all."""
         value_range: list[float] | None = None
-        """Values that become 0 and 255; null: values are 8-bit."""
+        """Values that are mapped to 0 and 255, [lowest, highest]; null: the values are 8-bit."""
         key: str | None = None
-        """Key of the array in a .npz; null: its first array."""
+        """Key of the array in a .npz file; null: its first array."""
         labels: bool = True
-        """Whether top folders are the labels, if there are several."""
+        """Whether top folders are used as labels, if there are several."""
 
     def __init__(self, config: Config) -> None:
         if config.bands is not None and min(config.bands, default=-1) < 0:
@@ -63,9 +63,10 @@ class Bands(Source):
         return name_top_folders(self.paths, self.labels)
 
     def _check_first(self, bands: list[int] | None) -> list[int]:
-        """Return the channels to take, by the first readable file.
+        """Return the channels to read, and check the config with the first readable file.
 
-        Raises UserError for what is wrong with the config, which would make every image bad.
+        Raises:
+            UserError: No file can be read, or the config would make every image unreadable.
         """
         index, array = self._first_readable()
         name, channels = self.path(index), array.shape[2]
@@ -141,7 +142,7 @@ class Bands(Source):
         return os.path.join(self.root, self.paths[index])
 
     def describe(self) -> str:
-        """``27000 images, channels 3, 2, 1, no labels``."""
+        """Return a line such as ``27000 images, channels 3, 2, 1, no labels``."""
         listed = ", ".join(map(str, self.bands))
         taken = f"all {self.channels} channels" if self.takes_all else f"channels {listed}"
         return f"{len(self)} images, {taken}, {self.describe_labels()}"
@@ -151,12 +152,12 @@ class Bands(Source):
         return [self.path(index) for index in range(len(self))]
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read from the copies."""
+        """Read from the staged copies from now on."""
         self._copy_of = copy_of
 
 
 def _find(path: str) -> tuple[str, list[str]]:
-    """Return a folder and the sorted relative paths of the arrays in it."""
+    """Return the top folder, and the sorted relative paths of the arrays in it."""
     if is_folder(path) or not is_pattern(path):
         root, pattern = path, f"{glob.escape(path)}/**/*"
     else:
@@ -170,7 +171,7 @@ def _find(path: str) -> tuple[str, list[str]]:
 
 
 def _channels_last(array: np.ndarray) -> np.ndarray:
-    """Convert (H, W), (H, W, C) or (C, H, W) to (H, W, C); C is the smallest side."""
+    """Convert (H, W), (H, W, C) or (C, H, W) to (H, W, C); the first side is C if smallest."""
     if array.ndim == 2:
         return array[..., None]
     if array.ndim != 3:
@@ -179,7 +180,7 @@ def _channels_last(array: np.ndarray) -> np.ndarray:
 
 
 def _to_8_bit(array: np.ndarray, value_range: list[float] | None) -> np.ndarray:
-    """Scale to uint8; values beyond the range are clipped, NaN becomes 0."""
+    """Scale to uint8; values outside the range are clipped, NaN becomes 0."""
     if value_range is None:
         if array.dtype != np.uint8:
             raise ValueError(f"{array.dtype} needs data.value_range")

@@ -1,4 +1,4 @@
-"""Optional packages of some sources."""
+"""Check for optional packages that some sources need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from selftask.errors import UserError
 
 
 def require(package: str, extra: str, purpose: str) -> None:
-    """Raise UserError with the command to install a missing package; imports nothing."""
+    """Raise UserError with an install command if a package is missing; nothing is imported."""
     if importlib.util.find_spec(package) is None:
         raise UserError(
             f"data: {purpose} need the package {package}: pip install {package}, or "

@@ -1,4 +1,4 @@
-"""WebDataset's tar files with random access, so that runs resume as with image files."""
+"""WebDataset's tar files with random access, so that runs resume like with image files."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from selftask.registry import register_source
 
 @register_source("webdataset")
 class WebDataset(Source):
-    """Tar shards, local or at an fsspec address; their headers are indexed once."""
+    """Tar shards, local or at an fsspec address; their headers are read once to make an index."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str | list[str]
-        """A tar, a folder of them, ``train-{000..146}.tar`` or ``s3://b/*.tar``."""
+        """A tar file, a folder of tar files, or a pattern such as ``train-{000..146}.tar`` or
+        ``s3://b/*.tar``; also a list of these."""
         images: str | None = None
-        """Extension of the image's member; null: the first image."""
+        """Extension of the member that holds a sample's image; null: the first image."""
         labels: str | None = "cls"
-        """Extension of the label's member, or ``json.FIELD``; ``cls`` may be missing."""
+        """Extension of the member that holds a sample's label, or ``json.FIELD``; ``cls`` may be
+        missing. Null: no labels."""
 
     def __init__(self, config: Config) -> None:
         patterns = [config.path] if isinstance(config.path, str) else config.path
@@ -63,11 +65,11 @@ class WebDataset(Source):
         return decode(data, name, self.max_pixels), int(rows.labels[index])
 
     def path(self, index: int) -> str:
-        """``train-003.tar:n01440764/10026.jpg``."""
+        """Return a name such as ``train-003.tar:n01440764/10026.jpg``."""
         return f"{self.shards[self.index.shards[index]]}:{self.index.name(index)}"
 
     def describe(self) -> str:
-        """``50000 images in 12 tar files, 10 classes``."""
+        """Return a line such as ``50000 images in 12 tar files, 10 classes``."""
         damage = f"; {self._tell_damage()}" if self.index.damaged else ""
         found = f"{len(self)} images in {len(self.shards)} tar files"
         others = f"; {describe(self.passed_over())}" if self.passed_over() else ""
@@ -81,7 +83,7 @@ class WebDataset(Source):
         return self.shards
 
     def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read from the copies."""
+        """Read from the staged copies from now on."""
         self._read_from = [copy_of(path) for path in self.shards]
 
     def _tell_damage(self) -> str:
@@ -92,7 +94,7 @@ class WebDataset(Source):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without mapped arrays, which the receiver maps."""
+        """Leave out mapped arrays; the receiving process maps them again."""
         return {k: v for k, v in self.__dict__.items() if k not in ("index", "labels")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Images made of noise, for benchmarks and tests without data."""
+"""Noise images, for benchmarks and tests without data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STREAM = 0x73796E74  # "synt": separates these draws from other uses of the sam
 
 @register_source("synthetic")
 class Synthetic(Source):
-    """Noise around the colour of a class; image i is a function of the seed and i alone."""
+    """Noise around a color for each class; image i depends only on the seed and i."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -27,9 +27,9 @@ class Synthetic(Source):
         classes: int = setting(10, min=1)
         """Number of classes; image i has the label i % classes."""
         image_channels: int = setting(3, min=1, max=64)
-        """Channels of each image."""
+        """Number of channels of each image."""
         seed: int = setting(0, min=0)
-        """Seed of the pixels."""
+        """Seed of the pixel values."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -52,7 +52,7 @@ class Synthetic(Source):
         return f"synthetic:{self.config.seed}:{index}"
 
     def describe(self) -> str:
-        """``1000 images of 224x224, 10 classes (synthetic)``."""
+        """Return a line such as ``1000 images of 224x224, 10 classes (synthetic)``."""
         size = f"{self.config.size}x{self.config.size}"
         return f"{len(self)} images of {size}, {self.config.classes} classes (synthetic)"
 

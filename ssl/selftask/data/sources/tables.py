@@ -1,4 +1,4 @@
-"""Lists of image files, or of rectangles in them, in tables: csv, tsv, parquet and json."""
+"""Tables (csv, tsv, parquet, json) that list image files, or rectangles in images."""
 
 from __future__ import annotations
 
@@ -32,47 +32,48 @@ PATH_COLUMNS = (
     *("image", "image_path", "img", "img_path"),
 )
 BOX = ("left", "top", "right", "bottom")
-_LABELS = "label"  # the default of label_column: used if it is there
+_LABELS = "label"  # default of label_column, which may be missing
 
 
 @dataclass
 class Table:
-    """The columns that are needed of a table."""
+    """Columns of a table that are used."""
 
     paths: Sequence[str | None]
     labels: Sequence[Any] | None
-    extras: Mapping[str, Sequence[Any]]  # what samples have beside, by name
-    lines: Sequence[int] | None  # of the file, of each row; None for a table without lines
+    extras: Mapping[str, Sequence[Any]]  # further data of the samples, by name
+    lines: Sequence[int] | None  # line of each row in the file; None if the file has no lines
 
 
 @register_source("table")
 class TableSource(FileSource):
     """Image files in a column of a .csv, .tsv, .parquet or .json file, with labels in another.
 
-    With ``box`` each row is a rectangle of an image, which may be in several rows.
+    With ``box``, each row is a rectangle of an image, and an image may be in several rows.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         path: str
-        """The table: .csv, .tsv, .parquet, .json or .jsonl."""
+        """Path of the table: .csv, .tsv, .parquet, .json or .jsonl."""
         column: str | None = None
-        """Column of the paths; null: ``path``, ``file``, ``image``, ..., or the only one."""
+        """Column of the paths; null: ``path``, ``file``, ``image``, ..., or the only column."""
         label_column: str | None = "label"
-        """Column of the labels, used if it is there; texts are numbered in sorted order."""
+        """Column of the labels; ``label`` may be missing. Texts are numbered in sorted order.
+        Null: no labels."""
         root: str | None = None
-        """Folder of relative paths; null: that of the table."""
+        """Folder that paths are relative to; null: the folder of the table."""
         delimiter: str | None = None
-        """Character between columns; null: a comma, in .tsv files a tab."""
+        """Character between columns; null: a tab in .tsv files, otherwise a comma."""
         caption: str | None = None
-        """Column of captions."""
+        """Column of the captions; null: no captions."""
         images: dict[str, str] = field(default_factory=dict)
-        """Further images: name -> column of their paths."""
+        """Further images of each sample: name -> column of their paths."""
         numbers: list[str] = field(default_factory=list)
-        """Columns of numbers."""
+        """Columns of numbers, each of which is added to the samples."""
         box: list[str] = field(default_factory=list)
         """Columns of the rectangle to cut out: left, top, right, bottom, in pixels; right and
-        bottom are the first pixels outside. None: the whole image."""
+        bottom are exclusive. Empty: the whole image."""
 
     def __init__(self, config: Config) -> None:
         if config.box and len(config.box) != len(BOX):
@@ -98,9 +99,12 @@ class TableSource(FileSource):
             )
 
     def cut(self, index: int, image: np.ndarray) -> np.ndarray:
-        """Return the row's rectangle, as far as it lies in the image; raises BadImage if not.
+        """Return the part of the row's rectangle that is in the image.
 
-        Borders are rounded to whole pixels, as Pillow's crop does.
+        Coordinates are rounded to whole pixels, as by Pillow's crop.
+
+        Raises:
+            BadImage: No pixel of the rectangle is in the image.
         """
         if not self._box:
             return image
@@ -119,7 +123,7 @@ class TableSource(FileSource):
             add(np.ascontiguousarray(side, dtype="<f4").tobytes())
 
     def extra(self, index: int, name: str) -> Any:
-        """An image of another column, a caption, or a number as float32."""
+        """Return an image of another column, a caption, or a number as float32."""
         cell = self._extras[name][index]
         if self.extras[name] != "image":
             return cell
@@ -131,18 +135,18 @@ class TableSource(FileSource):
         return os.path.join(self.root, self._extras[name][index])
 
     def class_names(self) -> list[str] | None:
-        """The labels, where they are texts."""
+        """Return the class names if the labels are texts."""
         return self._classes
 
 
 def _kinds(config: TableSource.Config) -> dict[str, ExtraKind]:
-    """What the samples of a table have beside image and label."""
+    """Return the names and kinds of the samples' further data."""
     kinds: dict[str, ExtraKind] = {} if config.caption is None else {"caption": "text"}
     return kinds | dict.fromkeys(config.images, "image") | dict.fromkeys(config.numbers, "array")
 
 
 def _extra_columns(config: TableSource.Config) -> dict[str, tuple[str, str]]:
-    """For each name beside image and label, and side of the box, its key and its column."""
+    """Return config key and column of all further data, and of the sides of the box, by name."""
     named = {} if config.caption is None else {"caption": ("caption", config.caption)}
     images = {name: (f"images.{name}", column) for name, column in config.images.items()}
     numbers = {column: ("numbers", column) for column in config.numbers}
@@ -151,7 +155,7 @@ def _extra_columns(config: TableSource.Config) -> dict[str, tuple[str, str]]:
 
 
 def _extra_of(index: Index, name: str) -> Any:
-    """Numbers or texts of all samples."""
+    """Return the numbers or texts of all samples."""
     prefix = f"{name}/"
     named = [(key, array) for key, array in index.arrays.items() if key.startswith(prefix)]
     parts = {key.removeprefix(prefix): array for key, array in named}
@@ -159,7 +163,7 @@ def _extra_of(index: Index, name: str) -> Any:
 
 
 def _indexed(file: Path, config: TableSource.Config, root: str) -> Index:
-    """The table's paths and labels, from its index if the file is as it was then."""
+    """Return the content of the table, from its index if the file has not changed."""
     asked: list[Any] = [
         config.column,
         config.label_column,
@@ -182,7 +186,7 @@ def _indexed(file: Path, config: TableSource.Config, root: str) -> Index:
 
 
 def _state(file: Path) -> list[list[int]]:
-    """Size and time of change: of the file, or of all files of a parquet folder."""
+    """Return size and modification time of the file, or of all files of a parquet folder."""
     parts = sorted(path for path in file.rglob("*") if path.is_file()) if file.is_dir() else [file]
     return [[status.st_size, status.st_mtime_ns] for status in map(os.stat, parts)]
 
@@ -223,7 +227,7 @@ def _checked(table: Table, file: Path) -> Iterable[str]:
 def _numbers(
     values: Sequence[Any], column: tuple[str, str], table: Table, file: Path
 ) -> Iterable[float]:
-    """The numbers of a column; ``column`` is its key in the config and its name."""
+    """Yield the numbers of a column; ``column`` is its config key and its name."""
     key, name = column
     for number, value in enumerate(values):
         try:
@@ -242,7 +246,7 @@ def _check_boxes(
     table: Table,
     file: Path,
 ) -> None:
-    """Raise UserError for the first rectangle without a pixel."""
+    """Raise UserError for the first rectangle that has no pixel."""
     fine = (right >= left + 1) & (bottom >= top + 1) & np.isfinite(right + bottom)
     if not fine.all():
         row = int(fine.argmin())
@@ -258,7 +262,7 @@ def _place(file: Path, table: Table, row: int) -> str:
 
 
 def _columns(config: TableSource.Config, names: list[str], file: Path) -> tuple[str, str | None]:
-    """Names of the columns of paths and of labels; raises UserError for one that is not there."""
+    """Return the columns of paths and labels; raises UserError if a column is missing."""
     column = config.column
     if column is None:
         lower = {name.lower(): name for name in reversed(names)}
@@ -296,7 +300,7 @@ def _read_text(file: Path, config: TableSource.Config, root: str) -> Table:
     names = rows[0][1]
     if _has_header(names, config, root):
         rows = rows[1:]
-    else:  # columns are called by their number, and the second one is the label
+    else:  # columns are named by their number; ``_chosen`` takes the second one as the label
         names = [str(number) for number in range(len(names))]
     if len(set(names)) < len(names):
         raise UserError(f"data: {file}: two columns have the same name: {', '.join(names)}")
@@ -324,9 +328,12 @@ def _chosen(
 
 
 def _has_header(first: list[str], config: TableSource.Config, root: str) -> bool:
-    """Whether the first row names the columns: no cell of it is then an image that exists."""
+    """Return whether the first row has column names.
+
+    Without ``config.column``, it has none if its first cell is the path of an existing file.
+    """
     if config.column is not None and config.column not in first:
-        return not config.column.isdecimal()  # a number calls a column of a table without names
+        return not config.column.isdecimal()  # a number is a column of a table without header
     return config.column is not None or not os.path.isfile(os.path.join(root, first[0]))
 
 
@@ -356,7 +363,7 @@ def _read_parquet(file: Path, config: TableSource.Config, root: str) -> Table:
 
 
 def _read_json(file: Path, config: TableSource.Config, root: str) -> Table:
-    """Read a list of objects, or of an object a line (.jsonl)."""
+    """Read a list of objects, or one object per line (.jsonl)."""
     expected = "a list of objects" if file.suffix.lower() == ".json" else "an object a line"
     with no_traceback(f"data: {file} is not {expected}"):
         text = file.read_text(encoding="utf-8-sig")

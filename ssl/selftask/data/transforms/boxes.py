@@ -9,7 +9,7 @@ import numpy as np
 
 from selftask.data.transforms.transform import SCALARS
 
-TRIES = 10  # boxes that do not fit into the image before giving up
+TRIES = 10  # attempts to draw a box that fits into the image
 
 # A function of four uniforms, height, width and ``xp``, as in ``UniformTransform.params_of``. It
 # returns whether the box fits, and (left, top, right, bottom).
@@ -36,11 +36,11 @@ def random_box(
     """Return a box of random area and aspect ratio, which may be larger than the image.
 
     Args:
-        uniforms: for area, aspect ratio, left and top.
-        height: of the image in pixels.
-        width: likewise.
-        scale: range of the area, as a fraction of the image's.
-        log_ratio: range of the logarithm of width / height.
+        uniforms: Four numbers in [0, 1): for area, aspect ratio, left and top.
+        height: Height of the image, in pixels.
+        width: Width of the image, in pixels.
+        scale: Range of the box's area, as a fraction of the image's area.
+        log_ratio: Range of the logarithm of width / height.
         xp: ``SCALARS`` or NumPy.
 
     Returns:

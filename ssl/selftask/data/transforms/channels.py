@@ -1,4 +1,4 @@
-"""Images of any number of channels: OpenCV's limits, and checks of transforms."""
+"""Images with any number of channels: OpenCV's limits, and config checks of transforms."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from selftask.config.schema import Component
 
 RGB = 3
-_AT_ONCE = 4  # channels that all functions of OpenCV take
+_AT_ONCE = 4  # most channels that all OpenCV functions accept
 
 
 def by_groups(change: Callable[[np.ndarray], np.ndarray], image: np.ndarray) -> np.ndarray:
-    """Apply a function of OpenCV to an image with any number of channels, (H, W, C).
+    """Apply an OpenCV function to an image (H, W, C) with any number of channels.
 
-    ``change`` gets images of three or four channels, and planes (H, W). Some functions of OpenCV
-    refuse other numbers of channels, others compute coordinates differently for them.
+    ``change`` is called with images of three or four channels, or with single planes (H, W). Some
+    OpenCV functions reject other numbers of channels. Others compute coordinates differently.
     """
     channels = image.shape[2]
     if channels in (RGB, _AT_ONCE):
@@ -36,9 +36,9 @@ def by_groups(change: Callable[[np.ndarray], np.ndarray], image: np.ndarray) -> 
 
 
 def for_channels(transform: Any, channels: int) -> Any:
-    """Return the transform with ``channels`` set, if its class has such an integer.
+    """Return the transform with ``channels`` set, if its class has an integer ``channels``.
 
-    An instance attribute of that name is a key of the config and is kept.
+    An instance attribute of that name is a config key and is kept.
     """
     asks = isinstance(getattr(type(transform), "channels", None), int)
     if not asks or "channels" in vars(transform) or transform.channels == channels:
@@ -55,7 +55,7 @@ def channel_problems(transform: Any, channels: int) -> Iterator[str]:
 
 
 def list_problems(transforms: Iterable[Component], key: str, channels: int) -> Iterator[str]:
-    """Yield the problems of a list of transforms when built; ``key`` is its config key."""
+    """Build the transforms of a list and yield their problems; ``key`` is its config key."""
     for position, component in enumerate(transforms):
         try:
             transform = TRANSFORMS[component.name](**component.args)
@@ -67,13 +67,13 @@ def list_problems(transforms: Iterable[Component], key: str, channels: int) -> I
 
 
 def needs_rgb(what: str, channels: int, instead: str) -> Iterator[str]:
-    """Yield that ``what`` needs RGB images, unless there are three channels."""
+    """Yield a problem if there are not three channels, which ``what`` needs."""
     if channels != RGB:
         yield f"{what} needs 3 channels, the data have {channels}; {instead}"
 
 
 def needs_number(what: str, number: int, channels: int, instead: str) -> Iterator[str]:
-    """Yield that a list of ``number`` values does not fit the number of channels, if so."""
+    """Yield a problem if a list of ``number`` values does not have one for each channel."""
     if number != channels:
         yield (
             f"{what} is for {number} {plural('channel', number)}, the data have {channels}; "

@@ -1,10 +1,10 @@
-"""Color, blur and contrast: 8 bits, clipped after each operation as torchvision does.
+"""Color, blur and contrast on 8-bit images, clipped after each operation like torchvision.
 
-The compiled kernel runs these programs on three channels, the device engine has torch forms for
-batches. OpenCV's forms serve other numbers of channels and installations without the kernel. They
-stay beside torch's because torch's cost twenty to eighty times as much for one image: microseconds
-of CPU time at 224x224 pixels, one thread (kernel, OpenCV, torch): color_jitter 30, 152, 3373;
-grayscale 8, 14, 319; gaussian_blur 27, 70, 4940; solarize 8, 7, 578 (``python
+Images of three channels are processed by the compiled kernel, and batches by the torch versions of
+the device engine. The OpenCV versions are for other numbers of channels and for installations
+without the kernel. They are kept because torch takes 20 to 80 times as long for one image.
+Microseconds of CPU time at 224x224 pixels, one thread (kernel, OpenCV, torch): color_jitter 30,
+152, 3373; grayscale 8, 14, 319; gaussian_blur 27, 70, 4940; solarize 8, 7, 578 (``python
 tools/bench/transform_forms.py``).
 """
 
@@ -26,7 +26,7 @@ from selftask.data.transforms.tones import solarize
 from selftask.data.transforms.transform import RandomlyApplied, UniformTransform
 from selftask.registry import register_transform
 
-LUMA = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R 601), as Pillow and torchvision use
+LUMA = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R 601), as in Pillow and torchvision
 ORDERS = tuple(itertools.permutations(range(4)))  # of brightness, contrast, saturation and hue
 
 
@@ -36,38 +36,39 @@ class Jitter(NamedTuple):
     brightness: Any  # factors; numbers, or arrays for a batch
     contrast: Any
     saturation: Any
-    turn: Any  # of the hue, in turns of the color circle
+    turn: Any  # shift of the hue, as a fraction of the color circle
     order_number: Any  # index into ORDERS
 
     @property
     def factors(self) -> tuple[Any, Any, Any]:
-        """Brightness, contrast and saturation."""
+        """Factors of brightness, contrast and saturation."""
         return self[:3]
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The operations (0 brightness, 1 contrast, 2 saturation, 3 hue) in their order."""
+        """Operations in their order: 0 brightness, 1 contrast, 2 saturation, 3 hue."""
         return ORDERS[self.order_number]
 
 
 @register_transform("color_jitter")
 @dataclass(frozen=True, kw_only=True)
 class ColorJitter(UniformTransform):
-    """Brightness, contrast, saturation and hue by random factors, in random order.
+    """Change brightness, contrast, saturation and hue randomly, in random order.
 
-    Contrast is about the mean luma, or the mean of all channels if there are not three.
+    Contrast is changed relative to the mean luma, or to the mean of all values if there are not
+    three channels.
     """
 
     num_uniforms: ClassVar[int] = 6
 
     brightness: float = setting(0.0, min=0)
-    """Factors are drawn within 1 +- this, never below 0."""
+    """Brightness factors are drawn from 1 - brightness (at least 0) to 1 + brightness."""
     contrast: float = setting(0.0, min=0)
-    """The same for the contrast."""
+    """Contrast factors are drawn from 1 - contrast (at least 0) to 1 + contrast."""
     saturation: float = setting(0.0, min=0)
-    """The same for the saturation."""
+    """Saturation factors are drawn from 1 - saturation (at least 0) to 1 + saturation."""
     hue: float = setting(0.0, min=0, max=0.5)
-    """Turn of the color circle, within +- this share of it."""
+    """Largest hue shift in either direction, as a fraction of the color circle."""
     p: float = setting(1.0, min=0, max=1)
     """Probability that the transform is applied."""
 
@@ -90,13 +91,13 @@ class ColorJitter(UniformTransform):
 
     @cached_property
     def _ranges(self) -> list[tuple[float, float]]:
-        """The least value and the width of each factor's range."""
+        """Lower end and width of each factor's range."""
         strengths = self.brightness, self.contrast, self.saturation
         lows = [max(0.0, 1.0 - strength) for strength in strengths]
         return [(low, 1.0 + one - low) for low, one in zip(lows, strengths, strict=True)]
 
     def numbers(self, params: Jitter | None) -> Sequence[float]:
-        """Factors of brightness, contrast and saturation, and turn of the hue."""
+        """Return the factors of brightness, contrast and saturation, and the hue shift."""
         return (1.0, 1.0, 1.0, 0.0) if params is None else (*params.factors, params.turn)
 
     def apply(self, image: np.ndarray, params: Jitter) -> np.ndarray:
@@ -118,7 +119,7 @@ class ColorJitter(UniformTransform):
 @register_transform("grayscale")
 @dataclass(frozen=True, kw_only=True)
 class Grayscale(RandomlyApplied):
-    """Three equal channels of luma, with probability p."""
+    """Replace each channel by the luma, with probability p."""
 
     p: float = setting(0.1, min=0, max=1)
     """Probability that the transform is applied."""
@@ -137,10 +138,10 @@ class Grayscale(RandomlyApplied):
 @register_transform("gaussian_blur")
 @dataclass(frozen=True, kw_only=True)
 class GaussianBlur(UniformTransform):
-    """Blur by a random sigma, with probability p.
+    """Blur with a Gaussian of random sigma, with probability p.
 
-    The kernel size follows from sigma, as with Pillow's filter in the code of MoCo, BYOL and DINO,
-    which approximates the Gaussian by box filters.
+    The kernel size follows from sigma. This is also true of Pillow's filter in the code of MoCo,
+    BYOL and DINO, which approximates the Gaussian by box filters.
     """
 
     num_uniforms: ClassVar[int] = 2
@@ -155,14 +156,14 @@ class GaussianBlur(UniformTransform):
             yield f"sigma: {list(self.sigma)}; 0 <= least <= largest is expected"
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
-        """Sigma in pixels."""
+        """Return whether the image is changed, and sigma in pixels."""
         chance, draw = uniforms
         low, high = self.sigma
         sigma = low + (high - low) * draw
         return (chance < self.p) & (sigma > 0), sigma
 
     def numbers(self, params: float | None) -> Sequence[float]:
-        """Sigma in pixels; 0 if the image is not blurred."""
+        """Return sigma in pixels; 0 if the image is not blurred."""
         return (params or 0.0,)
 
     def apply(self, image: np.ndarray, params: float) -> np.ndarray:
@@ -175,12 +176,12 @@ class GaussianBlur(UniformTransform):
 @register_transform("solarize")
 @dataclass(frozen=True, kw_only=True)
 class Solarize(RandomlyApplied):
-    """Invert the values from ``threshold`` on, with probability p."""
+    """Invert the values that are at least ``threshold``, with probability p."""
 
     p: float = setting(0.2, min=0, max=1)
     """Probability that the transform is applied."""
     threshold: int = setting(128, min=0, max=256)
-    """Values from here on are inverted, 0 to 256."""
+    """Lowest value that is inverted, 0 to 256."""
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return solarize(image, self.threshold)
@@ -192,19 +193,20 @@ class Solarize(RandomlyApplied):
 @register_transform("contrast_noise")
 @dataclass(frozen=True, kw_only=True)
 class ContrastNoise(UniformTransform):
-    """Random contrast, brightness offset and sensor noise: x * factor + offset + noise.
+    """Change contrast and brightness randomly and add noise: x * factor + offset + noise.
 
-    On the scale [0, 1], clipped to it. The noise is the same in all channels, so gray stays gray.
+    Values are on the scale [0, 1], and results are clipped to it. The noise models a sensor's. It
+    is the same in all channels, so that gray pixels stay gray.
     """
 
     num_uniforms: ClassVar[int] = 2
 
     contrast: tuple[float, float] = (1.0, 1.0)
-    """Range of the factor."""
+    """Range of the factor, which changes the contrast."""
     offset: tuple[float, float] = (0.0, 0.0)
-    """Range of the offset."""
+    """Range of the offset, on the scale [0, 1]."""
     noise: float = setting(0.0, min=0)
-    """Standard deviation of the noise."""
+    """Standard deviation of the noise, on the scale [0, 1]."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 <= self.contrast[0] <= self.contrast[1]:
@@ -213,7 +215,7 @@ class ContrastNoise(UniformTransform):
             yield f"offset: {list(self.offset)}; least <= largest is expected"
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
-        """Factor, and offset on the scale [0, 255]."""
+        """Return True, the factor, and the offset on the scale [0, 255]."""
         factor, offset = uniforms
         factor = self.contrast[0] + (self.contrast[1] - self.contrast[0]) * factor
         offset = self.offset[0] + (self.offset[1] - self.offset[0]) * offset
@@ -222,7 +224,7 @@ class ContrastNoise(UniformTransform):
     def draw(
         self, rng: np.random.Generator, height: int, width: int
     ) -> tuple[float, float, np.ndarray | None]:
-        """Factor, offset and the noise (H, W, 1), on the scale [0, 255]."""
+        """Return the factor, and on the scale [0, 255] the offset and the noise (H, W, 1)."""
         factor, offset = super().draw(rng, height, width)
         noise = None
         if self.noise:
@@ -241,16 +243,17 @@ class ContrastNoise(UniformTransform):
 
 
 def adjust_brightness(image: np.ndarray, factor: float) -> np.ndarray:
-    """Multiply by a factor."""
+    """Multiply all values by a factor."""
     if image.shape[2] != RGB:
         return _by_table(image, factor, 0.0)
     return _transformed(image, _matrix(factor))
 
 
 def adjust_contrast(image: np.ndarray, factor: float) -> np.ndarray:
-    """Move away from (factor above 1) or towards the mean luma, rounded as Pillow does.
+    """Scale the difference of all values from the mean luma by ``factor``.
 
-    If there are not three channels, it is the mean of all.
+    The mean is rounded as by Pillow. If there are not three channels, the mean of all values is
+    used instead.
     """
     if image.shape[2] != RGB:
         return _by_table(image, factor, (1 - factor) * int(image.mean() + 0.5))
@@ -260,12 +263,12 @@ def adjust_contrast(image: np.ndarray, factor: float) -> np.ndarray:
 
 
 def adjust_saturation(image: np.ndarray, factor: float) -> np.ndarray:
-    """Move away from (factor above 1) or towards each pixel's luma."""
+    """Scale the difference of each pixel from its luma by ``factor``."""
     return _transformed(image, _matrix(factor, 1 - factor))
 
 
 def adjust_hue(image: np.ndarray, turn: float) -> np.ndarray:
-    """Turn the hue by a fraction of the color circle, in steps of 1/256."""
+    """Shift the hue by a fraction of the color circle, in steps of 1/256."""
     hsv: np.ndarray = cv2.cvtColor(image, cv2.COLOR_RGB2HSV_FULL)
     step = np.array((int(turn * 255) % 256, 0, 0), dtype=np.uint8)
     rows = np.tile(step, image.shape[1]).reshape(image.shape[1], 3)

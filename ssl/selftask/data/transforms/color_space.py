@@ -1,8 +1,8 @@
-"""Images in other color spaces: Lab, its lightness alone, BGR.
+"""Conversion to other color spaces: Lab, lightness only, BGR.
 
-OpenCV's forms stay beside the device engine's torch forms, which cost thirteen times as much for
-one image: ``lab`` takes 142 and 1913 microseconds of CPU time at 224x224 pixels, one thread
-(``python tools/bench/transform_forms.py``).
+These OpenCV versions are kept beside the torch versions of the device engine, which take thirteen
+times as long for one image. ``lab`` takes 142 microseconds of CPU time with OpenCV and 1913 with
+torch, at 224x224 pixels with one thread (``python tools/bench/transform_forms.py``).
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from selftask.registry import register_transform
 @register_transform("lab")
 @dataclass(frozen=True)
 class Lab(Deterministic):
-    """RGB to CIE L*a*b* in 8 bits: L * 255 / 100, a + 128, b + 128, as OpenCV defines it.
+    """Convert RGB to 8-bit CIE L*a*b*: L * 255 / 100, a + 128, b + 128, as OpenCV does.
 
-    For split-brain and contrastive multiview coding (arXiv:1906.05849), whose networks see the
-    first channel or the other two. ``normalize`` then needs a mean and std of its own.
+    For split-brain and contrastive multiview coding (arXiv:1906.05849), where one network gets the
+    first channel and another one the other two. ``normalize`` then needs the mean and std of Lab
+    images.
     """
 
     def channel_problems(self, channels: int) -> Iterator[str]:
@@ -38,9 +39,9 @@ class Lab(Deterministic):
 @register_transform("lightness")
 @dataclass(frozen=True)
 class Lightness(Deterministic):
-    """Three equal channels of L*, the lightness of ``lab``: L * 255 / 100.
+    """Replace each channel by the lightness L* of ``lab``: L * 255 / 100.
 
-    The input of networks that predict colors (arXiv:1603.08511).
+    Input of networks that predict colors (arXiv:1603.08511).
     """
 
     def channel_problems(self, channels: int) -> Iterator[str]:
@@ -54,9 +55,9 @@ class Lightness(Deterministic):
 @register_transform("bgr")
 @dataclass(frozen=True)
 class Bgr(Deterministic):
-    """Blue, green, red: the order of networks trained on images as OpenCV and Caffe read them.
+    """Convert RGB to BGR, for networks trained on images that OpenCV or Caffe has read.
 
-    ``normalize`` then needs its mean and std in that order.
+    ``normalize`` then needs mean and std in that order.
     """
 
     def channel_problems(self, channels: int) -> Iterator[str]:

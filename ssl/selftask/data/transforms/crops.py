@@ -1,8 +1,8 @@
 """Crops and resizing, with torchvision's names and semantics; resizing is antialiased.
 
-OpenCV's and torch's resizing of bytes (``resampling.resize``) stays beside the compiled kernel and
-the device engine's matrices, which cost twenty to a hundred times as much for one image:
-microseconds of CPU time at 224x224 pixels, one thread (kernel, OpenCV, matrices):
+``resampling.resize``, which uses OpenCV or torch on uint8, is kept beside the compiled kernel and
+the matrices of the device engine. The matrices take 20 to 100 times as long for one image.
+Microseconds of CPU time at 224x224 pixels, one thread (kernel, OpenCV, matrices):
 random_resized_crop to 112 pixels 14, 45, 960; resize 14, 44, 1214; center_crop -, 3, 396;
 random_crop -, 8, 852 (``python tools/bench/transform_forms.py``).
 """
@@ -33,16 +33,16 @@ _FILTERS = {"bilinear": Filter.BILINEAR, "bicubic": Filter.BICUBIC}
 @register_transform("random_resized_crop")
 @dataclass(frozen=True, kw_only=True)
 class RandomResizedCrop(Transform):
-    """A crop of random area and aspect ratio, resized to a square."""
+    """Crop a random area with a random aspect ratio, and resize it to a square."""
 
     resizes = "square"
 
     size: int = setting(min=1)
     """Height and width, in pixels."""
     scale: tuple[float, float] = (0.08, 1.0)
-    """Range of the share of the image's area."""
+    """Range of the crop's area, as a fraction of the image's area."""
     ratio: tuple[float, float] = (0.75, 1.3333333333333333)
-    """Range of width / height, drawn log-uniformly."""
+    """Range of the crop's width / height, drawn log-uniformly."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
     """How pixels are interpolated."""
 
@@ -75,7 +75,7 @@ class RandomResizedCrop(Transform):
         return (right - left) / self.size, 0.0, left, 0.0, (bottom - top) / self.size, top
 
     def numbers(self, params: Box | None) -> Sequence[float]:
-        """Left, top, right and bottom in pixels of the image that is cropped."""
+        """Return left, top, right and bottom of the crop, in pixels of the input image."""
         return params or (math.nan,) * 4
 
     def program(self, params: Box) -> Sequence[float] | None:
@@ -87,7 +87,7 @@ class RandomResizedCrop(Transform):
         return (Op.CROP_RESIZE, left, top, width, height, self.size, self.size, filter_)
 
     def center_box(self, width: int, height: int) -> Box:
-        """Return the largest box in the middle whose aspect ratio is in ``ratio``."""
+        """Return the largest centered box whose aspect ratio is within ``ratio``."""
         w, h = width, height
         if width / height < self.ratio[0]:
             h = min(height, round(width / self.ratio[0]))
@@ -112,7 +112,7 @@ class Resize(Transform):
     def draw(
         self, rng: np.random.Generator, height: int, width: int
     ) -> tuple[int, int, int, int] | None:
-        """Height and width of the image, then of the result; not random."""
+        """Return height and width before and after, or None if the size is right; not random."""
         if min(height, width) == self.size:
             return None
         if width <= height:
@@ -136,7 +136,7 @@ class Resize(Transform):
 @register_transform("center_crop")
 @dataclass(frozen=True, kw_only=True)
 class CenterCrop(Deterministic):
-    """The square in the middle; a smaller image is padded with black first."""
+    """Crop the central square; smaller images are padded with black first."""
 
     resizes = "square"
 
@@ -160,7 +160,7 @@ class CenterCrop(Deterministic):
 @register_transform("random_crop")
 @dataclass(frozen=True, kw_only=True)
 class RandomCrop(UniformTransform):
-    """A square at a random place, after padding with black on all sides."""
+    """Crop a square at a random position, after padding all sides with black."""
 
     num_uniforms: ClassVar[int] = 2
 
@@ -172,7 +172,7 @@ class RandomCrop(UniformTransform):
     """Padding on each side, in pixels; 4 for CIFAR."""
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
-        """Left and top in the padded image."""
+        """Return True, and left and top of the crop in the padded image."""
         across, down = uniforms
         room_x, room_y = (
             xp.maximum(0, side + 2 * self.padding - self.size) for side in (width, height)
@@ -194,7 +194,7 @@ class RandomCrop(UniformTransform):
         return 1.0, 0.0, left, 0.0, 1.0, top
 
     def numbers(self, params: tuple[int, int] | None) -> Sequence[float]:
-        """Left and top in pixels of the padded image."""
+        """Return left and top of the crop, in pixels of the padded image."""
         return params or (math.nan,) * 2
 
 

@@ -1,4 +1,4 @@
-"""Transforms of other libraries, which take and give Pillow images."""
+"""Transforms of other libraries, which take and return Pillow images."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from selftask.registry import register_transform
 @register_transform("custom")
 @dataclass(frozen=True, kw_only=True)
 class Custom(Transform):
-    """A class or function for Pillow images, package.module:name: of AugLy, torchvision, your own.
+    """Apply a class or function for Pillow images: from AugLy, torchvision or your own code.
 
-    The generators of Python, NumPy and torch are seeded for each view, and restored after it, so
-    that its draws belong to (seed, epoch, image, view) as those of other transforms do.
+    The global generators of Python, NumPy and torch are seeded before each call and restored after
+    it. So the draws depend only on (seed, epoch, image, view), like those of other transforms.
     """
 
     resizes = "unknown"
@@ -34,18 +34,19 @@ class Custom(Transform):
     affine: ClassVar[bool] = False
 
     transform: str
-    """Its address: ``package.module:name``."""
+    """The class or function, as ``package.module:name``."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the class, or of the function beside the image."""
+    """Keyword arguments of the class, or of the function (without the image)."""
 
     def __post_init__(self) -> None:
-        _ = self.callable  # so that errors come before a run
+        _ = self.callable  # to raise errors before the run
 
     @cached_property
     def callable(self) -> Callable[[Image.Image], Any]:
-        """The object, or the function with its arguments.
+        """Instance of the class, or the function with ``args`` bound.
 
-        Raises UserError if there is none, or its class does not take the arguments.
+        Raises:
+            UserError: There is no such object, or the class does not accept the arguments.
         """
         found = import_object(self.transform, "transform")
         if not isinstance(found, type):
@@ -60,7 +61,7 @@ class Custom(Transform):
         return needs_rgb("name: custom", channels, "register a transform of your own")
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> int:
-        """A seed."""
+        """Return a seed for the global generators."""
         return int(rng.random() * 2**32)
 
     def apply(self, image: np.ndarray, params: int) -> np.ndarray:
@@ -78,7 +79,7 @@ class Custom(Transform):
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Context: the global generators are seeded; afterwards they are as before."""
+    """Context manager that seeds the global generators and restores their state afterwards."""
     torch: Any = sys.modules.get("torch")  # a transform that uses it has imported it
     python, numpy = random.getstate(), np.random.get_state()
     torch_state = torch and torch.default_generator.get_state()

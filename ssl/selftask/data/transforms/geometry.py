@@ -1,7 +1,7 @@
 """Flips, rotations and affine maps; each resamples the image at most once.
 
-OpenCV's forms stay beside the device engine's torch forms, which cost six to a hundred times as
-much for one image: microseconds of CPU time at 224x224 pixels, one thread (OpenCV, torch):
+These OpenCV versions are kept beside the torch versions of the device engine, which take 6 to 100
+times as long for one image. Microseconds of CPU time at 224x224 pixels, one thread (OpenCV, torch):
 horizontal_flip 5, 319 (compiled kernel: 5); vertical_flip 3, 311; rotation 179, 1010;
 random_affine 183, 1150 (``python tools/bench/transform_forms.py``).
 """
@@ -27,7 +27,7 @@ from selftask.registry import register_transform
 @register_transform("horizontal_flip")
 @dataclass(frozen=True, kw_only=True)
 class HorizontalFlip(RandomlyApplied):
-    """Left becomes right, with probability p."""
+    """Flip the image from left to right, with probability p."""
 
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
@@ -45,7 +45,7 @@ class HorizontalFlip(RandomlyApplied):
 @register_transform("vertical_flip")
 @dataclass(frozen=True, kw_only=True)
 class VerticalFlip(RandomlyApplied):
-    """Up becomes down, with probability p."""
+    """Flip the image upside down, with probability p."""
 
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
@@ -60,19 +60,22 @@ class VerticalFlip(RandomlyApplied):
 @register_transform("rotation")
 @dataclass(frozen=True, kw_only=True)
 class Rotation(UniformTransform):
-    """Rotate about the center by up to ``degrees`` either way; the size stays."""
+    """Rotate about the center by a random angle of up to ``degrees``; the image size is kept."""
 
     num_uniforms: ClassVar[int] = 1
 
     degrees: float = setting(min=0, max=360)
-    """Largest angle either way, in degrees."""
+    """Largest angle in either direction, in degrees."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
     """How pixels are interpolated."""
     fill: int = setting(0, min=0, max=255)
     """Gray level of pixels from outside the image."""
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
-        """The matrix from output to input coordinates; positive angles are anticlockwise."""
+        """Return True, and the matrix from output to input coordinates.
+
+        Positive angles are counterclockwise.
+        """
         angle = self.degrees * (2 * uniforms[0] - 1)
         return True, inverse_affine((width, height), -angle, 1.0, (0.0, 0.0), xp)
 
@@ -83,26 +86,26 @@ class Rotation(UniformTransform):
         return params
 
     def numbers(self, params: Matrix | None) -> Sequence[float]:
-        """Degrees, anticlockwise."""
+        """Return the angle in degrees, counterclockwise."""
         return (math.degrees(math.atan2(-params[1], params[0])) if params else 0.0,)
 
 
 @register_transform("random_affine")
 @dataclass(frozen=True, kw_only=True)
 class RandomAffine(UniformTransform):
-    """Random rotation, scale and shift in a single resampling.
+    """Rotate, scale and translate randomly, in a single resampling.
 
-    torchvision's RandomAffine without shear, except that shifts are not rounded to whole pixels.
+    Like torchvision's RandomAffine without shear, but translations are not rounded to whole pixels.
     """
 
     num_uniforms: ClassVar[int] = 4
 
     degrees: float = setting(0.0, min=0, max=360)
-    """Largest angle either way, in degrees."""
+    """Largest angle in either direction, in degrees."""
     scale: tuple[float, float] = (1.0, 1.0)
-    """Range of the factor of the size."""
+    """Range of the scaling factor."""
     translate: float = setting(0.0, min=0, max=1)
-    """Largest shift either way, as a share of the width and of the height."""
+    """Largest translation in either direction, as a fraction of the width and of the height."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
     """How pixels are interpolated."""
     fill: int = setting(0, min=0, max=255)
@@ -113,7 +116,7 @@ class RandomAffine(UniformTransform):
             yield f"scale: {list(self.scale)}; 0 < least <= largest is expected"
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
-        """The matrix from output to input coordinates."""
+        """Return True, and the matrix from output to input coordinates."""
         angle, scale, right, down = uniforms
         return True, inverse_affine(
             (width, height),
@@ -135,11 +138,13 @@ def inverse_affine(
 ) -> tuple[Any, ...]:
     """Return the matrix (2x3, row by row) from output to input coordinates.
 
+    All arguments but ``xp`` are numbers, or arrays for a batch.
+
     Args:
-        size: width and height in pixels; numbers, or arrays for a batch, like all but ``xp``.
-        degrees: clockwise rotation about the center.
-        scale: scaling about the center.
-        shift: translation in pixels afterwards, to the right and down.
+        size: Width and height, in pixels.
+        degrees: Clockwise rotation about the center.
+        scale: Scaling about the center.
+        shift: Translation after rotation and scaling, to the right and down, in pixels.
         xp: ``SCALARS`` or NumPy.
     """
     center_x, center_y = size[0] / 2, size[1] / 2

@@ -1,7 +1,7 @@
-"""Transforms of transforms: random_apply, random_choice and random_order.
+"""Transforms that apply other transforms: random_apply, random_choice and random_order.
 
-They draw as they go, since what the second of a list draws may depend on the size that the first
-has left; so they are callables and not ``Transform``s.
+The parameters of a transform may depend on the image size after the transform before it. So these
+draw and apply one transform at a time: they are callables and not ``Transform``s.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from selftask.registry import TRANSFORMS, register_transform
 
 @dataclass(frozen=True, kw_only=True)
 class _OneList:
-    """A transform with one list of transforms, which must not be empty."""
+    """Transform with one list of transforms, which must not be empty."""
 
     channels: ClassVar[int] = 3  # of the images
 
     transforms: list[Any] = setting(of="transforms")
-    """Transforms of the list."""
+    """List of transforms, at least one."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.transforms:
@@ -44,31 +44,31 @@ class _OneList:
 @register_transform("random_apply")
 @dataclass(frozen=True, kw_only=True)
 class RandomApply(_OneList):
-    """All transforms of a list with probability p, otherwise none."""
+    """Apply all transforms of a list with probability p, otherwise none."""
 
     p: float = setting(0.5, min=0, max=1)
-    """Probability that the transform is applied."""
+    """Probability that the list is applied."""
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         return self.pipeline(image, rng) if rng.random() < self.p else image
 
     @cached_property
     def pipeline(self) -> Compose:
-        """The pipeline of ``transforms``."""
+        """Pipeline of ``transforms``."""
         return Compose(map(build, self.transforms), self.channels)
 
 
 @register_transform("random_choice")
 @dataclass(frozen=True, kw_only=True)
 class RandomChoice:
-    """One of several lists of transforms; an empty list leaves the image unchanged."""
+    """Apply one of several lists of transforms; an empty list leaves the image unchanged."""
 
     channels: ClassVar[int] = 3  # of the images
 
     choices: list[list[Any]] = setting(of="transforms")
-    """Lists of transforms, of which one is drawn."""
+    """Lists of transforms, one of which is drawn for each view."""
     weights: list[float] | None = None
-    """Relative probabilities of the lists; null: equal."""
+    """Relative probabilities of the lists; null: all are equally likely."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.choices:
@@ -97,7 +97,7 @@ class RandomChoice:
 
     @cached_property
     def pipelines(self) -> list[Compose]:
-        """The pipeline of each choice."""
+        """Pipeline of each choice."""
         return [Compose(map(build, choice), self.channels) for choice in self.choices]
 
     @cached_property
@@ -110,7 +110,7 @@ class RandomChoice:
 @register_transform("random_order")
 @dataclass(frozen=True, kw_only=True)
 class RandomOrder(_OneList):
-    """All transforms of a list, in random order."""
+    """Apply all transforms of a list, in random order."""
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         order = np.argsort(rng.random(len(self.transforms)))
@@ -118,7 +118,7 @@ class RandomOrder(_OneList):
 
     @cached_property
     def built(self) -> list[Any]:
-        """The built ``transforms``."""
+        """Instances of ``transforms``."""
         return [build(transform) for transform in self.transforms]
 
 
@@ -129,7 +129,7 @@ def _problems_within(transforms: list[Any], key: str, channels: int) -> Iterator
 
 
 def build(transform: dict[str, Any]) -> Any:
-    """Build the transform of ``{name: ..., **args}``."""
+    """Build a transform from ``{name: ..., **args}``."""
     return TRANSFORMS[transform["name"]](
         **{key: value for key, value in transform.items() if key != "name"}
     )

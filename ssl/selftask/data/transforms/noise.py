@@ -1,7 +1,7 @@
-"""Noise and erased rectangles, in 8 bits and so before ``normalize``.
+"""Noise and erased rectangles, on 8-bit images and thus before ``normalize``.
 
-NumPy's forms stay beside the device engine's torch forms, which cost ten to two hundred times as
-much for one image: microseconds of CPU time at 224x224 pixels, one thread (NumPy, torch):
+These NumPy versions are kept beside the torch versions of the device engine, which take 10 to 200
+times as long for one image. Microseconds of CPU time at 224x224 pixels, one thread (NumPy, torch):
 random_erasing 2, 429; cutout 2, 471; gaussian_noise 35, 435; salt_and_pepper 9, 553 (``python
 tools/bench/transform_forms.py``).
 """
@@ -29,7 +29,7 @@ _NORMAL /= _NORMAL.std()
 
 
 class Hole(NamedTuple):
-    """A rectangle in pixels, and its fill: one color, or one for each of its pixels."""
+    """Rectangle in pixels and its fill: one color, or a color for each pixel."""
 
     left: int
     top: int
@@ -41,16 +41,16 @@ class Hole(NamedTuple):
 @register_transform("random_erasing")
 @dataclass(frozen=True, kw_only=True)
 class RandomErasing(Transform):
-    """A random rectangle is overwritten, with probability p (arXiv:1708.04896)."""
+    """Overwrite a random rectangle, with probability p (arXiv:1708.04896)."""
 
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
     scale: tuple[float, float] = (0.02, 0.33)
-    """Range of the share of the image's area."""
+    """Range of the rectangle's area, as a fraction of the image's area."""
     ratio: tuple[float, float] = (0.3, 3.3)
-    """Range of height / width, drawn log-uniformly."""
+    """Range of the rectangle's height / width, drawn log-uniformly."""
     fill: int | list[int] | Literal["noise"] = setting(0, min=0, max=255)
-    """Gray level, color, or random values."""
+    """Gray level, list of levels (one for each channel), or ``noise`` for random values."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not 0 <= self.scale[0] <= self.scale[1] <= 1:
@@ -77,7 +77,7 @@ class RandomErasing(Transform):
     def attempt(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
         """Return whether a random box fits into the image, and the box; see ``boxes.Attempt``."""
         of_area, of_ratio, of_left, of_top = uniforms
-        turned = of_area, of_ratio, of_top, of_left  # as ``ratio`` is height / width
+        turned = of_area, of_ratio, of_top, of_left  # because ``ratio`` is height / width
         top, left, h, w = random_box(turned, width, height, self.scale, self._log_ratio, xp)
         return (h < height) & (w < width), (left, top, left + w, top + h)
 
@@ -92,14 +92,14 @@ class RandomErasing(Transform):
 @register_transform("cutout")
 @dataclass(frozen=True, kw_only=True)
 class Cutout(Transform):
-    """Squares about random pixels are overwritten, cut off at the border (arXiv:1708.04552)."""
+    """Overwrite squares around random pixels, clipped at the border (arXiv:1708.04552)."""
 
     length: int = setting(16, min=1)
     """Side of a square, in pixels."""
     num_holes: int = setting(1, min=1)
     """Number of squares."""
     fill: int | list[int] | Literal["noise"] = setting(0, min=0, max=255)
-    """Gray level, color, or random values."""
+    """Gray level, list of levels (one for each channel), or ``noise`` for random values."""
     p: float = setting(1.0, min=0, max=1)
     """Probability that the transform is applied."""
 
@@ -122,13 +122,15 @@ class Cutout(Transform):
         return holes
 
     def box(self, of_width: Any, of_height: Any, height: Any, width: Any, xp: Any) -> Any:
-        """Return the square about a place, cut off at the border.
+        """Return the square around a pixel, clipped at the border.
+
+        All arguments but ``xp`` are numbers, or arrays for a batch.
 
         Args:
-            of_width: place as a fraction; a number or an array, like height and width.
-            of_height: likewise.
-            height: of the image in pixels.
-            width: likewise.
+            of_width: Horizontal position of the pixel, as a fraction of the width.
+            of_height: Vertical position of the pixel, as a fraction of the height.
+            height: Height of the image, in pixels.
+            width: Width of the image, in pixels.
             xp: ``SCALARS`` or NumPy.
 
         Returns:
@@ -146,16 +148,17 @@ class Cutout(Transform):
 @register_transform("gaussian_noise")
 @dataclass(frozen=True, kw_only=True)
 class GaussianNoise(Transform):
-    """Gaussian noise of a random strength is added, with probability p.
+    """Add Gaussian noise of a random standard deviation, with probability p.
 
-    Rounded to gray levels and clipped. Each value is one of 256 equally likely quantiles of the
-    normal distribution, the largest at 2.9 sigma, in a fifth of the time of exact draws.
+    Results are rounded to gray levels and clipped. Each noise value is one of 256 equally likely
+    quantiles of the normal distribution, the largest at 2.9 sigma. Drawing them takes a fifth of
+    the time of exact draws.
     """
 
     sigma: tuple[float, float] = (0.0, 0.1)
     """Range of the standard deviation, on the scale [0, 1]."""
     gray: bool = False
-    """Whether all channels get the same noise, so that gray stays gray."""
+    """Whether all channels get the same noise, so that gray pixels stay gray."""
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
 
@@ -164,7 +167,7 @@ class GaussianNoise(Transform):
             yield f"sigma: {list(self.sigma)}; 0 <= least <= largest <= 1 is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
-        """The noise in gray levels, int16 (H, W, C)."""
+        """Return the noise in gray levels, int16 (H, W, C), or None."""
         chance, strength = rng.random(2).tolist()
         if chance >= self.p:
             return None
@@ -174,7 +177,7 @@ class GaussianNoise(Transform):
         noise: np.ndarray = cv2.LUT(places, table).reshape(places.shape)
         if not self.gray:
             return noise
-        if self.channels == RGB:  # an eighth of the time
+        if self.channels == RGB:  # in an eighth of the time of np.repeat
             return cv2.merge([noise] * RGB)
         return np.repeat(noise, self.channels, axis=2)
 
@@ -185,10 +188,10 @@ class GaussianNoise(Transform):
 @register_transform("salt_and_pepper")
 @dataclass(frozen=True, kw_only=True)
 class SaltAndPepper(Transform):
-    """Pixels at random places turn black or white, with probability p."""
+    """Set random pixels to black or white, with probability p."""
 
     amount: tuple[float, float] = (0.0, 0.05)
-    """Range of the share of pixels that are drawn, some of them twice."""
+    """Range of the fraction of pixels that are drawn; a pixel may be drawn more than once."""
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
 
@@ -197,7 +200,10 @@ class SaltAndPepper(Transform):
             yield f"amount: {list(self.amount)}; 0 <= least <= largest <= 1 is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
-        """Numbers of pixels, row by row, int64 (N,); the first half (rounded up) turns white."""
+        """Return pixel indices, row by row, int64 (N,), or None.
+
+        The first half (rounded up) turns white, the others black.
+        """
         chance, share = rng.random(2).tolist()
         if chance >= self.p:
             return None
@@ -218,14 +224,14 @@ def _number_problems(fill: Any, channels: int) -> Iterator[str]:
 
 
 def _values(fill: Any, rng: np.random.Generator, height: int, width: int, channels: int) -> Any:
-    """Return the fill of a hole; broadcasts to uint8 (height, width, channels)."""
+    """Return the fill of a hole, which broadcasts to uint8 (height, width, channels)."""
     if fill == "noise":
         return _bytes(rng, height, width, channels)
     return np.uint8(fill) if isinstance(fill, int) else np.array(fill, dtype=np.uint8)
 
 
 def _bytes(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Draw random bytes, eight a word: two thirds of the time of drawing single bytes."""
+    """Draw random bytes as 64-bit words, in two thirds of the time of single bytes."""
     count = math.prod(shape)
     words = rng.integers(0, 2**64 - 1, -(-count // 8), dtype=np.uint64, endpoint=True)
     return words.astype("<u8", copy=False).view(np.uint8)[:count].reshape(shape)

@@ -1,4 +1,4 @@
-"""Normalization: from 8 bits to floats, the last step of a pipeline."""
+"""Normalization of 8-bit pixels to floats, the last transform of a pipeline."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ STATISTICS = {
 class Normalize:
     """Subtract a mean and divide by a standard deviation, per channel, on the scale [0, 1].
 
-    The last of a pipeline. Workers hand over bytes, a quarter of the floats they stand for; they
-    become floats on the device, a batch at a time.
+    The last transform of a pipeline. Workers return uint8 pixels, which take a quarter of the
+    memory of floats. Whole batches are normalized on the device.
     """
 
     normalizes = True
 
     stats: Literal["imagenet", "cifar10", "cifar100", "half"] = "imagenet"
-    """Data set whose mean and standard deviation are used."""
+    """Data set whose mean and standard deviation are used; half: 0.5 for both. Not used if ``mean``
+    and ``std`` are given."""
     mean: list[float] | None = None
-    """Your own mean, one for each channel, together with ``std``."""
+    """Mean of each channel on the scale [0, 1]; needs ``std``. Null: that of ``stats``."""
     std: list[float] | None = None
-    """Your own standard deviation, one for each channel."""
+    """Standard deviation of each channel on the scale [0, 1]; needs ``mean``. Null: that of
+    ``stats``."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if (self.mean is None) != (self.std is None):

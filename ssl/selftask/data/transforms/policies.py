@@ -1,11 +1,11 @@
 """Automatic augmentation: random operations from a table, as in torchvision.
 
-Operations are those of Pillow, so the sizes do not change. ``interpolation`` and ``fill`` are for
-the geometric ones.
+The operations are Pillow's, so the image size is kept. ``interpolation`` and ``fill`` apply to the
+geometric operations.
 
-OpenCV's forms stay beside the device engine's torch forms, which cost six to thirty times as much
-for one image: microseconds of CPU time at 224x224 pixels, one thread (OpenCV, torch): rand_augment
-19, 568; aug_mix 759, 4284 (``python tools/bench/transform_forms.py``).
+These OpenCV versions are kept beside the torch versions of the device engine, which take 6 to 30
+times as long for one image. Microseconds of CPU time at 224x224 pixels, one thread (OpenCV, torch):
+rand_augment 19, 568; aug_mix 759, 4284 (``python tools/bench/transform_forms.py``).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from selftask.registry import register_transform
 
 Operation = tuple[str, float]  # name and signed magnitude
 ALL = (*NEUTRAL, *GEOMETRY, *COLOURS, *TABLES)
-POLICY_BINS = 10  # of AutoAugment
+POLICY_BINS = 10  # magnitude bins of AutoAugment
 INSTEAD = "use aug_mix with all_ops: false, or random_choice of others"
-MIX_BINS = 10  # of AugMix, most severe last
+MIX_BINS = 10  # magnitude bins of AugMix, most severe last
 
 
 class _Policy(Transform):
@@ -59,14 +59,14 @@ class _Policy(Transform):
 @register_transform("rand_augment")
 @dataclass(frozen=True, kw_only=True)
 class RandAugment(_Policy):
-    """Several random operations of the same strength (arXiv:1909.13719)."""
+    """Apply several random operations of the same magnitude (arXiv:1909.13719)."""
 
     num_ops: int = setting(2, min=1)
-    """Operations applied to an image, one after the other."""
+    """Number of operations, applied one after the other."""
     magnitude: int = setting(9, min=0)
-    """Bin of the strength, from 0."""
+    """Magnitude bin, from 0 to ``num_bins`` - 1."""
     num_bins: int = setting(31, min=2)
-    """Number of bins of the strength."""
+    """Number of magnitude bins."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
     """How pixels are interpolated."""
     fill: int = setting(0, min=0, max=255)
@@ -94,10 +94,10 @@ class RandAugment(_Policy):
 @register_transform("trivial_augment_wide")
 @dataclass(frozen=True, kw_only=True)
 class TrivialAugmentWide(_Policy):
-    """One random operation of a random strength (arXiv:2103.10158)."""
+    """Apply one random operation of a random magnitude (arXiv:2103.10158)."""
 
     num_bins: int = setting(31, min=2)
-    """Number of bins of the strength."""
+    """Number of magnitude bins."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
     """How pixels are interpolated."""
     fill: int = setting(0, min=0, max=255)
@@ -118,10 +118,10 @@ class TrivialAugmentWide(_Policy):
 @register_transform("auto_augment")
 @dataclass(frozen=True, kw_only=True)
 class AutoAugment(_Policy):
-    """One of 25 pairs of operations, learned for a data set (arXiv:1805.09501)."""
+    """Apply one of 25 pairs of operations, learned for a data set (arXiv:1805.09501)."""
 
     policy: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
-    """Data set for which the policy was found."""
+    """Data set for which the policy was learned."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
     """How pixels are interpolated."""
     fill: int = setting(0, min=0, max=255)
@@ -147,16 +147,16 @@ class AutoAugment(_Policy):
 @register_transform("aug_mix")
 @dataclass(frozen=True, kw_only=True)
 class AugMix(Transform):
-    """A weighted mean of the image and of chains of operations on it (arXiv:1912.02781)."""
+    """Average the image and the results of random chains of operations (arXiv:1912.02781)."""
 
     affine: ClassVar[bool] = False
 
     severity: int = setting(3, min=1, max=10)
-    """Bins, of 10, from which strengths are drawn: the first so many."""
+    """Number of magnitude bins to draw from: the first ``severity`` bins out of 10."""
     num_chains: int = setting(3, min=1)
-    """Chains that are mixed."""
+    """Number of chains of operations that are mixed."""
     depth: int | None = setting(None, min=1)
-    """Operations of a chain; null: 1 to 3 at random."""
+    """Number of operations in each chain; null: 1 to 3 at random."""
     alpha: float = 1.0
     """Parameter of the Dirichlet and Beta distributions of the weights."""
     all_ops: bool = True
@@ -179,7 +179,7 @@ class AugMix(Transform):
     def draw(
         self, rng: np.random.Generator, height: int, width: int
     ) -> tuple[np.ndarray, list[tuple[Operation, ...]]]:
-        """Weights of the image and of each chain, which add up to 1; the chains."""
+        """Return the weights of the image and of each chain, which sum to 1, and the chains."""
         kept, mixed = rng.dirichlet([self.alpha] * 2).tolist()
         weights = np.array([kept, *(mixed * rng.dirichlet([self.alpha] * self.num_chains))])
         return weights, [self._chain(rng, height, width) for _ in range(self.num_chains)]
@@ -215,7 +215,7 @@ def _signed(
 def perform(
     image: np.ndarray, operations: tuple[Operation, ...], interpolation: str, fill: int
 ) -> np.ndarray:
-    """Apply operations in sequence, to and from uint8 (H, W, C)."""
+    """Apply operations in sequence to an image, uint8 (H, W, C)."""
     for name, size in operations:
         if name in GEOMETRY:
             matrix = affine_of(name, size, *image.shape[:2])
@@ -228,7 +228,7 @@ def perform(
 def affine_of(name: str, size: float, height: int, width: int) -> tuple[float, ...]:
     """Return the matrix (2x3, row by row) from output to input coordinates.
 
-    Shear keeps the upper left corner.
+    Shear keeps the upper left corner in place.
     """
     if name == "Rotate":
         return inverse_affine((width, height), -size, 1.0, (0.0, 0.0), SCALARS)

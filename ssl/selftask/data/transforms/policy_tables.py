@@ -15,13 +15,13 @@ SIGNED = frozenset({*GEOMETRY, *COLOURS})  # magnitudes with a random sign
 
 
 class Strengths(NamedTuple):
-    """Magnitudes of the last bin; linear from the first bin, which does nothing."""
+    """Magnitudes of the last bin; they grow linearly from 0 in the first bin."""
 
     shear: float  # tangent of the angle
     shift: float  # fraction of the side, or pixels if above 1
     degrees: float
     colour: float  # distance of a factor from 1
-    bits: tuple[int, int]  # kept by posterize in the first and the last bin
+    bits: tuple[int, int]  # kept by posterize in the first and in the last bin
 
 
 RAND = Strengths(shear=0.3, shift=150 / 331, degrees=30.0, colour=0.9, bits=(8, 4))
@@ -32,7 +32,9 @@ MIX = Strengths(shear=0.3, shift=1 / 3, degrees=30.0, colour=0.9, bits=(4, 0))
 def magnitude(name: str, level: float, height: int, width: int, strengths: Strengths) -> float:
     """Return the magnitude of an operation at ``level`` in [0, 1], without sign.
 
-    Its unit is a tangent, pixels, degrees, distance of a factor from 1, bits or gray levels.
+    The unit depends on the operation: tangent of the angle (shear), pixels (translate), degrees
+    (rotate), distance of a factor from 1 (brightness, color, contrast, sharpness), bits (posterize)
+    or gray levels (solarize).
     """
     if name.startswith("Shear"):
         return strengths.shear * level
@@ -49,7 +51,7 @@ def magnitude(name: str, level: float, height: int, width: int, strengths: Stren
     return 255.0 * (1 - level) if name == "Solarize" else 0.0
 
 
-# 25 pairs of (operation, probability, bin of 10), of which one is drawn
+# 25 pairs of (operation, probability, bin out of 10); one pair is drawn for a view
 Policy = tuple[tuple[tuple[str, float, int], tuple[str, float, int]], ...]
 IMAGENET: Policy = (
     (("Posterize", 0.4, 8), ("Rotate", 0.6, 9)),

@@ -1,14 +1,14 @@
 """Transforms for pretext tasks: rotations, jigsaw puzzles, tiles, channel drop.
 
-What was drawn is a label, which the image alone does not carry into the loss. It is drawn at a
-fixed place of the view's stream, whatever else the pipeline draws, so that ``drawn_rotation`` and
-``drawn_permutation`` compute it from the seed, the ``key`` of the sample and the view. A method
-that wants every rotation of every image needs no draw: one group of views for each,
-``{name: rotate_90, k: [1]}``; the group is the label.
+The drawn rotation or permutation is the label of a view, which the image does not contain. So it is
+drawn at a fixed position of the view's random stream, whatever else the pipeline draws.
+``drawn_rotation`` and ``drawn_permutation`` compute it again from the seed, the ``key`` of the
+sample and the view. A method that uses every rotation of every image needs no draw: it has one
+group of views for each rotation, such as ``{name: rotate_90, k: [1]}``, and the group is the label.
 
-OpenCV's and NumPy's forms stay beside the device engine's torch forms, which cost fifteen to
-seventy times as much for one image: microseconds of CPU time at 224x224 pixels, one thread (OpenCV,
-torch): rotate_90 12, 469; jigsaw 15, 1127; channel_drop 28, 410 (``python
+These OpenCV and NumPy versions are kept beside the torch versions of the device engine, which take
+15 to 70 times as long for one image. Microseconds of CPU time at 224x224 pixels, one thread
+(OpenCV, torch): rotate_90 12, 469; jigsaw 15, 1127; channel_drop 28, 410 (``python
 tools/bench/transform_forms.py``).
 """
 
@@ -32,8 +32,8 @@ from selftask.errors import UserError
 from selftask.random.views import draw_at, draw_rng
 from selftask.registry import register_transform
 
-ROTATION, PERMUTATION = 1 << 63, (1 << 63) + 1  # blocks of a stream beyond all other draws
-CANDIDATES = 20_000  # permutations to choose from, if there are more
+ROTATION, PERMUTATION = 1 << 63, (1 << 63) + 1  # blocks of a stream that no other draw uses
+CANDIDATES = 20_000  # random permutations to select from, if there are more
 _ROTATIONS = {
     1: cv2.ROTATE_90_COUNTERCLOCKWISE,
     2: cv2.ROTATE_180,
@@ -44,20 +44,20 @@ _ROTATIONS = {
 @register_transform("rotate_90")
 @dataclass(frozen=True, kw_only=True)
 class Rotate90(Transform):
-    """Rotate anticlockwise by a random number of quarters (RotNet, arXiv:1803.07728).
+    """Rotate counterclockwise by a random multiple of 90 degrees (RotNet, arXiv:1803.07728).
 
-    An odd number swaps height and width: crop to a square before.
+    Rotations by 90 and 270 degrees swap height and width, so crop to a square first.
     """
 
     k: list[int] = field(default_factory=lambda: [0, 1, 2, 3])
-    """Quarter turns, of which one is drawn."""
+    """Numbers of counterclockwise 90-degree turns, from 0 to 3; one of them is drawn."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.k or not set(self.k) <= {0, 1, 2, 3}:
             yield f"k: {self.k}; a list of some of 0, 1, 2 and 3 is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> int | None:
-        """Quarters of a turn."""
+        """Return the number of 90-degree turns, or None for no rotation."""
         return self.k[int(draw_at(rng, ROTATION) * len(self.k))] or None
 
     def apply(self, image: np.ndarray, params: int) -> np.ndarray:
@@ -71,16 +71,21 @@ class Rotate90(Transform):
         return 0.0, 1.0, 0.0, -1.0, 0.0, height
 
     def numbers(self, params: int | None) -> Sequence[float]:
-        """Quarters of a turn."""
+        """Return the number of 90-degree turns."""
         return (float(params or 0),)
 
 
 def drawn_rotation(
     seed: int, epoch: int, index: int, view: int, turns: Sequence[int] = (0, 1, 2, 3)
 ) -> int:
-    """Return the quarters that ``rotate_90`` drew for a view, 0 to 3.
+    """Return the number of 90-degree turns that ``rotate_90`` drew for a view.
 
-    ``view`` counts all views of an image from 0, ``epoch`` and ``index`` are those of the key.
+    Args:
+        seed: Seed of the run.
+        epoch: First number of the sample's ``key``.
+        index: Second number of the sample's ``key``.
+        view: Number of the view among all views of the sample, from 0.
+        turns: The ``k`` of the transform.
     """
     return turns[int(draw_at(draw_rng(seed, epoch, index, view), ROTATION) * len(turns))]
 
@@ -89,18 +94,18 @@ class Puzzle(NamedTuple):
     """Parameters of ``jigsaw``."""
 
     permutation: int  # index into ``permutations``
-    left: np.ndarray  # (T,) where each tile begins in its cell, in pixels
+    left: np.ndarray  # (T,) offset of each tile in its cell, in pixels
     top: np.ndarray
 
 
 @register_transform("jigsaw")
 @dataclass(frozen=True, kw_only=True)
 class Jigsaw(Transform):
-    """A jigsaw puzzle: tiles of the image in a random order (arXiv:1603.09246).
+    """Make a jigsaw puzzle: put the tiles of the image in a random order (arXiv:1603.09246).
 
-    The image is divided into cells, a tile is cut out of each at a random place, so that edges do
-    not show what belongs together, and the tiles are laid out again without gaps. In the place of
-    number k, counted row by row, is the tile of number ``permutations(...)[drawn][k]``.
+    The image is divided into cells, and one tile is cut out of each cell at a random position. So
+    edges do not show which tiles are neighbors. The tiles are then put together without gaps.
+    Position k, counted row by row, shows tile ``permutations(...)[drawn][k]``.
     """
 
     resizes = "tiles"
@@ -108,11 +113,11 @@ class Jigsaw(Transform):
     affine: ClassVar[bool] = False
 
     grid: int = setting(3, min=2, max=15)
-    """Tiles in a row and in a column."""
+    """Number of tiles in each row and in each column."""
     tile: int | None = setting(None, min=1)
     """Side of a tile, in pixels; null: as large as a cell."""
     num_permutations: int = setting(100, min=1)
-    """Number of permutations, of which one is drawn."""
+    """Number of permutations from which one is drawn."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         most = 24 if self.grid == 2 else 10_000
@@ -146,7 +151,7 @@ class Jigsaw(Transform):
         return puzzle
 
     def numbers(self, params: Puzzle | None) -> Sequence[float]:
-        """The number of the tile at each place of the puzzle, row by row."""
+        """Return the number of the tile at each position of the puzzle, row by row."""
         if params is None:
             return (math.nan,) * self.grid**2
         orders = permutations(self.grid**2, self.num_permutations)
@@ -154,13 +159,13 @@ class Jigsaw(Transform):
 
 
 def tile_size(height: int, width: int, grid: int, side: int | None) -> tuple[int, int]:
-    """Return height and width of the tiles of an image of that size.
+    """Return height and width of the tiles of an image.
 
     Args:
-        height: Of the image, in pixels.
-        width: Of the image, in pixels.
-        grid: Cells in a row and in a column.
-        side: Of a tile, in pixels; None: tiles are as large as their cells.
+        height: Height of the image, in pixels.
+        width: Width of the image, in pixels.
+        grid: Number of cells in each row and in each column.
+        side: Side of a tile, in pixels; None: tiles are as large as their cells.
 
     Raises:
         UserError: The cells are smaller than a tile.
@@ -178,18 +183,19 @@ def tile_size(height: int, width: int, grid: int, side: int | None) -> tuple[int
 @register_transform("tile")
 @dataclass(frozen=True, kw_only=True)
 class Tile(Transform):
-    """One tile of the image: view number k of the group shows cell number k of a grid.
+    """Cut out one tile of the image: view k of the group shows cell k of a grid.
 
-    Cells are counted row by row, again from 0 after the last one. The tile lies at a random place
-    in its cell. Use it in a group that is made from another one, so that all tiles are of one crop.
+    Cells are counted row by row, and counting starts again at 0 after the last cell. The tile is at
+    a random position in its cell. Use it in a group of views that is made from another group, so
+    that all tiles come from the same crop.
     """
 
     resizes = "square"
 
-    view_number: ClassVar[int] = 0  # of its group; set with the view
+    view_number: ClassVar[int] = 0  # number of the view in its group; set by the pipeline
 
     grid: int = setting(3, min=2, max=15)
-    """Cells in a row and in a column."""
+    """Number of cells in each row and in each column."""
     size: int | None = setting(None, min=1)
     """Side of a tile, in pixels; null: as large as a cell."""
 
@@ -209,7 +215,7 @@ class Tile(Transform):
         return 1.0, 0.0, params[0], 0.0, 1.0, params[1]
 
     def numbers(self, params: Box | None) -> Sequence[float]:
-        """Left, top, right and bottom in pixels of the image that is cut."""
+        """Return left, top, right and bottom of the tile, in pixels of the input image."""
         return params or (math.nan,) * 4
 
 
@@ -224,8 +230,8 @@ def drawn_permutation(
 def permutations(num_tiles: int, count: int) -> np.ndarray:
     """Return permutations that differ as much as possible, uint8 (count, num_tiles).
 
-    Each next one has the largest least Hamming distance to those before, of all permutations or of
-    ``CANDIDATES`` random ones.
+    They are selected one after the other: each has the largest minimum Hamming distance to those
+    before. Candidates are all permutations, or random ones if there are more than ``CANDIDATES``.
     """
     if math.factorial(num_tiles) <= CANDIDATES:
         listed = list(itertools.permutations(range(num_tiles)))
@@ -234,7 +240,7 @@ def permutations(num_tiles: int, count: int) -> np.ndarray:
         draws = np.random.Generator(np.random.Philox(key=num_tiles))
         shuffled = np.argsort(draws.random((CANDIDATES, num_tiles)), axis=1)
         candidates = np.unique(shuffled, axis=0).astype(np.uint8).T
-    candidates = np.ascontiguousarray(candidates)  # (T, N): numpy then compares along N
+    candidates = np.ascontiguousarray(candidates)  # (T, N): comparisons then run along N
     least = np.full(candidates.shape[1], num_tiles + 1)
     chosen = []
     for _ in range(count):
@@ -247,15 +253,16 @@ def permutations(num_tiles: int, count: int) -> np.ndarray:
 @register_transform("channel_drop")
 @dataclass(frozen=True, kw_only=True)
 class ChannelDrop(Transform):
-    """Overwrite all but some random channels, with probability p.
+    """Keep some random channels and overwrite the others, with probability p.
 
-    Prevents learning from chromatic aberration where patches lie (arXiv:1505.05192).
+    Prevents a network from finding the position of a patch by chromatic aberration
+    (arXiv:1505.05192).
     """
 
     keep: int = setting(1, min=1)
-    """Channels to keep, fewer than there are."""
+    """Number of channels to keep; must be smaller than the number of channels."""
     fill: int = setting(0, min=0, max=255)
-    """Gray level of the other channels."""
+    """Gray level of the overwritten channels."""
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
 
@@ -264,7 +271,7 @@ class ChannelDrop(Transform):
             yield f"keep: {self.keep}; the data have {channels}, and less than that is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
-        """The overwritten channels."""
+        """Return the indices of the channels to overwrite, or None."""
         chance, *draws = rng.random(1 + self.channels).tolist()
         return np.argsort(draws)[self.keep :] if chance < self.p else None
 

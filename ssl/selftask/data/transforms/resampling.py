@@ -7,22 +7,25 @@ import numpy as np
 
 from selftask.data.transforms.channels import by_groups
 
-cv2.setNumThreads(1)  # there are worker processes; its threads do not survive a fork
+cv2.setNumThreads(1)  # workers are processes, and OpenCV's threads do not survive a fork
 
 MODES = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC, "nearest": cv2.INTER_NEAREST}
 
 
 def resize(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:
-    """Resize uint8 (H, W, C) to (height, width, C), antialiased.
+    """Resize an image, antialiased unless ``interpolation`` is ``nearest``.
 
-    torch has the fastest antialiased kernel for bytes. OpenCV has none, but is faster if no side
-    shrinks, and gives the same there (except for bicubic, which has another kernel).
+    torch has the fastest antialiased kernel for uint8, and OpenCV has none. If no side shrinks,
+    OpenCV is faster and gives the same result, except for bicubic, which has another kernel.
 
     Args:
-        image: may be a crop of a larger array.
-        height: in pixels.
-        width: likewise.
+        image: uint8 (H, W, C); may be a crop of a larger array.
+        height: Height of the result, in pixels.
+        width: Width of the result, in pixels.
         interpolation: ``bilinear``, ``bicubic`` or ``nearest``.
+
+    Returns:
+        uint8 (height, width, C).
     """
     size = image.shape[:2]
     if size == (height, width):
@@ -35,11 +38,11 @@ def resize(image: np.ndarray, height: int, width: int, interpolation: str) -> np
 
 
 def _antialiased(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:
-    import torch  # deferred: configs are checked without torch
+    import torch  # imported here, so that configs are checked without torch
     from torch.nn.functional import interpolate
 
     # Index before permuting: only then are the strides those of channels_last. Otherwise torch
-    # copies to planes and back, which costs more than the resizing.
+    # copies to planes and back, which takes longer than the resizing.
     channels = image[..., None] if image.ndim == 2 else image
     planes = torch.from_numpy(channels)[None].permute(0, 3, 1, 2)
     resized = interpolate(planes, (height, width), mode=interpolation, antialias=True)
@@ -54,10 +57,10 @@ def warp(
 
     Args:
         image: uint8 (H, W, C).
-        output_to_input: 2x3 matrix, row by row, for coordinates in which the center of the first
-            pixel is at (0.5, 0.5), as in Pillow.
-        interpolation: a key of ``MODES``.
-        fill: gray level of pixels from outside of the image.
+        output_to_input: 2x3 matrix, row by row. The center of the first pixel is at (0.5, 0.5),
+            as in Pillow.
+        interpolation: A key of ``MODES``.
+        fill: Gray level for pixels outside the image.
     """
     a, b, c, d, e, f = output_to_input
     centred = ((a, b, c + (a + b - 1) / 2), (d, e, f + (d + e - 1) / 2))

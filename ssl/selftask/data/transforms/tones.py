@@ -1,9 +1,9 @@
 """Posterize, equalize, autocontrast, invert and sharpness, like Pillow's ImageOps.
 
-OpenCV's and NumPy's forms stay beside the device engine's torch forms, which cost five to a hundred
-times as much for one image: microseconds of CPU time at 224x224 pixels, one thread (OpenCV, torch):
-posterize 2, 277; equalize 144, 833; autocontrast 110, 578; invert 2, 326; sharpness 36, 577
-(``python tools/bench/transform_forms.py``).
+These OpenCV and NumPy versions are kept beside the torch versions of the device engine, which take
+5 to 100 times as long for one image. Microseconds of CPU time at 224x224 pixels, one thread
+(OpenCV, torch): posterize 2, 277; equalize 144, 833; autocontrast 110, 578; invert 2, 326;
+sharpness 36, 577 (``python tools/bench/transform_forms.py``).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _VALUES = np.arange(256)
 @register_transform("posterize")
 @dataclass(frozen=True, kw_only=True)
 class Posterize(RandomlyApplied):
-    """Keep the highest ``bits`` of every value, with probability p."""
+    """Keep the highest ``bits`` bits of every value, with probability p."""
 
     bits: int = setting(4, min=1, max=8)
-    """Bits to keep of each value; 8 changes nothing."""
+    """Number of bits to keep of each value; 8 changes nothing."""
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
 
@@ -41,7 +41,7 @@ class Posterize(RandomlyApplied):
 @register_transform("equalize")
 @dataclass(frozen=True, kw_only=True)
 class Equalize(RandomlyApplied):
-    """Make the histogram of each channel as flat as it gets, with probability p."""
+    """Equalize the histogram of each channel, with probability p."""
 
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
@@ -53,7 +53,7 @@ class Equalize(RandomlyApplied):
 @register_transform("autocontrast")
 @dataclass(frozen=True, kw_only=True)
 class Autocontrast(RandomlyApplied):
-    """Stretch each channel to the whole range 0..255, with probability p."""
+    """Stretch the values of each channel to the full range 0..255, with probability p."""
 
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
@@ -65,7 +65,7 @@ class Autocontrast(RandomlyApplied):
 @register_transform("invert")
 @dataclass(frozen=True, kw_only=True)
 class Invert(RandomlyApplied):
-    """The negative, 255 - x, with probability p."""
+    """Invert all values to 255 - x, with probability p."""
 
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
@@ -82,7 +82,7 @@ class Sharpness(UniformTransform):
     num_uniforms: ClassVar[int] = 2
 
     factor: tuple[float, float] = (0.0, 2.0)
-    """Range of the factor: 0 smooth, 1 unchanged, 2 sharp."""
+    """Range of the factor: 0 is smooth, 1 unchanged, 2 sharp."""
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
 
@@ -91,7 +91,7 @@ class Sharpness(UniformTransform):
             yield f"factor: {list(self.factor)}; 0 <= least <= largest is expected"
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
-        """The factor."""
+        """Return whether the image is changed, and the factor."""
         chance, draw = uniforms
         low, high = self.factor
         return chance < self.p, low + (high - low) * draw
@@ -101,14 +101,14 @@ class Sharpness(UniformTransform):
 
 
 def posterize(image: np.ndarray, bits: int) -> np.ndarray:
-    """Keep the highest ``bits`` of every value; 0 bits give black."""
+    """Keep the highest ``bits`` bits of every value; 0 bits give black."""
     return image & np.uint8(256 - 2 ** (8 - bits) if bits else 0)
 
 
 def solarize(image: np.ndarray, threshold: float) -> np.ndarray:
-    """Invert the values from ``threshold`` on."""
+    """Invert the values that are at least ``threshold``."""
     changed = (image >= math.ceil(threshold)).view(np.uint8)
-    np.negative(changed, out=changed)  # of 1, all bits
+    np.negative(changed, out=changed)  # 1 becomes 255
     return np.bitwise_xor(image, changed, out=changed)
 
 
@@ -119,7 +119,7 @@ def autocontrast(image: np.ndarray) -> np.ndarray:
 
 def _stretched(image: np.ndarray) -> np.ndarray:
     channels = 1 if image.ndim == 2 else image.shape[2]
-    rows = image.reshape(image.shape[0], -1)  # along them numpy compares many values at once
+    rows = image.reshape(image.shape[0], -1)  # NumPy compares along rows many values at once
     low = rows.min(axis=0).reshape(-1, channels).min(axis=0).astype(int)
     high = rows.max(axis=0).reshape(-1, channels).max(axis=0).astype(int)
     scale = np.where(high > low, 255 / np.maximum(high - low, 1), 1.0)
@@ -129,7 +129,7 @@ def _stretched(image: np.ndarray) -> np.ndarray:
 
 
 def equalize(image: np.ndarray) -> np.ndarray:
-    """Flatten each channel's histogram, rounded as Pillow does."""
+    """Equalize the histogram of each channel, rounded like Pillow."""
     return by_groups(_equalized, image)
 
 
@@ -151,10 +151,10 @@ def _flat_table(histogram: np.ndarray) -> np.ndarray:
 
 
 def adjust_sharpness(image: np.ndarray, factor: float) -> np.ndarray:
-    """Move away from (factor above 1) or towards a smoothed image; border pixels are unchanged.
+    """Sharpen (factor above 1) or smooth (below 1) an image; border pixels are unchanged.
 
-    Pillow's kernel is [1 1 1; 1 5 1; 1 1 1] / 13, which is 9/13 of the 3x3 mean and 4/13 of the
-    pixel.
+    Extrapolates from or interpolates towards a smoothed image, like Pillow. Its smoothing kernel is
+    [1 1 1; 1 5 1; 1 1 1] / 13, which is 9/13 of the 3x3 mean and 4/13 of the pixel.
     """
     return by_groups(lambda part: _sharpened(part, factor), image)
 

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-Matrix = tuple[float, ...]  # of an affine map, 2x3, row by row
+Matrix = tuple[float, ...]  # affine map, 2x3, row by row
 UNMOVED: Matrix = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 
 
 def after(first: Matrix, second: Matrix) -> Matrix:
-    """Return the affine map that does ``first``, then ``second``."""
+    """Return the affine map that applies ``first``, then ``second``."""
     a, b, c, d, e, f = first
     g, h, i, j, k, m = second
     return (
@@ -24,8 +24,8 @@ def after(first: Matrix, second: Matrix) -> Matrix:
     )
 
 
-# The part of NumPy's namespace that formulas of parameters use, for Python numbers. For one image
-# it takes a tenth of NumPy's time.
+# The functions of NumPy that parameter formulas use, for Python numbers. For one image they take a
+# tenth of NumPy's time.
 SCALARS = SimpleNamespace(
     exp=math.exp,
     sqrt=math.sqrt,
@@ -41,18 +41,18 @@ SCALARS = SimpleNamespace(
 
 
 class Transform(ABC):
-    """One registered operation on 8-bit images; its dataclass fields are its config keys.
+    """Base class of transforms of 8-bit images; the dataclass fields are the config keys.
 
     Drawing and applying are separate, so that both engines use the same parameters: the CPU engine
-    applies them to one image, the device engine to a batch. A transform of your own may also be
-    any callable ``(image, rng) -> image``.
+    applies them to one image, the device engine to a batch. A user's transform may also be any
+    callable ``(image, rng) -> image``.
     """
 
     resizes: ClassVar[str | None] = None
-    """What it makes of an image's size: ``"square"``, of ``size`` pixels, or another word; None for
-    a transform that keeps it."""
+    """How the image size changes. ``"square"``: to ``size`` x ``size`` pixels; None: the size is
+    kept; other texts: some other change."""
     channels: ClassVar[int] = 3  # of the images; set by the pipeline
-    affine: ClassVar[bool] = True  # False: no affine map says where pixels of the result come from
+    affine: ClassVar[bool] = True  # whether ``source_matrix`` describes where pixels come from
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         """Yield ``key: why`` for each key that does not work with this number of channels."""
@@ -67,21 +67,25 @@ class Transform(ABC):
         """Return the changed image, uint8 (H', W', C); ``image`` (H, W, C) is read-only."""
 
     def program(self, params: Any) -> Sequence[float] | None:
-        """Return the compiled kernel's program (``data/kernel``), or None if it has no such op."""
+        """Return a program of the compiled kernel (``data/kernel``), or None if it lacks the op."""
         return None
 
     def source_matrix(self, params: Any, height: int, width: int) -> Matrix:
-        """Return the affine map from the result to the image, which has that size, in pixels.
+        """Return the affine map from output to input coordinates, in pixels.
 
-        Pixel (0, 0) reaches from 0 to 1. By default pixels stay where they are.
+        Pixel (0, 0) covers coordinates from 0 to 1. By default it is the identity.
+
+        Args:
+            params: Parameters from ``draw``.
+            height: Height of the input image, in pixels.
+            width: Width of the input image, in pixels.
         """
         return UNMOVED
 
     def numbers(self, params: Any) -> Sequence[float]:
-        """Return what ``batch.draws`` has of the parameters: always as many numbers.
+        """Return the numbers for ``batch.draws``, always equally many; none by default.
 
-        ``params`` is None for an image that the transform does not change. By default there are
-        none.
+        ``params`` is None if the transform leaves the image unchanged.
         """
         return ()
 
@@ -91,9 +95,9 @@ class Transform(ABC):
 
 
 class UniformTransform(Transform):
-    """A transform whose parameters are a formula of a fixed number of uniforms.
+    """Transform whose parameters are a function of a fixed number of uniform random numbers.
 
-    The formula is written once: for one image it gets numbers, for a batch arrays.
+    The same formula computes them for one image from numbers, and for a batch from arrays.
     """
 
     num_uniforms: ClassVar[int]
@@ -104,13 +108,13 @@ class UniformTransform(Transform):
 
         Args:
             uniforms: ``num_uniforms`` numbers, or as many arrays (N,).
-            height: of the image in pixels; a number or an array (N,).
-            width: likewise.
+            height: Height of the image in pixels, a number or an array (N,).
+            width: Width of the image in pixels, a number or an array (N,).
             xp: ``SCALARS`` or NumPy.
 
         Returns:
-            Whether the image is changed, and the parameters: a number or a flat tuple of them,
-            each an array (N,) for a batch.
+            Whether the image is changed, and the parameters: a number or a flat tuple of numbers.
+            For a batch, each of them is an array (N,).
         """
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
@@ -121,7 +125,7 @@ class UniformTransform(Transform):
 
 
 class RandomlyApplied(UniformTransform):
-    """A transform that is applied with probability ``p`` and has no other random parameters."""
+    """Transform that is applied with probability ``p`` and has no other random parameters."""
 
     num_uniforms: ClassVar[int] = 1
     p: float
@@ -130,12 +134,12 @@ class RandomlyApplied(UniformTransform):
         return uniforms[0] < self.p, ()
 
     def numbers(self, params: Any) -> Sequence[float]:
-        """1 if the image is changed, else 0."""
+        """Return 1 if the image is changed, else 0."""
         return (float(params is not None),)
 
 
 class Deterministic(Transform):
-    """A transform without randomness."""
+    """Transform without randomness."""
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
         return ()

@@ -1,8 +1,8 @@
 """Shear, perspective and elastic distortion; each resamples the image once.
 
-OpenCV's forms stay beside the device engine's torch forms, which cost five to nine times as much
-for one image: microseconds of CPU time at 224x224 pixels, one thread (OpenCV, torch): random_shear
-182, 1051; random_perspective 143, 1233; elastic 208, 1017 (``python
+These OpenCV versions are kept beside the torch versions of the device engine, which take 5 to 9
+times as long for one image. Microseconds of CPU time at 224x224 pixels, one thread (OpenCV, torch):
+random_shear 182, 1051; random_perspective 143, 1233; elastic 208, 1017 (``python
 tools/bench/transform_forms.py``).
 """
 
@@ -21,21 +21,21 @@ from selftask.data.transforms.resampling import MODES, warp
 from selftask.data.transforms.transform import Matrix, Transform, UniformTransform
 from selftask.registry import register_transform
 
-_HALF = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])  # to coordinates with pixels' centres at .5
+_HALF = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])  # pixel centers at .5
 _BACK = np.array([[1, 0, -0.5], [0, 1, -0.5], [0, 0, 1]])
 
 
 @register_transform("random_shear")
 @dataclass(frozen=True, kw_only=True)
 class RandomShear(UniformTransform):
-    """Random shear about the center, like torchvision's RandomAffine."""
+    """Shear randomly about the center, like torchvision's RandomAffine."""
 
     num_uniforms: ClassVar[int] = 2
 
     x: float = 0.0
-    """Largest angle either way by which rows slide along themselves, in degrees."""
+    """Largest shear angle along the x axis in either direction, in degrees."""
     y: float = 0.0
-    """The same for columns, in degrees."""
+    """Largest shear angle along the y axis in either direction, in degrees."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
     """How pixels are interpolated."""
     fill: int = setting(0, min=0, max=255)
@@ -47,7 +47,7 @@ class RandomShear(UniformTransform):
                 yield f"{key}: {getattr(self, key)}; 0 to 89 degrees is expected"
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
-        """The matrix (2x3, row by row) from output to input coordinates."""
+        """Return True, and the matrix (2x3, row by row) from output to input coordinates."""
         x, y = uniforms
         b, d = (
             xp.tan(xp.radians(most * (2 * one - 1))) for most, one in ((self.x, x), (self.y, y))
@@ -65,12 +65,12 @@ class RandomShear(UniformTransform):
 @register_transform("random_perspective")
 @dataclass(frozen=True, kw_only=True)
 class RandomPerspective(Transform):
-    """A random perspective, with probability p, like torchvision's RandomPerspective."""
+    """Apply a random perspective, with probability p, like torchvision's RandomPerspective."""
 
     affine: ClassVar[bool] = False
 
     distortion: float = setting(0.5, min=0, max=1)
-    """Largest move of a corner inwards, as a share of half a side."""
+    """Largest inward shift of a corner, as a fraction of half a side."""
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
@@ -79,7 +79,7 @@ class RandomPerspective(Transform):
     """Gray level of pixels from outside the image."""
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
-        """New places of the corners: (4, 2), x and y in pixels, clockwise from the upper left."""
+        """Return the new corners clockwise from the upper left, (4, 2): x and y in pixels."""
         chance, *draws = rng.random(9).tolist()
         if chance >= self.p or min(height, width) < 2:  # corners coincide
             return None
@@ -109,15 +109,15 @@ class RandomPerspective(Transform):
 @register_transform("elastic")
 @dataclass(frozen=True, kw_only=True)
 class Elastic(Transform):
-    """Smooth random displacements, with probability p, like torchvision's ElasticTransform.
+    """Displace pixels smoothly, with probability p, like torchvision's ElasticTransform.
 
-    Far slower than the others: two numbers are drawn for each pixel.
+    Much slower than the other transforms: two numbers are drawn for each pixel.
     """
 
     affine: ClassVar[bool] = False
 
     alpha: float = setting(50.0, min=0)
-    """Strength: displacements are drawn within +- alpha / 2 pixels, then smoothed."""
+    """Strength: displacements are drawn from -alpha / 2 to alpha / 2 pixels, then smoothed."""
     sigma: float = 5.0
     """Standard deviation of the smoothing, in pixels."""
     p: float = setting(0.5, min=0, max=1)
@@ -132,7 +132,7 @@ class Elastic(Transform):
             yield f"sigma: {self.sigma}; above 0 is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
-        """Displacements to the right and down in pixels, float32 (2, H, W)."""
+        """Return displacements to the right and down in pixels, float32 (2, H, W)."""
         if rng.random() >= self.p:
             return None
         noise = 2 * rng.random((2, height, width), dtype=np.float32) - 1

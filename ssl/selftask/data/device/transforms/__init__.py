@@ -1,1 +1,1 @@
-"""Batched forms of the transforms, registered by the name of the transform."""
+"""Batched versions of the transforms, registered by the name of the transform."""

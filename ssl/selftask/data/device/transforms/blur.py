@@ -24,12 +24,12 @@ from selftask.registry import register_batched_transform
 if TYPE_CHECKING:
     pass
 
-_LEAST = 1e-2  # pixels; a smaller sigma leaves the image unchanged
+_LEAST = 1e-2  # pixels; a smaller sigma changes no pixel
 
 
 @register_batched_transform("gaussian_blur")
 class BatchedGaussianBlur(UniformOperation):
-    """Gaussian blur by two matrices for each image, as for resizing."""
+    """Gaussian blur as a product with two matrices for each image, like resizing."""
 
     transform: GaussianBlur
 
@@ -51,9 +51,9 @@ def _blur(values: Tensor, sigma: Tensor, radius: int) -> Tensor:
 def blur_matrix(sigma: Tensor, size: int, radius: int) -> Tensor:
     """Return Gaussian weights (B, size, size), mirrored at the borders.
 
-    The kernel is cut off where OpenCV cuts it for 8 bits, and the border pixel is not repeated. If
-    an image is smaller than ``radius``, the largest reach of any sigma, weights beyond one mirror
-    are dropped and the others scaled up.
+    Like OpenCV's kernel for 8 bits, the kernel is truncated, and mirroring does not repeat the
+    border pixel. If an image is not larger than ``radius``, the largest kernel radius of any sigma,
+    weights beyond the first mirror image are dropped and the others scaled up.
     """
     sigma = sigma.clamp(min=_LEAST)[:, None]
     steps = torch.arange(radius + 1, device=sigma.device, dtype=torch.float32)
@@ -69,14 +69,14 @@ def _radius(sigma: Tensor) -> Tensor:
 
 
 def _reach(size: int, radius: int, device: torch.device) -> Tensor:
-    """Count how often a pixel is 0 to ``radius`` steps from another, with mirrors.
+    """Count how often a pixel or its mirror images are 0 to ``radius`` steps from another.
 
     Returns:
         float32 (radius + 1, size * size).
     """
     at = torch.arange(size, device=device)
     to, last = at[:, None], size - 1
-    none = 2 * size + radius  # more steps than are counted
+    none = 2 * size + radius  # a distance that is not counted
     steps = torch.arange(radius + 1, device=device)[:, None, None]
     reach = ((at - to).abs() == steps).float()
     reach += torch.where(at > 0, at + to, none) == steps

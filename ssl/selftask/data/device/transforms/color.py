@@ -1,4 +1,4 @@
-"""Batched gray, solarize, posterize, invert and contrast with noise."""
+"""Batched grayscale, solarize, posterize, invert and contrast noise."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BatchedGrayscale(RandomlyApplied):
 
 @register_batched_transform("solarize")
 class BatchedSolarize(RandomlyApplied):
-    """Solarize: 255 - x from the threshold on."""
+    """Solarize: invert the values that are at least the threshold."""
 
     def change(self, values: Tensor) -> Tensor:
         return solarize(values, self.transform.threshold)
@@ -43,7 +43,7 @@ class BatchedSolarize(RandomlyApplied):
 
 @register_batched_transform("posterize")
 class BatchedPosterize(RandomlyApplied):
-    """Posterize: the highest bits of each value."""
+    """Posterize: keep the highest bits of each value."""
 
     def change(self, values: Tensor) -> Tensor:
         return posterize(values, 2.0 ** (8 - self.transform.bits))
@@ -61,7 +61,7 @@ class BatchedInvert(RandomlyApplied):
 class BatchedContrastNoise(UniformOperation):
     """Contrast noise: x * factor + offset + noise.
 
-    The noise is drawn image by image in the workers and is part of the batch.
+    Workers draw the noise image by image and put it into the batch.
     """
 
     transform: ContrastNoise
@@ -89,17 +89,20 @@ class BatchedContrastNoise(UniformOperation):
 
 
 def solarize(values: Tensor, threshold: float | Tensor) -> Tensor:
-    """Return 255 - x from the threshold on; it is one for all, or (B, 1, 1, 1)."""
+    """Invert the values from ``threshold`` on: a number, or (B, 1, 1, 1) for each image."""
     return torch.where(values >= threshold, 255 - values, values)
 
 
 def posterize(values: Tensor, step: float | Tensor) -> Tensor:
-    """Round down to multiples of ``step``, a power of two, in place; a number or (B, 1, 1, 1)."""
+    """Round down to multiples of ``step``, in place.
+
+    ``step`` is a power of two: a number, or (B, 1, 1, 1) for each image.
+    """
     return values.div_(step).floor_().mul_(step)
 
 
 def luma(values: Tensor) -> Tensor:
-    """Return the luma (B, 1, H, W), not rounded, or the mean if there are not three channels."""
+    """Return the luma, or the mean if there are not three channels; (B, 1, H, W), not rounded."""
     if values.shape[1] != len(LUMA):
         return values.mean(1, keepdim=True)
     red, green, blue = values.unbind(1)

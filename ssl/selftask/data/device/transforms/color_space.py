@@ -1,4 +1,4 @@
-"""Batched color spaces: Lab, its lightness, BGR."""
+"""Batched conversion to other color spaces: Lab, lightness only, BGR."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _XYZ = (
 
 
 class Converted(Operation):
-    """A color space that is a function of the pixels alone."""
+    """Conversion without parameters."""
 
     in_place = False
 
@@ -37,7 +37,7 @@ class Converted(Operation):
 
 @register_batched_transform("lab")
 class BatchedLab(Converted):
-    """CIE L*a*b* in 8 bits."""
+    """Convert RGB to CIE L*a*b* in 8 bits."""
 
     def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
         linear = _linear(images.values)
@@ -48,7 +48,7 @@ class BatchedLab(Converted):
 
 @register_batched_transform("lightness")
 class BatchedLightness(Converted):
-    """L* of CIE L*a*b* in all three channels."""
+    """Replace all three channels by L* of CIE L*a*b*."""
 
     def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
         y = _cube_root(_weighted(_linear(images.values), _XYZ[1]))
@@ -58,14 +58,14 @@ class BatchedLightness(Converted):
 
 @register_batched_transform("bgr")
 class BatchedBgr(Converted):
-    """Channels in the order blue, green, red."""
+    """Convert RGB to BGR."""
 
     def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
         return images.with_values(images.values.flip(1))
 
 
 def _linear(values: Tensor) -> Tensor:
-    """Return linear light in [0, 1] of sRGB levels 0..255."""
+    """Convert sRGB levels 0..255 to linear light in [0, 1]."""
     level = values / 255
     return torch.where(level > 0.04045, ((level + 0.055) / 1.055) ** 2.4, level / 12.92)
 
@@ -77,6 +77,6 @@ def _weighted(linear: Tensor, weights: tuple[float, float, float]) -> Tensor:
 
 
 def _cube_root(light: Tensor) -> Tensor:
-    """Return CIE's cube root, which is linear near black."""
+    """Return the cube root as CIE L*a*b* defines it, which is linear near black."""
     root = light.clamp(min=1e-6) ** (1 / 3)
     return torch.where(light > (6 / 29) ** 3, root, light * (841 / 108) + 4 / 29)

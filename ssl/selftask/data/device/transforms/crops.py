@@ -1,4 +1,4 @@
-"""Batched crops and resizing, which take images of different sizes."""
+"""Batched crops and resizing, which accept images of different sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @register_batched_transform("random_resized_crop")
 class BatchedRandomResizedCrop(Operation):
-    """Random boxes, resampled to a square."""
+    """Crop random boxes and resize them to a square."""
 
     ragged = True
     in_place = False
@@ -61,7 +61,7 @@ class BatchedRandomResizedCrop(Operation):
 
 @register_batched_transform("resize")
 class BatchedResize(Operation):
-    """Resize the shorter side to ``size``; aspect ratios are kept."""
+    """Resize the shorter side to ``size``, keeping the aspect ratio."""
 
     ragged = True
     in_place = False
@@ -92,7 +92,7 @@ class BatchedResize(Operation):
 
 
 class BatchedCut(Operation):
-    """A square cut out, black outside of the image."""
+    """Base class: cut out a square, black outside the image."""
 
     ragged = True
     in_place = False
@@ -116,7 +116,7 @@ class BatchedCenterCrop(BatchedCut):
 
     def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
         room = sizes - self.transform.size
-        before = np.maximum(0, -room) // 2  # black rows above, columns on the left
+        before = np.maximum(0, -room) // 2  # black rows at the top, black columns on the left
         return {"corner": (np.rint(np.maximum(0, room) / 2) - before).astype(np.float32)}
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
@@ -139,14 +139,14 @@ class BatchedRandomCrop(UniformOperation, BatchedCut):
 def first_fits(
     streams: Streams, sizes: np.ndarray, rows: np.ndarray, attempt: Attempt, boxes: np.ndarray
 ) -> None:
-    """``boxes.first_fit`` for some images of a batch.
+    """Do ``boxes.first_fit`` for some images of a batch.
 
     Args:
-        streams: random streams of all images.
-        sizes: height and width of all images, int64 (B, 2).
-        rows: the images that get a box, int64 (R,).
-        attempt: draws boxes.
-        boxes: float64 (B, 4); the row of an image is overwritten if a box fits.
+        streams: Random streams of all images.
+        sizes: Height and width of all images, int64 (B, 2).
+        rows: Indices of the images that get a box, int64 (R,).
+        attempt: Function that computes boxes from uniforms.
+        boxes: Result, float64 (B, 4). The row of an image is overwritten if a box fits.
     """
     for _ in range(TRIES):
         if not len(rows):
@@ -157,14 +157,14 @@ def first_fits(
 
 
 def cut(values: Tensor, axis: int, start: Tensor, end: Any, size: int) -> Tensor:
-    """Cut ``size`` rows or columns out of each image; those outside of it are black.
+    """Cut ``size`` rows or columns out of each image; those outside the image are black.
 
     Args:
         values: (B, C, H, W).
         axis: 2 for rows, 3 for columns.
-        start: first row or column of each image, (B,).
-        end: number of rows or columns of the images, one for all or (B, 1).
-        size: number of rows or columns to return.
+        start: First row or column to take from each image, (B,).
+        end: Number of rows or columns of the images, one for all or (B, 1).
+        size: Number of rows or columns to return.
     """
     places = start[:, None] + torch.arange(size, device=values.device)  # (B, size)
     outside = (places < 0) | (places >= end)

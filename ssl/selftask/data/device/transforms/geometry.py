@@ -53,7 +53,7 @@ class BatchedFlip(RandomlyApplied):
         return values.flip(self._axis)
 
     def _flip_part(self, values: Tensor, ends: Tensor) -> Tensor:
-        """Flip the first ``ends`` (B,) rows or columns; the image ends there."""
+        """Flip only the first ``ends`` (B,) rows or columns, which hold the image."""
         last = (ends - 1)[:, None]
         places = (last - torch.arange(values.shape[self._axis], device=values.device)).clamp(min=0)
         at = places.long()
@@ -65,7 +65,7 @@ class BatchedFlip(RandomlyApplied):
 @register_batched_transform("random_affine")
 @register_batched_transform("random_shear")
 class BatchedWarp(UniformOperation):
-    """Affine maps of rotation, random_affine and random_shear."""
+    """Affine maps of ``rotation``, ``random_affine`` and ``random_shear``."""
 
     in_place = False
     transform: Rotation | RandomAffine | RandomShear
@@ -81,7 +81,7 @@ class BatchedWarp(UniformOperation):
 def warped(values: Tensor, matrix: Tensor, transform: Any) -> Tensor:
     """Apply affine maps (B, 6) from output to input coordinates.
 
-    ``transform`` has the ``interpolation``, and the ``fill`` for pixels from outside.
+    ``transform`` provides ``interpolation``, and ``fill`` for pixels outside the image.
     """
     x, y = pixel_centres(values)
     a, b, c, d, e, f = matrix[:, :, None].unbind(1)  # (B, 1) each
@@ -97,9 +97,9 @@ def pixel_centres(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read_at(values: Tensor, x: Tensor, y: Tensor, transform: Any) -> Tensor:
-    """Sample each image at places (B, H, W) in pixels; returns whole levels (B, C, H, W).
+    """Sample each image at coordinates (B, H, W) in pixels; returns whole levels (B, C, H, W).
 
-    ``transform`` has the ``interpolation``, and the ``fill`` for pixels from outside.
+    ``transform`` provides ``interpolation``, and ``fill`` for pixels outside the image.
     """
     height, width = values.shape[2:]
     grid = torch.stack([x * (2 / width) - 1, y * (2 / height) - 1], 3)

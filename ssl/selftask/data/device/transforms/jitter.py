@@ -1,9 +1,9 @@
-"""Batched color jitter: factors and order of each image, clipped after each operation.
+"""Batched color jitter, with factors and order of each image; clips after each operation.
 
-Brightness, contrast and saturation are one formula, x * gain + luma(x) * a + mean(luma) * b. So the
-jitter of an image is up to three such steps before the hue is turned, the turn, and up to three
-after it; a step that an image does not have leaves it exactly unchanged. The turn, which is
-expensive, is done once for all images.
+Brightness, contrast and saturation share one formula: x * gain + luma(x) * a + mean(luma) * b. The
+jitter of an image is up to three such steps, the hue shift, and up to three further steps. An image
+with fewer steps is left exactly unchanged by the others. The hue shift is expensive and done only
+once for all images.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     pass
 
 HUE = 3  # number of the operation; 0 brightness, 1 contrast, 2 saturation
-STEPS = 3  # at most, before the turn and after it
+STEPS = 3  # at most, before the hue shift and after it
 _ORDERS = np.array(ORDERS)
 
 
@@ -49,7 +49,7 @@ class BatchedColorJitter(UniformOperation):
         active = np.array((jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)) != 0
         place = np.zeros(len(order), dtype=np.int64)
         gain, of_luma, of_mean = np.ones((len(order), 2 * STEPS)), *np.zeros((2, len(order), 6))
-        before = np.full(len(order), STEPS)  # steps before the turn
+        before = np.full(len(order), STEPS)  # number of steps before the hue shift
         for operation in order.T:
             is_hue = active[HUE] & (operation == HUE)
             before[is_hue], place[is_hue] = place[is_hue], STEPS
@@ -61,7 +61,7 @@ class BatchedColorJitter(UniformOperation):
             of_mean[does, at] = np.where(what == 1, 1 - factor, 0.0)
             place[does] += 1
         arrays = {"gain": gain, "luma": of_luma, "mean": of_mean, "before": before}
-        arrays |= {"turn": np.trunc(turn * 255) / 256, "chosen": chosen}  # as adjust_hue has it
+        arrays |= {"turn": np.trunc(turn * 255) / 256, "chosen": chosen}  # rounded as in adjust_hue
         return {name: array.astype(np.float32) for name, array in arrays.items()}
 
     def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
@@ -74,7 +74,7 @@ class BatchedColorJitter(UniformOperation):
         if len(rows):
             values, steps = images.values[rows], steps[rows]
             ends = torch.searchsorted(before, torch.arange(STEPS + 1.0)).tolist()
-            for step in range(STEPS):  # sorted, so that those with one step more come last
+            for step in range(STEPS):  # images are sorted, so those with this step are a slice
                 adjust(values[ends[step + 1] :], steps[ends[step + 1] :, step])
             if self.transform.hue:
                 values = turn_hue(values, packed["turn"][rows])
@@ -95,7 +95,7 @@ class BatchedColorJitter(UniformOperation):
 
 
 def adjust(values: Tensor, step: Tensor) -> Tensor:
-    """Apply one step in place; ``step`` (B, 3) weighs x, its luma and the mean luma."""
+    """Apply one step in place; ``step`` (B, 3) holds the weights of x, luma and mean luma."""
     if not len(values):
         return values
     gain, of_luma, of_mean = (per_image(one) for one in step.unbind(1))
@@ -105,10 +105,10 @@ def adjust(values: Tensor, step: Tensor) -> Tensor:
 
 
 def turn_hue(values: Tensor, turn: Tensor) -> Tensor:
-    """Turn the hue of (B, 3, H, W) by fractions (B,) of the color circle.
+    """Shift the hue of images (B, 3, H, W) by fractions (B,) of the color circle.
 
-    With h in 0..6 on the circle, a channel is min + range * w(h): w is 1 for a third of the
-    circle around the channel's own color, and falls to 0 within a sixth on both sides.
+    With hue h in 0..6, a channel is min + range * w(h). The weight w is 1 for a third of the circle
+    around the channel's own color, and falls to 0 within a sixth on both sides.
     """
     red, green, blue = values.unbind(1)
     high, low = values.amax(1), values.amin(1)

@@ -1,4 +1,4 @@
-"""Batched random_apply, random_choice and random_order: a list of operations for each image."""
+"""Batched random_apply, random_choice and random_order: each image has its own operations."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from selftask.registry import register_batched_transform
 if TYPE_CHECKING:
     from selftask.random.views import Streams
 
-NONE = -1  # number of no chain: the image is unchanged
-Chosen = tuple[int, list[Any]]  # the number of a chain, and the parameters of its operations
+NONE = -1  # in place of the number of a chain: the image is unchanged
+Chosen = tuple[int, list[Any]]  # number of a chain, and the parameters of its operations
 
 
 class Branches(Operation):
-    """Several chains; each image goes through one of them or none."""
+    """Several chains of operations; each image goes through one of them or none."""
 
-    ragged = True  # chains check it
+    ragged = True  # each chain checks sizes itself
 
     def __init__(self, transform: Any, chains: Iterable[Chain]) -> None:
         super().__init__(transform)
@@ -43,7 +43,7 @@ class Branches(Operation):
         return self.draw_chosen(int(self.choose(np.array(rng.random()))), rng, height, width)
 
     def draw_chosen(self, number: int, rng: np.random.Generator, height: int, width: int) -> Chosen:
-        """Draw the parameters of a chosen chain."""
+        """Draw the parameters of the chain ``number``."""
         return number, [] if number == NONE else self.chains[number].draw_for(rng, height, width)
 
     def transforms(self) -> Iterator[Any]:
@@ -58,7 +58,7 @@ class Branches(Operation):
             yield from self.chains[number].applied(inner, height, width)
 
     def choose(self, draws: np.ndarray) -> np.ndarray:
-        """Return the number of a chain, or ``NONE``, for each uniform."""
+        """Return the number of a chain, or ``NONE``, for each uniform random number."""
         raise NotImplementedError(f"{type(self).__name__} does not choose")
 
     def size_after(self, height: int, width: int, params: Any = None) -> tuple[int, int]:
@@ -82,7 +82,7 @@ class Branches(Operation):
         return self.draw_all(self.choose(streams.random(1)[:, 0]), streams, sizes)
 
     def draw_all(self, numbers: np.ndarray, streams: Streams, sizes: np.ndarray) -> Tree:
-        """Do ``draw`` with chosen chains, (B,)."""
+        """Do ``draw`` with given numbers of chains, (B,)."""
         return self._pack(
             numbers, lambda chain, rows: chain.draw(streams.at(rows), sizes[rows]), sizes
         )
@@ -120,7 +120,7 @@ class Branches(Operation):
 
 @register_batched_transform("random_apply")
 class BatchedRandomApply(Branches):
-    """One chain, or nothing."""
+    """One chain with probability p, otherwise none."""
 
     transform: RandomApply
 
@@ -133,7 +133,7 @@ class BatchedRandomApply(Branches):
 
 @register_batched_transform("random_choice")
 class BatchedRandomChoice(Branches):
-    """One of several chains."""
+    """One of several chains for each image."""
 
     transform: RandomChoice
 
@@ -201,6 +201,6 @@ class BatchedRandomOrder(Operation):
 
 
 def _chain(transforms: Sequence[dict[str, Any]], pipeline: Compose) -> Chain:
-    """Return the batched forms of a nested list of transforms."""
+    """Return the batched versions of a nested list of transforms."""
     named = zip(transforms, pipeline.transforms, strict=True)
     return Chain([find_batched_transform(transform["name"], built) for transform, built in named])

@@ -1,6 +1,6 @@
 """Batched noise and erased rectangles.
 
-Noise is drawn image by image in the workers and is part of the batch, as uint8 or int16.
+Workers draw the noise image by image and put it into the batch, as uint8 or int16.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WHITE, BLACK = 1, 2
 
 
 class BatchedHoles(Operation):
-    """Rectangles filled with one color or with noise."""
+    """Base class: rectangles filled with one color or with noise."""
 
     in_place = False
     transform: RandomErasing | Cutout
@@ -52,7 +52,7 @@ class BatchedHoles(Operation):
         return packed
 
     def _noise(self, holes: list[list[Hole]], height: int, width: int) -> np.ndarray:
-        """Return the fill of the holes in their places, uint8 (B, H, W, C)."""
+        """Return images with the fill of the holes, zero elsewhere, uint8 (B, H, W, C)."""
         noise = np.zeros((len(holes), height, width, self.transform.channels), dtype=np.uint8)
         for place, some in zip(noise, holes, strict=True):
             for hole in some:
@@ -101,7 +101,7 @@ class BatchedCutout(BatchedHoles):
 
 @register_batched_transform("gaussian_noise")
 class BatchedGaussianNoise(Operation):
-    """Gaussian noise, drawn in the workers."""
+    """Gaussian noise, drawn by the workers."""
 
     vectorised = False
     transform: GaussianNoise
@@ -121,7 +121,7 @@ class BatchedGaussianNoise(Operation):
 
 @register_batched_transform("salt_and_pepper")
 class BatchedSaltAndPepper(Operation):
-    """White and black pixels; a pixel drawn for both is black."""
+    """White and black pixels; a pixel that is drawn for both becomes black."""
 
     vectorised = False
     transform: SaltAndPepper
@@ -148,7 +148,7 @@ def _holes(params: Hole | list[Hole] | None) -> list[Hole]:
 
 
 def _inside(box: Tensor, height: int, width: int) -> Tensor:
-    """Return whether each pixel is in one of the boxes (B, K, 4): bool (B, 1, H, W)."""
+    """Return whether each pixel is in one of its image's boxes (B, K, 4), bool (B, 1, H, W)."""
     left, top, right, bottom = box[..., None].unbind(2)  # (B, K, 1)
     x = torch.arange(width, device=box.device)
     y = torch.arange(height, device=box.device)
@@ -157,7 +157,7 @@ def _inside(box: Tensor, height: int, width: int) -> Tensor:
 
 
 def _colour(fill: Any, values: Tensor) -> Tensor:
-    """Return a gray level, or one for each channel; broadcasts to ``values``."""
+    """Return the fill, one level or one for each channel, which broadcasts to ``values``."""
     levels = fill if isinstance(fill, list) else [fill]
     one = torch.stack([values.new_full((), level) for level in levels])
     return one[:, None, None]

@@ -1,7 +1,7 @@
 """Batched automatic augmentation: a sequence of operations for each image.
 
-Each operation has a kind and numbers. Operations of one kind share a formula: all affine maps, all
-blends with gray or black, all inversions.
+Each operation is given by its kind and up to six numbers. Operations of one kind share a formula:
+for example all affine maps, all blends with gray or black, and all inversions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _KINDS = {
     "Sharpness": SHARPEN,
     "Posterize": POSTERIZE,
     "Solarize": SOLARIZE,
-    "Invert": SOLARIZE,  # from 0 on
+    "Invert": SOLARIZE,  # with threshold 0
     "AutoContrast": AUTOCONTRAST,
     "Equalize": EQUALIZE,
 }
@@ -56,17 +56,17 @@ _BLENDS = {
     "Brightness": None,
     "Color": 1,
     "Contrast": 2,
-}  # with black, with luma, with the mean luma
-_NUMBERS = 6  # of an operation: a matrix, three weights, or one number
+}  # index of the weight of luma or mean luma; None: black
+_NUMBERS = 6  # per operation: a matrix, three weights, or one number
 
-Drawn = Sequence[tuple[str, float]]  # operations of an image, from transforms.policies
+Drawn = Sequence[tuple[str, float]]  # (name, magnitude) of each operation of an image
 
 
 class BatchedPolicy(Operation):
-    """A sequence of operations for each image."""
+    """Base class: a sequence of operations for each image."""
 
     transform: RandAugment | TrivialAugmentWide | AutoAugment
-    num_ops: int  # at most
+    num_ops: int  # largest number of operations
     num_draws: int
 
     def pack(self, params: Sequence[Drawn], sizes: np.ndarray) -> Arrays:
@@ -105,10 +105,10 @@ class BatchedAutoAugment(BatchedPolicy):
 
 @register_batched_transform("aug_mix")
 class BatchedAugMix(Operation):
-    """AugMix: a weighted mean of the image and of chains of operations."""
+    """AugMix: a weighted mean of the image and of the results of chains of operations."""
 
     in_place = False
-    vectorised = False  # its draws are not uniforms
+    vectorised = False  # not all of its draws are uniform
     transform: AugMix
 
     def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Any:
@@ -132,7 +132,7 @@ class BatchedAugMix(Operation):
 
 
 def packed_operations(params: Sequence[Drawn], most: int, sizes: np.ndarray) -> Arrays:
-    """Return the kinds (B, K) of up to ``most`` operations, and their numbers (B, K, 6)."""
+    """Return the kinds of up to K = ``most`` operations, (B, K), and their numbers, (B, K, 6)."""
     height, width = sizes[0].tolist()
     kind = np.full((len(params), most), NONE)
     numbers = np.zeros((len(params), most, _NUMBERS))
@@ -156,14 +156,14 @@ def _numbers(name: str, size: float, height: int, width: int) -> Sequence[float]
     if name == "Posterize":
         return (2.0 ** (8 - int(size)),)
     if name == "Solarize":
-        return (math.ceil(size),)  # as float32, a hair above a level would be that level
+        return (math.ceil(size),)  # float32 rounds values just above a level to it
     return (1 + size if name == "Sharpness" else 0.0,)
 
 
 def perform(images: Images, kind: Tensor, numbers: Tensor, transform: Any) -> Images:
     """Apply the operations of each image in order; may write into the given values.
 
-    ``transform`` has the interpolation and the fill of the geometric ones.
+    ``transform`` provides ``interpolation`` and ``fill`` for the geometric operations.
     """
 
     def warp(values: Tensor, numbers: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Batched pretext transforms: rotation by quarters, jigsaw, tiles and channel drop."""
+"""Batched pretext transforms: rotation by multiples of 90 degrees, jigsaw, tiles, channel drop."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 @register_batched_transform("rotate_90")
 class BatchedRotate90(Operation):
-    """Rotation by quarters; an odd number swaps height and width."""
+    """Rotation by multiples of 90 degrees; 90 and 270 degrees swap height and width."""
 
     in_place = False
-    vectorised = False  # it is drawn at a fixed block of the stream
+    vectorised = False  # the rotation is drawn at a fixed block of the stream
     transform: Rotate90
 
     def size_after(self, height: int, width: int, params: int | None = None) -> tuple[int, int]:
@@ -62,7 +62,7 @@ class BatchedRotate90(Operation):
 
 @register_batched_transform("jigsaw")
 class BatchedJigsaw(Operation):
-    """Tiles in the order drawn for each image."""
+    """Jigsaw puzzle, with the order of tiles that was drawn for each image."""
 
     in_place = False
     vectorised = False  # the permutation is drawn at a fixed block of the stream
@@ -73,7 +73,7 @@ class BatchedJigsaw(Operation):
         return self.transform.grid * rows, self.transform.grid * columns
 
     def pack(self, params: Sequence[Puzzle], sizes: np.ndarray) -> Arrays:
-        """Return where the tile at each place begins in the image, (B, T) in pixels."""
+        """Return top and left in the image of the tile at each position, (B, T) in pixels."""
         grid, (height, width) = self.transform.grid, sizes[0]
         orders = permutations(grid**2, self.transform.num_permutations)
         tile = orders[[puzzle.permutation for puzzle in params]].astype(np.int64)  # (B, T)
@@ -97,7 +97,7 @@ class BatchedJigsaw(Operation):
 
 @register_batched_transform("tile")
 class BatchedTile(Operation):
-    """One tile of each image."""
+    """Cut out one tile of each image."""
 
     in_place = False
     transform: Tile
@@ -121,7 +121,7 @@ class BatchedTile(Operation):
 
 @register_batched_transform("channel_drop")
 class BatchedChannelDrop(Operation):
-    """Overwrite some channels of each image."""
+    """Overwrite the drawn channels of each image."""
 
     in_place = False
     transform: ChannelDrop

@@ -1,4 +1,4 @@
-"""Batched tones: equalize, autocontrast and sharpness."""
+"""Batched equalize, autocontrast and sharpness."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @register_batched_transform("equalize")
 class BatchedEqualize(RandomlyApplied):
-    """Equalize: flatten each channel's histogram."""
+    """Equalize the histogram of each channel."""
 
     def change(self, values: Tensor) -> Tensor:
         return equalize(values)
@@ -35,7 +35,7 @@ class BatchedEqualize(RandomlyApplied):
 
 @register_batched_transform("autocontrast")
 class BatchedAutocontrast(RandomlyApplied):
-    """Autocontrast: stretch each channel to 0..255."""
+    """Stretch each channel to 0..255."""
 
     def change(self, values: Tensor) -> Tensor:
         return autocontrast(values)
@@ -43,7 +43,7 @@ class BatchedAutocontrast(RandomlyApplied):
 
 @register_batched_transform("sharpness")
 class BatchedSharpness(UniformOperation):
-    """Sharpness: away from or towards a smoothed image."""
+    """Sharpen or smooth each image by its factor."""
 
     transform: Sharpness
 
@@ -55,7 +55,7 @@ class BatchedSharpness(UniformOperation):
 
 
 def equalize(values: Tensor) -> Tensor:
-    """Flatten each channel's histogram with Pillow's tables, in integers."""
+    """Equalize the histogram of each channel, with Pillow's tables and integers only."""
     levels = values.flatten(2).long()  # (B, C, H * W)
     counts = levels.new_zeros((*levels.shape[:2], 256))
     counts.scatter_add_(2, levels, torch.ones_like(levels))
@@ -70,7 +70,7 @@ def equalize(values: Tensor) -> Tensor:
 
 
 def autocontrast(values: Tensor) -> Tensor:
-    """Stretch each channel to 0..255; tables are float64, as they are rounded down."""
+    """Stretch each channel to 0..255; tables are float64 because they are rounded down."""
     low, high = (of(values.flatten(2), 2, keepdim=True).double() for of in (torch.amin, torch.amax))
     stretched = high > low
     scale = torch.where(stretched, 255 / (high - low).clamp(min=1), 1.0)
@@ -86,9 +86,9 @@ def _look_up(levels: Tensor, tables: Tensor) -> Tensor:
 
 
 def sharpen(values: Tensor, factor: Tensor) -> Tensor:
-    """Move each image away from or towards a smoothed one by its ``factor`` (B,), in place."""
+    """Sharpen (factor above 1) or smooth (below 1) each image in place; ``factor`` is (B,)."""
     if min(values.shape[2:]) < 3:
-        return values  # only border pixels
+        return values  # all pixels are border pixels, which are kept
     middle = values[:, :, 1:-1, 1:-1]
     smooth = per_image((1 - factor) / 13)
     rows = values[:, :, :-2] + values[:, :, 1:-1] + values[:, :, 2:]

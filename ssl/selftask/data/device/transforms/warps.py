@@ -23,7 +23,7 @@ _STAYS = np.eye(3)
 
 @register_batched_transform("random_perspective")
 class BatchedPerspective(Operation):
-    """Perspective maps."""
+    """Random perspective."""
 
     transform: RandomPerspective
 
@@ -53,7 +53,7 @@ class BatchedPerspective(Operation):
 
 @register_batched_transform("elastic")
 class BatchedElastic(Operation):
-    """Elastic distortion; displacements are drawn in the workers and are part of the batch."""
+    """Elastic distortion; workers draw the displacements and put them into the batch."""
 
     vectorised = False
     transform: Elastic
