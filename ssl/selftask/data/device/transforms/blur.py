@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from selftask.data.device.operation import (
 from selftask.data.device.resampling import resample
 from selftask.data.transforms.color import GaussianBlur
 from selftask.registry import register_batched_transform
-
-if TYPE_CHECKING:
-    pass
 
 _LEAST = 1e-2  # pixels; a smaller sigma changes no pixel
 

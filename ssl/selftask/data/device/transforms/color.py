@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from selftask.data.device.operation import (
 )
 from selftask.data.transforms.color import LUMA, ContrastNoise
 from selftask.registry import register_batched_transform
-
-if TYPE_CHECKING:
-    pass
 
 
 @register_batched_transform("grayscale")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +26,6 @@ from selftask.data.transforms.geometry import (
 )
 from selftask.data.transforms.warps import RandomShear
 from selftask.registry import register_batched_transform
-
-if TYPE_CHECKING:
-    pass
 
 
 @register_batched_transform("horizontal_flip")

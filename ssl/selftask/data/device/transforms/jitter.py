@@ -8,7 +8,7 @@ once for all images.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +26,6 @@ from selftask.data.device.operation import (
 from selftask.data.device.transforms.color import luma
 from selftask.data.transforms.color import ORDERS, ColorJitter
 from selftask.registry import register_batched_transform
-
-if TYPE_CHECKING:
-    pass
 
 HUE = 3  # number of the operation; 0 brightness, 1 contrast, 2 saturation
 STEPS = 3  # at most, before the hue shift and after it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from selftask.data.device.operation import (
 )
 from selftask.data.transforms.tones import Sharpness
 from selftask.registry import register_batched_transform
-
-if TYPE_CHECKING:
-    pass
 
 
 @register_batched_transform("equalize")
