@@ -13,7 +13,7 @@ from PIL import Image
 
 from selftask.data.reading.files import BadImage
 from selftask.data.reading.image import (
-    as_picture,
+    as_pixels,
     check_header,
     decode_image,
     from_array,
@@ -171,7 +171,7 @@ def test_arrays_of_any_layout() -> None:
 def test_torch_tensors_are_images_too() -> None:
     torch = pytest.importorskip("torch")
     pixels = torch.arange(60, dtype=torch.uint8).reshape(3, 4, 5)
-    assert np.array_equal(np.asarray(as_picture(pixels)), pixels.permute(1, 2, 0).numpy())
+    assert np.array_equal(np.asarray(as_pixels(pixels)), pixels.permute(1, 2, 0).numpy())
 
 
 @pytest.mark.skipif(not ODD_IMAGES.is_dir(), reason="shared test images are not here")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from selftask.config.schema import Component
-from selftask.data.reading.image import as_picture, read_image
+from selftask.data.reading.image import as_pixels, read_image
 from selftask.data.views import build_pipeline
 from selftask.models.weights.model_source import PRETRAINED, open_model
 from selftask.random.views import draw_rng
@@ -52,7 +52,7 @@ class Model(nn.Module):
         """
         if isinstance(image, str | Path):
             image = read_image(str(image))
-        pixels = self._pipeline(as_picture(image, self.channels), draw_rng(0, 0, 0, 0))
+        pixels = self._pipeline(as_pixels(image, self.channels), draw_rng(0, 0, 0, 0))
         return self._pipeline.to_float(torch.from_numpy(pixels)[None])[0]
 
     @torch.no_grad()

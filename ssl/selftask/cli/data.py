@@ -13,7 +13,7 @@ COMMANDS = {
         "read every image: what is broken, what is a duplicate?",
     ),
     "stats": ("selftask.cli.inspect_data.stats", "mean and std of the pixels, sizes of the images"),
-    "show": ("selftask.cli.inspect_data.show", "a picture of the views that the network gets"),
+    "show": ("selftask.cli.inspect_data.show", "an image of the views that the network sees"),
 }  # name -> module with USAGE and main(argv) -> exit code, one line
 
 USAGE = """\

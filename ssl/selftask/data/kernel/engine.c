@@ -48,10 +48,10 @@ static int whole(double value, double least, double largest) {
 
 static int check_size(int height, int width, char *message) {
     if (height < 1 || width < 1 || height > MOST_SIDE || width > MOST_SIDE)
-        FAIL("a picture of %d x %d pixels (width x height); sides of 1 to %d are possible", width,
+        FAIL("an image of %d x %d pixels (width x height); sides of 1 to %d are possible", width,
              height, MOST_SIDE);
     if ((double)pitch_of(width) * height > MOST_PIXELS)
-        FAIL("a picture of %d x %d pixels; at most %d pixels are possible", width, height,
+        FAIL("an image of %d x %d pixels; at most %d pixels are possible", width, height,
              MOST_PIXELS);
     return 0;
 }
@@ -60,7 +60,7 @@ static int check_crop(const double *a, int height, int width, int at, char *mess
     if (!whole(a[0], 0, width) || !whole(a[1], 0, height) || !whole(a[2], 1, width) ||
         !whole(a[3], 1, height) || a[0] + a[2] > width || a[1] + a[3] > height)
         FAIL("operation %d: crop left %g, top %g, width %g, height %g; whole numbers inside the "
-             "picture of %d x %d pixels are expected", at, a[0], a[1], a[2], a[3], width, height);
+             "image of %d x %d pixels are expected", at, a[0], a[1], a[2], a[3], width, height);
     if (!whole(a[4], 1, MOST_SIDE) || !whole(a[5], 1, MOST_SIDE))
         FAIL("operation %d: resize to %g rows of %g; whole numbers from 1 to %d are expected", at,
              a[4], a[5], MOST_SIDE);

@@ -157,18 +157,18 @@ class BatchBuffer:
         self._odd: dict[int, np.ndarray] = {}  # view -> the first image that is not 8-bit
         self._others: dict[int, set[tuple[int, ...]]] = {}  # view -> its shapes, if they differ
 
-    def add(self, pictures: list[np.ndarray]) -> None:
+    def add(self, views: list[np.ndarray]) -> None:
         """Copy the views of a sample into ``next``, except those that were written there."""
         if not self.views:
-            self.views = [self.new((self._size, *p.shape), np.uint8) for p in pictures]
+            self.views = [self.new((self._size, *view.shape), np.uint8) for view in views]
             self.next = [view[0] for view in self.views]
-        for number, (place, picture) in enumerate(zip(self.next, pictures, strict=True)):
-            if picture.dtype != np.uint8 or picture.ndim != 3:
-                self._odd.setdefault(number, picture)
-            elif picture.shape != place.shape:
-                self._others.setdefault(number, {place.shape}).add(picture.shape)
-            elif picture is not place:
-                place[:] = picture
+        for number, (place, view) in enumerate(zip(self.next, views, strict=True)):
+            if view.dtype != np.uint8 or view.ndim != 3:
+                self._odd.setdefault(number, view)
+            elif view.shape != place.shape:
+                self._others.setdefault(number, {place.shape}).add(view.shape)
+            elif view is not place:
+                place[:] = view
         self.count += 1
         self.next = [view[self.count] for view in self.views] if self.count < self._size else []
 
@@ -177,7 +177,7 @@ class BatchBuffer:
         for number, odd in self._odd.items():
             return (
                 f"view {number}: its transforms gave {odd.dtype} of shape {odd.shape}; "
-                "8-bit pictures (H, W, C) are expected (normalize, the last one, makes floats)"
+                "8-bit images (H, W, C) are expected (normalize, the last one, makes floats)"
             )
         for number, shapes in self._others.items():
             height_width = sorted({f"{shape[1]}x{shape[0]}" for shape in shapes})

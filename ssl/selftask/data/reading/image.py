@@ -169,7 +169,7 @@ def from_array(array: np.ndarray, channels: int = 3) -> np.ndarray:
     return _gray_to_rgb(array) if array.ndim == 2 else np.ascontiguousarray(array[..., :3])
 
 
-def as_picture(image: Any, channels: int = 3) -> np.ndarray:
+def as_pixels(image: Any, channels: int = 3) -> np.ndarray:
     """Convert a Pillow image, an array or a torch tensor to uint8 (H, W, C).
 
     Raises:

@@ -12,7 +12,7 @@ import numpy as np
 from selftask.config.extensions import explain_failure, import_object
 from selftask.config.fields import setting
 from selftask.data.reading.files import BadImage, now_reading
-from selftask.data.reading.image import as_picture
+from selftask.data.reading.image import as_pixels
 from selftask.data.source import NO_LABEL, ExtraKind, Source
 from selftask.errors import UserError, nearest
 from selftask.files.paths import is_folder
@@ -51,7 +51,7 @@ class DatasetSource(Source):
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         item = self._item(index)
         image, label = (item[0], item[1]) if isinstance(item, tuple | list) else (item, NO_LABEL)
-        return self._picture(image, index), _as_label(label)
+        return self._pixels(image, index), _as_label(label)
 
     def extra(self, index: int, name: str) -> Any:
         """Return an entry of the item's dict of extras; raises BadImage."""
@@ -62,7 +62,7 @@ class DatasetSource(Source):
                 "of a data set with `extras`"
             )
         value = item[2][name]
-        return self._picture(value, index) if self.extras[name] == "image" else value
+        return self._pixels(value, index) if self.extras[name] == "image" else value
 
     def _item(self, index: int) -> Any:
         """Return an item of the data set; raises BadImage. With extras, the last one is cached."""
@@ -81,9 +81,9 @@ class DatasetSource(Source):
             self._last = index, item
         return item
 
-    def _picture(self, image: Any, index: int) -> np.ndarray:
+    def _pixels(self, image: Any, index: int) -> np.ndarray:
         try:
-            return as_picture(image, self.channels)
+            return as_pixels(image, self.channels)
         except ValueError as error:
             raise BadImage(self.path(index), str(error)) from error
 

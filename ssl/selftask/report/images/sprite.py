@@ -117,7 +117,7 @@ def thumbnail(image: np.ndarray, side: int) -> np.ndarray:
     return np.asarray(seen).repeat(times, axis=0).repeat(times, axis=1)
 
 
-def encode(image: np.ndarray, budget: int) -> str:
+def encode(pixels: np.ndarray, budget: int) -> str:
     """Return an image (H, W, 3) as a data URI of at most ``budget`` characters.
 
     Quality is reduced first, then resolution.
@@ -125,29 +125,29 @@ def encode(image: np.ndarray, budget: int) -> str:
     Raises:
         ValueError: If even the smallest version is too large.
     """
-    picture = Image.fromarray(image)
-    if max(picture.size) > _MAX_SIDE:
-        picture.thumbnail((_MAX_SIDE, _MAX_SIDE))
+    image = Image.fromarray(pixels)
+    if max(image.size) > _MAX_SIDE:
+        image.thumbnail((_MAX_SIDE, _MAX_SIDE))
     attempts = [(1.0, quality) for quality in _QUALITIES]
     attempts += [(scale, _QUALITIES[-1]) for scale in _SCALES]
     for scale, quality in attempts:
-        uri = _data_uri(_scaled(picture, scale), quality)
+        uri = _data_uri(_scaled(image, scale), quality)
         if len(uri) <= budget:
             return uri
-    raise ValueError(f"an image of {picture.size} pixels does not fit into {budget} characters")
+    raise ValueError(f"an image of {image.size} pixels does not fit into {budget} characters")
 
 
-def _scaled(picture: Image.Image, scale: float) -> Image.Image:
+def _scaled(image: Image.Image, scale: float) -> Image.Image:
     if scale == 1.0:
-        return picture
-    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
-    return picture.resize(size, Image.Resampling.LANCZOS)
+        return image
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    return image.resize(size, Image.Resampling.LANCZOS)
 
 
-def _data_uri(picture: Image.Image, quality: int) -> str:
+def _data_uri(image: Image.Image, quality: int) -> str:
     kind = "webp" if features.check("webp") else "jpeg"
     file = io.BytesIO()
-    picture.save(file, kind, quality=quality)
+    image.save(file, kind, quality=quality)
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
