@@ -20,7 +20,7 @@ from selftask.errors import UserError, nearest
 _NODES: dict[type, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
-# Small enough that products with sizes do not overflow 64 bits, and floats not float32.
+# Limits far from overflow: of 64 bits in products with sizes (int), and of float32 (float).
 _LARGEST: dict[type, float] = {int: 10**15, float: 1e30}
 
 
