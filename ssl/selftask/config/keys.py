@@ -25,7 +25,7 @@ _PATHS = {
     ("resume", "checkpoint"),
     ("out",),
 }
-_PATH_FIELDS = ("path", "root", "pattern", "labels_path", "stage_to")  # of a source
+_PATH_FIELDS = ("path", "root", "pattern", "labels_path", "stage_to")  # fields of a source
 NAMED_ENTRIES = {("hooks",), ("meters",), ("eval", "evaluations"), ("data", "val_sets")}
 
 

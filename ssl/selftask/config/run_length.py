@@ -111,7 +111,7 @@ class Clock:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch."""
+        """Index of the epoch of the next batch, from 0."""
         return self.batch // self.length.batches_per_epoch
 
     @property

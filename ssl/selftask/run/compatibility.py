@@ -77,7 +77,7 @@ def _fixed(config: dict[str, Any]) -> dict[str, Any]:
         for section in _SECTIONS
     }
     fixed["data"].setdefault("sampler", {"name": "shuffled"})  # the only sampler of older versions
-    fixed["data"].setdefault("augment_on", "cpu")  # likewise
+    fixed["data"].setdefault("augment_on", "cpu")  # the only place in older versions
     fixed["train"] = {key: (config.get("train") or {}).get(key) for key in _TRAIN}
     parallel = config.get("parallel") or {}  # missing in runs of older versions
     fixed["parallel"] = {key: parallel.get(key, "none") for key in _PARALLEL}

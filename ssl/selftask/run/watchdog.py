@@ -345,7 +345,7 @@ def _dead_here(sign: Sign) -> bool:
     try:
         with open(f"/proc/{sign['pid']}/stat", encoding="ascii") as file:
             return file.read().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):  # the latter: it ended during the read
+    except (FileNotFoundError, ProcessLookupError):  # ProcessLookupError: it ended during the read
         return os.path.isdir("/proc/self")
 
 

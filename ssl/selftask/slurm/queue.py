@@ -148,7 +148,7 @@ def _state_of_local(job: str) -> str:
 def _cancel_local(job: str) -> None:
     """Send SIGTERM to the ranks of a local job, so that they save a checkpoint and stop."""
     pid = job.removeprefix(LOCAL)
-    started = lines("pgrep", "-P", pid, "-f", "submitit.local._local")  # by a shell for set-up
+    started = lines("pgrep", "-P", pid, "-f", "submitit.local._local")  # child of the set-up shell
     try:
         os.kill(int(started[0] if started else pid), signal.SIGTERM)
     except ProcessLookupError:

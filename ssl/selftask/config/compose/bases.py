@@ -20,7 +20,7 @@ class Bases:
     """Files that have a short name during one composition."""
 
     def __init__(self) -> None:
-        self.files: dict[str, Path] = {}  # by short name
+        self.files: dict[str, Path] = {}  # short name -> file
         self.addresses: dict[Path, str] = {}  # local copy -> its address
         self.may_fetch = True
 

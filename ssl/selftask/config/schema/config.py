@@ -67,7 +67,7 @@ class Config:
     resume: ResumeConfig
     """Checkpoint to resume from."""
     parallel: ParallelConfig
-    """How processes share the work."""
+    """How processes train together."""
     launch: LaunchConfig
     """Processes, machines and SLURM."""
     out: str = setting(path=True)

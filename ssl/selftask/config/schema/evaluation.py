@@ -24,7 +24,7 @@ class EvalConfig:
     ``val_loss``.
     """
     test_every: int = setting(1, min=1, also=["test_phase_period", "val_interval"])
-    """Train phases between test phases with meters, and there is a test phase at the end. A train
+    """Train phases between test phases with meters; the run also ends with a test phase. A train
     phase is an epoch unless ``train.phases_per_epoch`` divides it.
     """
     layers: list[int] = setting([])
